@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
+BENCHMARKS := $(basename $(notdir $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))))
+
+.PHONY: demo test lint types contracts bench parity docs clean install
+
+install: $(STAMP)
+
+# torch goes first and alone: with it in place, nothing that follows pulls another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[all]'
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/gulliver demo --out out/demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+contracts: $(STAMP)
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done
+
+parity: $(STAMP)
+	$(BIN)/python -m tests.parity docs/parity.md
+
+docs: $(DOCS_STAMP)
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) build site .coverage

@@ -1,0 +1,3 @@
+"""Gulliver: giant models on the hardware you have."""
+
+__version__ = "0.1.0"
