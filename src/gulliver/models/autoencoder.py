@@ -1,0 +1,160 @@
+"""A small causal 3-D autoencoder: video to latents 4 x 4 x 4 times smaller, and back.
+
+The first frame stands alone: it is put before itself three times, so that blocks of four frames
+become one latent frame, and the first latent frame knows the first frame only. All convolutions work
+on the small grid and look at earlier frames, never at later ones.
+
+Shapes: videos [B, 3, T, H, W] in [-1, 1] with T = 4 k + 1; latents [B, C, k + 1, H / 4, W / 4].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError
+
+BLOCK = 4
+
+
+class CausalConv3d(nn.Module):
+    """A 3-D convolution that sees the present and earlier frames, computed as one 2-D convolution.
+
+    The time taps are folded into the channels: on CPUs that is two to four times faster than conv3d
+    and the same sum. The first frame is repeated before the clip.
+
+    Args:
+        inputs: channels in.
+        outputs: channels out.
+        taps: frames seen, the present one last.
+    """
+
+    def __init__(self, inputs: int, outputs: int, taps: int = 3) -> None:
+        super().__init__()
+        self.taps = taps
+        self.conv = nn.Conv2d(inputs * taps, outputs, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolves [B, T, C, H, W]."""
+        batch, frames = x.shape[:2]
+        if self.taps > 1:
+            first = x[:, :1].expand(-1, self.taps - 1, -1, -1, -1)
+            padded = torch.cat([first, x], dim=1)
+            x = torch.cat([padded[:, tap : tap + frames] for tap in range(self.taps)], dim=2)
+        return self.conv(x.flatten(0, 1)).unflatten(0, (batch, frames))
+
+
+class Residual(nn.Module):
+    """Two convolutions beside the identity, the first of them over time."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = CausalConv3d(channels, channels)
+        self.second = CausalConv3d(channels, channels, taps=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(F.silu(self.first(F.silu(x))))
+
+
+class VideoAutoencoder(nn.Module):
+    """Encodes clips to normalised latents and decodes them.
+
+    Args:
+        latent_channels: channels of the latent.
+        width: channels of the convolutions.
+        depth: residual blocks of the encoder and of the decoder.
+    """
+
+    compression = (BLOCK, BLOCK, BLOCK)
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, latent_channels: int = 8, width: int = 56, depth: int = 1) -> None:
+        super().__init__()
+        self.config = {"latent_channels": latent_channels, "width": width, "depth": depth}
+        self.latent_channels = latent_channels
+        pixels = 3 * BLOCK**3
+        self.encoder = nn.Sequential(
+            CausalConv3d(pixels, width, taps=1),
+            *(Residual(width) for _ in range(depth)),
+            nn.SiLU(),
+            CausalConv3d(width, latent_channels, taps=1),
+        )
+        self.decoder = nn.Sequential(
+            CausalConv3d(latent_channels, width),
+            *(Residual(width) for _ in range(depth)),
+            nn.SiLU(),
+            CausalConv3d(width, pixels, taps=1),
+        )
+        self.register_buffer("mean", torch.zeros(latent_channels))
+        self.register_buffer("std", torch.ones(latent_channels))
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Channels, frames, rows and columns of the latent of such a clip.
+
+        Raises:
+            GulliverError: the sizes do not fit; the nearest that do are named.
+        """
+        if frames < 1 or (frames - 1) % BLOCK or min(height, width) < BLOCK:
+            nearest = max(0, round((frames - 1) / BLOCK)) * BLOCK + 1
+            raise GulliverError(
+                f"{frames} frames of {height}x{width} do not fit the autoencoder: frames must be "
+                f"4 k + 1, such as {nearest}, height and width at least {BLOCK}"
+            )
+        if height % BLOCK or width % BLOCK:
+            right = "x".join(str(max(1, round(n / BLOCK)) * BLOCK) for n in (height, width))
+            raise GulliverError(
+                f"{height}x{width} does not fit the autoencoder: both must be multiples of {BLOCK}, "
+                f"such as {right}"
+            )
+        return (
+            self.latent_channels,
+            (frames - 1) // BLOCK + 1,
+            height // BLOCK,
+            width // BLOCK,
+        )
+
+    def pixel_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Frames, height and width of the clip that such a latent decodes to."""
+        return (frames - 1) * BLOCK + 1, height * BLOCK, width * BLOCK
+
+    def encode(self, video: Tensor) -> Tensor:
+        """Encodes [B, 3, T, H, W] to latents of about zero mean and unit variance."""
+        self.latent_shape(*video.shape[2:])
+        raw = self.encode_raw(video)
+        return (raw - self._column(self.mean)) / self._column(self.std)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decodes what `encode` gave."""
+        return self.decode_raw(latents * self._column(self.std) + self._column(self.mean))
+
+    def encode_raw(self, video: Tensor) -> Tensor:
+        """Encodes without normalising."""
+        return self.encoder(fold(video)).transpose(1, 2)
+
+    def decode_raw(self, latents: Tensor) -> Tensor:
+        """Decodes latents that were not normalised."""
+        return unfold(self.decoder(latents.transpose(1, 2)))
+
+    def _column(self, values: Tensor) -> Tensor:
+        return values.view(-1, 1, 1, 1)
+
+
+def fold(video: Tensor) -> Tensor:
+    """[B, 3, 4 k + 1, H, W] to blocks of 4 x 4 x 4 pixels as channels: [B, k + 1, 192, H/4, W/4]."""
+    first = video[:, :, :1].expand(-1, -1, BLOCK - 1, -1, -1)
+    video = torch.cat([first, video], dim=2)
+    batch, colours, frames, height, width = video.shape
+    grid = (frames // BLOCK, BLOCK, height // BLOCK, BLOCK, width // BLOCK, BLOCK)
+    blocks = video.reshape(batch, colours, *grid).permute(0, 2, 1, 3, 5, 7, 4, 6)
+    return blocks.flatten(2, 5)
+
+
+def unfold(blocks: Tensor) -> Tensor:
+    """The inverse of `fold`: the three copies of the first frame fall away."""
+    batch, frames, _, rows, columns = blocks.shape
+    split = blocks.view(batch, frames, 3, BLOCK, BLOCK, BLOCK, rows, columns)
+    video = split.permute(0, 2, 1, 3, 6, 4, 7, 5)
+    video = video.reshape(batch, 3, frames * BLOCK, rows * BLOCK, columns * BLOCK)
+    return video[:, :, BLOCK - 1 :]
