@@ -1,0 +1,186 @@
+"""The moving digits: real handwriting in motion, made on the fly.
+
+A clip is a function of (seed, split, index) alone. The scans are the 1,797 digits that scikit-learn
+ships (UCI optical recognition of handwritten digits); train and held-out clips never share a scan.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gulliver.data._clips import Bucket, Clip
+from gulliver.errors import GulliverError
+
+DIGITS = tuple("0123456789")
+DIRECTIONS = ("left", "right", "up", "down")
+STEPS = ((-1.0, 0.0), (1.0, 0.0), (0.0, -1.0), (0.0, 1.0))
+"""Movement of each direction in x and y (downwards)."""
+SIDE = 16
+"""Side of a digit in pixels."""
+SPEED = 1.07
+"""Pixels per frame, less where the path would not fit."""
+WANDER = 2.0
+"""Largest distance in pixels of a path's middle from the centre of the frame."""
+HELD_OUT = 297
+FPS = 8.0
+
+
+@cache
+def _scans() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Scans [1797, 16, 16] in [0, 1], their digits, and the scans of each split."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise GulliverError("the moving digits need scikit-learn: install gulliver[video]") from None
+    data = load_digits()
+    small = torch.from_numpy(data.images).float()[:, None] / 16
+    images = F.interpolate(small, size=(SIDE, SIDE), mode="bilinear", align_corners=False)[:, 0]
+    order = torch.from_numpy(np.random.Generator(np.random.PCG64(0)).permutation(len(images)))
+    splits = {"heldout": order[:HELD_OUT].sort().values, "train": order[HELD_OUT:].sort().values}
+    return images, torch.from_numpy(data.target).long(), splits
+
+
+class MovingDigits:
+    """Clips of a handwritten digit that moves, with the sentence that says so.
+
+    Args:
+        split: ``train`` or ``heldout`` handwriting.
+        length: number of clips.
+        seed: clips of another seed are other clips.
+        shapes: the buckets and their weights; one frame gives stills ("the digit 3").
+        exclude: (digit, direction) pairs that never occur.
+
+    Raises:
+        GulliverError: a shape that a digit does not fit, or that is not 4 k + 1 frames of a height
+            and width in multiples of 8.
+    """
+
+    vocabulary = frozenset(("the", "digit", "moving", *DIGITS, *DIRECTIONS))
+
+    def __init__(
+        self,
+        split: Literal["train", "heldout"] = "train",
+        length: int = 40_000,
+        seed: int = 0,
+        shapes: dict[Bucket, float] | None = None,
+        exclude: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        shapes = shapes or {Bucket(13, 32, 32): 1.0}
+        for bucket in shapes:
+            _check_bucket(bucket)
+        images, targets, splits = _scans()
+        self._images, self.length, self.buckets = images, length, tuple(shapes)
+        draw = np.random.Generator(np.random.Philox(key=[seed, split == "heldout"]))
+        weights = np.array(list(shapes.values()))
+        self._bucket = draw.choice(len(weights), size=length, p=weights / weights.sum())
+        self._scan = splits[split][torch.from_numpy(draw.integers(len(splits[split]), size=length))]
+        self._digit = targets[self._scan]
+        self._direction = torch.from_numpy(draw.integers(len(DIRECTIONS), size=length))
+        for digit, direction in exclude:
+            # The pair goes to the next direction, so that digits and buckets keep their shares.
+            hit = (self._digit == digit) & (self._direction == direction)
+            self._direction[hit] = _other_directions(digit, exclude)[: int(hit.sum())]
+        offsets = draw.uniform(-WANDER, WANDER, size=(length, 2))
+        self._offset = torch.from_numpy(offsets).float()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def bucket_of(self, index: int) -> Bucket:
+        """The shape of a clip."""
+        return self.buckets[self._bucket[index]]
+
+    def labels(self, index: int) -> tuple[int, int]:
+        """The digit and the direction (a place in `DIRECTIONS`) of a clip."""
+        return int(self._digit[index]), int(self._direction[index])
+
+    def caption(self, index: int) -> str:
+        """The sentence of a clip."""
+        digit, direction = self.labels(index)
+        still = self.bucket_of(index).frames == 1
+        return sentence(digit, None if still else direction)
+
+    def __getitem__(self, index: int) -> Clip:
+        return Clip(self.batch([index])[0], self.caption(index), FPS, index)
+
+    def batch(self, indices: list[int]) -> Tensor:
+        """The clips of samples of one bucket, [B, 3, T, H, W] in [-1, 1]."""
+        bucket = self.bucket_of(indices[0])
+        if any(self.bucket_of(index) != bucket for index in indices):
+            raise GulliverError("a batch of moving digits must come from one bucket")
+        chosen = torch.as_tensor(indices)
+        return compose(
+            self._images[self._scan[chosen]],
+            torch.tensor(STEPS)[self._direction[chosen]],
+            self._offset[chosen],
+            bucket,
+        )
+
+
+def sentence(digit: int, direction: int | None) -> str:
+    """What a clip is captioned with; without a direction, what a still is."""
+    still = f"the digit {DIGITS[digit]}"
+    return still if direction is None else f"{still} moving {DIRECTIONS[direction]}"
+
+
+def compose(images: Tensor, steps: Tensor, offsets: Tensor, bucket: Bucket) -> Tensor:
+    """Moves images over an empty frame.
+
+    Args:
+        images: ink of each digit [B, 16, 16] in [0, 1].
+        steps: direction of movement in x and y [B, 2], unit vectors along an axis or zero.
+        offsets: middle of each path from the frame's centre in x and y, pixels [B, 2]; cut to what
+            keeps the digit inside.
+        bucket: shape of the clips.
+
+    Returns:
+        [B, 3, T, H, W] in [-1, 1]; places between pixels are interpolated bilinearly.
+    """
+    frames, height, width = bucket.frames, bucket.height, bucket.width
+    room = torch.tensor([width - SIDE, height - SIDE], dtype=torch.float32) / 2
+    along = (room * steps.abs()).sum(-1)
+    half_path = (SPEED * (frames - 1) / 2 * torch.ones(len(images))).minimum(along)
+    free = (room - steps.abs() * half_path[:, None]).clamp(min=0)
+    middle = offsets.clamp(-free, free)
+    times = torch.linspace(-1, 1, frames) if frames > 1 else torch.zeros(1)
+    places = middle[:, None] + steps[:, None] * half_path[:, None, None] * times[None, :, None]
+    canvas = F.pad(images, _centre_padding(height, width))
+    theta = torch.zeros(len(images), frames, 2, 3)
+    theta[..., 0, 0] = theta[..., 1, 1] = 1
+    theta[..., 2] = -2 * places / torch.tensor([width, height])
+    shape = (len(images) * frames, 1, height, width)
+    grid = F.affine_grid(theta.flatten(0, 1), list(shape), align_corners=False)
+    still = canvas[:, None].expand(-1, frames, -1, -1).reshape(shape)
+    ink = F.grid_sample(still, grid, align_corners=False).view(len(images), 1, frames, height, width)
+    return (ink * 2 - 1).expand(-1, 3, -1, -1, -1).contiguous()
+
+
+def _centre_padding(height: int, width: int) -> tuple[int, int, int, int]:
+    left, top = (width - SIDE) // 2, (height - SIDE) // 2
+    return left, width - SIDE - left, top, height - SIDE - top
+
+
+def _other_directions(digit: int, exclude: tuple[tuple[int, int], ...]) -> Tensor:
+    """Endless allowed directions of a digit, in turn."""
+    allowed = [d for d in range(len(DIRECTIONS)) if (digit, d) not in exclude]
+    if not allowed:
+        raise GulliverError(f"every direction of the digit {digit} is excluded")
+    return torch.tensor(allowed).repeat(1_000_000 // len(allowed))
+
+
+def _check_bucket(bucket: Bucket) -> None:
+    if min(bucket.height, bucket.width) < SIDE:
+        raise GulliverError(f"{bucket}: a digit of {SIDE}x{SIDE} does not fit: choose a larger frame")
+    if bucket.height % 8 or bucket.width % 8:
+        right = "x".join(str(round(side / 8) * 8) for side in (bucket.height, bucket.width))
+        raise GulliverError(f"{bucket}: height and width must be multiples of 8, such as {right}")
+    if bucket.frames < 1 or (bucket.frames - 1) % 4:
+        raise GulliverError(
+            f"{bucket}: frames must be 4 k + 1, such as {max(0, bucket.frames - 1) // 4 * 4 + 1}"
+        )

@@ -1,0 +1,153 @@
+"""Which samples meet in which step: every sample once per epoch, on any number of ranks.
+
+The order of an epoch is a list of global batches, each of one bucket; it depends on the seed and the
+epoch, never on the number of ranks. A rank takes its contiguous share of every batch, so all ranks
+work on the same shape in the same step and none waits for a longer clip. The state is therefore just
+(epoch, batches done): a run resumes exactly, on as many ranks as it likes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gulliver.data._clips import Bucket
+from gulliver.errors import GulliverError
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rank's share of a global batch.
+
+    `indices` may be empty where a batch has fewer samples than there are ranks; `offset` is the
+    place of the first of them in the batch of `total` samples; `number` counts batches in the epoch.
+    """
+
+    bucket: Bucket
+    indices: list[int]
+    offset: int
+    total: int
+    epoch: int
+    number: int
+
+
+class BucketSampler:
+    """Batches of equal shape from a data set of many shapes.
+
+    Iterating yields the rest of the present epoch and then moves on to the next one.
+
+    Args:
+        buckets: the bucket of every sample; None where a sample fits none and is never used.
+        batch_size: samples of a batch over all ranks, one number or one for each bucket.
+        rank: of this process.
+        world_size: number of ranks.
+        seed: of the order.
+
+    Raises:
+        GulliverError: no sample has a bucket; a bucket has no batch size; a rank beyond the world.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket | None],
+        batch_size: int | Mapping[Bucket, int],
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise GulliverError(f"rank {rank} is not one of {world_size} ranks")
+        members: dict[Bucket, list[int]] = {}
+        for index, bucket in enumerate(buckets):
+            if bucket is not None:
+                members.setdefault(bucket, []).append(index)
+        if not members:
+            raise GulliverError("no sample fits any bucket: nothing to train on")
+        # Sorted, so that the order of an epoch does not hang on which bucket was seen first.
+        self._members = {b: np.array(members[b], dtype=np.int64) for b in sorted(members)}
+        self._sizes = {b: _batch_size(batch_size, b) for b in self._members}
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.epoch, self.done = 0, 0
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch, all ranks together."""
+        return sum(map(len, self._members.values()))
+
+    @property
+    def fingerprint(self) -> str:
+        """What an order depends on: data, batch sizes and seed, not the ranks."""
+        digest = hashlib.blake2b(str(self.seed).encode(), digest_size=8)
+        for bucket, members in self._members.items():
+            digest.update(f"{bucket}:{self._sizes[bucket]}:{len(members)}".encode())
+            digest.update(members.tobytes())
+        return digest.hexdigest()
+
+    def batches(self, epoch: int) -> list[tuple[Bucket, np.ndarray]]:
+        """The global batches of an epoch in their order."""
+        draw = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
+        found = []
+        for bucket, members in self._members.items():
+            shuffled, size = draw.permutation(members), self._sizes[bucket]
+            found += [
+                (bucket, shuffled[start : start + size]) for start in range(0, len(members), size)
+            ]
+        return [found[place] for place in draw.permutation(len(found))]
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return sum(-(-len(m) // self._sizes[b]) for b, m in self._members.items())
+
+    def __iter__(self) -> Iterator[Step]:
+        epoch, order = self.epoch, self.batches(self.epoch)
+        for number in range(self.done, len(order)):
+            # Counted before the step is given out: a state taken with it says that it is done.
+            self.epoch, self.done = (epoch, number + 1) if number + 1 < len(order) else (epoch + 1, 0)
+            yield self._share(*order[number], epoch, number)
+
+    def _share(self, bucket: Bucket, batch: np.ndarray, epoch: int, number: int) -> Step:
+        start = len(batch) * self.rank // self.world_size
+        end = len(batch) * (self.rank + 1) // self.world_size
+        return Step(bucket, batch[start:end].tolist(), start, len(batch), epoch, number)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of an epoch."""
+        self.epoch, self.done = epoch, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the sampler is, after the last step that it gave out."""
+        return {"epoch": self.epoch, "done": self.done, "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a state was taken, on any number of ranks.
+
+        Raises:
+            GulliverError: the state belongs to other data, batch sizes or another seed.
+        """
+        if state["fingerprint"] != self.fingerprint:
+            raise GulliverError(
+                "the saved data position belongs to other data, batch sizes or another seed: "
+                "resume with what the run was started with"
+            )
+        self.epoch, self.done = int(state["epoch"]), int(state["done"])
+
+    def describe(self) -> str:
+        """One line: samples and batches, and how they spread over the buckets."""
+        shares = Counter({str(bucket): len(m) for bucket, m in self._members.items()})
+        spread = ", ".join(f"{name}: {count}" for name, count in shares.most_common())
+        return f"{self.samples} samples in {len(self)} batches ({spread})"
+
+
+def _batch_size(batch_size: int | Mapping[Bucket, int], bucket: Bucket) -> int:
+    if isinstance(batch_size, Mapping):
+        if bucket not in batch_size:
+            raise GulliverError(f"no batch size for bucket {bucket}")
+        batch_size = batch_size[bucket]
+    if batch_size < 1:
+        raise GulliverError(f"batch size {batch_size} for bucket {bucket} must be at least 1")
+    return batch_size

@@ -1,0 +1,270 @@
+"""Real clips: a CSV or Parquet table of video and image files with captions, decoded with PyAV.
+
+Rows that cannot be used are counted and listed with their reason, never replaced: a row that cannot
+be opened when the table is read, and a file that breaks when its turn comes (`BrokenClip`).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gulliver.data._clips import BrokenClip, Bucket, Clip
+from gulliver.errors import GulliverError
+
+IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
+STILL_FPS = 120.0
+"""Frame rate that marks a still, as in the public models."""
+ENOUGH_PIXELS = 0.8
+"""A clip may have a fifth fewer pixels than its bucket."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a file holds: frames, height, width, and frames per second."""
+
+    frames: int
+    height: int
+    width: int
+    fps: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A usable row of the table."""
+
+    path: Path
+    text: str
+    probe: Probe
+    bucket: Bucket
+
+
+class ClipTable:
+    """Clips named by a table with the columns `path` and `text`.
+
+    The optional columns num_frames, height, width and fps spare opening each file at the start.
+    Paths are relative to the table's folder.
+
+    Args:
+        table: a .csv or .parquet file.
+        buckets: shapes to train on. A clip goes to the bucket with the most pixels, then the most
+            frames, then the nearest aspect ratio, among those it fills.
+        frame_interval: take every n-th frame.
+        progress: called with (rows looked at, rows) while files are opened.
+
+    Raises:
+        GulliverError: the table is missing, unreadable, or lacks a column; no row can be used.
+    """
+
+    def __init__(
+        self,
+        table: Path,
+        buckets: Sequence[Bucket],
+        frame_interval: int = 1,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.table, self.frame_interval = Path(table), frame_interval
+        self.rows: list[Row] = []
+        self.skipped: list[tuple[str, str]] = []
+        records = read_records(self.table)
+        for number, record in enumerate(records):
+            self._add(record, tuple(buckets))
+            if progress is not None:
+                progress(number + 1, len(records))
+        if not self.rows:
+            first = f", such as {self.skipped[0][0]} ({self.skipped[0][1]})" if self.skipped else ""
+            raise GulliverError(f"{table} has no row that can be used{first}")
+
+    def _add(self, record: dict[str, object], buckets: tuple[Bucket, ...]) -> None:
+        name = str(record.get("path") or "").strip()
+        text = str(record.get("text") or "").strip()
+        if not name or not text:
+            self.skipped.append((name or "(no path)", "no caption" if name else "no path"))
+            return
+        path = self.table.parent / name
+        try:
+            probe = _stated(record, path) or probe_file(path)
+            bucket = choose_bucket(probe, buckets, self.frame_interval)
+        except GulliverError as error:
+            self.skipped.append((name, str(error)))
+            return
+        self.rows.append(Row(path, text, probe, bucket))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def bucket_of(self, index: int) -> Bucket:
+        """The bucket of a usable row."""
+        return self.rows[index].bucket
+
+    def __getitem__(self, index: int) -> Clip | BrokenClip:
+        row = self.rows[index]
+        try:
+            frames = decode(row.path, row.bucket.frames, self.frame_interval)
+        except GulliverError as error:
+            self.skipped.append((str(row.path.name), str(error)))
+            return BrokenClip(index, str(error))
+        fps = STILL_FPS if row.bucket.frames == 1 else row.probe.fps / self.frame_interval
+        return Clip(resize_and_crop(frames, row.bucket), row.text, fps, index)
+
+    def report(self) -> str:
+        """How many rows are used and skipped, and why the first of them were."""
+        lines = [f"{len(self.rows)} clips used, {len(self.skipped)} skipped"]
+        lines += [f"  {name}: {reason}" for name, reason in self.skipped[:20]]
+        if len(self.skipped) > 20:
+            lines.append(f"  and {len(self.skipped) - 20} more")
+        return "\n".join(lines)
+
+
+def read_records(table: Path) -> list[dict[str, object]]:
+    """The rows of a .csv or .parquet file that has the columns path and text."""
+    if not table.is_file():
+        raise GulliverError(f"table {table} does not exist")
+    if table.suffix == ".csv":
+        with table.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            records: list[dict[str, object]] = [dict(row) for row in reader]
+            columns = list(reader.fieldnames or [])
+    elif table.suffix == ".parquet":
+        records, columns = _read_parquet(table)
+    else:
+        raise GulliverError(f"table {table.name} must end in .csv or .parquet")
+    for needed in ("path", "text"):
+        if needed not in columns:
+            raise GulliverError(
+                f"table {table.name} has no column {needed!r} (it has: {', '.join(columns)})"
+                if columns
+                else f"table {table.name} is empty"
+            )
+    return records
+
+
+def _read_parquet(table: Path) -> tuple[list[dict[str, object]], list[str]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise GulliverError("Parquet tables need pyarrow: install gulliver[video]") from None
+    try:
+        content = parquet.read_table(table)
+    except pyarrow.ArrowInvalid as error:
+        raise GulliverError(f"{table} is no readable Parquet file: {error}") from error
+    return content.to_pylist(), content.column_names
+
+
+def _stated(record: dict[str, object], path: Path) -> Probe | None:
+    """What the table itself says of a file, where it says all."""
+    values = [record.get(name) for name in ("num_frames", "height", "width", "fps")]
+    if any(value in (None, "") for value in values) or not path.is_file():
+        return None
+    try:
+        frames, height, width, fps = (float(str(value)) for value in values)
+    except ValueError:
+        return None
+    return Probe(int(frames), int(height), int(width), fps)
+
+
+def probe_file(path: Path) -> Probe:
+    """Opens a file and counts its frames.
+
+    Raises:
+        GulliverError: it is missing, unreadable, or holds no frame.
+    """
+    av = _av()
+    if not path.is_file():
+        raise GulliverError("does not exist")
+    if path.stat().st_size == 0:
+        raise GulliverError("is empty")
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise GulliverError("holds no video")
+            stream = container.streams.video[0]
+            rate = float(stream.average_rate or stream.guessed_rate or 0)
+            counted = 0
+            height = width = 0
+            for frame in container.decode(stream):
+                counted, height, width = counted + 1, frame.height, frame.width
+    except (av.FFmpegError, OSError, ValueError) as error:
+        raise GulliverError(f"cannot be decoded: {error}") from error
+    if counted == 0:
+        raise GulliverError("has no frames")
+    return Probe(counted, height, width, rate or STILL_FPS)
+
+
+def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> Bucket:
+    """The bucket with most pixels, then most frames, then the nearest aspect ratio, that is filled.
+
+    Raises:
+        GulliverError: the clip is too short or too small for every bucket.
+    """
+    long_enough = [b for b in buckets if probe.frames >= (b.frames - 1) * interval + 1]
+    if probe.frames > 1:
+        # A video fills a still's bucket too, but is better used as a video.
+        long_enough = [b for b in long_enough if b.frames > 1] or long_enough
+    if not long_enough:
+        raise GulliverError(f"{probe.frames} frames are too few for every bucket")
+    pixels = probe.height * probe.width
+    large_enough = [b for b in long_enough if pixels >= ENOUGH_PIXELS * b.height * b.width]
+    if not large_enough:
+        raise GulliverError(f"{probe.height}x{probe.width} is too small for every bucket")
+
+    def rank(bucket: Bucket) -> tuple[float, float, float]:
+        mismatch = abs(np.log(bucket.width / bucket.height * probe.height / probe.width))
+        size = round(float(np.log2(bucket.height * bucket.width)))
+        return size, bucket.frames, -float(mismatch)
+
+    return max(large_enough, key=rank)
+
+
+def decode(path: Path, frames: int, interval: int) -> Tensor:
+    """The first `frames` frames, every `interval`-th, as [T, 3, H, W] in [-1, 1].
+
+    Raises:
+        GulliverError: the file is missing, broken, or has fewer frames.
+    """
+    av = _av()
+    found: list[np.ndarray] = []
+    try:
+        with av.open(str(path)) as container:
+            for number, frame in enumerate(container.decode(video=0)):
+                if number % interval == 0:
+                    found.append(frame.to_ndarray(format="rgb24"))
+                if len(found) == frames:
+                    break
+    except (av.FFmpegError, OSError, ValueError, IndexError) as error:
+        raise GulliverError(f"cannot be decoded: {error}") from error
+    if len(found) < frames:
+        raise GulliverError(f"has {len(found)} of the {frames} frames that it was said to have")
+    return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def resize_and_crop(frames: Tensor, bucket: Bucket) -> Tensor:
+    """Scales [T, 3, H, W] to cover a bucket and cuts its middle out: [3, T, height, width]."""
+    height, width = frames.shape[2:]
+    ratio = max(bucket.height / height, bucket.width / width)
+    size = (max(bucket.height, round(height * ratio)), max(bucket.width, round(width * ratio)))
+    if size != (height, width):
+        frames = F.interpolate(
+            frames, size=size, mode="bilinear", antialias=True, align_corners=False
+        )
+    top, left = (size[0] - bucket.height) // 2, (size[1] - bucket.width) // 2
+    cut = frames[:, :, top : top + bucket.height, left : left + bucket.width]
+    return cut.transpose(0, 1).contiguous()
+
+
+def _av():
+    try:
+        import av
+    except ImportError:
+        raise GulliverError("reading clips needs PyAV: install gulliver[video]") from None
+    return av
+
+

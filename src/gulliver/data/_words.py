@@ -1,0 +1,85 @@
+"""Sentences to vectors without a download: a frozen random vector for each word."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+
+PUNCTUATION = ".,;:!?\"'()"
+
+
+def words_of(prompt: str) -> list[str]:
+    """Lower-case words without punctuation at their ends.
+
+    Raises:
+        GulliverError: there is none.
+    """
+    words = [word.strip(PUNCTUATION) for word in prompt.lower().split()]
+    words = [word for word in words if word]
+    if not words:
+        raise GulliverError("the prompt is empty: write a sentence such as 'the digit 3 moving left'")
+    return words
+
+
+def unknown_words(prompt: str, vocabulary: Iterable[str]) -> list[str]:
+    """The words of a prompt that are not in the vocabulary."""
+    known = frozenset(vocabulary)
+    return [word for word in words_of(prompt) if word not in known]
+
+
+class WordEncoder:
+    """Each word is a Gaussian vector drawn from a hash of its letters, plus a code of its place.
+
+    Stands where a large text encoder would: frozen, the same in every process, no weights to load.
+
+    Args:
+        channels: width of the vectors.
+        max_length: words of the longest sentence.
+    """
+
+    def __init__(self, channels: int = 64, max_length: int = 8) -> None:
+        if channels < 2 or channels % 2 or max_length < 1:
+            raise GulliverError(f"word vectors need an even width and a length, not {channels}, {max_length}")
+        self.channels, self.max_length = channels, max_length
+        self._vectors: dict[str, Tensor] = {}
+        steps = torch.arange(channels // 2) / (channels // 2)
+        angles = torch.arange(max_length)[:, None] * 10_000.0**-steps
+        self._places = torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+    def encode(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+        """Encodes sentences.
+
+        Returns:
+            Vectors [B, 1, L, channels], zero beyond a sentence's end, and the mask [B, L] of the
+            words that are there; L is the longest sentence's length.
+
+        Raises:
+            GulliverError: an empty sentence, or one longer than `max_length`.
+        """
+        sentences = [words_of(prompt) for prompt in prompts]
+        for prompt, words in zip(prompts, sentences, strict=True):
+            if len(words) > self.max_length:
+                raise GulliverError(
+                    f"{len(words)} words are more than this model reads ({self.max_length}): "
+                    f"shorten {prompt[:60]!r}"
+                )
+        longest = max(map(len, sentences))
+        vectors = torch.zeros(len(prompts), 1, longest, self.channels)
+        mask = torch.zeros(len(prompts), longest, dtype=torch.bool)
+        for row, words in enumerate(sentences):
+            stacked = torch.stack([self._vector(word) for word in words])
+            vectors[row, 0, : len(words)] = stacked + self._places[: len(words)]
+            mask[row, : len(words)] = True
+        return vectors, mask
+
+    def _vector(self, word: str) -> Tensor:
+        if word not in self._vectors:
+            seed = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=7).digest(), "little")
+            generator = torch.Generator().manual_seed(seed)
+            self._vectors[word] = torch.randn(self.channels, generator=generator)
+        return self._vectors[word]
