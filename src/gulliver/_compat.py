@@ -1,1 +1,19 @@
-"""Every private torch symbol that gulliver uses, in one place, each with a test of its own."""
+"""What differs between supported torch versions, and every private torch symbol, in one place.
+
+Each name here has a test in `tests/test_compat.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+# torch 2.13 renamed the flat collectives and warns of the old names; 2.11 knows only those.
+all_gather_flat: Callable[..., Any] = getattr(
+    dist, "all_gather_single", None
+) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
+reduce_scatter_flat: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", None
+) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009

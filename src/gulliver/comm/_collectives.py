@@ -1,0 +1,180 @@
+"""Collectives on flat tensors that are right in a world of one too.
+
+Gloo reads the storage of a view from its start, outside the view, without a word; so every tensor is
+checked to be contiguous before it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gulliver._compat import all_gather_flat, reduce_scatter_flat
+from gulliver.errors import GulliverError, nearest
+
+Op = Literal["sum", "mean", "max"]
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class Handle:
+    """A collective under way. `wait` returns when its result may be read, and may be called again."""
+
+    def __init__(self, work: Any = None, finish: Callable[[], Any] | None = None) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> None:
+        """Waits for the result."""
+        work, finish = self._work, self._finish
+        self._work = self._finish = None
+        if work is not None:
+            work.wait()
+        if finish is not None:
+            finish()
+
+
+def group_size(group: dist.ProcessGroup | None = None) -> int:
+    """Ranks of a group; None is the whole world."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def group_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's place in a group."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: Op = "sum",
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Handle:
+    """Replaces `tensor` on every rank by the reduction over all ranks."""
+    _check(tensor, op)
+    size = group_size(group)
+    if size == 1:
+        return Handle()
+    work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
+    return _finished(Handle(work, _mean(tensor, op, size)), async_op)
+
+
+def reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    op: Op = "sum",
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Handle:
+    """Writes this rank's part of the reduction of `input` to `output`.
+
+    Args:
+        output: flat, 1 / size of the input; it may be this rank's part of the input itself.
+        input: flat; part r of it goes to rank r.
+        op: sum, mean or max.
+        group: None for the whole world.
+        async_op: return at once; the result may be read after `Handle.wait`.
+    """
+    _check(output, op)
+    _check(input, op)
+    size = group_size(group)
+    _check_parts(output, input, size)
+    if size == 1:
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)
+        return Handle()
+    work = reduce_scatter_flat(output, input, REDUCTIONS[op], group=group, async_op=True)
+    return _finished(Handle(work, _mean(output, op, size)), async_op)
+
+
+def all_gather(
+    output: Tensor,
+    input: Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Handle:
+    """Writes the inputs of all ranks, one after the other, to `output`.
+
+    Args:
+        output: flat, as large as all inputs together; it may contain this rank's input in its place.
+        input: flat, of one size on all ranks.
+        group: None for the whole world.
+        async_op: return at once; the result may be read after `Handle.wait`.
+    """
+    _check(output, "sum")
+    _check(input, "sum")
+    size = group_size(group)
+    _check_parts(input, output, size)
+    if size == 1:
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)
+        return Handle()
+    return _finished(Handle(all_gather_flat(output, input, group=group, async_op=True)), async_op)
+
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Returns when all ranks have called it."""
+    if group_size(group) > 1:
+        dist.barrier(group)
+
+
+def broadcast_object(value: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """The value that rank `src` of the group passed."""
+    if group_size(group) == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=src)
+    return box[0]
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values that all ranks passed, in the order of the ranks."""
+    if group_size(group) == 1:
+        return [value]
+    values: list[Any] = [None] * group_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast(tensor: Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Replaces `tensor` on every rank by that of rank `src` of the group."""
+    _check(tensor, "sum")
+    if group_size(group) > 1:
+        dist.broadcast(tensor, group=group, group_src=src)
+
+
+def _finished(handle: Handle, async_op: bool) -> Handle:
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def _mean(tensor: Tensor, op: Op, size: int) -> Callable[[], Any] | None:
+    return (lambda: tensor.div_(size)) if op == "mean" else None
+
+
+def _check(tensor: Tensor, op: str) -> None:
+    if op not in REDUCTIONS:
+        raise GulliverError(f"unknown reduction {op!r}: {nearest(op, REDUCTIONS)}")
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise GulliverError(f"the mean of {tensor.dtype} is not defined: reduce with 'sum'")
+    if not tensor.is_contiguous():
+        raise GulliverError(
+            f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pass tensor.contiguous()"
+        )
+
+
+def _check_parts(part: Tensor, whole: Tensor, size: int) -> None:
+    if part.numel() * size != whole.numel() or part.dtype != whole.dtype:
+        raise GulliverError(
+            f"{size} parts of {part.numel()} {part.dtype} do not make {whole.numel()} {whole.dtype}"
+        )
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether any rank of the world passed True."""
+    votes = torch.tensor([float(flag)], device=device)
+    all_reduce(votes, op="max")
+    return bool(votes.item())

@@ -1,0 +1,67 @@
+"""Starting ranks on this machine through torch's elastic agent, the engine of torchrun."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+
+from gulliver.errors import GulliverError
+
+
+def default_ranks() -> int:
+    """One rank per GPU, or one."""
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def under_launcher() -> bool:
+    """Whether this process is a rank that a launcher started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(module: str, arguments: list[str], ranks: int) -> int:
+    """Runs ``python -m module arguments`` on `ranks` ranks and waits for them.
+
+    SIGTERM and SIGINT reach the ranks, which have time to save.
+
+    Returns:
+        0, or the exit code of the first rank that failed (128 + signal for one that was killed).
+
+    Raises:
+        GulliverError: a rank was killed from outside; it is named.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # One line of our own says what failed; the agent's tracebacks would bury it.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode >= 0:
+            return failure.exitcode
+        name = signal.Signals(-failure.exitcode).name
+        raise GulliverError(f"rank {rank} was killed by {name}: the other ranks were ended") from None
+    return 0

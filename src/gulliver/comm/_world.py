@@ -1,0 +1,143 @@
+"""Who takes part: one process alone, or the ranks that torchrun started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from gulliver.comm._watchdog import Watchdog
+from gulliver.errors import GulliverError
+
+COLLECTIVE_TIMEOUT_S = 600.0
+SILENCE_S = 30.0
+"""A rank that is not heard of for so long counts as lost."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that speaks for all."""
+        return self.rank == 0
+
+
+_world: World | None = None
+_watchdog: Watchdog | None = None
+
+
+def init_world(timeout_s: float = COLLECTIVE_TIMEOUT_S, silence_s: float = SILENCE_S) -> World:
+    """Joins the world that torchrun describes in the environment, or a world of one.
+
+    A world of one has no process group at all. Calling it again gives the same world.
+
+    Args:
+        timeout_s: longest wait inside a collective.
+        silence_s: a rank not heard of for so long is named and the others end.
+
+    Raises:
+        GulliverError: the environment is incomplete, or the ranks could not meet.
+    """
+    global _world, _watchdog
+    if _world is not None:
+        return _world
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        _world = World(0, 1, 0, _device(0))
+        return _world
+    missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    if missing:
+        raise GulliverError(
+            f"WORLD_SIZE is {size} but {', '.join(missing)} is not set: start the ranks with torchrun"
+        )
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    device = _device(local_rank)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+        )
+    except (RuntimeError, ValueError) as error:
+        raise GulliverError(f"rank {rank} could not meet the other {size - 1}: {error}") from error
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # A connection of its own: the main one is locked while a collective waits on it.
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=silence_s))
+    _watchdog = Watchdog(dist.PrefixStore("gulliver/heartbeat", store), rank, size, silence_s)
+    _watchdog.start()
+    _world = World(rank, size, local_rank, device)
+    return _world
+
+
+def adopt_world(world: World | None, watchdog: Watchdog | None = None) -> None:
+    """Makes an already joined world the present one: for pools of workers."""
+    global _world, _watchdog
+    _world, _watchdog = world, watchdog
+
+
+def current_world() -> World:
+    """The present world; joins it where that has not happened."""
+    return _world or init_world()
+
+
+def shutdown() -> None:
+    """Leaves the world, telling the others that this was on purpose."""
+    global _world, _watchdog
+    if _watchdog is not None:
+        _watchdog.stop()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _world = _watchdog = None
+
+
+@contextmanager
+def guard() -> Iterator[None]:
+    """Names the rank that is gone when a collective inside fails because of it.
+
+    Raises:
+        GulliverError: another rank ended or stopped answering.
+    """
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        if isinstance(error, GulliverError) or _watchdog is None or not _is_transport(error):
+            raise
+        lost = _watchdog.wait_for_lost()
+        if lost is None:
+            raise
+        raise GulliverError(
+            f"rank {lost} is gone: it ended or stopped answering, so the others cannot go on"
+        ) from error
+
+
+def _is_transport(error: BaseException) -> bool:
+    """Whether an error came out of a collective's connection rather than out of a computation."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    return any(word in text for word in ("gloo", "connection", "socket", "nccl", "peer", "timed out"))
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise GulliverError(
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}, "
+            "start at most that many ranks"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
