@@ -1,0 +1,159 @@
+"""From clips to what the model is trained on: latents, noise, noise levels, captions, masks.
+
+Everything random here is a function of (seed, step) or of (seed, epoch, sample), never of the rank:
+the same samples meet the same noise on any number of ranks, and a resumed run needs no saved
+generator. What it does not know: how the gradient is made or shared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.data import BucketSampler, Step, WordEncoder, collate, prefetch
+from gulliver.models import VideoAutoencoder
+from gulliver.video._config import FlowConfig
+from gulliver.video._rectified_flow import RectifiedFlow
+
+
+def derive(*parts: int) -> int:
+    """A 63-bit seed from several numbers: streams that differ in any of them are independent."""
+    text = ":".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of an optimizer step.
+
+    `latents` and `noise` are [B, C, T, H, W]; `timesteps` [B]; `captions` [B, 1, L, D] with
+    `caption_mask` [B, L]; `drop_caption` [B]; `generate` [B, T] is False for given frames, or None
+    when all are generated. `total` counts the samples of all ranks. A rank without a sample in this
+    step has one sample of zeros, whose `weight` is 0.
+    """
+
+    latents: Tensor
+    noise: Tensor
+    timesteps: Tensor
+    captions: Tensor
+    caption_mask: Tensor
+    drop_caption: Tensor
+    generate: Tensor | None
+    fps: Tensor
+    height: Tensor
+    width: Tensor
+    total: int
+    weight: float
+    sampler_state: dict[str, Any]
+
+    def model_inputs(self, part: slice) -> dict[str, Any]:
+        """The conditions of the samples in `part`, as the model's keyword arguments."""
+        return {
+            "y": self.captions[part],
+            "mask": self.caption_mask[part],
+            "x_mask": None if self.generate is None else self.generate[part],
+            "fps": self.fps[part],
+            "height": self.height[part],
+            "width": self.width[part],
+            "drop_caption": self.drop_caption[part],
+        }
+
+
+@dataclass(frozen=True)
+class BatchMaker:
+    """Makes a `Batch` of each step of a sampler."""
+
+    dataset: Any
+    sampler: BucketSampler
+    autoencoder: VideoAutoencoder
+    text: WordEncoder
+    flow: RectifiedFlow
+    config: FlowConfig
+    seed: int
+    device: torch.device
+
+    def batches(self, depth: int = 2) -> Iterator[Batch]:
+        """Batches without end, epoch after epoch; clips are made ahead in a thread."""
+        with prefetch(self._clips(), depth=depth) as clips:
+            for step, videos, captions, fps, kept, state in clips:
+                yield self._batch(step, videos, captions, fps, kept, state)
+
+    def _clips(self) -> Iterator[tuple]:
+        while True:
+            for step in self.sampler:
+                videos, captions, fps, kept = collate(self.dataset, step.indices)
+                # The state is taken here, with the step: the thread runs ahead of the training.
+                yield step, videos, captions, fps, kept, self.sampler.state_dict()
+
+    @torch.no_grad()
+    def _batch(
+        self,
+        step: Step,
+        videos: Tensor | None,
+        captions: list[str],
+        fps: Tensor,
+        kept: list[int],
+        state: dict[str, Any],
+    ) -> Batch:
+        bucket = step.bucket
+        shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
+        if videos is None:
+            latents = torch.zeros(1, *shape, device=self.device)
+            captions, fps = ["nothing"], torch.full((1,), 8.0)
+            kept = [0]
+        else:
+            latents = self.autoencoder.encode(videos.to(self.device))
+        y, y_mask = self.text.encode(captions)
+        timesteps, drop, generate = self._draws(step, shape[1])
+        rows = torch.tensor([step.offset + position for position in kept]).clamp(max=step.total - 1)
+        count = len(rows)
+        return Batch(
+            latents=latents,
+            noise=self._noise(step, kept, shape).to(self.device),
+            timesteps=timesteps[rows].to(self.device),
+            captions=y.to(self.device),
+            caption_mask=y_mask.to(self.device),
+            drop_caption=drop[rows].to(self.device),
+            generate=None if generate is None else generate[rows].to(self.device),
+            fps=fps.to(self.device),
+            height=torch.full((count,), float(bucket.height), device=self.device),
+            width=torch.full((count,), float(bucket.width), device=self.device),
+            total=step.total,
+            weight=0.0 if videos is None else 1.0,
+            sampler_state=state,
+        )
+
+    def _noise(self, step: Step, kept: list[int], shape: tuple[int, ...]) -> Tensor:
+        """One generator per sample, so that a sample's noise does not depend on its neighbours."""
+        rows = []
+        for position in kept:
+            index = step.indices[position] if len(step.indices) else -1
+            generator = torch.Generator().manual_seed(derive(self.seed, 1, step.epoch, int(index)))
+            rows.append(torch.randn(shape, generator=generator))
+        return torch.stack(rows)
+
+    def _draws(self, step: Step, frames: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Noise levels, dropped captions and frame masks of the whole step, all ranks' samples."""
+        generator = torch.Generator().manual_seed(derive(self.seed, 2, step.epoch, step.number))
+        bucket = step.bucket
+        timesteps = self.flow.sample_timesteps(
+            step.total,
+            generator=generator,
+            height=bucket.height,
+            width=bucket.width,
+            num_frames=frames,
+        )
+        drop = torch.rand(step.total, generator=generator) < self.config.drop_caption
+        share = self.config.mask_first + self.config.mask_head
+        # Masks cost a second modulation of every block: they come a whole step at a time.
+        masked = float(torch.rand((), generator=generator)) < share and frames > 1
+        if not masked:
+            return timesteps, drop, None
+        heads = torch.rand(step.total, generator=generator) * share >= self.config.mask_first
+        given = torch.where(heads, min(2, frames - 1), 1)
+        return timesteps, drop, torch.arange(frames)[None] >= given[:, None]

@@ -1,0 +1,97 @@
+"""What a person sees while something runs: one progress display, and plain lines where no terminal is."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+SECONDS_BETWEEN_LINES = 15.0
+
+
+def console() -> Console:
+    """Where messages for people go; standard output stays free for results."""
+    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+
+
+def memory_in_use() -> int:
+    """Peak bytes of this process: of the GPU where there is one, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Display:
+    """Progress of `total` steps, under a title, with figures that change beside the bar.
+
+    A context manager. On a terminal it is a live bar; elsewhere a line now and then, so that logs
+    stay readable. A disabled display shows nothing (ranks other than 0).
+    """
+
+    def __init__(self, title: str, total: int, start: int = 0, enabled: bool = True) -> None:
+        self.title, self.total, self.done, self.enabled = title, total, start, enabled
+        self.console = console()
+        self._first, self._started = start, time.monotonic()
+        self._last_line = self._started
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        self._started = self._last_line = time.monotonic()
+        if self.enabled and self.console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=28),
+                MofNCompleteColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeElapsedColumn(),
+                TextColumn("eta"),
+                TimeRemainingColumn(),
+            )
+            self._bar = Progress(*columns, console=self.console)
+            self._bar.add_task(self.title, total=self.total, completed=self.done, figures="")
+            self._bar.start()
+        return self
+
+    def advance(self, steps: int = 1, **figures: str) -> None:
+        """Counts finished steps; `figures` are shown as they are given."""
+        self.done += steps
+        text = "  ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items())
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self.done, figures=text)
+            return
+        now = time.monotonic()
+        if self.enabled and now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            self._line(text, now)
+
+    def _line(self, text: str, now: float) -> None:
+        rate = (self.done - self._first) / max(now - self._started, 1e-9)
+        left = (self.total - self.done) / rate if rate else float("inf")
+        self.console.print(f"{self.title} {self.done}/{self.total}  {text}  eta {left:.0f} s")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif self.enabled and kind is None:
+            seconds = time.monotonic() - self._started
+            self.console.print(f"{self.title} {self.done}/{self.total}  done in {seconds:.0f} s")

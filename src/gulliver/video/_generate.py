@@ -1,0 +1,255 @@
+"""Sentences to clips, with a trained run.
+
+`VideoModel.load` reads a run folder; `VideoModel.generate` makes clips: text-to-video, text-to-image
+(one frame), and, given a picture or the end of a clip, image-to-video and extension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from gulliver.checkpoint import read_json, read_tensors
+from gulliver.data import Bucket, WordEncoder
+from gulliver.errors import GulliverError
+from gulliver.models import STDiT3, VideoAutoencoder
+from gulliver.video._autoencoder_training import load_autoencoder
+from gulliver.video._batches import derive
+from gulliver.video._config import TrainConfig, differences, from_plain, parse_shapes, resolved
+from gulliver.video._display import Display
+from gulliver.video._media import fit
+from gulliver.video._rectified_flow import RectifiedFlow
+from gulliver.video._run import Run
+from gulliver.video._sources import vocabulary
+from gulliver.video._training import build_model
+
+FPS = 8.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One clip to be made.
+
+    `given` is a picture [3, 1, H, W] or the beginning of the clip [3, 4k + 1, H, W] in [-1, 1], of
+    any height and width: it is scaled and cut to the clip's.
+    """
+
+    prompt: str
+    bucket: Bucket
+    seed: int = 0
+    given: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How clips are sampled."""
+
+    steps: int = 24
+    """Euler steps from noise to clip."""
+    guidance: float = 2.0
+    """Weight of classifier-free guidance; 1 turns it off."""
+    batch_size: int = 40
+    """Clips sampled together."""
+
+
+class VideoModel:
+    """A trained text-to-video model: text encoder, transformer (averaged weights), autoencoder."""
+
+    def __init__(self, config: TrainConfig, model: STDiT3, autoencoder: VideoAutoencoder) -> None:
+        self.config = config
+        self.model = model.eval()
+        self.autoencoder = autoencoder.eval()
+        self.text = WordEncoder(config.model.text_channels, config.model.text_length)
+        self.flow = RectifiedFlow(
+            sample_method=config.flow.timesteps, use_timestep_transform=config.flow.shift
+        )
+        self.known_words = vocabulary(config)
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device | None = None) -> Self:
+        """Loads the newest checkpoint of a run folder.
+
+        Raises:
+            GulliverError: no run, no checkpoint, or one made with another configuration.
+        """
+        run = Run(folder)
+        config = run.read_config()
+        checkpoint = run.newest_checkpoint()
+        state = read_json(checkpoint / "state.json")
+        changed = differences(state["config"], resolved(config))
+        if changed:
+            raise GulliverError(
+                f"{checkpoint} was made with another configuration: {'; '.join(changed)}"
+            )
+        autoencoder = load_autoencoder(run.autoencoder_path)
+        model = build_model(from_plain(state["config"]), autoencoder.latent_channels)
+        _load_average(model, checkpoint / "ema.safetensors")
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(config, model.to(device), autoencoder.to(device))
+
+    def check(self, request: Request) -> None:
+        """Refuses a request that cannot be fulfilled.
+
+        Raises:
+            GulliverError: an empty prompt; sizes that do not fit the compression and the patch.
+        """
+        if not request.prompt.strip():
+            raise GulliverError("the prompt is empty: write a sentence such as 'the digit 3 moving left'")
+        bucket = request.bucket
+        _, step_h, step_w = (
+            c * p for c, p in zip(self.autoencoder.compression, self.model.patch_size, strict=True)
+        )
+        if bucket.height % step_h or bucket.width % step_w or min(bucket.height, bucket.width) < 8:
+            right = [max(s, round(n / s) * s) for n, s in ((bucket.height, step_h), (bucket.width, step_w))]
+            raise GulliverError(
+                f"{bucket.height}x{bucket.width} does not fit the patch of {step_h}x{step_w} pixels: "
+                f"try {right[0]}x{right[1]}"
+            )
+        unit = self.autoencoder.compression[0]
+        if bucket.frames < 1 or (bucket.frames - 1) % unit:
+            below = max(0, (bucket.frames - 1) // unit) * unit + 1
+            raise GulliverError(
+                f"{bucket.frames} frames do not fit the autoencoder: try {below} or {below + unit} "
+                f"({unit} k + 1)"
+            )
+        if request.given is not None and request.given.shape[1] >= bucket.frames:
+            raise GulliverError(
+                f"{request.given.shape[1]} frames are given, so a clip of {bucket.frames} leaves "
+                "nothing to make: ask for more --frames"
+            )
+
+    def remarks(self, request: Request) -> list[str]:
+        """What a user should know of a request that is fulfilled all the same."""
+        remarks = []
+        if self.known_words is not None:
+            words = request.prompt.lower().split()
+            strange = [word for word in words if word.strip(".,;!?") not in self.known_words]
+            if strange:
+                names = ", ".join(repr(word) for word in strange)
+                remarks.append(
+                    f"this model never saw {names}: expect nothing sensible of {request.prompt!r} "
+                    f"(it knows: {', '.join(sorted(self.known_words))})"
+                )
+        shapes = parse_shapes(self.config.data.shapes)
+        if request.bucket not in shapes:
+            known = ", ".join(f"{s.frames}x{s.height}x{s.width}" for s in shapes)
+            b = request.bucket
+            remarks.append(f"{b.frames}x{b.height}x{b.width} was not trained (trained: {known})")
+        return remarks
+
+    def generate(
+        self, requests: list[Request], sampling: SamplingConfig | None = None, show: bool = False
+    ) -> list[Tensor]:
+        """Makes the clips, in the order of the requests, each [3, T, H, W] in [-1, 1].
+
+        A clip depends on its own request only, not on those beside it (up to rounding).
+        """
+        sampling = sampling or SamplingConfig()
+        for request in requests:
+            self.check(request)
+        groups: dict[tuple[Bucket, int], list[int]] = {}
+        for index, request in enumerate(requests):
+            given = 0 if request.given is None else request.given.shape[1]
+            groups.setdefault((request.bucket, given), []).append(index)
+        clips: dict[int, Tensor] = {}
+        with Display("generating", len(requests), enabled=show) as display:
+            for members in groups.values():
+                for start in range(0, len(members), sampling.batch_size):
+                    part = members[start : start + sampling.batch_size]
+                    made = self._sample([requests[index] for index in part], sampling)
+                    clips.update(zip(part, made, strict=True))
+                    display.advance(len(part))
+        return [clips[index] for index in range(len(requests))]
+
+    @torch.no_grad()
+    def _sample(self, requests: list[Request], sampling: SamplingConfig) -> list[Tensor]:
+        """Samples requests of one bucket, all with or all without given frames."""
+        device = next(self.model.parameters()).device
+        bucket = requests[0].bucket
+        shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
+        noise = torch.stack([_noise(request.seed, shape) for request in requests]).to(device)
+        y, mask = self.text.encode([request.prompt for request in requests])
+        count = len(requests)
+        conditions = {
+            "y": y.to(device),
+            "mask": mask.to(device),
+            "fps": torch.full((count,), FPS, device=device),
+            "height": torch.full((count,), float(bucket.height), device=device),
+            "width": torch.full((count,), float(bucket.width), device=device),
+        }
+        given, generate = self._given(requests, shape, device)
+        latents = self.flow.sample(
+            self.model,
+            noise,
+            conditions,
+            steps=sampling.steps,
+            cfg_scale=sampling.guidance,
+            given=given,
+            mask=generate,
+        )
+        videos = self.autoencoder.decode(latents).clamp(-1, 1).cpu()
+        return list(videos.unbind())
+
+    def _given(
+        self, requests: list[Request], shape: tuple[int, ...], device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Latents of the given frames, zeros after them, and the mask of the frames to make."""
+        if requests[0].given is None:
+            return None, None
+        bucket = requests[0].bucket
+        frames = torch.stack(
+            [fit(r.given, bucket.height, bucket.width) for r in requests if r.given is not None]
+        )
+        head = self.autoencoder.encode(frames.to(device))
+        latents = torch.zeros(len(requests), *shape, device=device)
+        latents[:, :, : head.shape[2]] = head
+        generate = torch.arange(shape[1], device=device) >= head.shape[2]
+        return latents, generate.expand(len(requests), -1)
+
+
+def extend(
+    model: VideoModel, clip: Tensor, prompt: str, frames: int, overlap: int, seed: int,
+    sampling: SamplingConfig | None = None,
+) -> Tensor:
+    """Goes on with a clip: its last `overlap` frames are given, `frames` in all come after them.
+
+    Args:
+        model: a trained model.
+        clip: [3, T, H, W] in [-1, 1].
+        prompt: what happens next.
+        frames: length of the sampled piece, the overlap counted in (4k + 1).
+        overlap: given frames (4k + 1).
+        seed: of the noise.
+        sampling: steps and guidance.
+
+    Returns:
+        The clip followed by the new frames, [3, T + frames - overlap, H, W].
+    """
+    if overlap < 1 or overlap > clip.shape[1]:
+        raise GulliverError(f"cannot condition on {overlap} frames of a clip of {clip.shape[1]}")
+    bucket = Bucket(frames, clip.shape[2], clip.shape[3])
+    request = Request(prompt, bucket, seed, given=clip[:, -overlap:])
+    piece = model.generate([request], sampling)[0]
+    return torch.cat([clip, piece[:, overlap:]], dim=1)
+
+
+def numbered(request: Request, count: int) -> list[Request]:
+    """The same request with `count` seeds, from its own upwards."""
+    return [replace(request, seed=request.seed + number) for number in range(count)]
+
+
+def _noise(seed: int, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(derive(seed, 4))
+    return torch.randn(shape, generator=generator)
+
+
+def _load_average(model: STDiT3, path: Path) -> None:
+    try:
+        model.load_state_dict(read_tensors(path))
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise GulliverError(f"{path} holds the weights of another model: {reason}") from error

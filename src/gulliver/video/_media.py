@@ -1,0 +1,129 @@
+"""Clips to files and back: mp4, gif and png, whole or not at all.
+
+Videos are float tensors [3, T, H, W] in [-1, 1]. Files are written beside their place under another
+name and renamed when complete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError, nearest
+
+WRITERS: dict[str, Callable[[Path, np.ndarray, float], None]] = {}
+
+
+def to_frames(video: Tensor, scale: int = 1) -> np.ndarray:
+    """A clip [3, T, H, W] in [-1, 1] as uint8 frames [T, H * scale, W * scale, 3]."""
+    levels = ((video.detach().float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    frames = levels.permute(1, 2, 3, 0).cpu().numpy()
+    return frames.repeat(scale, axis=1).repeat(scale, axis=2)
+
+
+def check_output(path: Path, frames: int | None = None) -> None:
+    """Refuses, before any work is done, a path that no clip could be written to."""
+    suffix = path.suffix.lower()
+    if suffix not in WRITERS:
+        raise GulliverError(f"cannot write {path.name!r}: {nearest(suffix or 'none', WRITERS)}")
+    if suffix == ".png" and frames is not None and frames > 1:
+        raise GulliverError(f"{path.name!r} holds one frame, not {frames}: use .mp4 or .gif")
+    if path.is_dir():
+        raise GulliverError(f"{path} is a folder: name a file in it")
+
+
+def write_clip(path: Path, video: Tensor, fps: float, scale: int = 1) -> Path:
+    """Writes a clip in the format of the path's suffix, and only when it is complete.
+
+    Args:
+        path: ends in .mp4, .gif or .png (one frame).
+        video: [3, T, H, W] in [-1, 1].
+        fps: frames per second.
+        scale: repeat each pixel so many times in both directions.
+    """
+    check_output(path, video.shape[1])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.stem}.partial{path.suffix}")
+    try:
+        WRITERS[path.suffix.lower()](partial, to_frames(video, scale), fps)
+        os.replace(partial, path)
+    except OSError as error:
+        raise GulliverError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def _write_mp4(path: Path, frames: np.ndarray, fps: float) -> None:
+    import av
+
+    # H.264 with 4:2:0 colour takes even sizes only.
+    frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)))
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"crf": "14"}
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def write_gif(path: Path, frames: np.ndarray, fps: float) -> None:
+    """Writes uint8 frames [T, H, W, 3] as an animated GIF that repeats for ever."""
+    from PIL import Image
+
+    images = [Image.fromarray(frame) for frame in frames]
+    duration = max(20, round(1000 / fps))
+    images[0].save(
+        path, save_all=True, append_images=images[1:], duration=duration, loop=0, optimize=True
+    )
+
+
+def _write_png(path: Path, frames: np.ndarray, fps: float) -> None:
+    from PIL import Image
+
+    Image.fromarray(frames[0]).save(path)
+
+
+WRITERS.update({".mp4": _write_mp4, ".gif": write_gif, ".png": _write_png})
+
+
+def read_frames(path: Path) -> Tensor:
+    """Reads an image or a video as [3, T, H, W] in [-1, 1].
+
+    Raises:
+        GulliverError: the file is missing, unreadable or empty.
+    """
+    import av
+
+    if not path.is_file():
+        raise GulliverError(f"{path} does not exist")
+    try:
+        with av.open(str(path)) as container:
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    except (OSError, ValueError, IndexError) as error:
+        raise GulliverError(f"{path} is no readable image or video: {error}") from error
+    if not frames:
+        raise GulliverError(f"{path} holds no frames")
+    return torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2).float() / 127.5 - 1
+
+
+def fit(video: Tensor, height: int, width: int) -> Tensor:
+    """Scales [3, T, H, W] to cover height x width and cuts the middle out."""
+    _, _, h, w = video.shape
+    ratio = max(height / h, width / w)
+    size = (max(height, round(h * ratio)), max(width, round(w * ratio)))
+    if size != (h, w):
+        scaled = torch.nn.functional.interpolate(
+            video.transpose(0, 1), size=size, mode="bilinear", antialias=True, align_corners=False
+        )
+        video = scaled.transpose(0, 1)
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    return video[:, :, top : top + height, left : left + width]

@@ -1,0 +1,123 @@
+"""A run folder and what lies in it: config, plan, autoencoder, log, checkpoints.
+
+    run/
+      config.json              the resolved configuration
+      plan.yaml                how the model ran
+      autoencoder.safetensors
+      log.jsonl                a line per logged step
+      tensorboard/
+      checkpoints/step-*/      model, ema, optimizer, scheduler, state
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gulliver.checkpoint import CheckpointFolder, read_json, write_json
+from gulliver.errors import GulliverError
+from gulliver.video._config import TrainConfig, differences, from_plain, resolved
+
+
+@dataclass(frozen=True)
+class Run:
+    """A folder with a training run."""
+
+    folder: Path
+    keep: int = 3
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved configuration."""
+        return self.folder / "config.json"
+
+    @property
+    def autoencoder_path(self) -> Path:
+        """The autoencoder that the run trains in."""
+        return self.folder / "autoencoder.safetensors"
+
+    @property
+    def log_path(self) -> Path:
+        """One JSON object a line."""
+        return self.folder / "log.jsonl"
+
+    @property
+    def checkpoints(self) -> CheckpointFolder:
+        """The checkpoints of the run."""
+        return CheckpointFolder(self.folder / "checkpoints", keep=self.keep)
+
+    def open(self, config: TrainConfig) -> Path | None:
+        """Prepares the folder for `config`.
+
+        Returns:
+            The checkpoint to resume from, or None.
+
+        Raises:
+            GulliverError: it holds a run already and this is no resumption; there is nothing to
+                resume; what is resumed was told otherwise.
+        """
+        newest = self.checkpoints.latest()
+        if not config.resume:
+            if newest is not None:
+                raise GulliverError(
+                    f"{self.folder} already holds a run ({newest.name}): "
+                    "add --resume to continue it, or choose another --out"
+                )
+            return None
+        if newest is None:
+            # Stopped before its first checkpoint: what there is to continue is the start.
+            return None
+        changed = differences(read_json(self.config_path), resolved(config))
+        if changed:
+            raise GulliverError(
+                f"{self.folder} cannot be resumed with another configuration: {'; '.join(changed)}"
+            )
+        return newest
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Saves the resolved configuration."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.config_path, resolved(config))
+
+    def read_config(self) -> TrainConfig:
+        """The configuration that the run was trained with.
+
+        Raises:
+            GulliverError: the folder holds no run.
+        """
+        if not self.config_path.is_file():
+            raise GulliverError(
+                f"{self.folder} holds no training run (no config.json): "
+                "train one with `gulliver train` or `make demo`, or name its folder with --run"
+            )
+        return from_plain(read_json(self.config_path))
+
+    def newest_checkpoint(self) -> Path:
+        """The newest complete checkpoint.
+
+        Raises:
+            GulliverError: there is none.
+        """
+        newest = self.checkpoints.latest()
+        if newest is None:
+            raise GulliverError(f"{self.folder} holds no complete checkpoint yet")
+        return newest
+
+    def read_log(self) -> list[dict[str, Any]]:
+        """The log, a mapping for each logged step."""
+        if not self.log_path.is_file():
+            return []
+        return [json.loads(line) for line in self.log_path.read_text().splitlines() if line]
+
+    def cut_log(self, step: int) -> None:
+        """Drops log lines after `step`: a resumed run writes them again."""
+        lines = [line for line in self.read_log() if line["step"] <= step]
+        if self.log_path.is_file():
+            self.log_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def append_log(self, line: dict[str, Any]) -> None:
+        """Adds a line to the log."""
+        with self.log_path.open("a") as file:
+            file.write(json.dumps(line) + "\n")

@@ -1,0 +1,338 @@
+"""The training loop of the text-to-video model.
+
+Read `train` first, then `Trainer.step`: one optimizer step is there from the batch to the average of
+the weights. What it does not know: how parameters lie in memory, which ranks hold what, how
+gradients travel (`gulliver.booster`), and how a batch was made (`_batches.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.booster import Booster, LowLevelZeroPlugin, TorchDDPPlugin
+from gulliver.checkpoint import read_json, read_tensors, write_json, write_tensors
+from gulliver.comm import World, all_reduce, barrier, guard, init_world
+from gulliver.data import WordEncoder
+from gulliver.errors import GulliverError
+from gulliver.models import STDiT3, VideoAutoencoder, stdit3
+from gulliver.video._batches import Batch, BatchMaker, derive
+from gulliver.video._config import TrainConfig, check, resolved
+from gulliver.video._display import Display, console, memory_in_use
+from gulliver.video._ema import ExponentialAverage
+from gulliver.video._rectified_flow import RectifiedFlow
+from gulliver.video._run import Run
+from gulliver.video._sources import make_dataset, make_sampler, ready_autoencoder
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call of `train` ended."""
+
+    step: int
+    finished: bool
+    seconds: float
+    """Wall time of the model's training, over all resumptions."""
+
+
+class StopRequest:
+    """Turns SIGTERM and SIGINT into a wish to stop at the next step's end."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Listens while the block runs; a second SIGINT interrupts at once."""
+        signals = (signal.SIGTERM, signal.SIGINT)
+        before = {number: signal.signal(number, self._note) for number in signals}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.wanted and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.wanted = True
+
+
+def train(config: TrainConfig) -> Outcome:
+    """Trains a text-to-video model as `config` says, on every rank of the present world.
+
+    Raises:
+        GulliverError: the configuration cannot run, the folder holds another run, the loss is no
+            longer a number, or another rank is gone.
+    """
+    check(config)
+    world = init_world()
+    run = Run(config.out, config.keep)
+    with guard():
+        checkpoint = run.open(config)
+        barrier()  # nobody writes before everybody has looked
+        if world.is_main:
+            run.write_config(config)
+        dataset = make_dataset(config.data)
+        autoencoder = ready_autoencoder(config, run, dataset, world)
+        trainer = Trainer(config, run, dataset, autoencoder, world)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        with StopRequest().listening() as stop:
+            return trainer.run_to_end(stop)
+
+
+def build_model(config: TrainConfig, latent_channels: int) -> STDiT3:
+    """The transformer of `config`, its weights drawn from the run's seed."""
+    torch.manual_seed(derive(config.seed, 0))
+    return stdit3(
+        config.model.size,
+        in_channels=latent_channels,
+        caption_channels=config.model.text_channels,
+        model_max_length=config.model.text_length,
+        class_dropout_prob=0.0,  # the batch says which captions are hidden
+        input_sq_size=32 if config.data.table is None else 512,
+        zero_init_temporal=config.model.zero_init_temporal,
+    )
+
+
+def schedule(config: TrainConfig, step: int) -> float:
+    """The learning rate of `step` as a fraction of its peak: linear warm-up, then cosine."""
+    optimizer = config.optimizer
+    if step < optimizer.warmup:
+        return (step + 1) / optimizer.warmup
+    progress = (step - optimizer.warmup) / max(1, config.steps - optimizer.warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return optimizer.final_fraction + (1 - optimizer.final_fraction) * cosine
+
+
+def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; biases, norms and tables do not."""
+    decayed = [p for p in model.parameters() if p.ndim >= 2 and p.shape[0] > 6]
+    others = [p for p in model.parameters() if not (p.ndim >= 2 and p.shape[0] > 6)]
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+
+
+class Trainer:
+    """A model, its optimizer and its data, and the loop over them."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: Run,
+        dataset: Any,
+        autoencoder: VideoAutoencoder,
+        world: World,
+    ) -> None:
+        self.config, self.run, self.world = config, run, world
+        self.step_number, self.seconds = 0, 0.0
+        self.flow = RectifiedFlow(
+            sample_method=config.flow.timesteps, use_timestep_transform=config.flow.shift
+        )
+        self.sampler = make_sampler(config, dataset, world)
+        self.sampler_state = self.sampler.state_dict()
+        text = WordEncoder(config.model.text_channels, config.model.text_length)
+        self.maker = BatchMaker(
+            dataset,
+            self.sampler,
+            autoencoder.to(world.device).eval(),
+            text,
+            self.flow,
+            config.flow,
+            config.seed,
+            world.device,
+        )
+        plugin = LowLevelZeroPlugin(stage=config.stage) if config.plugin == "zero" else TorchDDPPlugin()
+        precision = None if config.mixed_precision == "none" else config.mixed_precision
+        self.booster = Booster(plugin=plugin, mixed_precision=precision)
+        model = build_model(config, autoencoder.latent_channels).to(world.device).train()
+        optimizer = torch.optim.AdamW(
+            _parameter_groups(model, config.optimizer.weight_decay),
+            lr=config.optimizer.learning_rate,
+            betas=(0.9, config.optimizer.beta2),
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: schedule(config, k))
+        self.average = ExponentialAverage(model, config.optimizer.ema)
+        self.plain_model = model
+        self.model, self.optimizer, _, _, self.scheduler = self.booster.boost(
+            model, optimizer, lr_scheduler=scheduler
+        )
+        if world.is_main:
+            self.booster.plan.save(run.folder / "plan.yaml")
+
+    def run_to_end(self, stop: StopRequest) -> Outcome:
+        """Steps until the last, or until a signal; the last state is always saved."""
+        if self.step_number >= self.config.steps:
+            return Outcome(self.step_number, True, self.seconds)
+        title = f"training {self.config.model.size}"
+        main = self.world.is_main
+        with (
+            _scalars(self.run.folder / "tensorboard", main) as scalars,
+            Display(title, self.config.steps, self.step_number, main) as display,
+        ):
+            for batch in self.maker.batches():
+                started = time.monotonic()
+                figures = self.step(batch, stop.wanted)
+                self.seconds += time.monotonic() - started
+                self._report(figures, display, scalars)
+                stopping = figures["stop"] > 0
+                last = self.step_number >= self.config.steps
+                if stopping or last or self.step_number % self.config.save_every == 0:
+                    self.save()
+                if stopping or last:
+                    break
+        if stopping and not last and main:
+            console().print(
+                f"stopped at step {self.step_number} of {self.config.steps}; "
+                f"continue with --resume --out {self.run.folder}"
+            )
+        return Outcome(self.step_number, last, self.seconds)
+
+    def step(self, batch: Batch, stop_wanted: bool = False) -> dict[str, float]:
+        """One optimizer step on this rank's share of a batch.
+
+        Returns:
+            Loss and gradient norm of the whole batch, its number of samples, and how many ranks
+            wish to stop.
+        """
+        torch.manual_seed(derive(self.config.seed, 3, self.step_number, self.world.rank))
+        loss_sum = self._forward_backward(batch)
+        totals = torch.tensor(
+            [float(loss_sum), float(stop_wanted)], dtype=torch.float64, device=self.world.device
+        )
+        all_reduce(totals, op="sum")
+        limit = self.config.optimizer.clip or math.inf
+        norm = float(self.optimizer.clip_grad_by_norm(limit))
+        loss = float(totals[0]) / batch.total
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            self._refuse_divergence(loss, norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.average.update(self.plain_model)
+        self.step_number += 1
+        self.sampler_state = batch.sampler_state
+        return {"loss": loss, "norm": norm, "samples": batch.total, "stop": float(totals[1])}
+
+    def _forward_backward(self, batch: Batch) -> Tensor:
+        """Backward of this rank's share, in micro-batches; the sum of its samples' losses."""
+        count = len(batch.latents)
+        size = math.ceil(count / self.config.accumulate)
+        parts = [slice(start, start + size) for start in range(0, count, size)]
+        loss_sum = torch.zeros((), device=self.world.device)
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            context = nullcontext() if last else self.booster.no_sync(self.model, self.optimizer)
+            with context:
+                losses = self.flow.loss(
+                    self.model,
+                    batch.latents[part],
+                    batch.model_inputs(part),
+                    noise=batch.noise[part],
+                    t=batch.timesteps[part],
+                    mask=None if batch.generate is None else batch.generate[part],
+                )
+                share = losses.sum() * batch.weight
+                # Gradients are averaged over ranks, losses over samples: the factor makes up for it.
+                self.booster.backward(share * (self.world.size / batch.total), self.optimizer)
+            loss_sum += share.detach()
+        return loss_sum
+
+    def _refuse_divergence(self, loss: float, norm: float) -> None:
+        newest = self.run.checkpoints.latest()
+        kept = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
+        raise GulliverError(
+            f"loss {loss} with gradient norm {norm} at step {self.step_number}: training stopped "
+            f"before the weights changed, {kept}; try a lower --optimizer.learning-rate"
+        )
+
+    def _report(self, figures: dict[str, float], display: Display, scalars: Any) -> None:
+        if not self.world.is_main:
+            return
+        rate = self.step_number / max(self.seconds, 1e-9) * self.config.data.batch_size
+        display.advance(
+            loss=f"{figures['loss']:.4f}",
+            grad_norm=f"{figures['norm']:.3f}",
+            samples_per_s=f"{rate:.0f}",
+            memory=f"{memory_in_use() / 2**30:.2f} GiB",
+        )
+        learning_rate = self.scheduler.get_last_lr()[0]
+        if self.step_number % self.config.log_every and self.step_number != self.config.steps:
+            return
+        line = {
+            "step": self.step_number,
+            "loss": figures["loss"],
+            "grad_norm": figures["norm"],
+            "learning_rate": learning_rate,
+            "seconds": round(self.seconds, 3),
+        }
+        self.run.append_log(line)
+        for name in ("loss", "grad_norm", "learning_rate"):
+            scalars(f"train/{name}", line[name], self.step_number)
+
+    def save(self) -> None:
+        """Writes a complete checkpoint of this step; every rank calls it."""
+        self.run.checkpoints.save(self.step_number, self._write, self.world)
+
+    def _write(self, folder: Path) -> None:
+        self.booster.save_model(self.model, folder / "model.safetensors")
+        self.booster.save_optimizer(self.optimizer, folder / "optimizer")
+        if not self.world.is_main:
+            return
+        self.booster.save_lr_scheduler(self.scheduler, folder / "scheduler.json")
+        write_tensors(folder / "ema.safetensors", self.average.shadow)
+        self.booster.plan.save(folder / "plan.yaml")
+        state = {
+            "step": self.step_number,
+            "ema_updates": self.average.updates,
+            "sampler": self.sampler_state,
+            "config": resolved(self.config),
+        }
+        write_json(folder / "state.json", state)
+
+    def restore(self, folder: Path) -> None:
+        """Takes up the state of a checkpoint; every rank calls it."""
+        state = read_json(folder / "state.json")
+        self.booster.load_model(self.model, folder / "model.safetensors")
+        self.booster.load_optimizer(self.optimizer, folder / "optimizer")
+        self.booster.load_lr_scheduler(self.scheduler, folder / "scheduler.json")
+        self.average.load(read_tensors(folder / "ema.safetensors"), state["ema_updates"])
+        self.sampler.load_state_dict(state["sampler"])
+        self.sampler_state = state["sampler"]
+        self.step_number = state["step"]
+        if self.world.is_main:
+            self.run.cut_log(self.step_number)
+            past = self.run.read_log()
+            self.seconds = past[-1]["seconds"] if past else 0.0
+            console().print(f"resumed at step {self.step_number} from {folder}")
+
+
+@contextmanager
+def _scalars(folder: Path, enabled: bool) -> Iterator[Any]:
+    """A function that writes a scalar to TensorBoard, where that is installed."""
+    if enabled:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            console().print("no TensorBoard log: install gulliver[train] to have one")
+            enabled = False
+    if not enabled:
+        yield lambda name, value, step: None
+        return
+    writer = SummaryWriter(str(folder))
+    try:
+        yield writer.add_scalar
+    finally:
+        writer.close()
