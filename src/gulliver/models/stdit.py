@@ -25,6 +25,7 @@ from gulliver.models._embeddings import (
     Mlp,
     RotaryFrequencies,
     ScalarEmbedder,
+    sinusoid,
     spatial_positions,
 )
 
@@ -164,6 +165,9 @@ class STDiT3(nn.Module):
         freeze_y_embedder: freeze the caption embedder.
         zero_init_temporal: start the temporal blocks as identities, as a model that grows out of an
             image model should; from scratch on little data False learns faster.
+        temporal_positions: add a sinusoidal code of the frame to the tokens, as the first form did.
+            The public third form has none: its rotary code tells frames apart only by what they
+            show, so which way things move is learnt late.
         others: further fields of public configurations, refused when set.
 
     Raises:
@@ -192,6 +196,7 @@ class STDiT3(nn.Module):
         only_train_temporal: bool = False,
         freeze_y_embedder: bool = False,
         zero_init_temporal: bool = True,
+        temporal_positions: bool = False,
         **others: Any,
     ) -> None:
         super().__init__()
@@ -201,6 +206,7 @@ class STDiT3(nn.Module):
                 f"hidden_size {hidden_size} must be a multiple of 4 and of num_heads {num_heads}, "
                 "with heads of even width"
             )
+        self.temporal_positions = temporal_positions
         self.input_size, self.input_sq_size = input_size, input_sq_size
         self.in_channels, self.hidden_size = in_channels, hidden_size
         self.patch_size = tuple(patch_size)
@@ -338,6 +344,9 @@ class STDiT3(nn.Module):
         positions = spatial_positions(
             rows, columns, self.hidden_size, side / self.input_sq_size, x.device, x.dtype
         )
+        if self.temporal_positions:
+            places = torch.arange(frames, device=x.device)
+            positions = positions + sinusoid(places, self.hidden_size, x.dtype)[:, None]
         return x.flatten(3).permute(0, 2, 3, 1) + positions, (frames, rows, columns)
 
     def _join_patches(self, tokens: Tensor, grid: tuple[int, int, int]) -> Tensor:
@@ -352,7 +361,7 @@ class STDiT3(nn.Module):
 KNOWN_FIELDS = (
     "input_size input_sq_size in_channels patch_size hidden_size depth num_heads mlp_ratio "
     "class_dropout_prob pred_sigma caption_channels model_max_length qk_norm only_train_temporal "
-    "freeze_y_embedder zero_init_temporal"
+    "freeze_y_embedder zero_init_temporal temporal_positions"
 ).split()
 
 

@@ -1,0 +1,252 @@
+"""Plugins: short, hand-written ways to make a plan and to run it."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from gulliver.comm import World, broadcast
+from gulliver.errors import GulliverError, nearest
+from gulliver.parallel import BoostedOptimizer, ZeroOptimizer, named_trainables, state_tensors
+from gulliver.plan import ChunkPlan, MemoryPlan, Plan
+
+MIB = 2**20
+
+
+class _NamedArguments(type(ABC)):
+    """Turns an unknown constructor argument into an error that names the nearest one."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        known = [n for n in inspect.signature(cls.__init__).parameters if n != "self"]
+        for name in kwargs:
+            if name not in known:
+                raise GulliverError(f"{cls.__name__} has no argument {name!r}: {nearest(name, known)}")
+        return super().__call__(*args, **kwargs)
+
+
+class Plugin(ABC, metaclass=_NamedArguments):
+    """A way to run a model."""
+
+    @abstractmethod
+    def configure(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, precision: str
+    ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
+        """The model and optimizer as they will run, and the plan that says how."""
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        **kwargs: Any,
+    ) -> DataLoader:
+        """A loader that gives this rank its share of a data set.
+
+        Args:
+            dataset: with a length.
+            batch_size: samples per rank and step.
+            shuffle: in another order each epoch; call `loader.sampler.set_epoch(epoch)`.
+            seed: of the order, the same on all ranks.
+            drop_last: drop what does not divide, rather than repeat samples.
+            kwargs: further arguments of torch's DataLoader.
+        """
+        from gulliver.comm import current_world
+
+        world = current_world()
+        sampler: DistributedSampler = DistributedSampler(
+            dataset, world.size, world.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+        return DataLoader(
+            dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last, **kwargs
+        )
+
+
+class TorchDDPPlugin(Plugin):
+    """torch's DistributedDataParallel: everything on every rank.
+
+    Args:
+        find_unused_parameters: allow parameters without gradients in a backward.
+        bucket_cap_mb: size of a gradient bucket in MiB.
+        static_graph: promise that the graph never changes.
+        verbose: print the plan when the model is boosted.
+    """
+
+    def __init__(
+        self,
+        find_unused_parameters: bool = False,
+        bucket_cap_mb: int = 25,
+        static_graph: bool = False,
+        verbose: bool = True,
+    ) -> None:
+        self.find_unused_parameters = find_unused_parameters
+        self.bucket_cap_mb, self.static_graph, self.verbose = bucket_cap_mb, static_graph, verbose
+
+    def configure(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, precision: str
+    ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
+        """Wraps the model; in a world of one it stays as it is."""
+        names = named_trainables(model, optimizer)
+        memory = _whole_memory(names, optimizer)
+        plan = _plan(self, model, names, optimizer, world, precision, None, memory, ())
+        if world.size > 1:
+            model = _DDP(
+                model,
+                device_ids=[world.device.index] if world.device.type == "cuda" else None,
+                find_unused_parameters=self.find_unused_parameters,
+                bucket_cap_mb=self.bucket_cap_mb,
+                static_graph=self.static_graph,
+                gradient_as_bucket_view=True,
+            )
+        return model, _DDPOptimizer(optimizer, names, model), plan
+
+
+class LowLevelZeroPlugin(Plugin):
+    """ZeRO of our own: optimizer state sharded over the ranks, with stage 2 gradients as well.
+
+    Args:
+        stage: 1 or 2.
+        chunk_mb: size of a chunk in MiB: small ones start their way early, large ones travel better.
+        max_norm: clip gradients to this global norm at every step; 0 leaves that to the loop.
+        assume_elementwise: shard an optimizer that is not known, on the user's word that its update
+            of an element looks at that element only.
+        verbose: print the plan when the model is boosted.
+
+    Raises:
+        GulliverError: another stage, or a size that is not positive.
+    """
+
+    def __init__(
+        self,
+        stage: int = 1,
+        chunk_mb: float = 4.0,
+        max_norm: float = 0.0,
+        assume_elementwise: bool = False,
+        verbose: bool = True,
+    ) -> None:
+        if stage not in (1, 2):
+            raise GulliverError(
+                f"LowLevelZeroPlugin(stage={stage!r}) is not supported: 1 shards the optimizer, "
+                "2 the gradients too"
+            )
+        if chunk_mb <= 0 or max_norm < 0:
+            raise GulliverError(
+                f"chunk_mb must be positive and max_norm not negative, not {chunk_mb}, {max_norm}"
+            )
+        self.stage, self.chunk_mb, self.max_norm = stage, chunk_mb, max_norm
+        self.assume_elementwise, self.verbose = assume_elementwise, verbose
+
+    def configure(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, precision: str
+    ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
+        """Moves parameters into chunks; the model stays the object that it was."""
+        names = named_trainables(model, optimizer)
+        with torch.no_grad():
+            # Trained parameters travel with their chunks; the rest must start equal as well.
+            for tensor in [*model.buffers(), *(p for p in model.parameters() if p not in names)]:
+                if world.size > 1:
+                    _broadcast_any(tensor)
+        sharded = ZeroOptimizer(
+            optimizer,
+            names,
+            self.stage,
+            int(self.chunk_mb * MIB),
+            assume_elementwise=self.assume_elementwise,
+        )
+        if self.max_norm:
+            sharded = _clipping(sharded, self.max_norm)
+        chunks = tuple(
+            ChunkPlan(
+                tensors=tuple(c.chunk.parameters),
+                bytes=c.chunk.data.nbytes,
+                padding_bytes=c.chunk.layout.padding * c.chunk.data.itemsize,
+                dtype=str(c.chunk.data.dtype).removeprefix("torch."),
+            )
+            for c in sharded.chunks
+        )
+        whole = sum(chunk.bytes for chunk in chunks)
+        frozen = sum(p.nbytes for p in model.parameters() if p not in names)
+        # The shard of the mean gradient, and in stage 1 the buffers that stay between steps.
+        gradients = whole // world.size + (whole if self.stage == 1 else 0)
+        memory = MemoryPlan(
+            whole + frozen, gradients, state_tensors(optimizer) * whole // world.size
+        )
+        plan = _plan(self, model, names, optimizer, world, precision, self.stage, memory, chunks)
+        return model, sharded, plan
+
+
+class _DDP(DistributedDataParallel):
+    """DDP that lets the attributes of its module through, so that a loop need not know of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class _DDPOptimizer(BoostedOptimizer):
+    """The user's optimizer beside a DDP model."""
+
+    def __init__(self, inner: torch.optim.Optimizer, names: Any, model: nn.Module) -> None:
+        super().__init__(inner, names)
+        self._model = model
+
+    def no_sync(self):  # type: ignore[override]
+        return self._model.no_sync() if isinstance(self._model, _DDP) else super().no_sync()
+
+
+def _clipping(optimizer: ZeroOptimizer, max_norm: float) -> ZeroOptimizer:
+    """Lets every step clip first."""
+    step = optimizer._step
+
+    def clip_and_step() -> None:
+        optimizer.clip_grad_by_norm(max_norm)
+        step()
+
+    optimizer._step = clip_and_step  # type: ignore[method-assign]
+    return optimizer
+
+
+def _broadcast_any(tensor: torch.Tensor) -> None:
+    """Sends rank 0's values, whatever the layout in memory."""
+    flat = tensor.detach().contiguous().view(-1)
+    broadcast(flat)
+    tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def _whole_memory(names: Any, optimizer: torch.optim.Optimizer) -> MemoryPlan:
+    size = sum(p.nbytes for p in names)
+    return MemoryPlan(size, size, state_tensors(optimizer) * size)
+
+
+def _plan(
+    plugin: Plugin,
+    model: nn.Module,
+    names: Any,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    precision: str,
+    stage: int | None,
+    memory: MemoryPlan,
+    chunks: tuple[ChunkPlan, ...],
+) -> Plan:
+    return Plan(
+        plugin=type(plugin).__name__,
+        mesh={"data": world.size},
+        device=world.device.type,
+        stage=stage,
+        mixed_precision=precision,
+        optimizer=type(optimizer).__name__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        trainable=sum(p.numel() for p in names),
+        memory=memory,
+        chunks=chunks,
+    )

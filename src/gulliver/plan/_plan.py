@@ -1,0 +1,155 @@
+"""The plan: all there is to say about how a model runs, readable and editable.
+
+Saved as YAML. Writing needs nothing; reading back goes through PyYAML.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.io import write_text
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """A chunk: its tensors by name, and its size in bytes with padding."""
+
+    tensors: tuple[str, ...]
+    bytes: int
+    padding_bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of model state that each rank holds, predicted from the layout."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer_state
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model runs.
+
+    Attributes:
+        plugin: what made the plan.
+        mesh: ranks on each named axis.
+        device: kind of device.
+        stage: of ZeRO; None where nothing is sharded.
+        mixed_precision: dtype of autocast, or none.
+        optimizer: its class.
+        parameters: elements of the model.
+        trainable: elements that are trained.
+        memory: bytes per rank.
+        chunks: in the order of the model.
+    """
+
+    plugin: str
+    mesh: dict[str, int]
+    device: str
+    stage: int | None
+    mixed_precision: str
+    optimizer: str
+    parameters: int
+    trainable: int
+    memory: MemoryPlan
+    chunks: tuple[ChunkPlan, ...] = ()
+
+    def to_yaml(self) -> str:
+        """The plan as YAML."""
+        return "\n".join(_emit(asdict(self), 0)) + "\n"
+
+    def save(self, path: Path) -> None:
+        """Writes the plan as YAML, whole or not at all."""
+        write_text(Path(path), self.to_yaml())
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads a plan, perhaps edited.
+
+        Raises:
+            GulliverError: PyYAML is not installed; the file is missing, broken or has unknown keys.
+        """
+        try:
+            import yaml
+        except ImportError:
+            raise GulliverError("reading a plan needs PyYAML: install gulliver[train]") from None
+        path = Path(path)
+        if not path.is_file():
+            raise GulliverError(f"plan {path} does not exist")
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise GulliverError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        return cls._from_values(values, path)
+
+    @classmethod
+    def _from_values(cls, values: Any, path: Path) -> Self:
+        known = cls.__dataclass_fields__
+        if not isinstance(values, dict):
+            raise GulliverError(f"{path} holds no plan")
+        for key in values:
+            if key not in known:
+                raise GulliverError(f"{path} has an unknown key {key!r}: {nearest(key, known)}")
+        try:
+            memory = MemoryPlan(**values.pop("memory"))
+            chunks = tuple(
+                ChunkPlan(**{**chunk, "tensors": tuple(chunk["tensors"])})
+                for chunk in values.pop("chunks", ())
+            )
+            return cls(**values, memory=memory, chunks=chunks)
+        except (KeyError, TypeError) as error:
+            raise GulliverError(f"{path} is no complete plan: {error}") from error
+
+    def summary(self) -> str:
+        """The plan in a few lines, for the start of a run."""
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
+        stage = "" if self.stage is None else f", stage {self.stage}"
+        lines = [
+            f"plan: {self.plugin}{stage} on {axes} ({self.device}), {self.optimizer}, "
+            f"mixed precision {self.mixed_precision}",
+            f"  {self.parameters:,} parameters, {self.trainable:,} trained",
+        ]
+        if self.chunks:
+            padding = sum(chunk.padding_bytes for chunk in self.chunks)
+            whole = sum(chunk.bytes for chunk in self.chunks)
+            lines.append(
+                f"  {len(self.chunks)} chunks, {_mib(whole)} with {100 * padding / whole:.2f} % padding"
+            )
+        memory = self.memory
+        lines.append(
+            f"  predicted per rank: {_mib(memory.total)} = parameters {_mib(memory.parameters)} + "
+            f"gradients {_mib(memory.gradients)} + optimizer {_mib(memory.optimizer_state)}"
+        )
+        return "\n".join(lines)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"
+
+
+def _emit(value: Any, depth: int) -> list[str]:
+    """Block-style YAML lines; JSON scalars are YAML scalars."""
+    pad = "  " * depth
+    lines: list[str] = []
+    items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
+    for key, item in items:
+        head = f"{pad}-" if key is None else f"{pad}{key}:"
+        if isinstance(item, dict | list | tuple) and item:
+            lines += [head, *_emit(item, depth + 1)]
+        else:
+            empty = "{}" if isinstance(item, dict) else "[]"
+            text = empty if isinstance(item, dict | list | tuple) else json.dumps(item)
+            lines.append(f"{head} {text}")
+    return lines
