@@ -11,9 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 # torch 2.13 renamed the flat collectives and warns of the old names; 2.11 knows only those.
+_renamed = hasattr(dist, "all_gather_single")
 all_gather_flat: Callable[..., Any] = getattr(
-    dist, "all_gather_single", None
-) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
+    dist, "all_gather_single" if _renamed else "all_gather_into_tensor"
+)
 reduce_scatter_flat: Callable[..., Any] = getattr(
-    dist, "reduce_scatter_single", None
-) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
+    dist, "reduce_scatter_single" if _renamed else "reduce_scatter_tensor"
+)

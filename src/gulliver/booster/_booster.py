@@ -125,7 +125,9 @@ class Booster:
             return optimizer.no_sync()
         if isinstance(model, DistributedDataParallel):
             return model.no_sync()
-        raise GulliverError("no_sync needs the optimizer as well: booster.no_sync(model, optimizer)")
+        raise GulliverError(
+            "no_sync needs the optimizer as well: booster.no_sync(model, optimizer)"
+        )
 
     def save_model(self, model: nn.Module, path: Path | str) -> None:
         """Writes the model's state dict, whole and under its own names, as one safetensors file.

@@ -26,7 +26,9 @@ class _NamedArguments(type(ABC)):
         known = [n for n in inspect.signature(cls.__init__).parameters if n != "self"]
         for name in kwargs:
             if name not in known:
-                raise GulliverError(f"{cls.__name__} has no argument {name!r}: {nearest(name, known)}")
+                raise GulliverError(
+                    f"{cls.__name__} has no argument {name!r}: {nearest(name, known)}"
+                )
         return super().__call__(*args, **kwargs)
 
 

@@ -1,1 +1,5 @@
-"""cli."""
+"""The console script `gulliver`: thin; every command is a call into the rooms below."""
+
+from gulliver.cli._main import main
+
+__all__ = ["main"]

@@ -63,5 +63,7 @@ def launch(module: str, arguments: list[str], ranks: int) -> int:
         if failure.exitcode >= 0:
             return failure.exitcode
         name = signal.Signals(-failure.exitcode).name
-        raise GulliverError(f"rank {rank} was killed by {name}: the other ranks were ended") from None
+        raise GulliverError(
+            f"rank {rank} was killed by {name}: the other ranks were ended"
+        ) from None
     return 0

@@ -126,7 +126,9 @@ def _is_transport(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     text = str(error).lower()
-    return any(word in text for word in ("gloo", "connection", "socket", "nccl", "peer", "timed out"))
+    return any(
+        word in text for word in ("gloo", "connection", "socket", "nccl", "peer", "timed out")
+    )
 
 
 def _device(local_rank: int) -> torch.device:
@@ -140,4 +142,3 @@ def _device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-

@@ -37,7 +37,9 @@ def _scans() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise GulliverError("the moving digits need scikit-learn: install gulliver[video]") from None
+        raise GulliverError(
+            "the moving digits need scikit-learn: install gulliver[video]"
+        ) from None
     data = load_digits()
     small = torch.from_numpy(data.images).float()[:, None] / 16
     images = F.interpolate(small, size=(SIDE, SIDE), mode="bilinear", align_corners=False)[:, 0]
@@ -157,7 +159,9 @@ def compose(images: Tensor, steps: Tensor, offsets: Tensor, bucket: Bucket) -> T
     shape = (len(images) * frames, 1, height, width)
     grid = F.affine_grid(theta.flatten(0, 1), list(shape), align_corners=False)
     still = canvas[:, None].expand(-1, frames, -1, -1).reshape(shape)
-    ink = F.grid_sample(still, grid, align_corners=False).view(len(images), 1, frames, height, width)
+    ink = F.grid_sample(still, grid, align_corners=False).view(
+        len(images), 1, frames, height, width
+    )
     return (ink * 2 - 1).expand(-1, 3, -1, -1, -1).contiguous()
 
 
@@ -176,7 +180,9 @@ def _other_directions(digit: int, exclude: tuple[tuple[int, int], ...]) -> Tenso
 
 def _check_bucket(bucket: Bucket) -> None:
     if min(bucket.height, bucket.width) < SIDE:
-        raise GulliverError(f"{bucket}: a digit of {SIDE}x{SIDE} does not fit: choose a larger frame")
+        raise GulliverError(
+            f"{bucket}: a digit of {SIDE}x{SIDE} does not fit: choose a larger frame"
+        )
     if bucket.height % 8 or bucket.width % 8:
         right = "x".join(str(round(side / 8) * 8) for side in (bucket.height, bucket.width))
         raise GulliverError(f"{bucket}: height and width must be multiples of 8, such as {right}")

@@ -11,7 +11,7 @@ from typing import Generic, Self, TypeVar
 T = TypeVar("T")
 
 
-class prefetch(Generic[T]):  # noqa: N801 - used as a function
+class prefetch(Generic[T]):
     """Iterates over `iterable` in a thread, at most `depth` items ahead, in order.
 
     A context manager: leaving it ends the thread. An exception in the thread surfaces at the item

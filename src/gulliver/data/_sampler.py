@@ -107,7 +107,9 @@ class BucketSampler:
         epoch, order = self.epoch, self.batches(self.epoch)
         for number in range(self.done, len(order)):
             # Counted before the step is given out: a state taken with it says that it is done.
-            self.epoch, self.done = (epoch, number + 1) if number + 1 < len(order) else (epoch + 1, 0)
+            self.epoch, self.done = (
+                (epoch, number + 1) if number + 1 < len(order) else (epoch + 1, 0)
+            )
             yield self._share(*order[number], epoch, number)
 
     def _share(self, bucket: Bucket, batch: np.ndarray, epoch: int, number: int) -> Step:

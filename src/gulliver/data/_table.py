@@ -266,5 +266,3 @@ def _av():
     except ImportError:
         raise GulliverError("reading clips needs PyAV: install gulliver[video]") from None
     return av
-
-

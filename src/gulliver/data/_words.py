@@ -22,7 +22,9 @@ def words_of(prompt: str) -> list[str]:
     words = [word.strip(PUNCTUATION) for word in prompt.lower().split()]
     words = [word for word in words if word]
     if not words:
-        raise GulliverError("the prompt is empty: write a sentence such as 'the digit 3 moving left'")
+        raise GulliverError(
+            "the prompt is empty: write a sentence such as 'the digit 3 moving left'"
+        )
     return words
 
 
@@ -44,7 +46,9 @@ class WordEncoder:
 
     def __init__(self, channels: int = 64, max_length: int = 8) -> None:
         if channels < 2 or channels % 2 or max_length < 1:
-            raise GulliverError(f"word vectors need an even width and a length, not {channels}, {max_length}")
+            raise GulliverError(
+                f"word vectors need an even width and a length, not {channels}, {max_length}"
+            )
         self.channels, self.max_length = channels, max_length
         self._vectors: dict[str, Tensor] = {}
         steps = torch.arange(channels // 2) / (channels // 2)

@@ -85,7 +85,9 @@ def named_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise GulliverError(f"no space left for {path}: free some, nothing was changed") from error
+            raise GulliverError(
+                f"no space left for {path}: free some, nothing was changed"
+            ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise GulliverError(f"{path} cannot be written: {error.strerror}") from error
         raise

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
 from gulliver.models._embeddings import rotate, working_precision
 
 

@@ -68,7 +68,7 @@ def layer_norm(x: Tensor) -> Tensor:
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x * (1 + scale) + shift."""
+    """X * (1 + scale) + shift."""
     return torch.addcmul(shift, x, scale + 1)
 
 
@@ -282,7 +282,9 @@ class STDiT3(nn.Module):
                 has no token.
         """
         if fps is None or height is None or width is None:
-            missing = [n for n, v in (("fps", fps), ("height", height), ("width", width)) if v is None]
+            missing = [
+                n for n, v in (("fps", fps), ("height", height), ("width", width)) if v is None
+            ]
             raise GulliverError(f"STDiT3 needs {' and '.join(missing)}: pass a tensor of shape [B]")
         self._check_shapes(x, y, mask, x_mask)
         dtype = self.x_embedder.proj.weight.dtype
@@ -317,7 +319,9 @@ class STDiT3(nn.Module):
                 f"x has shape {tuple(x.shape)}: expected [B, {self.in_channels}, T, H, W]"
             )
         if y.ndim != 4 or len(y) != len(x) or y.shape[1] != 1:
-            raise GulliverError(f"y has shape {tuple(y.shape)}: expected [{len(x)}, 1, L, channels]")
+            raise GulliverError(
+                f"y has shape {tuple(y.shape)}: expected [{len(x)}, 1, L, channels]"
+            )
         if mask is not None:
             if mask.shape != (len(x), y.shape[2]):
                 raise GulliverError(
@@ -335,7 +339,9 @@ class STDiT3(nn.Module):
 
     def _embed_patches(self, x: Tensor, side: float) -> tuple[Tensor, tuple[int, int, int]]:
         """Latents to tokens [B, T', S, C], zero-padded at the end to whole patches."""
-        padding = [(-size) % patch for size, patch in zip(x.shape[2:], self.patch_size, strict=True)]
+        padding = [
+            (-size) % patch for size, patch in zip(x.shape[2:], self.patch_size, strict=True)
+        ]
         if any(padding):
             x = F.pad(x, (0, padding[2], 0, padding[1], 0, padding[0]))
         x = self.x_embedder.proj(x)
@@ -353,16 +359,10 @@ class STDiT3(nn.Module):
         """Patches [B, T', S, pt * ph * pw * channels] to [B, channels, T, H, W]."""
         split = tokens.view(len(tokens), *grid, *self.patch_size, self.out_channels)
         sizes = (n * p for n, p in zip(grid, self.patch_size, strict=True))
-        return split.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(
-            len(tokens), self.out_channels, *sizes
-        )
+        return split.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(len(tokens), self.out_channels, *sizes)
 
 
-KNOWN_FIELDS = (
-    "input_size input_sq_size in_channels patch_size hidden_size depth num_heads mlp_ratio "
-    "class_dropout_prob pred_sigma caption_channels model_max_length qk_norm only_train_temporal "
-    "freeze_y_embedder zero_init_temporal temporal_positions"
-).split()
+KNOWN_FIELDS = ["input_size", "input_sq_size", "in_channels", "patch_size", "hidden_size", "depth", "num_heads", "mlp_ratio", "class_dropout_prob", "pred_sigma", "caption_channels", "model_max_length", "qk_norm", "only_train_temporal", "freeze_y_embedder", "zero_init_temporal", "temporal_positions"]
 
 
 def _check_fields(others: dict[str, Any]) -> None:

@@ -44,7 +44,9 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: groups are fixed when the model is boosted."""
-        raise GulliverError("parameters cannot be added after boost: add them to the optimizer before")
+        raise GulliverError(
+            "parameters cannot be added after boost: add them to the optimizer before"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: what one rank holds is not the whole."""
@@ -118,9 +120,7 @@ def _placed(value: Tensor, parameter: Tensor) -> Tensor:
     return value.clone() if value.ndim == 0 else value.to(parameter.device).clone()
 
 
-def named_trainables(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[nn.Parameter, str]:
+def named_trainables(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
     """The trainable parameters of an optimizer in the model's order, with their names.
 
     Raises:

@@ -1,1 +1,60 @@
-"""video."""
+"""Text-to-video: training, generation, evaluation, and the demonstration of all three."""
+
+from gulliver.video._autoencoder_training import (
+    load_autoencoder,
+    save_autoencoder,
+    train_autoencoder,
+)
+from gulliver.video._config import (
+    AutoencoderConfig,
+    DataConfig,
+    FlowConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+    check_config,
+    from_plain,
+    resolved,
+)
+from gulliver.video._demo import DemoConfig, demonstrate
+from gulliver.video._display import console
+from gulliver.video._evaluate import Evaluation, evaluate
+from gulliver.video._generate import Request, SamplingConfig, VideoModel, extend
+from gulliver.video._judges import Judges, Scores, train_judges
+from gulliver.video._media import check_output, read_frames, write_clip
+from gulliver.video._rectified_flow import RectifiedFlow
+from gulliver.video._training import Outcome, Trainer, train
+
+__all__ = [
+    "AutoencoderConfig",
+    "DataConfig",
+    "DemoConfig",
+    "Evaluation",
+    "FlowConfig",
+    "Judges",
+    "ModelConfig",
+    "OptimizerConfig",
+    "Outcome",
+    "RectifiedFlow",
+    "Request",
+    "SamplingConfig",
+    "Scores",
+    "TrainConfig",
+    "Trainer",
+    "VideoModel",
+    "check_config",
+    "check_output",
+    "console",
+    "demonstrate",
+    "evaluate",
+    "extend",
+    "from_plain",
+    "load_autoencoder",
+    "read_frames",
+    "resolved",
+    "save_autoencoder",
+    "train",
+    "train_autoencoder",
+    "train_judges",
+    "write_clip",
+]

@@ -7,7 +7,6 @@ generator. What it does not know: how the gradient is made or shared.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +18,7 @@ from gulliver.data import BucketSampler, Step, WordEncoder, collate, prefetch
 from gulliver.models import VideoAutoencoder
 from gulliver.video._config import FlowConfig
 from gulliver.video._rectified_flow import RectifiedFlow
-
-
-def derive(*parts: int) -> int:
-    """A 63-bit seed from several numbers: streams that differ in any of them are independent."""
-    text = ":".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+from gulliver.video._seeds import derive
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ class BatchMaker:
     def _clips(self) -> Iterator[tuple]:
         while True:
             for step in self.sampler:
-                videos, captions, fps, kept = collate(self.dataset, step.indices)
+                videos, captions, fps, kept, _ = collate(self.dataset, step.indices)
                 # The state is taken here, with the step: the thread runs ahead of the training.
                 yield step, videos, captions, fps, kept, self.sampler.state_dict()
 

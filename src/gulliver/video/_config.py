@@ -65,6 +65,8 @@ class ModelConfig:
     """Longest caption in words."""
     zero_init_temporal: bool = False
     """Start the temporal blocks as identities: for weights that come from an image model."""
+    temporal_positions: bool = True
+    """Tell frames apart by a code of their own: from scratch, directions are learnt far sooner."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,10 @@ class FlowConfig:
 
     timesteps: Literal["uniform", "logit-normal"] = "logit-normal"
     """Law of the noise level."""
-    shift: bool = False
-    """Shift noise levels by resolution and length."""
+    shift: float = 3.0
+    """Odds of the noise are multiplied by this: what is shown is decided at high noise. 1: as drawn."""
+    shift_by_size: bool = False
+    """Multiply them by the clip's size over 512x512 and by the root of its latent length as well."""
     drop_caption: float = 0.1
     """Share of captions hidden, for classifier-free guidance."""
     mask_first: float = 0.15
@@ -87,7 +91,7 @@ class FlowConfig:
 class OptimizerConfig:
     """AdamW with linear warm-up, cosine decay, clipping and an average of the weights."""
 
-    learning_rate: float = 1.5e-3
+    learning_rate: float = 3e-3
     """Peak learning rate."""
     final_fraction: float = 0.02
     """The last learning rate as a fraction of the peak."""
@@ -145,7 +149,7 @@ MAY_CHANGE = frozenset(
 """What may differ between a run and its resumption: it changes where and how, not what."""
 
 
-def check(config: TrainConfig) -> TrainConfig:
+def check_config(config: TrainConfig) -> TrainConfig:
     """Refuses values that no run could use.
 
     Raises:
@@ -248,7 +252,11 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
         return Path(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if isinstance(hint, type) and isinstance(value, hint) and (hint is bool) == (value in (True, False) and isinstance(value, bool)):
+    if (
+        isinstance(hint, type)
+        and isinstance(value, hint)
+        and (hint is bool) == (value in (True, False) and isinstance(value, bool))
+    ):
         return value
     kind = getattr(hint, "__name__", str(hint))
     raise GulliverError(f"config key {name!r} is {value!r}: it must be of type {kind}")

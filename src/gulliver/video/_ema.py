@@ -16,9 +16,7 @@ class ExponentialAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self.updates = 0
-        self.shadow = {
-            name: value.detach().clone() for name, value in model.state_dict().items()
-        }
+        self.shadow = {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -18,12 +18,12 @@ from gulliver.data import Bucket, WordEncoder
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder
 from gulliver.video._autoencoder_training import load_autoencoder
-from gulliver.video._batches import derive
 from gulliver.video._config import TrainConfig, differences, from_plain, parse_shapes, resolved
 from gulliver.video._display import Display
 from gulliver.video._media import fit
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
+from gulliver.video._seeds import derive
 from gulliver.video._sources import vocabulary
 from gulliver.video._training import build_model
 
@@ -65,7 +65,7 @@ class VideoModel:
         self.autoencoder = autoencoder.eval()
         self.text = WordEncoder(config.model.text_channels, config.model.text_length)
         self.flow = RectifiedFlow(
-            sample_method=config.flow.timesteps, use_timestep_transform=config.flow.shift
+            shift=config.flow.shift, use_timestep_transform=config.flow.shift_by_size
         )
         self.known_words = vocabulary(config)
 
@@ -98,13 +98,18 @@ class VideoModel:
             GulliverError: an empty prompt; sizes that do not fit the compression and the patch.
         """
         if not request.prompt.strip():
-            raise GulliverError("the prompt is empty: write a sentence such as 'the digit 3 moving left'")
+            raise GulliverError(
+                "the prompt is empty: write a sentence such as 'the digit 3 moving left'"
+            )
         bucket = request.bucket
         _, step_h, step_w = (
             c * p for c, p in zip(self.autoencoder.compression, self.model.patch_size, strict=True)
         )
         if bucket.height % step_h or bucket.width % step_w or min(bucket.height, bucket.width) < 8:
-            right = [max(s, round(n / s) * s) for n, s in ((bucket.height, step_h), (bucket.width, step_w))]
+            right = [
+                max(s, round(n / s) * s)
+                for n, s in ((bucket.height, step_h), (bucket.width, step_w))
+            ]
             raise GulliverError(
                 f"{bucket.height}x{bucket.width} does not fit the patch of {step_h}x{step_w} pixels: "
                 f"try {right[0]}x{right[1]}"
@@ -181,11 +186,13 @@ class VideoModel:
             "height": torch.full((count,), float(bucket.height), device=device),
             "width": torch.full((count,), float(bucket.width), device=device),
         }
+        null = self.model.y_embedder.y_embedding[: y.shape[2]]
         given, generate = self._given(requests, shape, device)
         latents = self.flow.sample(
             self.model,
             noise,
             conditions,
+            null_y=null[None, None].expand(count, 1, -1, -1),
             steps=sampling.steps,
             cfg_scale=sampling.guidance,
             given=given,
@@ -212,34 +219,38 @@ class VideoModel:
 
 
 def extend(
-    model: VideoModel, clip: Tensor, prompt: str, frames: int, overlap: int, seed: int,
+    model: VideoModel,
+    clip: Tensor,
+    prompt: str,
+    bucket: Bucket,
+    overlap: int,
+    seed: int = 0,
     sampling: SamplingConfig | None = None,
 ) -> Tensor:
-    """Goes on with a clip: its last `overlap` frames are given, `frames` in all come after them.
+    """Goes on with a clip.
 
     Args:
         model: a trained model.
-        clip: [3, T, H, W] in [-1, 1].
+        clip: [3, T, H, W] in [-1, 1]; scaled and cut to the bucket's height and width.
         prompt: what happens next.
-        frames: length of the sampled piece, the overlap counted in (4k + 1).
-        overlap: given frames (4k + 1).
+        bucket: of the sampled piece, which begins with the overlap.
+        overlap: last frames of the clip that are given (4 k + 1).
         seed: of the noise.
         sampling: steps and guidance.
 
     Returns:
-        The clip followed by the new frames, [3, T + frames - overlap, H, W].
+        The clip followed by the new frames, [3, T + bucket.frames - overlap, height, width].
+
+    Raises:
+        GulliverError: the overlap is longer than the clip, or not 4 k + 1.
     """
-    if overlap < 1 or overlap > clip.shape[1]:
+    if not 1 <= overlap <= clip.shape[1]:
         raise GulliverError(f"cannot condition on {overlap} frames of a clip of {clip.shape[1]}")
-    bucket = Bucket(frames, clip.shape[2], clip.shape[3])
+    clip = fit(clip, bucket.height, bucket.width)
+    model.autoencoder.latent_shape(overlap, bucket.height, bucket.width)
     request = Request(prompt, bucket, seed, given=clip[:, -overlap:])
     piece = model.generate([request], sampling)[0]
     return torch.cat([clip, piece[:, overlap:]], dim=1)
-
-
-def numbered(request: Request, count: int) -> list[Request]:
-    """The same request with `count` seeds, from its own upwards."""
-    return [replace(request, seed=request.seed + number) for number in range(count)]
 
 
 def _noise(seed: int, shape: tuple[int, ...]) -> Tensor:

@@ -1,12 +1,12 @@
 """A run folder and what lies in it: config, plan, autoencoder, log, checkpoints.
 
-    run/
-      config.json              the resolved configuration
-      plan.yaml                how the model ran
-      autoencoder.safetensors
-      log.jsonl                a line per logged step
-      tensorboard/
-      checkpoints/step-*/      model, ema, optimizer, scheduler, state
+run/
+  config.json              the resolved configuration
+  plan.yaml                how the model ran
+  autoencoder.safetensors
+  log.jsonl                a line per logged step
+  tensorboard/
+  checkpoints/step-*/      model, ema, optimizer, scheduler, state
 """
 
 from __future__ import annotations

@@ -73,9 +73,7 @@ def _lettering(rows: list[Row], width: int, height: int, scale: int):
         h, w = (size * scale for size in row.clips[0].shape[2:])
         for column, caption in enumerate(row.captions):
             middle = GAP + column * (w + GAP) + w // 2
-            draw.text(
-                (middle, top + HEADING + h + 3), caption, fill=INK, font=label, anchor="ma"
-            )
+            draw.text((middle, top + HEADING + h + 3), caption, fill=INK, font=label, anchor="ma")
         top += HEADING + h + LABEL + GAP
     return canvas
 

@@ -25,12 +25,13 @@ from gulliver.comm import World, all_reduce, barrier, guard, init_world
 from gulliver.data import WordEncoder
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder, stdit3
-from gulliver.video._batches import Batch, BatchMaker, derive
-from gulliver.video._config import TrainConfig, check, resolved
+from gulliver.video._batches import Batch, BatchMaker
+from gulliver.video._config import TrainConfig, check_config, resolved
 from gulliver.video._display import Display, console, memory_in_use
 from gulliver.video._ema import ExponentialAverage
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
+from gulliver.video._seeds import derive
 from gulliver.video._sources import make_dataset, make_sampler, ready_autoencoder
 
 
@@ -74,7 +75,7 @@ def train(config: TrainConfig) -> Outcome:
         GulliverError: the configuration cannot run, the folder holds another run, the loss is no
             longer a number, or another rank is gone.
     """
-    check(config)
+    check_config(config)
     world = init_world()
     run = Run(config.out, config.keep)
     with guard():
@@ -102,6 +103,7 @@ def build_model(config: TrainConfig, latent_channels: int) -> STDiT3:
         class_dropout_prob=0.0,  # the batch says which captions are hidden
         input_sq_size=32 if config.data.table is None else 512,
         zero_init_temporal=config.model.zero_init_temporal,
+        temporal_positions=config.model.temporal_positions,
     )
 
 
@@ -139,7 +141,9 @@ class Trainer:
         self.config, self.run, self.world = config, run, world
         self.step_number, self.seconds = 0, 0.0
         self.flow = RectifiedFlow(
-            sample_method=config.flow.timesteps, use_timestep_transform=config.flow.shift
+            sample_method=config.flow.timesteps,
+            shift=config.flow.shift,
+            use_timestep_transform=config.flow.shift_by_size,
         )
         self.sampler = make_sampler(config, dataset, world)
         self.sampler_state = self.sampler.state_dict()
@@ -154,7 +158,9 @@ class Trainer:
             config.seed,
             world.device,
         )
-        plugin = LowLevelZeroPlugin(stage=config.stage) if config.plugin == "zero" else TorchDDPPlugin()
+        plugin = (
+            LowLevelZeroPlugin(stage=config.stage) if config.plugin == "zero" else TorchDDPPlugin()
+        )
         precision = None if config.mixed_precision == "none" else config.mixed_precision
         self.booster = Booster(plugin=plugin, mixed_precision=precision)
         model = build_model(config, autoencoder.latent_channels).to(world.device).train()
@@ -241,7 +247,7 @@ class Trainer:
                     batch.latents[part],
                     batch.model_inputs(part),
                     noise=batch.noise[part],
-                    t=batch.timesteps[part],
+                    timesteps=batch.timesteps[part],
                     mask=None if batch.generate is None else batch.generate[part],
                 )
                 share = losses.sum() * batch.weight
@@ -289,9 +295,9 @@ class Trainer:
     def _write(self, folder: Path) -> None:
         self.booster.save_model(self.model, folder / "model.safetensors")
         self.booster.save_optimizer(self.optimizer, folder / "optimizer")
+        self.booster.save_lr_scheduler(self.scheduler, folder / "scheduler.json")
         if not self.world.is_main:
             return
-        self.booster.save_lr_scheduler(self.scheduler, folder / "scheduler.json")
         write_tensors(folder / "ema.safetensors", self.average.shadow)
         self.booster.plan.save(folder / "plan.yaml")
         state = {

@@ -263,7 +263,9 @@ class ZeroOptimizer(BoostedOptimizer):
             return set(self._used)
         names = list(self._home)
         device = self.chunks[0].chunk.data.device
-        votes = torch.tensor([name in self._used for name in names], dtype=torch.uint8, device=device)
+        votes = torch.tensor(
+            [name in self._used for name in names], dtype=torch.uint8, device=device
+        )
         all_reduce(votes, "max", self.group)
         return {name for name, vote in zip(names, votes.tolist(), strict=True) if vote}
 

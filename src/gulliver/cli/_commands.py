@@ -1,0 +1,258 @@
+"""The commands and their options. Each is a call into the rooms below."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from gulliver import __version__
+from gulliver.checkpoint import read_json, write_json
+from gulliver.comm import default_ranks, launch, under_launcher
+from gulliver.data import Bucket
+from gulliver.errors import GulliverError, nearest
+from gulliver.models import STDIT3_SIZES
+from gulliver.video import (
+    DemoConfig,
+    Request,
+    SamplingConfig,
+    TrainConfig,
+    VideoModel,
+    check_config,
+    check_output,
+    console,
+    demonstrate,
+    evaluate,
+    extend,
+    from_plain,
+    read_frames,
+    train,
+    write_clip,
+)
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Makes clips with a trained run."""
+
+    run: Path = Path("out/demo/run")
+    """Folder of the training run."""
+    prompt: tuple[str, ...] = ()
+    """What to show; several make several clips."""
+    prompts: Path | None = None
+    """A text file with a prompt on each line."""
+    out: Path = Path("clip.gif")
+    """File to write (.mp4, .gif, .png); for several clips a number is put before the suffix."""
+    frames: int = 13
+    """Length (4 k + 1); 1 makes a picture."""
+    aspect_ratio: str = "1:1"
+    """Width to height, such as 1:1, 5:3 or 3:5."""
+    resolution: int = 32
+    """Side in pixels of the square with as many pixels as the clip."""
+    image: Path | None = None
+    """First frame: a picture that starts to move."""
+    extend: Path | None = None
+    """A clip to go on with; --frames counts the conditioning frames too."""
+    condition_frames: int = 5
+    """With --extend: how many of its last frames are given (4 k + 1)."""
+    seed: int = 0
+    """Noise of the first clip; the next clips take the next seeds."""
+    steps: int = 24
+    """Sampling steps."""
+    guidance: float = 2.0
+    """Weight of the sentence; 1 turns guidance off."""
+    scale: int = 4
+    """Repeat every pixel so many times in the file."""
+    fps: float = 8.0
+    """Frames per second of the file."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Judges what a run trained on the moving digits shows."""
+
+    run: Path = Path("out/demo/run")
+    """Folder of the training run."""
+    samples: int = 200
+    """Prompts."""
+    steps: int = 24
+    """Sampling steps."""
+    guidance: float = 2.0
+    """Weight of the sentence."""
+    out: Path | None = None
+    """Write the figures there as JSON."""
+
+
+def train_command(config: TrainConfig, arguments: list[str]) -> int:
+    """Trains, on ranks of this machine that are started where a launcher has not."""
+    check_config(config)
+    if config.model.size not in STDIT3_SIZES:
+        raise GulliverError(
+            f"unknown model size {config.model.size!r}: {nearest(config.model.size, STDIT3_SIZES)}"
+        )
+    ranks = config.ranks or default_ranks()
+    if not under_launcher() and ranks > 1:
+        return launch("gulliver.cli", ["train", *arguments], ranks)
+    outcome = train(config)
+    # Stopped by a signal: what was asked for is not there yet.
+    return 0 if outcome.finished else 143
+
+
+def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
+    """Makes clips from sentences."""
+    prompts = _prompts(config)
+    bucket = Bucket(config.frames, *_sides(config.aspect_ratio, config.resolution))
+    check_output(config.out, config.frames)
+    model = VideoModel.load(config.run)
+    sampling = SamplingConfig(config.steps, config.guidance)
+    paths = _numbered(config.out, len(prompts))
+    if config.extend is not None:
+        clips = _extended(config, model, prompts, sampling)
+    else:
+        given = None if config.image is None else read_frames(config.image)[:, :1]
+        requests = [
+            Request(prompt, bucket, config.seed + number, given)
+            for number, prompt in enumerate(prompts)
+        ]
+        for request in requests:
+            model.check(request)
+            for remark in model.remarks(request):
+                console().print(f"note: {remark}")
+        clips = model.generate(requests, sampling, show=True)
+    for path, clip, prompt in zip(paths, clips, prompts, strict=True):
+        print(f"{write_clip(path, clip, config.fps, config.scale)}  {prompt}")
+    return 0
+
+
+def _extended(
+    config: GenerateConfig, model: VideoModel, prompts: list[str], sampling: SamplingConfig
+) -> list[Any]:
+    if config.image is not None:
+        raise GulliverError("--image and --extend exclude each other: a clip begins or goes on")
+    assert config.extend is not None
+    clip = read_frames(config.extend)
+    height, width = _sides(config.aspect_ratio, config.resolution)
+    return [
+        extend(
+            model,
+            clip,
+            prompt,
+            Bucket(config.frames, height, width),
+            config.condition_frames,
+            config.seed + number,
+            sampling,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def _prompts(config: GenerateConfig) -> list[str]:
+    prompts = list(config.prompt)
+    if config.prompts is not None:
+        if not config.prompts.is_file():
+            raise GulliverError(f"{config.prompts} does not exist: --prompts names a text file")
+        prompts += [line for line in config.prompts.read_text().splitlines() if line.strip()]
+    if not prompts:
+        raise GulliverError(
+            "nothing to show: give --prompt 'the digit 3 moving left', or --prompts FILE"
+        )
+    return prompts
+
+
+def _sides(aspect_ratio: str, resolution: int) -> tuple[int, int]:
+    """Height and width in multiples of 8 with about resolution**2 pixels in an aspect ratio."""
+    try:
+        width, height = (int(part) for part in aspect_ratio.split(":"))
+        if min(width, height) < 1:
+            raise ValueError
+    except ValueError:
+        raise GulliverError(
+            f"--aspect-ratio {aspect_ratio!r} is not width:height, such as 1:1, 5:3 or 3:5"
+        ) from None
+    if resolution < 8:
+        raise GulliverError(f"--resolution {resolution} is too small: at least 8")
+    side = math.sqrt(resolution * resolution / (width * height))
+    return max(8, round(side * height / 8) * 8), max(8, round(side * width / 8) * 8)
+
+
+def _numbered(path: Path, count: int) -> list[Path]:
+    if count == 1:
+        return [path]
+    return [path.with_name(f"{path.stem}-{number:03d}{path.suffix}") for number in range(count)]
+
+
+def evaluate_command(config: EvaluateConfig, arguments: list[str]) -> int:
+    """Judges generated clips and prints the shares as JSON."""
+    model = VideoModel.load(config.run)
+    sampling = SamplingConfig(config.steps, config.guidance)
+    figures = evaluate(model, config.samples, sampling).figures()
+    ceiling = figures["ceiling"]
+    console().print(
+        f"judges on real held-out clips: digit {ceiling['digit']:.1%}, "
+        f"direction {ceiling['direction']:.1%}, both {ceiling['both']:.1%}"
+    )
+    if config.out is not None:
+        write_json(config.out, figures)
+    print(json.dumps(figures, indent=1))
+    return 0
+
+
+def demo_command(config: DemoConfig, arguments: list[str]) -> int:
+    """Runs the demonstration; a missed bar is said, and is no failure."""
+    figures = demonstrate(config)
+    for bar in figures["bars"]:
+        sign = "reached" if bar["holds"] else "MISSED"
+        print(f"{bar['name']:>9}: {bar['value']:.1%}  (expected {bar['bar']:.0%}: {sign})")
+    print(f"look at {config.out}/sheet.gif and {config.out}/report.md")
+    return 0
+
+
+COMMANDS: dict[str, tuple[type, Callable[[Any, list[str]], int], str]] = {
+    "train": (TrainConfig, train_command, "train a text-to-video model"),
+    "generate": (GenerateConfig, generate_command, "make clips from sentences"),
+    "evaluate": (EvaluateConfig, evaluate_command, "judge what a model shows"),
+    "demo": (DemoConfig, demo_command, "train, generate and judge, and show the result"),
+}
+
+
+def run(arguments: list[str]) -> int:
+    """Finds the command, reads its options and runs it; the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(
+            "usage: gulliver COMMAND [options]      (gulliver COMMAND --help lists the options)\n"
+        )
+        for name, (_, _, what) in COMMANDS.items():
+            print(f"  {name:<10} {what}")
+        return 0
+    if arguments[0] == "--version":
+        print(f"gulliver {__version__}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        raise GulliverError(f"unknown command {name!r}: {nearest(name, COMMANDS)}")
+    kind, handler, _ = COMMANDS[name]
+    default, options = _from_file(kind, rest)
+    config = tyro.cli(
+        kind,
+        args=options,
+        default=default,
+        prog=f"gulliver {name}",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    return handler(config, rest)
+
+
+def _from_file(kind: type, arguments: list[str]) -> tuple[Any, list[str]]:
+    """Takes ``--config FILE`` out of the options: its values are the defaults of the others."""
+    if "--config" not in arguments:
+        return kind(), arguments
+    place = arguments.index("--config")
+    if place + 1 == len(arguments):
+        raise GulliverError("--config needs a file, such as the config.json of a run")
+    default = from_plain(read_json(Path(arguments[place + 1])), kind)
+    return default, arguments[:place] + arguments[place + 2 :]

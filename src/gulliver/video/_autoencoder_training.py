@@ -1,0 +1,173 @@
+"""Trains the small autoencoder, and keeps it as one file.
+
+Pixels by mean square error; a little noise on the latents and a weak pull towards zero make
+neighbouring latents decode to neighbouring clips, which the diffusion model needs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gulliver.booster import Booster, LowLevelZeroPlugin
+from gulliver.checkpoint import read_metadata, read_tensors, write_tensors
+from gulliver.comm import World, all_reduce
+from gulliver.data import BucketSampler, MovingDigits, Step, collate
+from gulliver.errors import GulliverError
+from gulliver.models import VideoAutoencoder
+from gulliver.video._config import AutoencoderConfig
+from gulliver.video._seeds import derive
+
+LATENT_NOISE = 0.05
+LATENT_PULL = 1e-4
+STATISTICS_BATCHES = 24
+KIND = "gulliver video autoencoder"
+
+
+def train_autoencoder(
+    config: AutoencoderConfig,
+    dataset: Any,
+    world: World,
+    seed: int,
+    report: Callable[[float], None],
+) -> tuple[VideoAutoencoder, dict[str, Any]]:
+    """Trains on all ranks together.
+
+    Args:
+        config: steps, batch size and learning rate.
+        dataset: of clips.
+        world: the ranks.
+        seed: of weights, order and noise.
+        report: called with the loss after every step.
+
+    Returns:
+        The autoencoder with the statistics of its latents, and figures: psnr in dB on held-out
+        handwriting (on the training clips themselves for tables) and what it was measured on.
+    """
+    torch.manual_seed(seed)
+    model = VideoAutoencoder().to(world.device)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, weight_decay=0.01, betas=(0.9, 0.98)
+    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, config.learning_rate, total_steps=config.steps + 1, pct_start=0.1
+    )
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=1, verbose=False))
+    _, boosted, *_ = booster.boost(model, optimizer)
+    sampler = _sampler(config, dataset, world.rank, world.size, seed)
+    for step in _endless(sampler, config.steps):
+        loss = _loss(model, dataset, step, seed, world)
+        booster.backward(loss, boosted)
+        boosted.step()
+        scheduler.step()
+        boosted.zero_grad()
+        total = loss.detach() / world.size
+        all_reduce(total)
+        report(float(total))
+    _measure_latents(model, _sampler(config, dataset, 0, 1, seed), dataset, world.device)
+    psnr, measured_on = _psnr(model, dataset, world.device)
+    return model, {"psnr": psnr, "clips": measured_on, "steps": config.steps}
+
+
+def _sampler(
+    config: AutoencoderConfig, dataset: Any, rank: int, size: int, seed: int
+) -> BucketSampler:
+    buckets = [dataset.bucket_of(index) for index in range(len(dataset))]
+    return BucketSampler(buckets, config.batch_size, rank, size, seed)
+
+
+def _endless(sampler: BucketSampler, steps: int):
+    done = 0
+    while done < steps:
+        for step in sampler:
+            if done == steps:
+                return
+            done += 1
+            yield step
+
+
+def _loss(model: VideoAutoencoder, dataset: Any, step: Step, seed: int, world: World) -> Tensor:
+    """This rank's part of the mean over the batch, times the ranks (gradients are averaged)."""
+    videos = collate(dataset, step.indices).videos
+    if videos is None:
+        return sum((p.sum() * 0 for p in model.parameters()), torch.zeros((), device=world.device))
+    videos = videos.to(world.device)
+    latents = model.encode_raw(videos)
+    generator = torch.Generator().manual_seed(derive(seed, step.epoch, step.number))
+    noise = torch.randn(step.total, *latents.shape[1:], generator=generator)
+    noise = noise[step.offset : step.offset + len(latents)].to(world.device)
+    decoded = model.decode_raw(latents + LATENT_NOISE * noise)
+    loss = F.mse_loss(decoded, videos) + LATENT_PULL * latents.square().mean()
+    return loss * (len(videos) * world.size / step.total)
+
+
+@torch.no_grad()
+def _measure_latents(
+    model: VideoAutoencoder, sampler: BucketSampler, dataset: Any, device: torch.device
+) -> None:
+    """Stores mean and standard deviation of the latents of some training clips."""
+    columns = []
+    for step in _endless(sampler, min(STATISTICS_BATCHES, len(sampler))):
+        videos = collate(dataset, step.indices).videos
+        if videos is not None:
+            latents = model.encode_raw(videos.to(device))
+            columns.append(latents.transpose(0, 1).flatten(1).double())
+    values = torch.cat(columns, dim=1)
+    model.mean.copy_(values.mean(dim=1))
+    model.std.copy_(values.std(dim=1).clamp(min=1e-6))
+
+
+@torch.no_grad()
+def _psnr(model: VideoAutoencoder, dataset: Any, device: torch.device) -> tuple[float, str]:
+    """Peak signal-to-noise ratio in dB of pixels in [0, 1], clamped as they are shown."""
+    if isinstance(dataset, MovingDigits):
+        shapes = dict.fromkeys(dataset.buckets, 1.0)
+        dataset, name = MovingDigits("heldout", 256, shapes=shapes), "held-out handwriting"
+    else:
+        name = "the table itself"
+    errors = []
+    for index in range(min(256, len(dataset))):
+        videos = collate(dataset, [index]).videos
+        if videos is not None:
+            decoded = model.decode(model.encode(videos.to(device))).clamp(-1, 1)
+            errors.append(((decoded - videos.to(device)) / 2).square().mean().item())
+    return -10 * math.log10(sum(errors) / len(errors)), name
+
+
+def save_autoencoder(
+    path: Path, autoencoder: VideoAutoencoder, figures: dict[str, Any] | None = None
+) -> None:
+    """Writes weights, statistics and configuration as one safetensors file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {
+        "kind": KIND,
+        "config": json.dumps(autoencoder.config),
+        "figures": json.dumps(figures or {}),
+    }
+    write_tensors(path, autoencoder.state_dict(), metadata)
+
+
+def load_autoencoder(path: Path) -> VideoAutoencoder:
+    """Reads what `save_autoencoder` wrote.
+
+    Raises:
+        GulliverError: the file is missing, broken, or something else.
+    """
+    metadata = read_metadata(path)
+    if metadata.get("kind") != KIND:
+        raise GulliverError(f"{path} holds no video autoencoder of gulliver")
+    autoencoder = VideoAutoencoder(**json.loads(metadata["config"]))
+    autoencoder.load_state_dict(read_tensors(path))
+    return autoencoder.eval()
+
+
+def autoencoder_figures(path: Path) -> dict[str, Any]:
+    """What was measured when the autoencoder was trained."""
+    return json.loads(read_metadata(path).get("figures", "{}"))

@@ -1,0 +1,230 @@
+"""The demonstration: trains, generates, judges, and leaves a folder to look at.
+
+out/demo/
+  run/           the training run
+  sheet.gif      what it made from which sentence (sheet.png: one moment of it)
+  loss.png       the loss curve
+  report.md      what was measured, for people; report.json for programs
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.checkpoint import read_json, write_json
+from gulliver.comm import launch
+from gulliver.data import Bucket, MovingDigits, sentence
+from gulliver.errors import GulliverError
+from gulliver.io import write_text
+from gulliver.video._autoencoder_training import autoencoder_figures
+from gulliver.video._config import SENTENCES_NEVER_TRAINED, TrainConfig, parse_shapes
+from gulliver.video._display import console
+from gulliver.video._evaluate import Evaluation, evaluate
+from gulliver.video._generate import Request, SamplingConfig, VideoModel, extend
+from gulliver.video._judges import Scores
+from gulliver.video._run import Run
+from gulliver.video._sheet import Row, contact_sheet, loss_curve
+
+BARS = {"digit": 0.90, "direction": 0.98, "both": 0.88}
+"""Shares of right clips that the demonstration is expected to reach."""
+COLUMNS = 6
+SHEET_FPS = 8.0
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """The demonstration."""
+
+    out: Path = Path("out/demo")
+    """Where everything goes; what an earlier call began is continued."""
+    ranks: int = 0
+    """Processes; 0: one per GPU, two on a machine without."""
+    steps: int = 2400
+    """Training steps of the model."""
+    autoencoder_steps: int = 1500
+    """Training steps of the autoencoder before it."""
+    samples: int = 200
+    """Prompts that are judged."""
+
+
+def demonstrate(config: DemoConfig) -> dict[str, Any]:
+    """Runs the demonstration and returns the figures of its report.
+
+    Raises:
+        GulliverError: training failed.
+    """
+    started = time.monotonic()
+    folder = config.out / "run"
+    _train(config, folder)
+    run = Run(folder)
+    model = VideoModel.load(folder)
+    sampling = SamplingConfig()
+    evaluation = evaluate(model, config.samples, sampling)
+    contact_sheet(config.out / "sheet.gif", _rows(model, evaluation, sampling), SHEET_FPS)
+    log = run.read_log()
+    losses, norms = [line["loss"] for line in log], [line["grad_norm"] for line in log]
+    loss_curve(config.out / "loss.png", [line["step"] for line in log], losses, norms)
+    figures = _figures(config, run, evaluation, time.monotonic() - started)
+    write_json(config.out / "report.json", figures)
+    write_text(config.out / "report.md", _report(figures))
+    return figures
+
+
+def _train(config: DemoConfig, folder: Path) -> None:
+    """Trains on fresh ranks, or goes on where an earlier call was stopped."""
+    ranks = config.ranks or torch.cuda.device_count() or 2
+    settings = TrainConfig()
+    arguments = ["train", "--out", str(folder), "--resume", "--steps", str(config.steps)]
+    arguments += ["--autoencoder.steps", str(config.autoencoder_steps), "--log-every", "1"]
+    arguments += ["--ranks", str(ranks), "--stage", str(settings.stage)]
+    arguments += ["--data.held-out", *SENTENCES_NEVER_TRAINED]
+    console().print(f"training on {ranks} ranks in {folder}")
+    started = time.monotonic()
+    code = launch("gulliver.cli", arguments, ranks)
+    if code:
+        raise GulliverError(f"training ended with exit code {code}: see above")
+    times = folder / "times.json"
+    if not times.is_file():
+        write_json(times, {"with_autoencoder": time.monotonic() - started})
+
+
+def _rows(model: VideoModel, evaluation: Evaluation, sampling: SamplingConfig) -> list[Row]:
+    """What the sheet shows, always the first of each kind: nothing is picked."""
+    shown = evaluation.clips[: 2 * COLUMNS]
+    rows = [
+        Row(title, [clip for _, clip in part], [text for text, _ in part])
+        for title, part in (
+            ("text to video: the first twelve of the judged clips, none picked", shown[:COLUMNS]),
+            ("", shown[COLUMNS:]),
+        )
+    ]
+    for bucket, title in (
+        (Bucket(9, 24, 40), "another aspect ratio"),
+        (Bucket(1, 32, 32), "text to image"),
+    ):
+        if bucket in parse_shapes(model.config.data.shapes):
+            rows.append(_made(model, bucket, title, sampling))
+    return [*rows, _moved_pictures(model, sampling), _extended(model, sampling)]
+
+
+def _made(model: VideoModel, bucket: Bucket, title: str, sampling: SamplingConfig) -> Row:
+    texts = [sentence(n, None if bucket.frames == 1 else n % 4) for n in range(COLUMNS)]
+    requests = [Request(text, bucket, seed=n) for n, text in enumerate(texts)]
+    return Row(
+        f"{title} ({bucket.width}x{bucket.height})", model.generate(requests, sampling), texts
+    )
+
+
+def _moved_pictures(model: VideoModel, sampling: SamplingConfig) -> Row:
+    """Pictures of held-out handwriting, set in motion."""
+    bucket = Bucket(13, 32, 32)
+    real = MovingDigits("heldout", COLUMNS, seed=5, shapes={bucket: 1})
+    texts = [real.caption(n) for n in range(COLUMNS)]
+    requests = [
+        Request(text, bucket, seed=n, given=real[n].video[:, :1]) for n, text in enumerate(texts)
+    ]
+    clips = model.generate(requests, sampling)
+    return Row("image to video: the first frame is a scan the model never saw", clips, texts)
+
+
+def _extended(model: VideoModel, sampling: SamplingConfig) -> Row:
+    """Beginnings of real clips, continued."""
+    bucket = Bucket(13, 32, 32)
+    real = MovingDigits("heldout", COLUMNS, seed=6, shapes={bucket: 1})
+    texts = [real.caption(n) for n in range(COLUMNS)]
+    clips: list[Tensor] = [
+        extend(model, real[n].video[:, :5], texts[n], bucket, 5, n, sampling)
+        for n in range(COLUMNS)
+    ]
+    return Row("extension: five real frames are given, eight are made", clips, texts)
+
+
+def _figures(
+    config: DemoConfig, run: Run, evaluation: Evaluation, seconds: float
+) -> dict[str, Any]:
+    main = asdict(evaluation.main)
+    log = run.read_log()
+    plan = (run.folder / "plan.yaml").read_text(encoding="utf-8")
+    return {
+        "digit": main["digit"],
+        "direction": main["direction"],
+        "both": main["both"],
+        "samples": evaluation.samples,
+        "train_seconds": log[-1]["seconds"],
+        "train_seconds_with_autoencoder": read_json(run.folder / "times.json")["with_autoencoder"],
+        "total_seconds": seconds,
+        "steps": config.steps,
+        "autoencoder": autoencoder_figures(run.autoencoder_path),
+        "bars": [
+            {"name": name, "value": main[name], "bar": bar, "holds": main[name] >= bar}
+            for name, bar in BARS.items()
+        ],
+        "evaluation": evaluation.figures(),
+        "machine": {
+            "cores": os.cpu_count(),
+            "processor": platform.processor() or platform.machine(),
+            "gpus": torch.cuda.device_count(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "system": sys.platform,
+        },
+        "plan": plan,
+    }
+
+
+def _report(figures: dict[str, Any]) -> str:
+    """The report in Markdown."""
+    evaluation = figures["evaluation"]
+    machine = figures["machine"]
+    rows = [("real held-out clips (the judges' ceiling)", evaluation["ceiling"])]
+    rows.append((f"generated from {figures['samples']} sentences", evaluation["main"]))
+    if evaluation["never_trained"]:
+        rows.append(("of these: sentences never trained", evaluation["never_trained"]))
+    rows += [(f"generated at {name}", scores) for name, scores in evaluation["shapes"].items()]
+    if evaluation["image_to_video"]:
+        rows.append(("moved from an unseen first frame", evaluation["image_to_video"]))
+    lines = ["# Demonstration", "", "![what the model made](sheet.gif)", ""]
+    lines += ["| clips | number | right digit | right direction | both |", "|---|---|---|---|---|"]
+    lines += [_row(name, Scores(**scores)) for name, scores in rows]
+    lines += ["", "For one frame any direction counts as right.", ""]
+    lines += [
+        f"- {bar['name']}: {bar['value']:.1%}, expected at least {bar['bar']:.0%}: "
+        f"{'reached' if bar['holds'] else 'MISSED'}"
+        for bar in figures["bars"]
+    ]
+    lines += [
+        "",
+        f"- autoencoder: {figures['autoencoder'].get('psnr', float('nan')):.1f} dB on "
+        f"{figures['autoencoder'].get('clips', 'unknown clips')}",
+        f"- training: {figures['train_seconds']:.0f} s for {figures['steps']} steps, "
+        f"{figures['train_seconds_with_autoencoder']:.0f} s with the autoencoder and the start",
+        f"- all in: {figures['total_seconds']:.0f} s, installation left out",
+        f"- machine: {machine['cores']} cores, {machine['gpus']} GPUs, torch {machine['torch']}, "
+        f"Python {machine['python']}",
+        "",
+        "![loss](loss.png)",
+        "",
+        "## Plan",
+        "",
+        "```yaml",
+        figures["plan"].rstrip(),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _row(name: str, scores: Scores) -> str:
+    return (
+        f"| {name} | {scores.clips} | {scores.digit:.1%} | {scores.direction:.1%} | "
+        f"{scores.both:.1%} |"
+    )

@@ -1,0 +1,89 @@
+"""What a run learns from: the data set, the order of its samples, and the autoencoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gulliver.comm import World, barrier
+from gulliver.data import DIGITS, DIRECTIONS, BucketSampler, ClipTable, MovingDigits
+from gulliver.errors import GulliverError
+from gulliver.models import VideoAutoencoder
+from gulliver.video._autoencoder_training import (
+    load_autoencoder,
+    save_autoencoder,
+    train_autoencoder,
+)
+from gulliver.video._config import DataConfig, TrainConfig, parse_shapes
+from gulliver.video._display import Display, console
+from gulliver.video._run import Run
+from gulliver.video._seeds import derive
+
+
+def parse_held_out(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """Reads digit:direction pairs such as ``3:0`` (the digit 3 moving left)."""
+    pairs = []
+    for text in texts:
+        digit, _, direction = text.partition(":")
+        if digit not in DIGITS or not direction.isdigit() or int(direction) >= len(DIRECTIONS):
+            raise GulliverError(f"held-out sentence {text!r} is not digit:direction, such as 3:0")
+        pairs.append((int(digit), int(direction)))
+    return tuple(pairs)
+
+
+def make_dataset(config: DataConfig, show: bool = True) -> MovingDigits | ClipTable:
+    """The moving digits, or the table that is named."""
+    shapes = parse_shapes(config.shapes)
+    if config.table is None:
+        return MovingDigits(
+            "train", config.clips, shapes=shapes, exclude=parse_held_out(config.held_out)
+        )
+    with Display("opening clips", 1, enabled=show) as display:
+
+        def progress(done: int, total: int) -> None:
+            display.total = total
+            display.advance()
+
+        table = ClipTable(config.table, tuple(shapes), config.frame_interval, progress)
+    if show:
+        console().print(table.report())
+    return table
+
+
+def make_sampler(config: TrainConfig, dataset: Any, world: World) -> BucketSampler:
+    """The order of the samples, and this rank's share of each batch."""
+    buckets = [dataset.bucket_of(index) for index in range(len(dataset))]
+    return BucketSampler(
+        buckets, config.data.batch_size, world.rank, world.size, derive(config.seed, 6)
+    )
+
+
+def vocabulary(config: TrainConfig) -> frozenset[str] | None:
+    """The words that the model was trained on, where they are known."""
+    return MovingDigits.vocabulary if config.data.table is None else None
+
+
+def ready_autoencoder(
+    config: TrainConfig, run: Run, dataset: Any, world: World
+) -> VideoAutoencoder:
+    """The run's autoencoder: the one in its folder, the one that is named, or one trained now."""
+    if config.resume and run.autoencoder_path.is_file():
+        return load_autoencoder(run.autoencoder_path)
+    if config.autoencoder.path is not None:
+        autoencoder = load_autoencoder(config.autoencoder.path)
+        figures: dict[str, float] = {}
+    else:
+        with Display("training autoencoder", config.autoencoder.steps, 0, world.is_main) as display:
+            autoencoder, figures = train_autoencoder(
+                config.autoencoder,
+                dataset,
+                world,
+                derive(config.seed, 7),
+                lambda loss: display.advance(loss=f"{loss:.5f}"),
+            )
+        if world.is_main:
+            console().print(f"autoencoder: {figures['psnr']:.1f} dB on clips of {figures['clips']}")
+    barrier()
+    if world.is_main:
+        save_autoencoder(run.autoencoder_path, autoencoder, figures)
+    barrier()
+    return autoencoder
