@@ -1,0 +1,208 @@
+"""Parity of the parallel modes with one process: the cells, and the table made of them.
+
+`python -m tests.parity docs/parity.md` writes the table; `tests/test_zero.py` asserts each cell. The
+reference is a plain torch loop in one process that knows nothing of gulliver.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gulliver.booster import Booster, LowLevelZeroPlugin, TorchDDPPlugin
+from gulliver.comm import World
+
+BATCH, WIDTH, CLASSES, STEPS = 24, 24, 11, 50
+PARAMETER_BARS = {torch.float64: 1e-10, torch.float32: 1e-5}
+GRADIENT_BARS = {torch.float64: 1e-12, torch.float32: 1e-6}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A way to train: what is special about the model and the loop."""
+
+    name: str
+    accumulate: int = 1
+    clip: float = 0.0
+    tied: bool = False
+    unused: bool = False
+    alternating: bool = False
+    frozen: bool = False
+    groups: bool = False
+    optimizer: str = "AdamW"
+
+
+CELLS = (
+    Cell("plain"),
+    Cell("accumulation of 3", accumulate=3),
+    Cell("clipping by norm", clip=0.05),
+    Cell("tied weights", tied=True),
+    Cell("unused parameters", unused=True),
+    Cell("used on some ranks and steps only", alternating=True),
+    Cell("frozen parameters", frozen=True),
+    Cell("two parameter groups", groups=True),
+    Cell("all of these", 3, 0.05, True, True, True, True, True),
+    Cell("SGD with momentum, all of these", 3, 0.05, True, True, True, True, True, "SGD"),
+)
+WORLDS = (2, 4)
+
+
+class Net(nn.Module):
+    """A small classifier of token ids with the oddities of a cell."""
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(3, 5)
+        self.last = nn.Linear(WIDTH, CLASSES, bias=False)
+        if cell.tied:
+            self.last.weight = self.embed.weight
+        self.first.requires_grad_(not cell.frozen)
+        self.never.requires_grad_(cell.unused)
+
+    def forward(self, ids: Tensor, special: Tensor) -> Tensor:
+        x = self.embed(ids).mean(dim=1)
+        x = x + torch.tanh(self.first(x))
+        if bool(special.any()):
+            # Only some samples, and so only some ranks, use this layer.
+            x = torch.where(special[:, None], x + self.sometimes(x), x)
+        return self.last(self.norm(x))
+
+
+def build(cell: Cell, dtype: torch.dtype) -> tuple[Net, torch.optim.Optimizer]:
+    """The model and its optimizer, the same in every process."""
+    torch.manual_seed(1)
+    model = Net(cell).to(dtype)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    half = len(trained) // 2 if cell.groups else len(trained)
+    groups = [
+        {"params": part, "lr": lr, "weight_decay": decay}
+        for part, lr, decay in ((trained[:half], 3e-3, 0.1), (trained[half:], 1e-3, 0.0))
+        if part
+    ]
+    if cell.optimizer == "SGD":
+        return model, torch.optim.SGD(groups, momentum=0.9)
+    return model, torch.optim.AdamW(groups, eps=1e-6)
+
+
+def batch(step: int, cell: Cell) -> tuple[Tensor, Tensor, Tensor]:
+    """The global batch of a step: ids, which samples are special, and targets."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(CLASSES, (BATCH, 6), generator=generator)
+    # Special samples stand in the first quarter, and not in every step.
+    special = torch.arange(BATCH) < (BATCH // 4 if cell.alternating and step % 3 else 0)
+    return ids, special, torch.randint(CLASSES, (BATCH,), generator=generator)
+
+
+def shares(step: int, cell: Cell, rank: int, size: int) -> Iterator[tuple[Tensor, ...]]:
+    """A rank's micro-batches of a step."""
+    whole = batch(step, cell)
+    local = BATCH // size
+    part = local // cell.accumulate
+    for start in range(rank * local, (rank + 1) * local, part):
+        yield tuple(tensor[start : start + part] for tensor in whole)
+
+
+def reference(cell: Cell, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters after all steps, and gradients before the first, of a plain loop."""
+    model, optimizer = build(cell, dtype)
+    first: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        ids, special, targets = batch(step, cell)
+        F.cross_entropy(model(ids, special), targets).backward()
+        if step == 0:
+            first = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        if cell.clip:
+            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], cell.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: p.detach().clone() for n, p in model.named_parameters()}, first
+
+
+def boosted(
+    world: World, cell: Cell, dtype: torch.dtype, stage: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The same through the Booster, on every rank; stage 0 is DDP."""
+    model, optimizer = build(cell, dtype)
+    if stage:
+        plugin = LowLevelZeroPlugin(stage=stage, chunk_mb=0.005, verbose=False)
+    else:
+        plugin = TorchDDPPlugin(find_unused_parameters=True, verbose=False)
+    booster = Booster(plugin=plugin)
+    plain = model
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    first: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        parts = list(shares(step, cell, world.rank, world.size))
+        for number, (ids, special, targets) in enumerate(parts):
+            loss = F.cross_entropy(model(ids, special), targets) / len(parts)
+            if number + 1 < len(parts):
+                with booster.no_sync(model, optimizer):
+                    booster.backward(loss, optimizer)
+            else:
+                booster.backward(loss, optimizer)
+        if step == 0:
+            first = {n: g.clone() for n, g in optimizer.full_gradients().items()}
+        if cell.clip:
+            optimizer.clip_grad_by_norm(cell.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: p.detach().clone() for n, p in plain.named_parameters()}, first
+
+
+def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of a tensor relative to the tensor's largest element."""
+    assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
+    errors = [
+        float((found[n] - expected[n]).abs().max() / expected[n].abs().max().clamp(min=1e-30))
+        for n in expected
+    ]
+    return max(errors)
+
+
+def main(path: Path) -> None:
+    """Runs every cell and writes the table."""
+    from tests.pool import Pool, start_server
+
+    start_server()
+    pool = Pool()
+    lines = [
+        "# Parity",
+        "",
+        "Written by `make parity` from the cells that the tests assert. Largest relative difference",
+        f"from one plain process on the same global batches: parameters after {STEPS} steps, gradients",
+        "before the first step. Relative to the largest element of each tensor.",
+        "",
+        "| mode | ranks | stage | dtype | gradients | parameters |",
+        "|---|---|---|---|---|---|",
+    ]
+    for cell in CELLS:
+        for dtype in PARAMETER_BARS:
+            parameters, gradients = reference(cell, dtype)
+            for size in WORLDS:
+                for stage in (1, 2):
+                    results = pool.run(boosted, size, cell, dtype, stage)
+                    worst = [
+                        max(largest_error(result[k], expected) for result in results)
+                        for k, expected in ((0, parameters), (1, gradients))
+                    ]
+                    name = str(dtype).removeprefix("torch.")
+                    lines.append(
+                        f"| {cell.name} | {size} | {stage} | {name} | {worst[1]:.1e} | {worst[0]:.1e} |"
+                    )
+    pool.close()
+    path.write_text("\n".join(lines) + "\n")
+    print(f"{path}: {len(lines) - 8} cells")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
