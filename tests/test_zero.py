@@ -61,9 +61,7 @@ def _sharded_sizes(world: World, stage: int) -> tuple[int, int, int]:
     model, boosted, *_ = booster.boost(model, optimizer)
     booster.backward(model(torch.ones(2, 5).double()).sum(), boosted)
     boosted.step()
-    state = sum(
-        v.numel() for s in optimizer.state.values() for k, v in s.items() if k == "exp_avg"
-    )
+    state = sum(v.numel() for s in optimizer.state.values() for k, v in s.items() if k == "exp_avg")
     kept = sum(0 if c.chunk.gradient is None else c.chunk.gradient.numel() for c in boosted.chunks)
     return state, kept, booster.plan.memory.optimizer_state
 

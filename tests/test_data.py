@@ -1,0 +1,330 @@
+"""Moving digits, tables of real files, word vectors, and reading ahead."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gulliver.data import (
+    DIRECTIONS,
+    BrokenClip,
+    Bucket,
+    ClipDataset,
+    ClipTable,
+    MovingDigits,
+    Probe,
+    WordEncoder,
+    choose_bucket,
+    collate,
+    prefetch,
+    resize_and_crop,
+    unknown_words,
+)
+from gulliver.errors import GulliverError
+
+SHAPES = {
+    Bucket(13, 32, 32): 2.0,
+    Bucket(9, 24, 40): 1.0,
+    Bucket(17, 40, 24): 1,
+    Bucket(1, 32, 32): 1,
+}
+
+
+def centre(clip: torch.Tensor) -> torch.Tensor:
+    """Mean place of the ink of each frame, x and y: [T, 2]."""
+    ink = (clip[0] + 1) / 2
+    y, x = torch.meshgrid(torch.arange(ink.shape[1]), torch.arange(ink.shape[2]), indexing="ij")
+    mass = ink.sum((1, 2))
+    return torch.stack([(ink * x).sum((1, 2)) / mass, (ink * y).sum((1, 2)) / mass], dim=1)
+
+
+def test_digits_move_as_their_caption_says_and_stay_inside() -> None:
+    data = MovingDigits("train", 200, shapes=SHAPES)
+    assert isinstance(data, ClipDataset)
+    for index in range(200):
+        clip, bucket = data[index], data.bucket_of(index)
+        assert clip.video.shape == (3, bucket.frames, bucket.height, bucket.width)
+        assert torch.equal(clip.video[0], clip.video[2])
+        assert -1 <= clip.video.min() <= clip.video.max() <= 1
+        digit, direction = data.labels(index)
+        if bucket.frames == 1:
+            assert clip.caption == f"the digit {digit}"
+            continue
+        assert clip.caption == f"the digit {digit} moving {DIRECTIONS[direction]}"
+        moved = (centre(clip.video)[-1] - centre(clip.video)[0]).tolist()
+        axis, sign = (0 if direction < 2 else 1), (-1 if direction % 2 == 0 else 1)
+        room = (bucket.width, bucket.height)[axis] - 16
+        assert moved[axis] * sign == pytest.approx(min(room, 1.07 * (bucket.frames - 1)), abs=0.2)
+        assert abs(moved[1 - axis]) < 0.2
+        ink = ((clip.video[0] + 1) / 2).sum((1, 2))
+        # Nothing leaves the frame: every frame has the same ink.
+        torch.testing.assert_close(ink, ink[:1].expand_as(ink), rtol=0.02, atol=0.1)
+
+
+def test_clips_depend_on_seed_split_and_index_only() -> None:
+    first = MovingDigits("train", 50, seed=3, shapes=SHAPES)
+    again = MovingDigits("train", 50, seed=3, shapes=SHAPES)
+    other = MovingDigits("train", 50, seed=4, shapes=SHAPES)
+    assert all(torch.equal(first[i].video, again[i].video) for i in range(50))
+    assert any(first[i].caption != other[i].caption for i in range(50))
+    same = [i for i in range(50) if first.bucket_of(i) == first.bucket_of(0)]
+    batch = first.batch(same)
+    assert all(torch.equal(batch[n], first[i].video) for n, i in enumerate(same))
+
+
+def test_train_and_held_out_share_no_handwriting() -> None:
+    still = {Bucket(1, 16, 16): 1.0}
+    kinds = {}
+    for split in ("train", "heldout"):
+        data = MovingDigits(split, 6000, shapes=still)
+        kinds[split] = {data[i].video.numpy().tobytes() for i in range(6000)}
+    assert len(kinds["heldout"]) == 297
+    assert len(kinds["train"]) > 1400
+    assert not kinds["train"] & kinds["heldout"]
+
+
+def test_excluded_sentences_never_occur_and_all_others_do() -> None:
+    exclude = tuple((digit, digit % 4) for digit in range(10))
+    data = MovingDigits("train", 3000, exclude=exclude)
+    seen = {data.labels(index) for index in range(3000)}
+    assert seen == {(d, w) for d in range(10) for w in range(4)} - set(exclude)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "message"),
+    [
+        (Bucket(12, 32, 32), "4 k \\+ 1"),
+        (Bucket(13, 30, 32), "multiples of 8, such as 32x32"),
+        (Bucket(13, 8, 32), "does not fit"),
+    ],
+)
+def test_shapes_that_no_digit_fits_are_refused(bucket: Bucket, message: str) -> None:
+    with pytest.raises(GulliverError, match=message):
+        MovingDigits(shapes={bucket: 1.0})
+
+
+# --- real files -----------------------------------------------------------------------------------
+
+
+def write_video(path: Path, frames: int, height: int, width: int, rate: int = 8) -> np.ndarray:
+    import av
+
+    y, x = np.mgrid[:height, :width]
+    made = np.stack(
+        [
+            np.stack([x * 255 // width, y * 255 // height, np.full_like(x, 9 * t)], -1)
+            for t in range(frames)
+        ]
+    ).astype(np.uint8)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=rate)
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv444p"
+        stream.options = {"crf": "4"}
+        for frame in made:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return made
+
+
+def write_table(folder: Path, rows: list[dict[str, str]]) -> Path:
+    path = folder / "clips.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    from PIL import Image
+
+    write_video(tmp_path / "long.mp4", 14, 32, 32)
+    write_video(tmp_path / "wide.mp4", 10, 24, 40, rate=16)
+    write_video(tmp_path / "short.mp4", 2, 32, 32)
+    Image.fromarray(np.full((40, 36, 3), 200, np.uint8)).save(tmp_path / "still.png")
+    Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(tmp_path / "tiny.png")
+    frames = [Image.fromarray(np.full((32, 32, 3), 25 * t, np.uint8)) for t in range(9)]
+    frames[0].save(tmp_path / "anim.gif", save_all=True, append_images=frames[1:], duration=125)
+    (tmp_path / "empty.mp4").touch()
+    (tmp_path / "noise.mp4").write_bytes(b"this is no video" * 40)
+    return tmp_path
+
+
+NAMES = ("long.mp4", "wide.mp4", "still.png", "anim.gif", "short.mp4", "tiny.png", "empty.mp4",
+         "noise.mp4", "gone.mp4")  # fmt: skip
+BUCKETS = [Bucket(13, 32, 32), Bucket(9, 32, 32), Bucket(9, 24, 40), Bucket(1, 32, 32)]
+
+
+def test_a_table_uses_what_it_can_and_lists_the_rest(folder: Path) -> None:
+    rows = [{"path": name, "text": f"a {name}"} for name in NAMES]
+    rows.append({"path": "long.mp4", "text": " "})
+    looked: list[tuple[int, int]] = []
+    table = ClipTable(write_table(folder, rows), BUCKETS, progress=lambda *n: looked.append(n))
+    assert looked[-1] == (10, 10)
+    found = {table.rows[i].path.name: table.bucket_of(i) for i in range(len(table))}
+    assert found["long.mp4"] == Bucket(13, 32, 32)
+    assert found["wide.mp4"] == Bucket(9, 24, 40)
+    assert found["anim.gif"] == Bucket(9, 32, 32)
+    assert found["still.png"] == Bucket(1, 32, 32)
+    assert found["short.mp4"] == Bucket(1, 32, 32)
+    reasons = dict(table.skipped)
+    assert set(reasons) == {"tiny.png", "empty.mp4", "noise.mp4", "gone.mp4", "long.mp4"}
+    assert reasons["empty.mp4"] == "is empty"
+    assert reasons["gone.mp4"] == "does not exist"
+    assert "cannot be decoded" in reasons["noise.mp4"]
+    assert "too small" in reasons["tiny.png"]
+    assert reasons["long.mp4"] == "no caption"
+    assert "5 clips used, 5 skipped" in table.report()
+
+
+def test_a_decoded_clip_is_the_file_scaled_and_cut(folder: Path) -> None:
+    made = write_video(folder / "exact.mp4", 9, 24, 40)
+    table = ClipTable(
+        write_table(folder, [{"path": "exact.mp4", "text": "x"}]), [Bucket(9, 24, 40)]
+    )
+    clip = table[0]
+    assert not isinstance(clip, BrokenClip)
+    assert clip.fps == 8
+    expected = torch.from_numpy(made).permute(3, 0, 1, 2).float() / 127.5 - 1
+    assert (clip.video - expected).abs().max() < 0.1
+    every_second = ClipTable(folder / "clips.csv", [Bucket(5, 24, 40)], frame_interval=2)[0]
+    assert (every_second.video - expected[:, ::2]).abs().max() < 0.1
+    assert every_second.fps == 4
+
+
+def test_a_file_that_breaks_later_is_left_out_and_counted(folder: Path) -> None:
+    rows = [{"path": name, "text": name} for name in ("long.mp4", "late.mp4")]
+    write_video(folder / "late.mp4", 13, 32, 32)
+    table = ClipTable(write_table(folder, rows), BUCKETS[:1])
+    (folder / "late.mp4").write_bytes(b"gone bad")
+    batch = collate(table, [1, 0])
+    assert batch.kept == [1]
+    assert batch.videos is not None
+    assert len(batch.videos) == 1
+    assert [b.index for b in batch.broken] == [1]
+    assert table.skipped[-1][0] == "late.mp4"
+    assert collate(table, [1]).videos is None
+
+
+def test_columns_of_the_table_spare_opening_files(folder: Path) -> None:
+    (folder / "claimed.mp4").write_bytes(b"not opened yet")
+    row = {"path": "claimed.mp4", "text": "x", "num_frames": "13", "height": "32", "width": "32",
+           "fps": "24"}  # fmt: skip
+    table = ClipTable(write_table(folder, [row]), BUCKETS)
+    assert table.rows[0].probe == Probe(13, 32, 32, 24.0)
+    assert isinstance(table[0], BrokenClip)
+
+
+def test_parquet_tables_are_read_as_well(folder: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    content = {"path": ["long.mp4", "still.png"], "text": ["a", "b"]}
+    parquet.write_table(pyarrow.table(content), folder / "clips.parquet")
+    assert len(ClipTable(folder / "clips.parquet", BUCKETS)) == 2
+    (folder / "bad.parquet").write_bytes(b"nothing")
+    with pytest.raises(GulliverError, match="no readable Parquet"):
+        ClipTable(folder / "bad.parquet", BUCKETS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.csv", None, "does not exist"),
+        ("a.txt", "path,text\n", "must end in .csv or .parquet"),
+        ("a.csv", "file,text\nx,y\n", "no column 'path'"),
+        ("a.csv", "", "is empty"),
+        ("a.csv", "path,text\nnone.mp4,y\n", "no row that can be used, such as none.mp4"),
+    ],
+)
+def test_tables_that_cannot_be_used_are_refused(
+    tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(GulliverError, match=message):
+        ClipTable(tmp_path / name, BUCKETS)
+
+
+def test_the_bucket_with_most_pixels_then_frames_then_nearest_ratio_is_chosen() -> None:
+    buckets = (Bucket(9, 32, 32), Bucket(17, 32, 32), Bucket(9, 64, 64), Bucket(9, 48, 80))
+    assert choose_bucket(Probe(40, 70, 70, 8), buckets, 1) == Bucket(9, 64, 64)
+    assert choose_bucket(Probe(40, 60, 100, 8), buckets, 1) == Bucket(9, 48, 80)
+    assert choose_bucket(Probe(40, 33, 35, 8), buckets, 1) == Bucket(17, 32, 32)
+    assert choose_bucket(Probe(40, 33, 35, 8), buckets, 3) == Bucket(9, 32, 32)
+    with pytest.raises(GulliverError, match="too few"):
+        choose_bucket(Probe(8, 64, 64, 8), buckets, 1)
+
+
+def test_scaling_keeps_the_middle() -> None:
+    frames = torch.full((1, 3, 20, 40), -1.0)
+    frames[:, :, :, 8:32] = 1.0
+    assert (resize_and_crop(frames, Bucket(1, 10, 10)) == 1).all()
+
+
+# --- words and reading ahead ----------------------------------------------------------------------
+
+
+def test_words_have_the_same_vectors_in_every_process_and_place_codes() -> None:
+    y, mask = WordEncoder(16, 6).encode(["The digit 3, moving left.", "digit"])
+    again, _ = WordEncoder(16, 6).encode(["the digit 3 moving left"])
+    assert torch.equal(y[0], again[0])
+    assert mask.tolist() == [[True] * 5, [True] + [False] * 4]
+    assert (y[1, 0, 1:] == 0).all()
+    # The same word in another place differs by the difference of the places' codes only.
+    angles = torch.arange(2)[:, None] * 10_000.0 ** -(torch.arange(8) / 8)
+    places = torch.cat([angles.sin(), angles.cos()], dim=1)
+    torch.testing.assert_close(y[0, 0, 1] - y[1, 0, 0], places[1] - places[0])
+
+
+def test_word_vectors_do_not_depend_on_the_process() -> None:
+    code = "from gulliver.data import WordEncoder as W; print(float(W(16, 6).encode(['the'])[0].sum()))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert float(found.stdout) == float(WordEncoder(16, 6).encode(["the"])[0].sum())
+
+
+def test_prompts_that_cannot_be_read_are_refused() -> None:
+    encoder = WordEncoder(16, 3)
+    with pytest.raises(GulliverError, match="empty"):
+        encoder.encode([" ... "])
+    with pytest.raises(GulliverError, match="4 words are more than this model reads"):
+        encoder.encode(["one two three four"])
+    assert unknown_words("The digit X moving!", MovingDigits.vocabulary) == ["x"]
+
+
+def test_prefetch_keeps_order_and_hands_errors_on() -> None:
+    def numbers():
+        yield from range(10)
+        raise KeyError("end of the tape")
+
+    seen = []
+    with pytest.raises(KeyError, match="end of the tape"), prefetch(numbers(), 3) as ahead:
+        for number in ahead:
+            seen.append(number)  # noqa: PERF402
+    assert seen == list(range(10))
+
+
+def test_prefetch_ends_its_thread_when_it_is_left_early() -> None:
+    closed = []
+
+    def endless():
+        try:
+            while True:
+                yield 1
+        finally:
+            closed.append(True)
+
+    source = endless()
+    with prefetch(source, 2) as ahead:
+        assert next(iter(ahead)) == 1
+    source.close()
+    assert closed == [True]
