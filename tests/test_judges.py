@@ -1,0 +1,43 @@
+"""The judges are right on real clips that they never saw, and not when the labels are wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gulliver.data import Bucket, MovingDigits
+from gulliver.video import Judges, train_judges
+from gulliver.video._judges import ceiling
+
+
+@pytest.fixture(scope="module")
+def judges() -> Judges:
+    return train_judges()
+
+
+@pytest.mark.parametrize("bucket", [Bucket(13, 32, 32), Bucket(9, 24, 40)], ids=str)
+def test_real_held_out_clips_are_judged_right(judges: Judges, bucket: Bucket) -> None:
+    scores = ceiling(judges, bucket)
+    assert scores.digit >= 0.95
+    assert scores.direction == 1.0
+    assert scores.both == scores.digit
+    assert scores.clips == 297
+
+
+def test_wrong_labels_score_at_chance(judges: Judges) -> None:
+    real = MovingDigits("heldout", 200)
+    clips = list(real.batch(list(range(200))).unbind())
+    wrong = [(real.labels(i)[0] + 1 + i % 9) % 10 for i in range(200)]
+    scores = judges.score(clips, wrong, [(real.labels(i)[1] + 1) % 4 for i in range(200)])
+    assert scores.digit < 0.05
+    assert scores.direction == 0.0
+    assert scores.both == 0.0
+
+
+def test_what_does_not_move_has_no_direction(judges: Judges) -> None:
+    still = MovingDigits("heldout", 3, shapes={Bucket(1, 32, 32): 1.0}).batch([0, 1, 2])
+    assert judges.verdict(still).direction.tolist() == [-1, -1, -1]
+    held = still.expand(-1, -1, 9, -1, -1) + 0.02 * torch.randn(3, 3, 9, 32, 32)
+    assert judges.verdict(held).direction.tolist() == [-1, -1, -1]
+    empty = torch.full((1, 3, 5, 32, 32), -1.0)
+    assert judges.verdict(empty).direction.tolist() == [-1]
