@@ -86,7 +86,7 @@ def test_euler_reaches_the_law_of_a_gaussian_with_its_exact_velocity() -> None:
         x = flow.sample(velocity, noise, inputs, steps=steps)
         # The flow of a Gaussian is linear: noise goes to mean + std * noise.
         errors.append(float((x - (mean + std * noise)).abs().max()))
-    assert errors[2] < 0.05
+    assert errors[2] < 0.1
     assert errors[0] / errors[2] == pytest.approx(4, rel=0.35)  # Euler: first order
 
 
