@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from gulliver.comm import World, broadcast
+from gulliver.comm import World, broadcast, current_world
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer, named_trainables, state_tensors
 from gulliver.plan import ChunkPlan, MemoryPlan, Plan
@@ -35,6 +37,8 @@ class _NamedArguments(type(ABC)):
 class Plugin(ABC, metaclass=_NamedArguments):
     """A way to run a model."""
 
+    verbose: bool = True
+
     @abstractmethod
     def configure(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, precision: str
@@ -56,16 +60,38 @@ class Plugin(ABC, metaclass=_NamedArguments):
             dataset: with a length.
             batch_size: samples per rank and step.
             shuffle: in another order each epoch; call `loader.sampler.set_epoch(epoch)`.
-            seed: of the order, the same on all ranks.
+            seed: of the order, the same on all ranks, and of the workers, another on each.
             drop_last: drop what does not divide, rather than repeat samples.
             kwargs: further arguments of torch's DataLoader.
-        """
-        from gulliver.comm import current_world
 
+        Raises:
+            GulliverError: an argument that the loader does not have; fewer samples than ranks.
+        """
+        taken = {
+            "self",
+            "dataset",
+            "batch_size",
+            "shuffle",
+            "sampler",
+            "batch_sampler",
+            "drop_last",
+        }
+        known = set(inspect.signature(DataLoader.__init__).parameters) - taken
+        for name in kwargs:
+            if name not in known:
+                raise GulliverError(
+                    f"the data loader has no argument {name!r}: {nearest(name, known)}"
+                )
         world = current_world()
+        count = len(dataset) if hasattr(dataset, "__len__") else None  # type: ignore[arg-type]
+        if count is None or count < world.size:
+            has = "no length" if count is None else f"{count} samples"
+            raise GulliverError(f"the data set has {has}: {world.size} ranks need one sample each")
         sampler: DistributedSampler = DistributedSampler(
             dataset, world.size, world.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
+        # Workers draw their seeds here: ranks that share a seed would augment alike.
+        kwargs.setdefault("generator", torch.Generator().manual_seed(seed + 1_000_003 * world.rank))
         return DataLoader(
             dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last, **kwargs
         )
@@ -96,7 +122,7 @@ class TorchDDPPlugin(Plugin):
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
         """Wraps the model; in a world of one it stays as it is."""
         names = named_trainables(model, optimizer)
-        memory = _whole_memory(names, optimizer)
+        memory = _whole_memory(model, optimizer)
         plan = _plan(self, model, names, optimizer, world, precision, None, memory, ())
         if world.size > 1:
             model = _DDP(
@@ -115,7 +141,7 @@ class LowLevelZeroPlugin(Plugin):
 
     Args:
         stage: 1 or 2.
-        chunk_mb: size of a chunk in MiB: small ones start their way early, large ones travel better.
+        chunk_mb: size of a chunk in MiB: small ones start early, large ones travel better.
         max_norm: clip gradients to this global norm at every step; 0 leaves that to the loop.
         assume_elementwise: shard an optimizer that is not known, on the user's word that its update
             of an element looks at that element only.
@@ -136,9 +162,9 @@ class LowLevelZeroPlugin(Plugin):
         if stage not in (1, 2):
             raise GulliverError(
                 f"LowLevelZeroPlugin(stage={stage!r}) is not supported: 1 shards the optimizer, "
-                "2 the gradients too"
+                "2 the gradients too; TorchDDPPlugin() shards nothing"
             )
-        if chunk_mb <= 0 or max_norm < 0:
+        if not (chunk_mb > 0 and max_norm >= 0):
             raise GulliverError(
                 f"chunk_mb must be positive and max_norm not negative, not {chunk_mb}, {max_norm}"
             )
@@ -160,10 +186,9 @@ class LowLevelZeroPlugin(Plugin):
             names,
             self.stage,
             int(self.chunk_mb * MIB),
+            max_norm=self.max_norm or math.inf,
             assume_elementwise=self.assume_elementwise,
         )
-        if self.max_norm:
-            sharded = _clipping(sharded, self.max_norm)
         chunks = tuple(
             ChunkPlan(
                 tensors=tuple(c.chunk.parameters),
@@ -173,13 +198,9 @@ class LowLevelZeroPlugin(Plugin):
             )
             for c in sharded.chunks
         )
-        whole = sum(chunk.bytes for chunk in chunks)
-        frozen = sum(p.nbytes for p in model.parameters() if p not in names)
-        # The shard of the mean gradient, and in stage 1 the buffers that stay between steps.
-        gradients = whole // world.size + (whole if self.stage == 1 else 0)
-        memory = MemoryPlan(
-            whole + frozen, gradients, state_tensors(optimizer) * whole // world.size
-        )
+        memory = MemoryPlan(**sharded.memory())
+        rest = sum(p.nbytes for p in model.parameters() if p not in names)
+        memory = replace(memory, parameters=memory.parameters + rest)
         plan = _plan(self, model, names, optimizer, world, precision, self.stage, memory, chunks)
         return model, sharded, plan
 
@@ -205,28 +226,27 @@ class _DDPOptimizer(BoostedOptimizer):
         return self._model.no_sync() if isinstance(self._model, _DDP) else super().no_sync()
 
 
-def _clipping(optimizer: ZeroOptimizer, max_norm: float) -> ZeroOptimizer:
-    """Lets every step clip first."""
-    step = optimizer._step
-
-    def clip_and_step() -> None:
-        optimizer.clip_grad_by_norm(max_norm)
-        step()
-
-    optimizer._step = clip_and_step  # type: ignore[method-assign]
-    return optimizer
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's module."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _broadcast_any(tensor: torch.Tensor) -> None:
-    """Sends rank 0's values, whatever the layout in memory."""
+    """Sends rank 0's values, whatever their layout in memory and dtype."""
     flat = tensor.detach().contiguous().view(-1)
-    broadcast(flat)
-    tensor.detach().copy_(flat.view(tensor.shape))
+    if flat.numel():
+        broadcast(flat.view(torch.uint8))  # backends do not know every dtype
+        tensor.detach().copy_(flat.view(tensor.shape))
 
 
-def _whole_memory(names: Any, optimizer: torch.optim.Optimizer) -> MemoryPlan:
-    size = sum(p.nbytes for p in names)
-    return MemoryPlan(size, size, state_tensors(optimizer) * size)
+def _whole_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryPlan:
+    trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    state = sum(
+        state_tensors(optimizer, group) * sum(p.nbytes for p in group["params"] if p.requires_grad)
+        for group in optimizer.param_groups
+    )
+    everything = sum(p.nbytes for p in model.parameters())
+    return MemoryPlan(everything, sum(p.nbytes for p in trained), state)
 
 
 def _plan(

@@ -1,7 +1,8 @@
 """Which tensor lies where in which chunk: plain numbers, no tensors.
 
 A chunk is a contiguous buffer that tensors share. It is cut into as many equal parts as there are
-ranks, and ends with padding where its tensors do not fill the last part.
+ranks, so a tensor may lie on two parts and more. Tensors and parts begin on multiples of an
+alignment; the gaps, and what the tensors do not fill of the last part, are padding.
 """
 
 from __future__ import annotations
@@ -38,10 +39,15 @@ class Piece:
     offset: int
     numel: int
 
+    @property
+    def end(self) -> int:
+        """The shard's element after the last."""
+        return self.start + self.numel
+
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """The tensors of a chunk, one behind the other, and the chunk's size with padding."""
+    """The tensors of a chunk in their order, and the chunk's size with padding, in elements."""
 
     slots: tuple[Slot, ...]
     size: int
@@ -77,7 +83,11 @@ def plan_chunks(
         tensors: name and elements of each, in the order of use.
         capacity: elements of a chunk; a larger tensor gets a chunk of its own.
         parts: shards that each chunk is cut into.
-        align: a shard is a multiple of so many elements.
+        align: tensors and shards begin on multiples of so many elements, so that kernels may load
+            them in whole vectors.
+
+    Returns:
+        The chunks, in the order of their tensors; no chunk is empty.
 
     Raises:
         GulliverError: capacity, parts or align is not positive.
@@ -88,19 +98,22 @@ def plan_chunks(
         )
     layouts: list[ChunkLayout] = []
     slots: list[Slot] = []
-    filled = 0
-
-    def close() -> None:
-        nonlocal slots, filled
-        if slots:
-            unit = parts * align
-            layouts.append(ChunkLayout(tuple(slots), -(-max(filled, 1) // unit) * unit, parts))
-        slots, filled = [], 0
-
     for name, numel in tensors:
-        if filled + numel > capacity:
-            close()
-        slots.append(Slot(name, filled, numel))
-        filled += numel
-    close()
+        start = _rounded(slots[-1].end, align) if slots else 0
+        if slots and start + numel > capacity:
+            layouts.append(_layout(slots, parts, align))
+            slots, start = [], 0
+        slots.append(Slot(name, start, numel))
+    if slots:
+        layouts.append(_layout(slots, parts, align))
     return layouts
+
+
+def _layout(slots: Sequence[Slot], parts: int, align: int) -> ChunkLayout:
+    # A chunk of empty tensors still has a part for every rank: collectives need something to move.
+    size = _rounded(max(slots[-1].end, 1), parts * align)
+    return ChunkLayout(tuple(slots), size, parts)
+
+
+def _rounded(count: int, unit: int) -> int:
+    return -(-count // unit) * unit

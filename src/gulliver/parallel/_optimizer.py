@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,8 +12,18 @@ from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
 
-State = dict[str, dict[str, Tensor]]
-"""Optimizer state by parameter name and kind, whole tensors."""
+State = dict[str, dict[str, Any]]
+"""Optimizer state by parameter name and kind: whole tensors, and counters."""
+
+COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
+"""State that torch's optimizers keep once per parameter, not per element."""
+
+
+def is_counter(key: str, value: Any, parameter: Tensor) -> bool:
+    """Whether an entry of the state belongs to a parameter as a whole, not to its elements."""
+    if not isinstance(value, Tensor):
+        return value is not None
+    return value.ndim == 0 and (parameter.ndim > 0 or key in COUNTERS)
 
 
 class BoostedOptimizer(torch.optim.Optimizer):
@@ -20,12 +31,21 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     Args:
         inner: the user's optimizer.
-        names: the name of every parameter that it steps.
+        names: the name of every parameter that it trains.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
         # Deliberately without super().__init__: groups and state are the inner optimizer's.
         self.inner, self.names = inner, dict(names)
+        stepped = (p for group in inner.param_groups for p in group["params"])
+        self._frozen = [p for p in stepped if p not in self.names]
+        self._homes: list[tuple[nn.Module, str, nn.Parameter]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        # Hooks and whatever else torch expects of an optimizer are the inner one's.
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -49,30 +69,56 @@ class BoostedOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: what one rank holds is not the whole."""
-        raise GulliverError("save a boosted optimizer with booster.save_optimizer(optimizer, path)")
+        """The inner optimizer's."""
+        return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused: what one rank holds is not the whole."""
-        raise GulliverError("load a boosted optimizer with booster.load_optimizer(optimizer, path)")
+        """The inner optimizer's."""
+        self.inner.load_state_dict(state_dict)
+
+    def watch(self, model: nn.Module) -> None:
+        """Remembers where in the model the trained parameters are, to notice changes."""
+        self._homes = [
+            (module, key, parameter)
+            for module in model.modules()
+            for key, parameter in module.named_parameters(recurse=False)
+            if parameter in self.names
+        ]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of the inner optimizer."""
+        """One step of the inner optimizer.
+
+        Raises:
+            GulliverError: a closure was passed; the model's parameters are others than at boost.
+        """
         if closure is not None:
             raise GulliverError("closures are not supported: call backward first, then step()")
+        self._check_model()
         self._step()
 
     def _step(self) -> None:
         self.inner.step()
 
+    def _check_model(self) -> None:
+        for module, key, parameter in self._homes:
+            if module._parameters.get(key) is not parameter:
+                raise GulliverError(
+                    f"parameter {self.names[parameter]!r} is no longer the model's: it was "
+                    "replaced after boost, by load_state_dict(assign=True) or a parametrization: "
+                    "do that before"
+                )
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise GulliverError(
+                "a parameter that was frozen at boost requires gradients now: unfreeze before boost"
+            )
+
     def backward(self, loss: Tensor) -> None:
         """Backward of the loss, gradients averaged over the ranks."""
         loss.backward()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[Any]:
         """Gradients inside are accumulated and travel with the next backward outside."""
-        yield
+        return nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
@@ -84,40 +130,74 @@ class BoostedOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before, as of `torch.nn.utils.clip_grad_norm_`; nan or inf show as they are.
         """
+        self.check_norm(max_norm)
         return nn.utils.clip_grad_norm_(list(self.names), max_norm)
+
+    @staticmethod
+    def check_norm(max_norm: float) -> None:
+        """Refuses limits that would clip nothing, or everything, unnoticed."""
+        if math.isnan(max_norm) or max_norm <= 0:
+            raise GulliverError(
+                f"max_norm must be positive, not {max_norm}: math.inf only measures"
+            )
 
     def clip_grad_by_value(self, limit: float) -> None:
         """Cuts every gradient element to [-limit, limit]."""
         nn.utils.clip_grad_value_(list(self.names), limit)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole averaged gradients by name, of the parameters that have one; for inspection."""
+        """Whole averaged gradients by name, where there is one; every rank calls it."""
         return {name: p.grad for p, name in self.names.items() if p.grad is not None}
 
-    def export_state(self) -> State:
-        """The whole optimizer state by parameter name; every rank calls it, all get it."""
+    def export_state(self, keep: bool = True) -> State:
+        """The whole state by parameter name; every rank calls it, those that `keep` get it."""
+        if not keep:
+            return {}
         return {
-            self.names[p]: {k: v for k, v in state.items() if isinstance(v, Tensor)}
-            for p, state in self.inner.state.items()
+            name: {k: v for k, v in self.inner.state[p].items() if v is not None}
+            for p, name in self.names.items()
+            if p in self.inner.state
         }
 
     def import_state(self, state: State) -> None:
-        """Takes over what `export_state` gave, at any world size."""
-        self.inner.state.clear()
-        for parameter, name in self.names.items():
-            if name in state:
-                self.inner.state[parameter] = {
-                    key: _placed(value, parameter) for key, value in state[name].items()
-                }
+        """Takes over what `export_state` gave, at any world size.
+
+        Raises:
+            GulliverError: it is of other parameters, or of parameters of other shapes or dtypes.
+        """
+        known = {name: p for p, name in self.names.items()}
+        for name, entries in state.items():
+            if name not in known:
+                raise GulliverError(
+                    f"the optimizer state holds {name!r}, which is not trained here"
+                )
+            _check_entries(name, entries, known[name])
+        self._import_state(state)
+
+    def _import_state(self, state: State) -> None:
+        trained = self.inner.state_dict()
+        numbers = {p: n for n, p in enumerate(q for g in self.param_groups for q in g["params"])}
+        trained["state"] = {numbers[p]: state[n] for p, n in self.names.items() if n in state}
+        # torch's own loader places every entry where the optimizer wants it.
+        self.inner.load_state_dict(trained)
 
     def group_names(self) -> list[list[str]]:
-        """Names of the parameters of each group."""
-        return [[self.names[p] for p in group["params"]] for group in self.inner.param_groups]
+        """Names of the trained parameters of each group."""
+        return [
+            [self.names[p] for p in group["params"] if p in self.names]
+            for group in self.inner.param_groups
+        ]
 
 
-def _placed(value: Tensor, parameter: Tensor) -> Tensor:
-    """Element-wise state goes to the parameter's device; step counters stay where they are."""
-    return value.clone() if value.ndim == 0 else value.to(parameter.device).clone()
+def _check_entries(name: str, entries: Mapping[str, Any], parameter: Tensor) -> None:
+    for key, value in entries.items():
+        if is_counter(key, value, parameter):
+            continue
+        if value.shape != parameter.shape or value.dtype != parameter.dtype:
+            raise GulliverError(
+                f"the optimizer state of {name!r} does not fit: {key} is {tuple(value.shape)} "
+                f"{value.dtype}, the parameter {tuple(parameter.shape)} {parameter.dtype}"
+            )
 
 
 def named_trainables(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
@@ -131,8 +211,8 @@ def named_trainables(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     strangers = [p for p in stepped if p not in known]
     if strangers:
         raise GulliverError(
-            f"the optimizer steps {len(strangers)} tensors that are no parameters of the model, the "
-            f"first of shape {tuple(strangers[0].shape)}: build it from model.parameters()"
+            f"the optimizer steps {len(strangers)} tensors that are no parameters of the model, "
+            f"the first of shape {tuple(strangers[0].shape)}: build it from model.parameters()"
         )
     trainable = {p: name for p, name in known.items() if p in stepped and p.requires_grad}
     if not trainable:

@@ -5,13 +5,13 @@ Saved as YAML. Writing needs nothing; reading back goes through PyYAML.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.io import write_text
+from gulliver.io import named_errors, write_text
+from gulliver.plan._emit import to_yaml
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Plan:
 
     def to_yaml(self) -> str:
         """The plan as YAML."""
-        return "\n".join(_emit(asdict(self), 0)) + "\n"
+        return to_yaml(asdict(self))
 
     def save(self, path: Path) -> None:
         """Writes the plan as YAML, whole or not at all."""
@@ -89,8 +89,9 @@ class Plan:
         if not path.is_file():
             raise GulliverError(f"plan {path} does not exist")
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
+            with named_errors(path):
+                values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise GulliverError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
         return cls._from_values(values, path)
 
@@ -109,8 +110,14 @@ class Plan:
                 for chunk in values.pop("chunks", ())
             )
             return cls(**values, memory=memory, chunks=chunks)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise GulliverError(f"{path} is no complete plan: {error}") from error
+
+    def show(self) -> None:
+        """Prints the summary to stderr."""
+        from rich.console import Console
+
+        Console(stderr=True).print(self.summary(), soft_wrap=True, markup=False)
 
     def summary(self) -> str:
         """The plan in a few lines, for the start of a run."""
@@ -125,7 +132,8 @@ class Plan:
             padding = sum(chunk.padding_bytes for chunk in self.chunks)
             whole = sum(chunk.bytes for chunk in self.chunks)
             lines.append(
-                f"  {len(self.chunks)} chunks, {_mib(whole)} with {100 * padding / whole:.2f} % padding"
+                f"  {len(self.chunks)} chunks, {_mib(whole)} with "
+                f"{100 * padding / whole:.2f} % padding"
             )
         memory = self.memory
         lines.append(
@@ -137,19 +145,3 @@ class Plan:
 
 def _mib(count: int) -> str:
     return f"{count / 2**20:.2f} MiB"
-
-
-def _emit(value: Any, depth: int) -> list[str]:
-    """Block-style YAML lines; JSON scalars are YAML scalars."""
-    pad = "  " * depth
-    lines: list[str] = []
-    items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
-    for key, item in items:
-        head = f"{pad}-" if key is None else f"{pad}{key}:"
-        if isinstance(item, dict | list | tuple) and item:
-            lines += [head, *_emit(item, depth + 1)]
-        else:
-            empty = "{}" if isinstance(item, dict) else "[]"
-            text = empty if isinstance(item, dict | list | tuple) else json.dumps(item)
-            lines.append(f"{head} {text}")
-    return lines

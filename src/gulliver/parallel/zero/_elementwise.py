@@ -1,29 +1,29 @@
-"""Which optimizers may step a shard: those whose update of an element looks at that element only."""
+"""Which optimizers may step a shard: those that update an element by that element alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gulliver.errors import GulliverError
 
-ELEMENTWISE: dict[str, Callable[[dict[str, Any]], int]] = {
-    "ASGD": lambda d: 1,
-    "Adadelta": lambda d: 2,
-    "Adagrad": lambda d: 1,
-    "Adam": lambda d: 2 + bool(d.get("amsgrad")),
-    "AdamW": lambda d: 2 + bool(d.get("amsgrad")),
-    "Adamax": lambda d: 2,
-    "NAdam": lambda d: 2,
-    "RAdam": lambda d: 2,
-    "RMSprop": lambda d: 1 + bool(d.get("momentum")) + bool(d.get("centered")),
-    "Rprop": lambda d: 2,
-    "SGD": lambda d: int(bool(d.get("momentum"))),
+Group = Mapping[str, Any]
+ELEMENTWISE: dict[str, Callable[[Group], int]] = {
+    "ASGD": lambda group: 1,
+    "Adadelta": lambda group: 2,
+    "Adagrad": lambda group: 1,
+    "Adam": lambda group: 2 + bool(group.get("amsgrad")),
+    "AdamW": lambda group: 2 + bool(group.get("amsgrad")),
+    "Adamax": lambda group: 2,
+    "NAdam": lambda group: 2,
+    "RAdam": lambda group: 2,
+    "RMSprop": lambda group: 1 + bool(group.get("momentum")) + bool(group.get("centered")),
+    "Rprop": lambda group: 2,
+    "SGD": lambda group: int(bool(group.get("momentum"))),
 }
-"""Optimizers of torch that may be sharded, and their state tensors per parameter."""
+"""Optimizers of torch that may be sharded, and their state tensors per parameter of a group."""
 
 WHOLE_TENSOR = {
     "Adafactor": "it factors whole matrices: use AdamW",
@@ -31,15 +31,6 @@ WHOLE_TENSOR = {
     "Muon": "it orthogonalises whole matrices: use AdamW",
     "SparseAdam": "it needs sparse gradients: use AdamW",
 }
-
-
-COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""State that torch's optimizers keep once per parameter, not per element."""
-
-
-def is_counter(key: str, value: Tensor) -> bool:
-    """Whether a state tensor belongs to a parameter as a whole."""
-    return key in COUNTERS and value.ndim == 0
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, assume: bool) -> None:
@@ -51,7 +42,9 @@ def check_elementwise(optimizer: torch.optim.Optimizer, assume: bool) -> None:
     name = type(optimizer).__name__
     ours = type(optimizer).__module__.startswith("torch.optim")
     if ours and name in WHOLE_TENSOR:
-        raise GulliverError(f"ZeRO cannot shard {name}: {WHOLE_TENSOR[name]}")
+        raise GulliverError(
+            f"ZeRO cannot shard {name}: {WHOLE_TENSOR[name]}, or {name} with TorchDDPPlugin"
+        )
     if not (ours and name in ELEMENTWISE) and not assume:
         raise GulliverError(
             f"ZeRO does not know whether {name} updates each element by itself: if it does, say "
@@ -59,7 +52,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, assume: bool) -> None:
         )
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> int:
-    """State tensors of a parameter's size that the optimizer will keep; 2 where it is unknown."""
-    count = ELEMENTWISE.get(type(optimizer).__name__, lambda d: 2)
-    return count(optimizer.defaults)
+def state_tensors(optimizer: torch.optim.Optimizer, group: Group) -> int:
+    """State tensors of a parameter's size that a group will keep; 2 where it is unknown."""
+    count = ELEMENTWISE.get(type(optimizer).__name__)
+    return 2 if count is None else count(group)

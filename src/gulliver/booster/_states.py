@@ -1,0 +1,167 @@
+"""The files of a model, an optimizer and a scheduler: safetensors and JSON, checked when read."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from gulliver.checkpoint import (
+    join_state,
+    read_json,
+    read_metadata,
+    read_tensors,
+    split_state,
+    write_json,
+    write_tensors,
+)
+from gulliver.comm import any_rank, barrier, init_world
+from gulliver.errors import GulliverError
+from gulliver.parallel import BoostedOptimizer
+
+LISTED = 4
+"""Names shown of a list that does not match."""
+TENSORS, SKELETON = "state.safetensors", "state.json"
+
+
+def on_main(write: Callable[[], None]) -> None:
+    """Lets rank 0 write, and every rank know whether it could; every rank calls it.
+
+    Raises:
+        GulliverError: rank 0 could not.
+    """
+    world = init_world()
+    failure: Exception | None = None
+    if world.is_main:
+        try:
+            write()
+        except Exception as error:
+            failure = error
+    failed = any_rank(failure is not None, world.device)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise GulliverError("rank 0 could not write: see its error")
+    barrier()
+
+
+def write_model(model: nn.Module, path: Path) -> None:
+    """Writes a state dict as one safetensors file."""
+    state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise GulliverError(f"{name!r} of the model is a {type(value).__name__}, not a tensor")
+    write_tensors(path, state)
+
+
+def read_model(model: nn.Module, path: Path, strict: bool) -> list[str]:
+    """Reads a state dict in place; returns the names that were missing or left over."""
+    state, own = read_tensors(path), model.state_dict()
+    unlike = [n for n in own if n in state and own[n].shape != state[n].shape]
+    if unlike:
+        name = unlike[0]
+        raise GulliverError(
+            f"{path} is of another model: {listed('of other shapes', unlike)}; {name} is "
+            f"{tuple(state[name].shape)} in the file, {tuple(own[name].shape)} here"
+        )
+    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if (strict and (missing or extra)) or (own and len(missing) == len(own)):
+        raise GulliverError(
+            f"{path} is of another model: {listed('missing', missing)}; "
+            f"{listed('left over', extra)}"
+        )
+    model.load_state_dict(state, strict=False)
+    return missing + extra
+
+
+def write_optimizer(optimizer: BoostedOptimizer, state: Any, folder: Path) -> None:
+    """Writes a whole state and the groups to a folder; see `read_optimizer`."""
+    groups = [
+        {"names": names, "options": {k: v for k, v in group.items() if k != "params"}}
+        for names, group in zip(optimizer.group_names(), optimizer.param_groups, strict=True)
+    ]
+    tensors, skeleton = split_state({"state": state, "groups": groups})
+    # Both files carry the mark, so that halves of two saves are never taken for one.
+    mark = uuid.uuid4().hex
+    write_tensors(folder / TENSORS, tensors, {"mark": mark})
+    name = type(optimizer.inner).__name__
+    write_json(folder / SKELETON, {"optimizer": name, "mark": mark, "state": skeleton})
+
+
+def read_optimizer(optimizer: BoostedOptimizer, folder: Path) -> None:
+    """Checks and takes over what `write_optimizer` wrote; nothing changes if it does not fit."""
+    content = read_json(folder / SKELETON)
+    if not isinstance(content, Mapping) or not {"optimizer", "mark", "state"} <= content.keys():
+        raise GulliverError(f"{folder / SKELETON} holds no optimizer state")
+    ours = type(optimizer.inner).__name__
+    if content["optimizer"] != ours:
+        raise GulliverError(f"{folder} is of {content['optimizer']}, the optimizer is {ours}")
+    if read_metadata(folder / TENSORS).get("mark") != content["mark"]:
+        raise GulliverError(
+            f"{TENSORS} and {SKELETON} in {folder} are not of one save: take another checkpoint"
+        )
+    saved = join_state(read_tensors(folder / TENSORS), content["state"])
+    _check_groups(optimizer, saved["groups"], folder)
+    try:
+        optimizer.import_state(saved["state"])
+    except GulliverError as error:
+        raise GulliverError(f"{folder} does not fit: {error}") from error
+    for group, entry in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update(entry["options"])
+
+
+def _check_groups(optimizer: BoostedOptimizer, saved: list[Any], folder: Path) -> None:
+    theirs, ours = [set(group["names"]) for group in saved], optimizer.group_names()
+    if len(theirs) != len(ours):
+        raise GulliverError(f"{folder} has {len(theirs)} parameter groups, not {len(ours)}")
+    for number, (found, names) in enumerate(zip(theirs, ours, strict=True)):
+        missing, extra = sorted(set(names) - found), sorted(found - set(names))
+        if missing or extra:
+            raise GulliverError(
+                f"{folder} is of other parameters: group {number} has "
+                f"{listed('missing', missing)}; {listed('left over', extra)}"
+            )
+
+
+def write_scheduler(lr_scheduler: Any, path: Path) -> None:
+    """Writes a scheduler's numbers as JSON."""
+    tensors, skeleton = split_state(_numbers(lr_scheduler))
+    if tensors:
+        raise GulliverError(f"{type(lr_scheduler).__name__} keeps tensors: it cannot be saved")
+    write_json(path, {"scheduler": type(lr_scheduler).__name__, "state": skeleton})
+
+
+def read_scheduler(lr_scheduler: Any, path: Path) -> None:
+    """Takes over what `write_scheduler` wrote."""
+    content, ours = read_json(path), type(lr_scheduler).__name__
+    if not isinstance(content, Mapping) or not {"scheduler", "state"} <= content.keys():
+        raise GulliverError(f"{path} holds no scheduler")
+    if content["scheduler"] != ours:
+        raise GulliverError(f"{path} is of {content['scheduler']}, the scheduler is {ours}")
+    state = join_state({}, content["state"])
+    own = lr_scheduler.state_dict()
+    for key, value in state.items():
+        # JSON knows plain dicts only; a step schedule counts its milestones.
+        own[key] = Counter(value) if isinstance(own.get(key), Counter) else value
+    lr_scheduler.load_state_dict(own)
+
+
+def _numbers(lr_scheduler: Any) -> dict[str, Any]:
+    """A scheduler's state without its functions, which are the program's."""
+    return {k: v for k, v in lr_scheduler.state_dict().items() if not _is_code(v)}
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) or (
+        isinstance(value, list) and any(item is None or callable(item) for item in value)
+    )
+
+
+def listed(what: str, names: list[str]) -> str:
+    """How many names, and the first few."""
+    shown = ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
+    return f"{len(names)} {what}" + (f" ({shown})" if names else "")

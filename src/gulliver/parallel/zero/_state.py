@@ -1,0 +1,116 @@
+"""Optimizer state as whole tensors by parameter name, gathered from the shards and cut again.
+
+What is exchanged knows neither the number of ranks nor the size of chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gulliver.comm import all_gather, gather_objects
+from gulliver.errors import GulliverError
+from gulliver.parallel._optimizer import State, is_counter
+from gulliver.parallel.zero._reducer import ShardedChunk
+
+
+def gather_state(
+    optimizer: torch.optim.Optimizer,
+    chunks: Sequence[ShardedChunk],
+    group: dist.ProcessGroup | None,
+    keep: bool,
+) -> State:
+    """The whole state of an optimizer that steps shards; every rank calls it.
+
+    Args:
+        optimizer: steps this rank's pieces.
+        chunks: that the pieces belong to.
+        group: ranks that own the other pieces.
+        keep: whether this rank wants the result; others get an empty one.
+
+    Raises:
+        GulliverError: state that is neither element-wise nor one value.
+    """
+    counters: State = {}
+    present: set[tuple[str, str]] = set()
+    for sharded in chunks:
+        for piece, owned in sharded.pieces:
+            for key, value in optimizer.state.get(owned, {}).items():
+                if is_counter(key, value, owned):
+                    counters.setdefault(piece.name, {})[key] = value
+                elif value is not None:
+                    _check_elementwise(piece.name, key, value, owned)
+                    present.add((piece.name, key))
+    parts = gather_objects((counters, present), group)
+    # Pieces of one parameter step together, so any rank's counters are the parameter's.
+    state: State = {name: dict(values) for part, _ in parts for name, values in part.items()}
+    everywhere: set[tuple[str, str]] = set().union(*(found for _, found in parts))
+    for key in sorted({key for _, key in everywhere}):
+        for sharded in chunks:
+            names = [name for name in sharded.chunk.parameters if (name, key) in everywhere]
+            if not names:
+                continue
+            views = sharded.chunk.named_views(_gathered(optimizer, sharded, key, group))
+            if keep:
+                for name in names:
+                    state.setdefault(name, {})[key] = views[name].cpu().clone()
+    return state if keep else {}
+
+
+def scatter_state(
+    optimizer: torch.optim.Optimizer, chunks: Sequence[ShardedChunk], state: State
+) -> None:
+    """Gives an optimizer this rank's pieces of a whole state, in place of what it has."""
+    capturing = {
+        owned
+        for group in optimizer.param_groups
+        for owned in group["params"]
+        if group.get("capturable") or group.get("fused")
+    }
+    optimizer.state.clear()
+    for sharded in chunks:
+        for piece, owned in sharded.pieces:
+            whole = sharded.chunk.parameters[piece.name]
+            if piece.name not in state:
+                continue
+            found: dict[str, Any] = {}
+            for key, value in state[piece.name].items():
+                if not isinstance(value, Tensor):
+                    found[key] = value
+                elif is_counter(key, value, whole):
+                    # torch wants counters beside the parameter only where kernels read them.
+                    found[key] = value.to(
+                        owned.device if owned in capturing else value.device
+                    ).clone()
+                else:
+                    part = value.reshape(-1)[piece.offset : piece.offset + piece.numel]
+                    found[key] = part.to(owned.device).clone()
+            optimizer.state[owned] = found
+
+
+def _check_elementwise(name: str, key: str, value: Any, owned: Tensor) -> None:
+    if value.shape != owned.shape or value.dtype != owned.dtype:
+        raise GulliverError(
+            f"the optimizer keeps {key!r} of {name!r} as {tuple(value.shape)} {value.dtype} for "
+            f"{tuple(owned.shape)} {owned.dtype}: state that is not element-wise cannot be saved"
+        )
+
+
+def _gathered(
+    optimizer: torch.optim.Optimizer,
+    sharded: ShardedChunk,
+    key: str,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    shard = torch.zeros_like(sharded.chunk.shard)
+    for piece, owned in sharded.pieces:
+        value = optimizer.state.get(owned, {}).get(key)
+        if value is not None:
+            shard[piece.start : piece.end] = value
+    whole = torch.empty_like(sharded.chunk.data)
+    all_gather(whole, shard, group)
+    return whole
