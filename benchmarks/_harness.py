@@ -1,0 +1,218 @@
+"""What all benchmarks share: alternating runs, medians, the table, the one JSON line, the kept
+result.
+
+A benchmark is ``python -m benchmarks.NAME``. It measures its contestants with `alternate`, fills a
+`Report` and ends with `finish`: a table for people, then one line of JSON for machines. ``--keep``
+writes the table, the line and where they come from to ``benchmarks/results``.
+
+It does not know what is measured, nor how ranks are started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A figure and the limit that it is held against."""
+
+    name: str
+    value: float
+    bar: float
+    holds: bool
+
+
+def at_most(name: str, value: float, bar: float) -> Bar:
+    """A bar that holds when the value is not above it."""
+    return Bar(name, value, bar, value <= bar)
+
+
+def at_least(name: str, value: float, bar: float) -> Bar:
+    """A bar that holds when the value is not below it."""
+    return Bar(name, value, bar, value >= bar)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Repeated measurements of one thing."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle one, which a busy moment does not move."""
+        return statistics.median(self.values)
+
+    @property
+    def low(self) -> float:
+        """The lower quartile."""
+        return self._quartiles()[0]
+
+    @property
+    def high(self) -> float:
+        """The upper quartile."""
+        return self._quartiles()[2]
+
+    def _quartiles(self) -> list[float]:
+        if len(self.values) < 2:
+            return [self.values[0]] * 3
+        return statistics.quantiles(self.values, n=4, method="inclusive")
+
+
+def alternate(
+    contestants: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
+) -> dict[str, Spread]:
+    """Lets contestants take turns, so that a busy machine is charged to all alike.
+
+    Every second round runs backwards: nobody always follows the same neighbour.
+
+    Args:
+        contestants: each runs once and returns what it measured, such as seconds.
+        rounds: measured turns of each.
+        warm_up: turns of each before, not counted.
+    """
+    found: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(-warm_up, rounds):
+        names = list(contestants)
+        for name in names if number % 2 == 0 else reversed(names):
+            value = contestants[name]()
+            if number >= 0:
+                found[name].append(value)
+    return {name: Spread(tuple(values)) for name, values in found.items()}
+
+
+@dataclass
+class Report:
+    """What a benchmark has to say.
+
+    Attributes:
+        claim: in a word or two, the name of its result files.
+        title: of the table.
+        columns: of the table.
+        rows: of the table, as text.
+        figures: for the JSON line.
+        bars: what must hold.
+        notes: lines under the table: what was run, what was not.
+    """
+
+    claim: str
+    title: str
+    columns: Sequence[str]
+    rows: list[Sequence[str]] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    bars: list[Bar] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The line that ends a benchmark's output."""
+        return json.dumps(
+            {
+                "claim": self.claim,
+                "hardware": hardware(),
+                "commit": commit(),
+                "figures": self.figures,
+                "bars": [asdict(bar) for bar in self.bars],
+            }
+        )
+
+    def to_markdown(self) -> str:
+        """The result as it is kept."""
+        import torch
+
+        command = f"python -m benchmarks.{Path(sys.argv[0]).stem} {shlex.join(sys.argv[1:])}"
+        return "\n".join(
+            [
+                f"# {self.title}",
+                "",
+                f"- date {date.today()}, commit {commit()}",
+                f"- {hardware()}; Python {platform.python_version()}, torch {torch.__version__}",
+                f"- `{command.strip()}`",
+                "",
+                _markdown(self.columns, self.rows),
+                "",
+                _markdown(("bar", "value", "limit", "holds"), _bar_rows(self.bars)),
+                "",
+                *self.notes,
+                "",
+                f"```json\n{self.to_json()}\n```",
+                "",
+            ]
+        )
+
+
+def finish(report: Report, keep: bool = False) -> None:
+    """Prints the table, the bars and, last, the JSON line; with `keep` writes the result file."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    tables = [(report.title, report.columns, report.rows)]
+    if report.bars:
+        tables.append(("bars", ("bar", "value", "limit", "holds"), _bar_rows(report.bars)))
+    for title, columns, rows in tables:
+        table = Table(title=title, title_justify="left")
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    for note in report.notes:
+        console.print(note, markup=False)
+    if keep:
+        name = re.sub(r"[^a-z0-9]+", "-", hardware().lower()).strip("-")
+        path = RESULTS / f"{report.claim}_{name}_{date.today()}.md"
+        path.write_text(report.to_markdown(), encoding="utf-8")
+        console.print(f"kept in {path.relative_to(RESULTS.parent.parent)}")
+    print(report.to_json(), flush=True)
+
+
+def hardware() -> str:
+    """The machine in a few words."""
+    import torch
+
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        return f"{count} x {torch.cuda.get_device_name(0)}"
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        found = re.search(r"model name\s*:\s*(.*)", info.read_text())
+        model = found[1] if found else model
+    model = re.sub(r"\(R\)|\(TM\)|Processor|CPU|@.*", "", model)
+    return f"{len(os.sched_getaffinity(0))} cores {' '.join(model.split())}"
+
+
+def commit() -> str:
+    """The commit that was measured, marked when files differ from it."""
+    run = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _bar_rows(bars: Sequence[Bar]) -> list[Sequence[str]]:
+    return [
+        (bar.name, f"{bar.value:.4g}", f"{bar.bar:.4g}", "yes" if bar.holds else "NO")
+        for bar in bars
+    ]
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
