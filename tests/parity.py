@@ -1,7 +1,7 @@
 """Parity of the parallel modes with one process: the cells, and the table made of them.
 
-`python -m tests.parity docs/parity.md` writes the table; `tests/test_zero.py` asserts each cell. The
-reference is a plain torch loop in one process that knows nothing of gulliver.
+`python -m tests.parity docs/parity.md` writes the table; `tests/test_zero.py` asserts each cell.
+The reference is a plain torch loop in one process that knows nothing of gulliver.
 """
 
 from __future__ import annotations
@@ -178,9 +178,9 @@ def main(path: Path) -> None:
     lines = [
         "# Parity",
         "",
-        "Written by `make parity` from the cells that the tests assert. Largest relative difference",
-        f"from one plain process on the same global batches: parameters after {STEPS} steps, gradients",
-        "before the first step. Relative to the largest element of each tensor.",
+        "Written by `make parity` from the cells that the tests assert. The largest difference",
+        "from one plain process on the same global batches, relative to the largest element of",
+        f"each tensor: gradients before the first step, parameters after {STEPS} steps.",
         "",
         "| mode | ranks | stage | dtype | gradients | parameters |",
         "|---|---|---|---|---|---|",
@@ -196,9 +196,8 @@ def main(path: Path) -> None:
                         for k, expected in ((0, parameters), (1, gradients))
                     ]
                     name = str(dtype).removeprefix("torch.")
-                    lines.append(
-                        f"| {cell.name} | {size} | {stage} | {name} | {worst[1]:.1e} | {worst[0]:.1e} |"
-                    )
+                    errors = f"{worst[1]:.1e} | {worst[0]:.1e}"
+                    lines.append(f"| {cell.name} | {size} | {stage} | {name} | {errors} |")
     pool.close()
     path.write_text("\n".join(lines) + "\n")
     print(f"{path}: {len(lines) - 8} cells")

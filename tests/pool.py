@@ -1,8 +1,8 @@
 """A pooled world for tests: workers that are started once and fed with functions.
 
 The workers are forked from a clean server that has imported torch and never run it, so that a world
-of four costs a fraction of a second once, and a test costs a fresh gloo group. A call that passes its
-deadline dumps the stacks of all its workers, fails, and the pool is built anew.
+of four costs a fraction of a second once, and a test costs a fresh gloo group. A call that passes
+its deadline dumps the stacks of all its workers, fails, and the pool is built anew.
 """
 
 from __future__ import annotations

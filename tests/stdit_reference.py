@@ -88,7 +88,7 @@ def block(
     heads: int,
     temporal: bool,
 ) -> Tensor:
-    """x [B, T, S, C]; y [all words, C] with the clip that owns each; t, t0 [B, 6, C]; keep [B, T]."""
+    """x [B, T, S, C]; y [words, C] with the clip that owns each; t, t0 [B, 6, C]; keep [B, T]."""
     b_, t_, s_, c_ = x.shape
 
     def select(live: Tensor, still: Tensor) -> Tensor:

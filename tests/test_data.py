@@ -285,7 +285,10 @@ def test_words_have_the_same_vectors_in_every_process_and_place_codes() -> None:
 
 
 def test_word_vectors_do_not_depend_on_the_process() -> None:
-    code = "from gulliver.data import WordEncoder as W; print(float(W(16, 6).encode(['the'])[0].sum()))"
+    code = (
+        "from gulliver.data import WordEncoder\n"
+        "print(float(WordEncoder(16, 6).encode(['the'])[0].sum()))"
+    )
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
@@ -307,9 +310,11 @@ def test_prefetch_keeps_order_and_hands_errors_on() -> None:
         raise KeyError("end of the tape")
 
     seen = []
-    with pytest.raises(KeyError, match="end of the tape"), prefetch(numbers(), 3) as ahead:
-        for number in ahead:
-            seen.append(number)  # noqa: PERF402
+    with prefetch(numbers(), 3) as ahead:
+        items = iter(ahead)
+        seen.extend(next(items) for _ in range(10))
+        with pytest.raises(KeyError, match="end of the tape"):
+            next(items)
     assert seen == list(range(10))
 
 

@@ -1,8 +1,8 @@
 """A folder of checkpoints, of which the newest complete one always loads.
 
 A step is written under a temporary name, forced to the disk, and renamed; `latest` is moved after
-that. A process killed at any moment leaves complete steps and at most one temporary folder, which the
-next save removes.
+that. A process killed at any moment leaves complete steps and at most one temporary folder, which
+the next save removes.
 """
 
 from __future__ import annotations

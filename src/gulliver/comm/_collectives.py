@@ -1,7 +1,7 @@
 """Collectives on flat tensors that are right in a world of one too.
 
-Gloo reads the storage of a view from its start, outside the view, without a word; so every tensor is
-checked to be contiguous before it is sent.
+Gloo reads the storage of a view from its start, outside the view, without a word; so every tensor
+is checked to be contiguous before it is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.R
 
 
 class Handle:
-    """A collective under way. `wait` returns when its result may be read, and may be called again."""
+    """A collective under way: `wait` returns when its result may be read; again is no harm."""
 
     def __init__(self, work: Any = None, finish: Callable[[], Any] | None = None) -> None:
         self._work, self._finish = work, finish
@@ -98,7 +98,8 @@ def all_gather(
     """Writes the inputs of all ranks, one after the other, to `output`.
 
     Args:
-        output: flat, as large as all inputs together; it may contain this rank's input in its place.
+        output: flat, as large as all inputs together; it may contain this rank's input in its
+            place.
         input: flat, of one size on all ranks.
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.

@@ -1,12 +1,13 @@
 """Notices within a bounded time that a rank is gone, and names it.
 
 Every rank counts upwards under its own key of the shared store and watches the others' counts. A
-count that stands still for too long is a rank that ended or hangs. The main thread learns of it when
-its collective fails; where it is stuck inside one, the process is ended with one line.
+count that stands still for too long is a rank that ended or hangs. The main thread learns of it
+when its collective fails; where it is stuck inside one, the process is ended with one line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -44,10 +45,9 @@ class Watchdog:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        try:
+        # A store that is gone has nobody left who could listen.
+        with contextlib.suppress(RuntimeError, dist.DistError):
             self._store.set(str(self.rank), "done")
-        except (RuntimeError, dist.DistError):
-            pass  # the store is gone: so is whoever could have listened
 
     def wait_for_lost(self) -> int | None:
         """Waits until a lost rank is known, no longer than a silence takes to be noticed."""

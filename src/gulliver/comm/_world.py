@@ -60,7 +60,8 @@ def init_world(timeout_s: float = COLLECTIVE_TIMEOUT_S, silence_s: float = SILEN
     missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
     if missing:
         raise GulliverError(
-            f"WORLD_SIZE is {size} but {', '.join(missing)} is not set: start the ranks with torchrun"
+            f"WORLD_SIZE is {size} but {', '.join(missing)} is not set: "
+            "start the ranks with torchrun"
         )
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     device = _device(local_rank)

@@ -28,8 +28,9 @@ class Bucket:
         return f"{self.frames}x{self.height}x{self.width}"
 
 
-class Clip(NamedTuple):
-    """A clip [3, T, H, W] in [-1, 1] with its caption, frame rate (1/s) and place in the data set."""
+@dataclass(frozen=True)
+class Clip:
+    """A clip [3, T, H, W] in [-1, 1], its caption, frame rate (1/s) and place in the data set."""
 
     video: Tensor
     caption: str
@@ -37,7 +38,8 @@ class Clip(NamedTuple):
     index: int
 
 
-class BrokenClip(NamedTuple):
+@dataclass(frozen=True)
+class BrokenClip:
     """A sample that could not be read when its turn came, and why."""
 
     index: int

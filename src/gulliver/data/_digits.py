@@ -7,7 +7,7 @@ ships (UCI optical recognition of handwritten digits); train and held-out clips 
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ def _scans() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         raise GulliverError(
             "the moving digits need scikit-learn: install gulliver[video]"
         ) from None
-    data = load_digits()
+    data: Any = load_digits()
     small = torch.from_numpy(data.images).float()[:, None] / 16
     images = F.interpolate(small, size=(SIDE, SIDE), mode="bilinear", align_corners=False)[:, 0]
     order = torch.from_numpy(np.random.Generator(np.random.PCG64(0)).permutation(len(images)))

@@ -1,9 +1,9 @@
 """Which samples meet in which step: every sample once per epoch, on any number of ranks.
 
-The order of an epoch is a list of global batches, each of one bucket; it depends on the seed and the
-epoch, never on the number of ranks. A rank takes its contiguous share of every batch, so all ranks
-work on the same shape in the same step and none waits for a longer clip. The state is therefore just
-(epoch, batches done): a run resumes exactly, on as many ranks as it likes.
+The order of an epoch is a list of global batches, each of one bucket; it depends on the seed and
+the epoch, never on the number of ranks. A rank takes its contiguous share of every batch, so all
+ranks work on the same shape in the same step and none waits for a longer clip. The state is
+therefore just (epoch, batches done): a run resumes exactly, on as many ranks as it likes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Step:
     """One rank's share of a global batch.
 
     `indices` may be empty where a batch has fewer samples than there are ranks; `offset` is the
-    place of the first of them in the batch of `total` samples; `number` counts batches in the epoch.
+    place of the first of them in the batch of `total` samples; `number` counts batches in the
+    epoch.
     """
 
     bucket: Bucket

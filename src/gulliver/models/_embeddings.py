@@ -17,7 +17,7 @@ def working_precision(dtype: torch.dtype) -> torch.dtype:
 
 
 def sinusoid(values: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
-    """Cos | sin of `values` [B] at `channels` / 2 frequencies from 1 down to 1/10000: [B, channels]."""
+    """cos | sin of `values` [B] at channels / 2 frequencies, 1 to 1/10000: [B, channels]."""
     precision = working_precision(dtype)
     half = channels // 2
     exponents = torch.arange(half, dtype=precision, device=values.device) / half
@@ -37,7 +37,8 @@ class ScalarEmbedder(nn.Module):
         )
 
     def forward(self, values: Tensor) -> Tensor:
-        return self.mlp(sinusoid(values, self.CHANNELS, self.mlp[0].weight.dtype))
+        dtype = next(self.mlp.parameters()).dtype
+        return self.mlp(sinusoid(values, self.CHANNELS, dtype))
 
 
 class Mlp(nn.Module):
@@ -82,9 +83,9 @@ def spatial_positions(
 ) -> Tensor:
     """Sinusoids of the places of a height x width grid, row by row: [height * width, channels].
 
-    The first half of the channels encodes the column, the second the row, each as sin | cos. The grid
-    is stretched to the square of equal area and divided by `scale`, so that a picture's middle keeps
-    its code over resolutions and aspect ratios.
+    The first half of the channels encodes the column, the second the row, each as sin | cos. The
+    grid is stretched to the square of equal area and divided by `scale`, so that a picture's middle
+    keeps its code over resolutions and aspect ratios.
     """
     precision = working_precision(dtype)
     quarter = channels // 4

@@ -1,8 +1,8 @@
 """A small causal 3-D autoencoder: video to latents 4 x 4 x 4 times smaller, and back.
 
 The first frame stands alone: it is put before itself three times, so that blocks of four frames
-become one latent frame, and the first latent frame knows the first frame only. All convolutions work
-on the small grid and look at earlier frames, never at later ones.
+become one latent frame, and the first latent frame knows the first frame only. All convolutions
+work on the small grid and look at earlier frames, never at later ones.
 
 Shapes: videos [B, 3, T, H, W] in [-1, 1] with T = 4 k + 1; latents [B, C, k + 1, H / 4, W / 4].
 """
@@ -54,6 +54,7 @@ class Residual(nn.Module):
         self.second = CausalConv3d(channels, channels, taps=1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Adds what the convolutions find to [B, T, C, H, W]."""
         return x + self.second(F.silu(self.first(F.silu(x))))
 
 
@@ -105,7 +106,7 @@ class VideoAutoencoder(nn.Module):
         if height % BLOCK or width % BLOCK:
             right = "x".join(str(max(1, round(n / BLOCK)) * BLOCK) for n in (height, width))
             raise GulliverError(
-                f"{height}x{width} does not fit the autoencoder: both must be multiples of {BLOCK}, "
+                f"{height}x{width} does not fit the autoencoder: multiples of {BLOCK} do, "
                 f"such as {right}"
             )
         return (
@@ -142,7 +143,7 @@ class VideoAutoencoder(nn.Module):
 
 
 def fold(video: Tensor) -> Tensor:
-    """[B, 3, 4 k + 1, H, W] to blocks of 4 x 4 x 4 pixels as channels: [B, k + 1, 192, H/4, W/4]."""
+    """[B, 3, 4 k + 1, H, W] to blocks of 4 x 4 x 4 as channels: [B, k + 1, 192, H/4, W/4]."""
     first = video[:, :, :1].expand(-1, -1, BLOCK - 1, -1, -1)
     video = torch.cat([first, video], dim=2)
     batch, colours, frames, height, width = video.shape

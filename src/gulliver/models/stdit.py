@@ -11,6 +11,7 @@ autoencoders, noise, parallelism.
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -174,7 +175,8 @@ class STDiT3(nn.Module):
         GulliverError: an unknown field (the nearest is named), one that is not supported, or sizes
             that do not divide.
 
-    Source: https://arxiv.org/abs/2412.20404 (Open-Sora), https://arxiv.org/abs/2310.00426 (AdaLN-single).
+    Source: https://arxiv.org/abs/2412.20404 (Open-Sora), https://arxiv.org/abs/2310.00426
+        (AdaLN-single).
     """
 
     def __init__(
@@ -211,8 +213,10 @@ class STDiT3(nn.Module):
         self.in_channels, self.hidden_size = in_channels, hidden_size
         self.patch_size = tuple(patch_size)
         self.out_channels = 2 * in_channels if pred_sigma else in_channels
-        self.x_embedder = nn.Module()
-        self.x_embedder.proj = nn.Conv3d(in_channels, hidden_size, patch_size, patch_size)
+        # A container, because the public weights call it x_embedder.proj.
+        self.x_embedder = nn.ModuleDict(
+            {"proj": nn.Conv3d(in_channels, hidden_size, patch_size, patch_size)}
+        )
         self.t_embedder = ScalarEmbedder(hidden_size)
         self.fps_embedder = ScalarEmbedder(hidden_size)
         self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
@@ -239,13 +243,12 @@ class STDiT3(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-        first, last = self.fps_embedder.mlp[0], self.fps_embedder.mlp[2]
-        nn.init.normal_(first.weight, std=0.02)
-        nn.init.zeros_(last.weight)
+        nn.init.normal_(self.fps_embedder.get_parameter("mlp.0.weight"), std=0.02)
+        nn.init.zeros_(self.fps_embedder.get_parameter("mlp.2.weight"))
         if zero_init_temporal:
             for block in self.temporal_blocks:
-                for linear in (block.attn.proj, block.cross_attn.proj, block.mlp.fc2):
-                    nn.init.zeros_(linear.weight)
+                for name in ("attn.proj", "cross_attn.proj", "mlp.fc2"):
+                    nn.init.zeros_(block.get_parameter(f"{name}.weight"))
 
     def forward(
         self,
@@ -287,7 +290,7 @@ class STDiT3(nn.Module):
             ]
             raise GulliverError(f"STDiT3 needs {' and '.join(missing)}: pass a tensor of shape [B]")
         self._check_shapes(x, y, mask, x_mask)
-        dtype = self.x_embedder.proj.weight.dtype
+        dtype = self.x_embedder["proj"].get_parameter("weight").dtype
         x = x.to(dtype)
         tokens, grid = self._embed_patches(x, math.sqrt(float(height[0]) * float(width[0])))
         t = self.t_embedder(timestep)
@@ -344,7 +347,7 @@ class STDiT3(nn.Module):
         ]
         if any(padding):
             x = F.pad(x, (0, padding[2], 0, padding[1], 0, padding[0]))
-        x = self.x_embedder.proj(x)
+        x = self.x_embedder["proj"](x)
         frames, rows, columns = x.shape[2:]
         # Quirk of the public model: the first clip's resolution decides for the whole batch.
         positions = spatial_positions(
@@ -362,13 +365,11 @@ class STDiT3(nn.Module):
         return split.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(len(tokens), self.out_channels, *sizes)
 
 
-KNOWN_FIELDS = ["input_size", "input_sq_size", "in_channels", "patch_size", "hidden_size", "depth", "num_heads", "mlp_ratio", "class_dropout_prob", "pred_sigma", "caption_channels", "model_max_length", "qk_norm", "only_train_temporal", "freeze_y_embedder", "zero_init_temporal", "temporal_positions"]
-
-
 def _check_fields(others: dict[str, Any]) -> None:
     for name, value in others.items():
         if name not in REFUSED_WHEN_SET:
-            choices = [*KNOWN_FIELDS, *REFUSED_WHEN_SET]
+            known = inspect.signature(STDiT3.__init__).parameters.keys() - {"self", "others"}
+            choices = [*known, *REFUSED_WHEN_SET]
             raise GulliverError(f"STDiT3 has no field {name!r}: {nearest(name, choices)}")
         if value:
             raise GulliverError(f"{name}={value!r} is refused: {REFUSED_WHEN_SET[name]}")

@@ -27,6 +27,8 @@ from gulliver.video._seeds import derive
 
 LATENT_NOISE = 0.05
 LATENT_PULL = 1e-4
+LARGEST_NORM = 0.05
+"""Without clipping the high learning rate runs away now and then, and costs several dB."""
 STATISTICS_BATCHES = 24
 KIND = "gulliver video autoencoder"
 
@@ -65,6 +67,7 @@ def train_autoencoder(
     for step in _endless(sampler, config.steps):
         loss = _loss(model, dataset, step, seed, world)
         booster.backward(loss, boosted)
+        boosted.clip_grad_by_norm(LARGEST_NORM)
         boosted.step()
         scheduler.step()
         boosted.zero_grad()

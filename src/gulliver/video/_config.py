@@ -1,8 +1,8 @@
 """What a training run is told: frozen dataclasses, one per part, which are also the command line.
 
-`TrainConfig` is the whole of it. `resolved` turns it into plain JSON for the run folder, `from_plain`
-turns that back and refuses keys it does not know. What a checkpoint depends on, and what may change
-between a run and its resumption, is told apart by `differences`.
+`TrainConfig` is the whole of it. `resolved` turns it into plain JSON for the run folder,
+`from_plain` turns that back and refuses keys it does not know. What a checkpoint depends on, and
+what may change between a run and its resumption, is told apart by `differences`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AutoencoderConfig:
 
     path: Path | None = None
     """A trained autoencoder (.safetensors); without one, it is trained before the model."""
-    steps: int = 900
+    steps: int = 1000
     """Steps of its training."""
     batch_size: int = 16
     """Clips of one of its steps."""
@@ -76,9 +76,9 @@ class FlowConfig:
     timesteps: Literal["uniform", "logit-normal"] = "logit-normal"
     """Law of the noise level."""
     shift: float = 3.0
-    """Odds of the noise are multiplied by this: what is shown is decided at high noise. 1: as drawn."""
+    """The noise's odds are multiplied by this: at high noise it is decided what is shown."""
     shift_by_size: bool = False
-    """Multiply them by the clip's size over 512x512 and by the root of its latent length as well."""
+    """Multiply them by the roots of the clip's area over 512x512 and of its latent length too."""
     drop_caption: float = 0.1
     """Share of captions hidden, for classifier-free guidance."""
     mask_first: float = 0.15

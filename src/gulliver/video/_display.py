@@ -1,4 +1,4 @@
-"""What a person sees while something runs: one progress display, and plain lines where no terminal is."""
+"""What a person sees while something runs: a progress bar, or plain lines without a terminal."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 class ExponentialAverage:
     """An exponential moving average of a model's parameters and buffers, in their own dtype.
 
-    The decay warms up as (1 + k) / (10 + k) over steps k, so that the random start is forgotten soon.
-    Every rank holds the same parameters after a step, so every rank keeps the same average.
+    The decay warms up as (1 + k) / (10 + k) over steps k, so that the random start is forgotten
+    soon. Every rank holds the same parameters after a step, so every rank keeps the same average.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

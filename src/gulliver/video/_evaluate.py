@@ -7,7 +7,7 @@ held-out clips, the ceiling, comes first: a model cannot be seen to do better.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -25,29 +25,30 @@ class Evaluation:
     """What was measured.
 
     Attributes:
-        samples: prompts judged for the main figures, at the most trained shape.
-        seconds: time for generating and judging them.
+        samples: prompts of the main figures, at the most trained shape.
+        seconds: time for generating and judging those.
         ceiling: the judges on real held-out clips.
-        main: all sentences, evenly.
-        never_trained: the sentences that were kept from training among them, or None.
-        shapes: each other trained shape by name.
+        main: sentences that were kept from training, or all where none were.
+        held_out: whether they were.
+        trained: as many sentences that were trained, or None where none were kept from it.
+        shapes: each other trained shape by name, sentences of all kinds.
         image_to_video: real held-out first frames, moved by sentences; None for a model of stills.
-        clips: the generated clips of `main` with their sentences, for showing.
+        clips: the clips of `main` and of `trained` with their sentences, for showing.
     """
 
     samples: int
     seconds: float
     ceiling: Scores
     main: Scores
-    never_trained: Scores | None
+    held_out: bool
+    trained: Scores | None
     shapes: dict[str, Scores]
     image_to_video: Scores | None
-    clips: list[tuple[str, Tensor]]
+    clips: list[list[tuple[str, Tensor]]]
 
     def figures(self) -> dict[str, Any]:
         """Plain values for a report."""
-        plain = {key: value for key, value in asdict(self).items() if key != "clips"}
-        return {**plain, "shapes": {name: asdict(s) for name, s in self.shapes.items()}}
+        return asdict(replace(self, clips=[]))
 
 
 def evaluate(
@@ -74,37 +75,42 @@ def evaluate(
         raise GulliverError(
             "the judges know the moving digits only: this run was trained on a table"
         )
+    if samples < 1:
+        raise GulliverError(f"--samples is {samples}: judge at least one")
     judges = train_judges()
     shapes = parse_shapes(config.data.shapes)
-    main_bucket = max(shapes, key=lambda bucket: shapes[bucket])
+    bucket = max(shapes, key=lambda one: shapes[one])
+    hidden = sorted(parse_held_out(config.data.held_out))
+    shown = [pair for pair in sentences(40) if pair not in hidden]
+    clips: list[list[tuple[str, Tensor]]] = []
+    scores: list[Scores] = []
     started = time.monotonic()
-    wanted = sentences(samples)
-    clips = _generate(model, wanted, main_bucket, sampling, seed, show)
-    main = _score(judges, clips, wanted)
-    seconds = time.monotonic() - started
-    hidden = set(parse_held_out(config.data.held_out))
-    rare = [place for place, pair in enumerate(wanted) if pair in hidden]
-    never = _score(judges, [clips[p] for p in rare], [wanted[p] for p in rare]) if rare else None
+    seconds = 0.0
+    for pairs in [hidden, shown] if hidden else [shown]:
+        wanted = [pairs[n % len(pairs)] for n in range(samples)]
+        made = _generate(model, wanted, bucket, sampling, seed, show)
+        scores.append(_score(judges, made, wanted))
+        clips.append([(sentence(*pair), clip) for pair, clip in zip(wanted, made, strict=True)])
+        seconds = seconds or time.monotonic() - started
     few = sentences(max(1, samples // 5))
     others = {
-        str(bucket): _score(
-            judges, _generate(model, few, bucket, sampling, seed, False), few, bucket.frames > 1
+        str(one): _score(
+            judges, _generate(model, few, one, sampling, seed, False), few, one.frames > 1
         )
-        for bucket in shapes
-        if bucket != main_bucket
+        for one in shapes
+        if one != bucket
     }
-    moving = main_bucket.frames > 1
+    moving = bucket.frames > 1
     return Evaluation(
         samples=samples,
         seconds=seconds,
-        ceiling=ceiling(judges, main_bucket),
-        main=main,
-        never_trained=never,
+        ceiling=ceiling(judges, bucket),
+        main=scores[0],
+        held_out=bool(hidden),
+        trained=scores[1] if hidden else None,
         shapes=others,
-        image_to_video=_image_to_video(model, judges, few, main_bucket, sampling)
-        if moving
-        else None,
-        clips=[(sentence(*pair), clip) for pair, clip in zip(wanted, clips, strict=True)],
+        image_to_video=_image_to_video(model, judges, few, bucket, sampling) if moving else None,
+        clips=clips,
     )
 
 

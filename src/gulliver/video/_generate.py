@@ -1,7 +1,7 @@
 """Sentences to clips, with a trained run.
 
-`VideoModel.load` reads a run folder; `VideoModel.generate` makes clips: text-to-video, text-to-image
-(one frame), and, given a picture or the end of a clip, image-to-video and extension.
+`VideoModel.load` reads a run folder; `VideoModel.generate` makes clips: text-to-video,
+text-to-image (one frame), and, given a picture or the end of a clip, image-to-video and extension.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class VideoModel:
         """
         if not request.prompt.strip():
             raise GulliverError(
-                "the prompt is empty: write a sentence such as 'the digit 3 moving left'"
+                "the prompt is empty: write something such as 'the digit 3 moving left'"
             )
         bucket = request.bucket
         _, step_h, step_w = (
@@ -111,7 +111,7 @@ class VideoModel:
                 for n, s in ((bucket.height, step_h), (bucket.width, step_w))
             ]
             raise GulliverError(
-                f"{bucket.height}x{bucket.width} does not fit the patch of {step_h}x{step_w} pixels: "
+                f"{bucket.height}x{bucket.width} does not fit patches of {step_h}x{step_w} pixels: "
                 f"try {right[0]}x{right[1]}"
             )
         unit = self.autoencoder.compression[0]

@@ -1,8 +1,8 @@
 """Judges of the moving digits: what digit, and which way it moves.
 
 The digit is read by a small network that was trained on real clips of the training handwriting; the
-movement is measured, not learnt: where the ink's centre goes. Both see generated clips only to judge
-them.
+movement is measured, not learnt: where the ink's centre goes. Both see generated clips only to
+judge them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Judges:
         return Verdict(logits.mean(dim=1).argmax(-1), directions_of(centres))
 
     def score(self, clips: list[Tensor], digits: list[int], directions: list[int | None]) -> Scores:
-        """Compares the verdict on clips [3, T, H, W] with what was asked for; None: any movement."""
+        """Compares the verdict on clips [3, T, H, W] with what was asked; None: any movement."""
         right_digit = right_direction = right_both = 0
         for clip, digit, direction in zip(clips, digits, directions, strict=True):
             seen = self.verdict(clip[None])
@@ -145,7 +145,7 @@ def windows_around_ink(clips: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def directions_of(centres: Tensor) -> Tensor:
-    """The direction of the straight line through centres [B, T, 2] by least squares; -1 for none."""
+    """Direction of the line through centres [B, T, 2] by least squares; -1 for none."""
     frames = centres.shape[1]
     if frames < 2:
         return torch.full((len(centres),), -1)

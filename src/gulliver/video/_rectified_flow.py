@@ -115,8 +115,8 @@ class RectifiedFlow:
             model_inputs: conditions.
             noise: of x0's shape.
             timesteps: levels [B].
-            mask: True for frames to generate [B, T]. Given frames are shown without noise and do not
-                count; pass the same as x_mask in `model_inputs`.
+            mask: True for frames to generate [B, T]. Given frames are shown without noise and do
+                not count; pass the same as x_mask in `model_inputs`.
 
         Returns:
             [B].

@@ -1,7 +1,7 @@
 """The training loop of the text-to-video model.
 
-Read `train` first, then `Trainer.step`: one optimizer step is there from the batch to the average of
-the weights. What it does not know: how parameters lie in memory, which ranks hold what, how
+Read `train` first, then `Trainer.step`: one optimizer step is there from the batch to the average
+of the weights. What it does not know: how parameters lie in memory, which ranks hold what, how
 gradients travel (`gulliver.booster`), and how a batch was made (`_batches.py`).
 """
 
@@ -182,6 +182,7 @@ class Trainer:
         """Steps until the last, or until a signal; the last state is always saved."""
         if self.step_number >= self.config.steps:
             return Outcome(self.step_number, True, self.seconds)
+        stopping = last = False
         title = f"training {self.config.model.size}"
         main = self.world.is_main
         with (
@@ -251,7 +252,8 @@ class Trainer:
                     mask=None if batch.generate is None else batch.generate[part],
                 )
                 share = losses.sum() * batch.weight
-                # Gradients are averaged over ranks, losses over samples: the factor makes up for it.
+                # Gradients are averaged over ranks, losses over samples: the factor makes up for
+                # it.
                 self.booster.backward(share * (self.world.size / batch.total), self.optimizer)
             loss_sum += share.detach()
         return loss_sum
@@ -328,13 +330,13 @@ class Trainer:
 @contextmanager
 def _scalars(folder: Path, enabled: bool) -> Iterator[Any]:
     """A function that writes a scalar to TensorBoard, where that is installed."""
-    if enabled:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            console().print("no TensorBoard log: install gulliver[train] to have one")
-            enabled = False
     if not enabled:
+        yield lambda name, value, step: None
+        return
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        console().print("no TensorBoard log: install gulliver[train] to have one")
         yield lambda name, value, step: None
         return
     writer = SummaryWriter(str(folder))
