@@ -1,5 +1,4 @@
-"""What all benchmarks share: alternating runs, medians, the table, the one JSON line, the kept
-result.
+"""What benchmarks share: alternating runs, medians, the table, the JSON line, the kept result.
 
 A benchmark is ``python -m benchmarks.NAME``. It measures its contestants with `alternate`, fills a
 `Report` and ends with `finish`: a table for people, then one line of JSON for machines. ``--keep``
@@ -70,7 +69,7 @@ class Spread:
 
     def _quartiles(self) -> list[float]:
         if len(self.values) < 2:
-            return [self.values[0]] * 3
+            return list(self.values) * 3
         return statistics.quantiles(self.values, n=4, method="inclusive")
 
 

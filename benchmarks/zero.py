@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -166,6 +167,8 @@ def state_bytes(contestant: Contestant) -> int:
 def measure(options: Options) -> None:
     """One rank's part."""
     torch.set_num_threads(1)
+    # The loss of the contestant changes nothing in place, which is what FSDP2 warns of.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     world = init_world()
     contestants = [
         boosted("DDP", TorchDDPPlugin(verbose=False), options),
@@ -176,8 +179,9 @@ def measure(options: Options) -> None:
     times = alternate(
         {c.name: lambda c=c: turn(c, options, world) for c in contestants}, options.rounds
     )
-    losses = torch.tensor([c.loss for c in contestants], dtype=torch.float64)
-    all_reduce(losses, "mean")
+    reached = torch.tensor([c.loss for c in contestants], dtype=torch.float64)
+    all_reduce(reached, "mean")
+    losses: list[float] = reached.tolist()
     if not world.is_main:
         shutdown()
         return
@@ -187,7 +191,7 @@ def measure(options: Options) -> None:
         ("", "step ms", "quartiles", "to DDP", "optimizer MiB", "loss at the end"),
     )
     base, state = times["DDP"].median, state_bytes(contestants[0])
-    for contestant, loss in zip(contestants, losses.tolist(), strict=True):
+    for contestant, loss in zip(contestants, losses, strict=True):
         spread, held = times[contestant.name], state_bytes(contestant)
         ratio = spread.median / base
         report.rows.append(
