@@ -17,7 +17,7 @@ def working_precision(dtype: torch.dtype) -> torch.dtype:
 
 
 def sinusoid(values: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
-    """cos | sin of `values` [B] at channels / 2 frequencies, 1 to 1/10000: [B, channels]."""
+    """Cos | sin of `values` [B] at channels / 2 frequencies, 1 to 1/10000: [B, channels]."""
     precision = working_precision(dtype)
     half = channels // 2
     exponents = torch.arange(half, dtype=precision, device=values.device) / half

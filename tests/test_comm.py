@@ -1,0 +1,190 @@
+"""Worlds and collectives: right with any number of ranks, and lost ranks are named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gulliver.comm import (
+    World,
+    all_gather,
+    all_reduce,
+    any_rank,
+    broadcast,
+    broadcast_object,
+    gather_objects,
+    group_rank,
+    group_size,
+    init_world,
+    launch,
+    reduce_scatter,
+    shutdown,
+)
+from gulliver.errors import GulliverError
+from tests.pool import Pool
+
+
+def _value(rank: int, size: int) -> torch.Tensor:
+    return torch.arange(6.0 * size).double() * (rank + 1)
+
+
+def _collect(world: World, async_op: bool) -> dict[str, torch.Tensor]:
+    size, mine = world.size, _value(world.rank, world.size)
+    found = {}
+    for op in ("sum", "mean", "max"):
+        found[f"all {op}"] = mine.clone()
+        all_reduce(found[f"all {op}"], op, async_op=async_op).wait()
+        found[f"scatter {op}"] = torch.empty(6).double()
+        reduce_scatter(found[f"scatter {op}"], mine.clone(), op, async_op=async_op).wait()
+    found["gather"] = torch.empty(6 * size).double()
+    all_gather(found["gather"], mine[:6].contiguous(), async_op=async_op).wait()
+    whole = torch.zeros(6 * size).double()
+    part = whole[6 * world.rank : 6 * world.rank + 6]
+    part.fill_(world.rank + 1)
+    all_gather(whole, part, async_op=async_op).wait()  # from its own place
+    found["in place"] = whole
+    return found
+
+
+def _expected(size: int, rank: int) -> dict[str, torch.Tensor]:
+    values = torch.stack([_value(r, size) for r in range(size)])
+    found = {}
+    for op, reduced in (("sum", values.sum(0)), ("mean", values.mean(0)), ("max", values.amax(0))):
+        found[f"all {op}"] = reduced
+        found[f"scatter {op}"] = reduced[6 * rank : 6 * rank + 6]
+    found["gather"] = values[:, :6].flatten()
+    found["in place"] = torch.arange(1.0, size + 1).double().repeat_interleave(6)
+    return found
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_collectives_equal_their_definition(pool: Pool, size: int, async_op: bool) -> None:
+    for rank, found in enumerate(pool.run(_collect, size, async_op)):
+        expected = _expected(size, rank)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-15, atol=0, msg=name)
+
+
+def _objects(world: World) -> tuple:
+    flags = (any_rank(world.rank == 1, world.device), any_rank(False, world.device))
+    sent = broadcast_object({"from": world.rank})
+    tensor = torch.full((3,), float(world.rank))
+    broadcast(tensor, 0)
+    return flags, sent, gather_objects(world.rank**2), tensor.tolist(), (group_rank(), group_size())
+
+
+def test_objects_and_votes(pool: Pool) -> None:
+    for rank, answer in enumerate(pool.run(_objects, 3)):
+        assert answer == ((True, False), {"from": 0}, [0, 1, 4], [0.0] * 3, (rank, 3))
+
+
+def test_what_gloo_would_corrupt_is_refused() -> None:
+    column = torch.ones(4, 8)[:, :4]
+    with pytest.raises(GulliverError, match="not contiguous"):
+        all_reduce(column)
+    with pytest.raises(GulliverError, match="did you mean 'mean'"):
+        all_reduce(torch.ones(2), "meen")  # type: ignore[arg-type]
+    with pytest.raises(GulliverError, match=r"mean of torch\.int64"):
+        all_reduce(torch.ones(2).long(), "mean")
+    with pytest.raises(GulliverError, match="do not make"):
+        all_gather(torch.ones(5), torch.ones(2))
+
+
+def test_a_world_of_one_has_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    shutdown()
+    world = init_world()
+    assert (world.rank, world.size, world.is_main) == (0, 1, True)
+    assert not torch.distributed.is_initialized()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    shutdown()
+    with pytest.raises(GulliverError, match=r"RANK, MASTER_ADDR, MASTER_PORT is not set.*torchrun"):
+        init_world()
+    shutdown()
+
+
+LOOP = """
+import sys, time, torch
+from gulliver.comm import all_reduce, guard, init_world
+from gulliver.errors import GulliverError
+world = init_world(silence_s=4)
+try:
+    with guard():
+        for step in range(100_000):
+            all_reduce(torch.ones(10))
+            if step == 20:
+                print("running", flush=True)
+            time.sleep(0.01)
+except GulliverError as error:
+    print(error, file=sys.stderr, flush=True)
+    sys.exit(3)
+"""
+
+
+def _start(size: int) -> list[subprocess.Popen]:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = []
+    for rank in range(size):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            # As under torchrun: the store belongs to the launcher, here to this test.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", LOOP],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    processes[0].store = store  # type: ignore[attr-defined]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+    return processes
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_hangs_is_named_in_bounded_time(how: signal.Signals) -> None:
+    processes = _start(3)
+    try:
+        processes[2].send_signal(how)
+        for process in processes[:2]:
+            _, errors = process.communicate(timeout=40)
+            assert process.returncode in (1, 3)
+            assert "rank 2 is gone" in errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_the_launcher_passes_exit_codes_on_and_names_killed_ranks(tmp_path, monkeypatch) -> None:
+    (tmp_path / "job.py").write_text(
+        "import os, signal, sys\n"
+        "from gulliver.comm import init_world, shutdown\n"
+        "world = init_world()\n"
+        "if world.rank == 1 and sys.argv[1] == 'die': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if sys.argv[1] == 'fail': os._exit(7)\n"
+        "shutdown()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    assert launch("job", ["work"], 2) == 0
+    assert launch("job", ["fail"], 2) == 7
+    with pytest.raises(GulliverError, match="rank 1 was killed by SIGKILL"):
+        launch("job", ["die"], 2)
