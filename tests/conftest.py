@@ -5,13 +5,17 @@ from __future__ import annotations
 import faulthandler
 import signal
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from tests.pool import Pool, start_server
 
-TEST_DEADLINE_S = 150
+TEST_DEADLINE_S = 150.0
+NATIVE_GRACE_S = 30.0
+# Before anything runs torch here: what is forked from a process with its threads may hang.
 start_server()
 
 
@@ -27,24 +31,46 @@ def pool() -> Iterator[Pool]:
     workers.close()
 
 
-@pytest.fixture(autouse=True)
-def _deadline(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that hangs, with the stacks of all threads."""
-    marker = request.node.get_closest_marker("deadline")
-    seconds = marker.args[0] if marker else TEST_DEADLINE_S
+@contextmanager
+def _deadline(item: pytest.Item) -> Iterator[None]:
+    """Fails what hangs, with the stacks of all threads."""
+    marker = item.get_closest_marker("deadline")
+    seconds = float(marker.args[0]) if marker else TEST_DEADLINE_S
 
     def expired(number: int, frame: object) -> None:
-        faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
-        pytest.fail(f"not done after {seconds} s (stacks above)")
+        with tempfile.TemporaryFile("w+") as stacks:
+            faulthandler.dump_traceback(stacks, all_threads=True)
+            stacks.seek(0)
+            pytest.fail(f"not done after {seconds:g} s\n{stacks.read()}", pytrace=False)
 
     before = signal.signal(signal.SIGALRM, expired)
-    signal.alarm(seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     # A thread that never comes back from native code cannot be interrupted: the session ends then.
-    faulthandler.dump_traceback_later(seconds + 30, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    faulthandler.dump_traceback_later(seconds + NATIVE_GRACE_S, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    with _deadline(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    with _deadline(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    with _deadline(item):
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,8 +1,12 @@
 """A pooled world for tests: workers that are started once and fed with functions.
 
-The workers are forked from a clean server that has imported torch and never run it, so that a world
-of four costs a fraction of a second once, and a test costs a fresh gloo group. A call that passes
-its deadline dumps the stacks of all its workers, fails, and the pool is built anew.
+The workers are forked from a clean server that has imported torch and never run it: a world of
+four costs a fraction of a second once, and a call costs a fresh gloo group (tens of milliseconds).
+A call that passes its deadline dumps the stacks of its workers and fails; a worker that dies is
+named; in both cases the pool is built anew.
+
+Read `Pool.run`, `Pool._collect`, then the worker's side from `_serve`. Threads, fake and local
+tensor worlds, for what needs no processes, are in `tests/worlds.py`.
 """
 
 from __future__ import annotations
@@ -11,13 +15,17 @@ import faulthandler
 import multiprocessing as mp
 import os
 import pickle
+import re
 import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +50,25 @@ class DeadlinePassed(AssertionError):
 
 def start_server() -> None:
     """Starts the clean server; call it before this process runs any torch operation."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "gulliver.comm"])
-    from multiprocessing import forkserver
-
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     forkserver.ensure_running()
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process, the pipe to it, and the file that its stacks are dumped to."""
+
+    process: BaseProcess
+    connection: Connection
+    stacks: Path
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        assert self.process.pid is not None
+        return self.process.pid
 
 
 class Pool:
@@ -55,9 +76,8 @@ class Pool:
 
     def __init__(self) -> None:
         self._context = mp.get_context("forkserver")
-        self._workers: list[tuple[mp.process.BaseProcess, Connection, Path]] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="pool")
-        self._store: Any = None
+        self._workers: list[Worker] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="gulliver-pool-")
         self._calls = 0
 
     def run(
@@ -70,6 +90,12 @@ class Pool:
     ) -> list[Any]:
         """Runs ``function(world, *args, **kwargs)`` on every rank of a fresh world.
 
+        Args:
+            function: found by its name in a module, so not a lambda.
+            world_size: ranks; a world of one has no process group.
+            args: pickled, as is the result.
+            deadline_s: seconds after which the call fails.
+
         Returns:
             The results in the order of the ranks.
 
@@ -80,29 +106,32 @@ class Pool:
         """
         self._grow(world_size)
         self._calls += 1
-        call = (self._port(), self._calls, world_size, function, args, kwargs)
-        for rank in range(world_size):
-            self._workers[rank][1].send((rank, *call))
+        # A file, because a store over TCP asks the name server about each of its clients.
+        store = str(Path(self._folder.name) / f"store-{self._calls}")
+        for rank, worker in enumerate(self._workers[:world_size]):
+            call = (rank, world_size, store, function, args, kwargs)
+            worker.connection.send_bytes(pickle.dumps(call))
         return self._collect(world_size, deadline_s)
 
     def close(self) -> None:
-        """Ends the workers."""
-        for process, connection, _ in self._workers:
-            connection.close()
-            process.kill()
-            process.join()
-        self._workers = []
+        """Ends the workers; those that are idle may write their coverage first."""
+        for worker in self._workers:
+            worker.connection.close()
+        end = time.monotonic() + GRACE_S
+        for worker in self._workers:
+            worker.process.join(max(0.0, end - time.monotonic()))
+        self._kill()
 
     def pids(self) -> list[int]:
         """Process ids of the workers."""
-        return [process.pid or 0 for process, _, _ in self._workers]
+        return [worker.pid for worker in self._workers]
 
-    def _port(self) -> int:
-        import torch.distributed as dist
-
-        if self._store is None:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return self._store.port
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+            worker.process.join()
+            worker.connection.close()
+        self._workers = []
 
     def _grow(self, size: int) -> None:
         while len(self._workers) < size:
@@ -111,61 +140,77 @@ class Pool:
             process = self._context.Process(target=_serve, args=(there, str(stacks)), daemon=True)
             process.start()
             there.close()
-            self._workers.append((process, here, stacks))
+            self._workers.append(Worker(process, here, stacks))
 
     def _collect(self, world_size: int, deadline_s: float) -> list[Any]:
-        pending = {self._workers[rank][1]: rank for rank in range(world_size)}
+        pending: dict[Any, int] = {self._workers[r].connection: r for r in range(world_size)}
         results: dict[int, Any] = {}
-        failure: BaseException | None = None
+        failures: list[BaseException] = []
         end = time.monotonic() + deadline_s
-        while pending and time.monotonic() < end:
-            for connection in wait(list(pending), timeout=max(0.0, end - time.monotonic())):
-                rank = pending.pop(connection)  # type: ignore[call-overload]
-                error = self._receive(rank, results)
-                if error is not None and failure is None:
-                    # The others cannot finish without it: they get a moment to fail by themselves.
-                    failure, end = error, min(end, time.monotonic() + GRACE_S)
-        if pending:
-            stacks = self._dump(list(pending.values()))
-            failure = failure or DeadlinePassed(f"not done after {deadline_s} s\n{stacks}")
+        while pending and (left := end - time.monotonic()) > 0:
+            for connection in wait(list(pending), timeout=left):
+                rank = pending.pop(connection)
+                value, failure = self._receive(rank)
+                results[rank] = value
+                if failure is not None:
+                    failures.append(failure)
+                    # The others cannot finish without it: they get a moment to fail as well.
+                    end = min(end, time.monotonic() + GRACE_S)
+        stacks = self._dump(list(pending.values())) if pending else ""
+        # What broke is the failure; that the connection to it broke too is only its consequence.
+        failure = min(failures, key=_consequence, default=None)
         if pending or isinstance(failure, WorkerLost):
-            self.close()
+            self._kill()
         if failure is not None:
+            if stacks:
+                failure.add_note(f"meanwhile the other ranks hung:\n{stacks}")
             raise failure
+        if pending:
+            raise DeadlinePassed(f"not done after {deadline_s} s\n{stacks}")
         return [results[rank] for rank in range(world_size)]
 
-    def _receive(self, rank: int, results: dict[int, Any]) -> BaseException | None:
+    def _receive(self, rank: int) -> tuple[Any, BaseException | None]:
+        worker = self._workers[rank]
         try:
-            results[rank], packed = self._workers[rank][1].recv()
+            value, packed = pickle.loads(worker.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
-            return self._lost(rank)
+            worker.process.join(GRACE_S)
+            return None, WorkerLost(f"rank {rank} ended with {_end(worker.process.exitcode)}")
         if packed is None:
-            return None
+            return value, None
         error, trace = packed
-        error.__cause__ = RemoteTraceback(trace)
-        return error
-
-    def _lost(self, rank: int) -> WorkerLost:
-        process = self._workers[rank][0]
-        process.join(GRACE_S)
-        code = process.exitcode
-        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-        return WorkerLost(f"rank {rank} ended with {how}")
+        error.__cause__ = RemoteTraceback(f"rank {rank}: {trace}")
+        return None, error
 
     def _dump(self, ranks: list[int]) -> str:
         for rank in ranks:
-            os.kill(self._workers[rank][0].pid or 0, signal.SIGUSR1)
-        end, parts = time.monotonic() + GRACE_S, []
-        for rank in ranks:
-            path = self._workers[rank][2]
-            # The stacks are complete when the file has stopped growing.
-            size = -1
-            while time.monotonic() < end and (not path.exists() or path.stat().st_size != size):
-                size = path.stat().st_size if path.exists() else -1
-                time.sleep(0.05)
-            text = path.read_text() if path.exists() else "(no stacks)"
-            parts.append(f"--- rank {rank} ---\n{text}")
-        return "\n".join(parts)
+            os.kill(self._workers[rank].pid, signal.SIGUSR1)
+        end = time.monotonic() + GRACE_S
+        return "\n".join(
+            f"--- rank {rank} ---\n{_read_when_quiet(self._workers[rank].stacks, end)}"
+            for rank in ranks
+        )
+
+
+def _end(code: int | None) -> str:
+    return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+
+
+def _consequence(error: BaseException) -> int:
+    """0 for a death, 1 for an error of the function's own, 2 for a connection that broke."""
+    if isinstance(error, WorkerLost):
+        return 0
+    broken = r"connection (closed|reset|refused)|broken pipe|gloo"
+    return 2 if isinstance(error, RuntimeError) and re.search(broken, str(error), re.I) else 1
+
+
+def _read_when_quiet(path: Path, end: float) -> str:
+    """The text of a file that has stopped growing."""
+    size = -1
+    while time.monotonic() < end and (path.stat().st_size != size or size == 0):
+        size = path.stat().st_size
+        time.sleep(0.05)
+    return path.read_text() or "(no stacks: the process is stopped)"
 
 
 def _serve(connection: Connection, stacks: str) -> None:
@@ -173,46 +218,64 @@ def _serve(connection: Connection, stacks: str) -> None:
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        torch.set_num_threads(1)
         while True:
             try:
-                task = connection.recv()
-            except (EOFError, ConnectionResetError, OSError):
+                call = connection.recv_bytes()
+            except (EOFError, OSError):
+                _leave()
                 return
-            except BaseException as error:
-                connection.send((None, _packed(error)))
-                continue
-            connection.send(_run_one(*task))
+            connection.send_bytes(_answer(call))
 
 
-def _run_one(
-    rank: int, port: int, call: int, size: int, function: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[Any, tuple[BaseException, str] | None]:
+def _answer(call: bytes) -> bytes:
+    """Runs a call; its result and nothing, or nothing and its error with the traceback."""
+    # The last world was kept until now: to leave it while slower ranks still work would fail them.
+    _leave()
+    try:
+        answer = pickle.dumps((_run(*pickle.loads(call)), None))
+    except BaseException as error:
+        # To leave at once makes the others' collectives fail instead of waiting.
+        _leave()
+        answer = pickle.dumps((None, _packed(error)))
+    return answer
+
+
+def _run(
+    rank: int, size: int, store: str, function: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     import torch
     import torch.distributed as dist
 
     from gulliver.comm import World, adopt_world
 
-    try:
-        timeout = timedelta(seconds=30)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-        group_store = dist.PrefixStore(f"call{call}", store)
-        torch.manual_seed(0)
-        if size > 1:
-            dist.init_process_group(
-                "gloo", store=group_store, rank=rank, world_size=size, timeout=timeout
-            )
-        world = World(rank, size, rank, torch.device("cpu"))
-        adopt_world(world)
-        return function(world, *args, **kwargs), None
-    except BaseException as error:
-        return None, _packed(error)
-    finally:
-        adopt_world(None)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    if size > 1:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=DEADLINE_S),
+        )
+        # gloo hangs, in this world or the next, when a rank leaves while another still connects.
+        dist.barrier()
+    world = World(rank, size, rank, torch.device("cpu"))
+    adopt_world(world)
+    return function(world, *args, **kwargs)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    from gulliver.comm import adopt_world
+
+    adopt_world(None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _packed(error: BaseException) -> tuple[BaseException, str]:

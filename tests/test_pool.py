@@ -5,13 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gulliver.comm import World, all_reduce
+from gulliver.comm import World, all_reduce, current_world
 from tests.pool import DeadlinePassed, Pool, RemoteTraceback, WorkerLost
+from tests.worlds import run_threads
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.fixture
+def own_pool() -> Iterator[Pool]:
+    """A pool that may be broken."""
+    workers = Pool()
+    yield workers
+    workers.close()
 
 
 def _sum_of_ranks(world: World, scale: float) -> float:
@@ -20,10 +32,31 @@ def _sum_of_ranks(world: World, scale: float) -> float:
     return float(total)
 
 
+def _seen(world: World) -> tuple[World, bool, float]:
+    return current_world(), dist.is_initialized(), float(torch.rand(()))
+
+
 def _fail_on(world: World, rank: int) -> None:
     if world.rank == rank:
         raise KeyError("a named failure")
     dist.barrier()
+
+
+def _fail_before_all_have_joined(world: World) -> None:
+    raise KeyError(f"rank {world.rank}")
+
+
+def _return_a_lambda(world: World) -> object:
+    return lambda: None
+
+
+class _Unpicklable(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__("two numbers were wrong")
+
+
+def _raise_unpicklable(world: World) -> None:
+    raise _Unpicklable(1, 2)
 
 
 def _hang_here(world: World) -> None:
@@ -38,16 +71,36 @@ def _die(world: World) -> None:
     dist.barrier()
 
 
+def _gradient(world: World) -> torch.Tensor:
+    weight = torch.ones(64, 64, requires_grad=True)
+    (weight @ weight).sum().backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
 def test_results_come_in_the_order_of_ranks_from_fresh_worlds(pool: Pool) -> None:
     for size in (1, 2, 4, 3):
         expected = [2.0 * sum(range(size))] * size
         assert pool.run(_sum_of_ranks, size, 2.0) == expected
 
 
+def test_every_call_has_its_world_and_its_seed(pool: Pool) -> None:
+    first = pool.run(_seen, 2)
+    assert first == pool.run(_seen, 2)
+    assert [(world.rank, world.size, grouped) for world, grouped, _ in first] == [
+        (0, 2, True),
+        (1, 2, True),
+    ]
+    ((world, grouped, _),) = pool.run(_seen, 1)
+    assert (world.size, grouped) == (1, False)
+
+
 def test_a_hundred_collective_tests_reuse_the_same_processes(pool: Pool) -> None:
     pool.run(_sum_of_ranks, 4, 1.0)
     before = pool.pids()
+    started = time.monotonic()
     assert all(pool.run(_sum_of_ranks, 2, float(n)) == [n, n] for n in range(100))
+    print(f"100 calls in {time.monotonic() - started:.1f} s")
     assert pool.pids() == before
 
 
@@ -56,20 +109,72 @@ def test_an_exception_arrives_with_its_remote_traceback(pool: Pool) -> None:
         pool.run(_fail_on, 2, 1)
     assert isinstance(caught.value.__cause__, RemoteTraceback)
     assert "_fail_on" in str(caught.value.__cause__)
+    assert "rank 1" in str(caught.value.__cause__)
     assert pool.run(_sum_of_ranks, 2, 1.0) == [1.0, 1.0]
 
 
-def test_a_hanging_call_fails_with_stacks_and_the_pool_lives_on() -> None:
-    workers = Pool()
-    with pytest.raises(DeadlinePassed, match="_hang_here"):
-        workers.run(_hang_here, 2, deadline_s=3)
-    assert workers.run(_sum_of_ranks, 2, 1.0) == [1.0, 1.0]
-    workers.close()
+def test_the_cause_is_raised_and_not_the_connections_that_broke(pool: Pool) -> None:
+    for n in range(20):
+        with pytest.raises(KeyError):
+            pool.run(_fail_on, 3, n % 3)
+        with pytest.raises(KeyError):
+            pool.run(_fail_before_all_have_joined, 3)
 
 
-def test_a_killed_worker_is_named_and_the_pool_lives_on() -> None:
-    workers = Pool()
-    with pytest.raises((WorkerLost, RuntimeError), match=r"rank 1 ended with SIGKILL|closed|reset"):
-        workers.run(_die, 2)
-    assert workers.run(_sum_of_ranks, 2, 1.0) == [1.0, 1.0]
-    workers.close()
+def test_what_cannot_be_pickled_is_reported_and_harms_nobody(pool: Pool) -> None:
+    before = pool.run(_seen, 2)
+    with pytest.raises(Exception, match="lambda"):
+        pool.run(_return_a_lambda, 2)
+    with pytest.raises(RuntimeError, match="_Unpicklable: two numbers were wrong"):
+        pool.run(_raise_unpicklable, 2)
+    assert pool.run(_seen, 2) == before
+
+
+def test_a_hanging_call_fails_with_stacks_and_the_pool_lives_on(own_pool: Pool) -> None:
+    with pytest.raises(DeadlinePassed, match="_hang_here") as caught:
+        own_pool.run(_hang_here, 2, deadline_s=3)
+    assert "--- rank 0 ---" in str(caught.value)
+    assert own_pool.run(_sum_of_ranks, 2, 1.0) == [1.0, 1.0]
+
+
+def test_a_killed_worker_is_named_and_the_pool_lives_on(own_pool: Pool) -> None:
+    with pytest.raises(WorkerLost, match=r"rank 1 ended with SIGKILL"):
+        own_pool.run(_die, 2)
+    assert own_pool.run(_sum_of_ranks, 2, 1.0) == [1.0, 1.0]
+
+
+def test_workers_started_after_torch_ran_threads_here_can_run_autograd(own_pool: Pool) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    weight = torch.ones(256, 256, requires_grad=True)
+    (weight @ weight).sum().backward()
+    torch.set_num_threads(threads)
+    for gradient in own_pool.run(_gradient, 2, deadline_s=20):
+        assert torch.equal(gradient, torch.full((64, 64), 128.0))
+
+
+def test_a_rank_that_is_a_thread_fails_for_all_of_them() -> None:
+    with pytest.raises(KeyError, match="a named failure"):
+        run_threads(_fail_on, 3, 1)
+    assert run_threads(_sum_of_ranks, 3, 1.0) == [3.0, 3.0, 3.0]
+
+
+def test_a_test_that_hangs_in_this_process_fails_at_its_deadline(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makeconftest("from tests.conftest import *")
+    pytester.makepyfile(
+        """
+        import pytest, time
+
+        @pytest.mark.deadline(0.2)
+        def test_hangs():
+            time.sleep(1000)
+
+        def test_after_it():
+            pass
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*not done after 0.2 s*", "*in test_hangs"])
