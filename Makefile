@@ -38,12 +38,14 @@ contracts: $(STAMP)
 	$(BIN)/lint-imports
 
 bench: $(STAMP)
-	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done
+	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --keep; done
+	$(BIN)/python -m benchmarks._index docs/benchmarks.md
 
 parity: $(STAMP)
 	$(BIN)/python -m tests.parity docs/parity.md
 
 docs: $(DOCS_STAMP)
+	$(BIN)/python -m benchmarks._index docs/benchmarks.md
 	$(BIN)/mkdocs build --strict
 
 clean:
