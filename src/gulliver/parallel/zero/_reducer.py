@@ -159,16 +159,22 @@ class GradientReducer:
         while self._flying:
             self._land(self._flying.popleft())
         for sharded in self.chunks:
-            if sharded.phase is Phase.COLLECTING:
-                sharded.move(Phase.EMPTY)
-                sharded.chunk.detach_gradient(keep_buffer=self.stage == 1)
             if set_to_none:
-                sharded.chunk.clear_gradient()
-                sharded.gradient_shard = None
-            elif sharded.gradient_shard is not None:
-                sharded.gradient_shard.zero_()
+                self._empty(sharded)
+                continue
+            # A buffer that is being filled goes on being filled, from zero.
+            for gradient in (sharded.chunk.gradient, sharded.gradient_shard):
+                if gradient is not None:
+                    gradient.zero_()
         if set_to_none:
             self._used.clear()
+
+    def _empty(self, sharded: ShardedChunk) -> None:
+        if sharded.phase is Phase.COLLECTING:
+            sharded.move(Phase.EMPTY)
+            sharded.chunk.detach_gradient(keep_buffer=self.stage == 1)
+        sharded.chunk.clear_gradient()
+        sharded.gradient_shard = None
 
     def _before_gradient(self, name: str) -> None:
         """Called before autograd adds to a parameter: its gradient must be a view of the buffer."""
@@ -186,7 +192,7 @@ class GradientReducer:
         if home.phase is Phase.EMPTY:
             self._begin(home)
         elif home.chunk.parameters[name].grad is None:
-            home.chunk.attach_again(name)
+            self._forget_cleared(home)
 
     def _gradient_ready(self, name: str) -> None:
         """Notes a gradient, and reduces the chunks that are complete and in turn."""
