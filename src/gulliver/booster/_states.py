@@ -39,6 +39,8 @@ def on_main(write: Callable[[], None]) -> None:
     if world.is_main:
         try:
             write()
+        except OSError as error:
+            failure = GulliverError(f"{error.filename} cannot be written: {error.strerror}")
         except Exception as error:
             failure = error
     failed = any_rank(failure is not None, world.device)

@@ -1,0 +1,398 @@
+"""The one call: its contract, its mistakes, models and schedulers on disk, data loaders."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from gulliver.booster import Booster, LowLevelZeroPlugin, TorchDDPPlugin
+from gulliver.comm import World, adopt_world
+from gulliver.errors import GulliverError
+from tests.pool import Pool
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    adopt_world(World(0, 1, 0, torch.device("cpu")))
+    yield
+    adopt_world(None)
+
+
+class Tied(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.last = nn.Linear(width, 9, bias=False)
+        self.last.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(self.norm(self.embed(ids)))
+
+
+def boost(plugin: Any = None, model: nn.Module | None = None, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    model = model or nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    booster = Booster(plugin or LowLevelZeroPlugin(verbose=False), **kwargs)
+    return booster, *booster.boost(model, optimizer)[:2]
+
+
+def test_boost_returns_five_in_the_order_of_its_arguments() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    criterion, loader = nn.MSELoss(), [1, 2]
+    booster = Booster(LowLevelZeroPlugin(verbose=False))
+    found = booster.boost(model, optimizer, criterion, loader, scheduler)
+    assert found[0] is model
+    assert isinstance(found[1], torch.optim.Optimizer)
+    assert found[1].param_groups is optimizer.param_groups
+    assert found[2:] == (criterion, loader, scheduler)
+
+
+def test_no_plugin_in_one_process_is_the_plain_loop() -> None:
+    torch.manual_seed(0)
+    model, twin = nn.Linear(3, 2), nn.Linear(3, 2)
+    twin.load_state_dict(model.state_dict())
+    booster = Booster(TorchDDPPlugin(verbose=False))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert isinstance(Booster().plugin, TorchDDPPlugin)
+    with booster.no_sync(model):
+        booster.backward(model(torch.ones(1, 3)).sum(), optimizer)
+    optimizer.step()
+    other = torch.optim.SGD(twin.parameters(), lr=0.1)
+    twin(torch.ones(1, 3)).sum().backward()
+    other.step()
+    assert torch.equal(model.weight, twin.weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LowLevelZeroPlugin(stagee=1), "did you mean 'stage'"),
+        (lambda: TorchDDPPlugin(bucket_mb=1), "did you mean 'bucket_cap_mb'"),
+        (lambda: LowLevelZeroPlugin(stage=3), "1 shards the optimizer"),
+        (lambda: LowLevelZeroPlugin(stage=0), "TorchDDPPlugin"),
+        (lambda: LowLevelZeroPlugin(chunk_mb=0), "chunk_mb must be positive"),
+        (lambda: LowLevelZeroPlugin(max_norm=-1), "max_norm not negative"),
+        (lambda: LowLevelZeroPlugin(max_norm=float("nan")), "max_norm not negative"),
+        (lambda: Booster(mixed_precision="fp16"), "did you mean 'bf16'"),
+        (lambda: Booster(mixed_precision="fp8"), "'bf16'"),
+        (lambda: Booster(mixed_precision=torch.bfloat16), "'bf16'"),
+        (lambda: Booster(plugin="zero"), r"LowLevelZeroPlugin\(\.\.\.\)"),
+        (lambda: Booster().plan, "call boost first"),
+        (lambda: Booster().no_sync(nn.Linear(1, 1)), "has boosted"),
+        (lambda: Booster().backward(torch.ones(()), torch.optim.SGD([torch.ones(1)])), "boosted"),
+        (lambda: boost()[0].boost(*boost()[1:]), "boosted already"),
+        (lambda: boost(model=nn.Linear(3, 2, device="meta")), "is on meta"),
+        (lambda: boost()[2].step(lambda: 0.0), "closures"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_is_right(make: Any, message: str) -> None:
+    with pytest.raises(GulliverError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("plugin", [LowLevelZeroPlugin(), TorchDDPPlugin()])
+def test_the_plan_is_printed_when_the_model_is_boosted(plugin: Any, capfd: Any) -> None:
+    booster, *_ = boost(plugin)
+    printed = capfd.readouterr()
+    assert booster.plan.summary() in printed.err
+    assert type(plugin).__name__ in printed.err
+    assert "8 parameters" in printed.err
+    assert printed.out == ""
+
+
+def _print_plan(world: World) -> str:
+    import contextlib
+    import io
+
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        booster, *_ = boost(LowLevelZeroPlugin())
+    return f"{text.getvalue().count('plan:')} {booster.plan.to_yaml()}"
+
+
+def test_only_the_main_rank_prints_and_all_have_the_same_plan(pool: Pool) -> None:
+    first, second = pool.run(_print_plan, 2)
+    assert (first[0], second[0]) == ("1", "0")
+    assert first[1:] == second[1:]
+
+
+def test_max_norm_of_the_plugin_clips_every_step() -> None:
+    torch.manual_seed(0)
+    twin = nn.Linear(3, 2)
+    booster, model, optimizer = boost(LowLevelZeroPlugin(max_norm=0.1, verbose=False))
+    other = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.full((2, 3), step + 1.0)
+        booster.backward(model(x).square().sum(), optimizer)
+        twin(x).square().sum().backward()
+        expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        for stepper in (optimizer, other):
+            stepper.step()
+            stepper.zero_grad()
+        torch.testing.assert_close(optimizer.grad_norm, expected.double(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(model.weight, twin.weight, rtol=1e-6, atol=1e-7)
+
+
+# Mixed precision
+
+
+def test_bf16_runs_calls_under_autocast_and_keeps_parameters_in_float32() -> None:
+    torch.manual_seed(0)
+    twin = nn.Linear(3, 2)
+    booster, model, optimizer = boost(mixed_precision="bf16")
+    x = torch.randn(4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = twin(x)
+    found = model(x)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+    booster.backward(found.float().sum(), optimizer)
+    expected.float().sum().backward()
+    assert torch.equal(optimizer.full_gradients()["weight"], twin.weight.grad)
+    assert model.weight.dtype == torch.float32
+    assert booster.plan.mixed_precision == "bf16"
+
+
+def test_a_copy_of_a_bf16_model_computes_with_its_own_weights() -> None:
+    _, model, _ = boost(mixed_precision="bf16")
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.zero_()
+    assert float(average(torch.ones(1, 3)).abs().sum()) == 0
+    assert average(torch.ones(1, 3)).dtype == torch.bfloat16
+
+
+def test_autocast_is_left_when_the_forward_fails() -> None:
+    _, model, _ = boost(mixed_precision="bf16")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.ones(1, 5))
+        assert not torch.is_autocast_enabled("cpu")
+    assert model(torch.ones(1, 3)).dtype == torch.bfloat16
+
+
+# Models on disk
+
+
+def _save_tied(world: World, path: Path, plugin: Any) -> dict[str, Tensor]:
+    booster, model, optimizer = boost(plugin, Tied())
+    booster.backward(model(torch.arange(6) + world.rank).sum(), optimizer)
+    optimizer.step()
+    booster.save_model(model, path)
+    plain = model.module if hasattr(model, "module") else model
+    return {name: value.clone() for name, value in plain.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "plugin", [LowLevelZeroPlugin(stage=2, verbose=False), TorchDDPPlugin(verbose=False)]
+)
+def test_a_model_is_saved_under_its_own_names_and_loads_anywhere(
+    pool: Pool, tmp_path: Path, plugin: Any
+) -> None:
+    path = tmp_path / "model.safetensors"
+    state = pool.run(_save_tied, 2, path, plugin)[0]
+    assert list(tmp_path.iterdir()) == [path]
+    found = load_file(path)
+    assert found.keys() == Tied().state_dict().keys()
+    assert all(torch.equal(found[name], state[name]) for name in found)
+    booster, model, _ = boost(model=Tied())
+    assert booster.load_model(model, path) == []
+    assert all(torch.equal(v, state[n]) for n, v in model.state_dict().items())
+    assert model.last.weight is model.embed.weight
+
+
+def test_a_loaded_model_is_what_the_optimizer_steps(tmp_path: Path) -> None:
+    booster, model, optimizer = boost()
+    booster.save_model(model, tmp_path / "m")
+    expected = model.weight.detach().clone() - 0.1
+    booster.backward(model(torch.ones(1, 3)).sum() * 5, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    booster.load_model(model, tmp_path / "m")
+    booster.backward(model(torch.ones(1, 3)).sum(), optimizer)
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-6, atol=1e-7)
+
+
+def _wrong_shape(path: Path) -> None:
+    booster, model, _ = boost(model=Tied(5))
+    booster.save_model(model, path)
+
+
+def _other_names(path: Path) -> None:
+    booster, model, _ = boost(model=nn.Sequential(*(nn.Linear(1, 1) for _ in range(4))))
+    booster.save_model(model, path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda p: p.unlink(), "does not exist"),
+        (lambda p: p.write_bytes(p.read_bytes()[:-10]), "truncated"),
+        (lambda p: torch.save({"embed.weight": torch.ones(2)}, p), "no safetensors"),
+        (_wrong_shape, r"of other shapes.*\(9, 5\) in the file, \(9, 4\) here"),
+        (_other_names, r"7 missing \(embed.weight, .*, \.\.\.\); 8 left over \(0.bias, .*\.\.\.\)"),
+    ],
+)
+def test_a_file_of_something_else_is_one_clear_line_and_changes_nothing(
+    spoil: Any, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    booster, model, _ = boost(model=Tied())
+    booster.save_model(model, path)
+    spoil(path)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(GulliverError, match=message) as caught:
+        booster.load_model(model, path)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
+
+
+def test_not_strict_takes_what_fits_and_returns_the_rest(tmp_path: Path) -> None:
+    booster, model, _ = boost(model=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    booster.save_model(model, tmp_path / "m")
+    smaller = nn.Sequential(nn.Linear(2, 2))
+    assert booster.load_model(smaller, tmp_path / "m", strict=False) == ["1.bias", "1.weight"]
+    assert torch.equal(smaller[0].weight, model[0].weight)
+    with pytest.raises(GulliverError, match="5 missing"):
+        booster.load_model(nn.BatchNorm1d(2), tmp_path / "m", strict=False)
+
+
+def _rank_0_cannot_write(world: World, path: Path) -> None:
+    booster, model, _ = boost()
+    with pytest.raises(GulliverError):
+        booster.save_model(model, path / "file" / "model")
+
+
+def test_every_rank_learns_that_rank_0_could_not_write(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    pool.run(_rank_0_cannot_write, 2, tmp_path)
+
+
+# Schedulers on disk
+
+LR = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "lambda": lambda o: LR.LambdaLR(o, lambda k: 1 / (k + 1)),
+    "multi step": lambda o: LR.MultiStepLR(o, [2, 2, 6], 0.5),
+    "one cycle": lambda o: LR.OneCycleLR(o, 0.3, total_steps=20, cycle_momentum=False),
+    "cosine": lambda o: LR.CosineAnnealingLR(o, 9),
+    "sequence": lambda o: LR.SequentialLR(
+        o, [LR.LinearLR(o, 0.1, total_iters=3), LR.LambdaLR(o, lambda k: 0.9**k)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
+    rates: list[list[float]] = []
+    for resumed in (False, True):
+        booster, _, optimizer = boost()
+        scheduler = SCHEDULERS[kind](optimizer)
+        rates.append([])
+        if resumed:
+            booster.load_optimizer(optimizer, tmp_path / "o")
+            booster.load_lr_scheduler(scheduler, tmp_path / "s.json")
+        for step in range(4 if resumed else 0, 8):
+            if step == 4 and not resumed:
+                booster.save_lr_scheduler(scheduler, tmp_path / "s.json")
+                booster.save_optimizer(optimizer, tmp_path / "o")
+                rates[0].clear()
+            optimizer.step()
+            scheduler.step()
+            rates[-1].append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == rates[1]
+    assert len(set(rates[0])) > 1
+
+
+def test_a_plateau_scheduler_goes_on_where_it_was(tmp_path: Path) -> None:
+    booster, _, optimizer = boost()
+    scheduler = LR.ReduceLROnPlateau(optimizer, patience=1)
+    scheduler.step(1.0)
+    booster.save_lr_scheduler(scheduler, tmp_path / "s")
+    again = LR.ReduceLROnPlateau(optimizer, patience=1)
+    booster.load_lr_scheduler(again, tmp_path / "s")
+    assert (again.best, again.last_epoch) == (1.0, 1)
+
+
+def test_another_scheduler_is_refused(tmp_path: Path) -> None:
+    booster, _, optimizer = boost()
+    booster.save_lr_scheduler(SCHEDULERS["cosine"](optimizer), tmp_path / "s")
+    with pytest.raises(GulliverError, match="is of CosineAnnealingLR, the scheduler is LambdaLR"):
+        booster.load_lr_scheduler(SCHEDULERS["lambda"](optimizer), tmp_path / "s")
+    with pytest.raises(GulliverError, match="does not exist"):
+        booster.load_lr_scheduler(SCHEDULERS["lambda"](optimizer), tmp_path / "t")
+
+
+# Data loaders
+
+
+def _loaded(world: World, epoch: int) -> tuple[list[int], int]:
+    data = TensorDataset(torch.arange(23))
+    loader = LowLevelZeroPlugin().prepare_dataloader(data, batch_size=4, shuffle=True, seed=5)
+    loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+    assert loader.generator is not None
+    return [int(i) for (part,) in loader for i in part], loader.generator.initial_seed()
+
+
+def test_ranks_share_a_data_set_and_their_workers_differ(pool: Pool) -> None:
+    epochs = []
+    for epoch in (0, 1):
+        parts, seeds = zip(*pool.run(_loaded, 2, epoch), strict=True)
+        assert len(parts[0]) == len(parts[1]) == 12
+        assert set(parts[0]) | set(parts[1]) == set(range(23))
+        assert seeds[0] != seeds[1]
+        epochs.append(parts)
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_worker": 2}, "did you mean 'num_workers'"),
+        ({"sampler": None}, "has no argument 'sampler'"),
+    ],
+)
+def test_unknown_loader_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(GulliverError, match=message):
+        TorchDDPPlugin().prepare_dataloader(TensorDataset(torch.ones(4)), 2, **arguments)
+
+
+def test_an_empty_data_set_is_refused() -> None:
+    with pytest.raises(GulliverError, match="0 samples"):
+        TorchDDPPlugin().prepare_dataloader(TensorDataset(torch.ones(0)), 2)
+
+
+# DDP
+
+
+def _ddp_attributes(world: World) -> tuple[float, float, int]:
+    model = Tied()
+    model.note = 7
+    booster, wrapped, optimizer = boost(TorchDDPPlugin(verbose=False), model)
+    with booster.no_sync(wrapped):
+        booster.backward(wrapped(torch.arange(4)).sum() * (world.rank + 1), optimizer)
+    alone = float(model.norm.bias.grad.sum())
+    booster.backward(wrapped(torch.arange(4)).sum() * 0, optimizer)
+    return alone, float(model.norm.bias.grad.sum()), wrapped.note
+
+
+def test_ddp_lets_attributes_through_and_no_sync_holds_gradients_back(pool: Pool) -> None:
+    (one, mean, note), (two, same, _) = pool.run(_ddp_attributes, 2)
+    assert one != two
+    assert mean == same == pytest.approx((one + two) / 2, rel=1e-5)
+    assert note == 7
