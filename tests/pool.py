@@ -52,7 +52,8 @@ def start_server() -> None:
     """Starts the clean server; call it before this process runs any torch operation."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "gulliver.comm"])
+    # What most test modules import: a worker then finds it there.
+    context.set_forkserver_preload(["torch", "gulliver.checkpoint", "pytest", "hypothesis"])
     forkserver.ensure_running()
 
 

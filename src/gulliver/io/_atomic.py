@@ -1,7 +1,12 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all.
+
+All is written under a temporary name beside the final one, forced to the disk, and renamed. Nothing
+here knows what the bytes mean.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
@@ -12,6 +17,7 @@ from pathlib import Path
 from gulliver.errors import GulliverError
 
 PARTIAL = ".partial"
+"""Ending of temporary names: whatever carries it may be deleted when nobody is writing."""
 
 
 def sync(path: Path) -> None:
@@ -24,14 +30,19 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path, needed: int = 0) -> Iterator[Path]:
     """A temporary path in the folder of `path`, renamed to it when the block ends well.
 
+    Args:
+        path: the file to make or to replace; missing folders are made.
+        needed: bytes that will be written, where that is known.
+
     Raises:
-        GulliverError: the disk is full, or the place cannot be written.
+        GulliverError: the disk is full, or the place cannot be written. `path` is as it was.
     """
+    require_space(path.parent, needed)
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
-    with named_errors(path):
+    with named_errors(path, needed=needed):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield partial
@@ -44,18 +55,34 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a text file, whole or not at all."""
-    with atomic_file(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+    content = text.encode("utf-8")
+    with atomic_file(path, len(content)) as partial:
+        partial.write_bytes(content)
 
 
 def finish_folder(partial: Path, path: Path) -> None:
-    """Forces everything in a folder to the disk and gives it its final name."""
+    """Forces everything in a folder to the disk and gives it its final name.
+
+    A folder that has this name is replaced: at every moment there is one of the two.
+    """
     with named_errors(path):
         for found in sorted(partial.rglob("*")):
             sync(found)
         sync(partial)
-        os.replace(partial, path)
+        if path.is_dir():
+            _swap(partial, path)
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            os.replace(partial, path)
         sync(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder: it is there as a whole, or under a temporary name, or not at all."""
+    with named_errors(path, "removed"):
+        doomed = path.with_name(path.name + PARTIAL)
+        os.replace(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def require_space(folder: Path, needed: int) -> None:
@@ -68,26 +95,62 @@ def require_space(folder: Path, needed: int) -> None:
     Raises:
         GulliverError: naming the bytes needed and free.
     """
-    existing = folder
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
+    free = _free(folder)
     if free < needed:
         raise GulliverError(
-            f"no space for {needed / 2**20:.1f} MiB in {folder}: {free / 2**20:.1f} MiB are free"
+            f"no space for {_mib(needed)} in {folder}: {_mib(free)} are free, nothing was changed"
         )
 
 
 @contextmanager
-def named_errors(path: Path) -> Iterator[None]:
-    """Turns the system's refusals into one line that names the path."""
+def named_errors(path: Path, action: str = "written", needed: int = 0) -> Iterator[None]:
+    """Turns the system's refusals into one line that names the path.
+
+    Args:
+        path: what is worked on.
+        action: what was to be done with it, for the message.
+        needed: bytes to be written, where that is known.
+
+    Raises:
+        GulliverError: in place of any error of the operating system.
+    """
     try:
         yield
     except OSError as error:
+        if error.errno is None:
+            raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            wanted = f"{_mib(needed)} needed, " if needed else ""
             raise GulliverError(
-                f"no space left for {path}: free some, nothing was changed"
+                f"no space left for {path}: {wanted}{_mib(_free(path))} are free, "
+                "nothing was changed"
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise GulliverError(f"{path} cannot be written: {error.strerror}") from error
-        raise
+        raise GulliverError(
+            f"{error.filename or path} cannot be {action}: {error.strerror}"
+        ) from error
+
+
+def _free(path: Path) -> int:
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
+def _swap(one: Path, other: Path) -> None:
+    """Exchanges the names of two folders, in one move where the system has it (Linux)."""
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is not None and not rename(
+        here, os.fsencode(one), here, os.fsencode(other), exchange
+    ):
+        return
+    # Two moves: a process killed between them leaves both under temporary names.
+    aside = other.with_name(f"{other.name}.old{PARTIAL}")
+    os.replace(other, aside)
+    os.replace(one, other)
+    os.replace(aside, one)
