@@ -25,7 +25,7 @@ from gulliver.models import VideoAutoencoder
 from gulliver.video._config import AutoencoderConfig
 from gulliver.video._seeds import derive
 
-LATENT_NOISE = 0.05
+LATENT_NOISE = 0.15
 LATENT_PULL = 1e-4
 LARGEST_NORM = 0.05
 """Without clipping the high learning rate runs away now and then, and costs several dB."""

@@ -27,7 +27,7 @@ class DataConfig:
 
     table: Path | None = None
     """CSV or Parquet table of clips (columns path, text); without one, the moving digits."""
-    shapes: tuple[str, ...] = ("13x32x32:6", "9x24x40:1", "17x40x24:1", "1x32x32:1")
+    shapes: tuple[str, ...] = ("13x32x32:5", "9x24x40:1.5", "17x40x24:1", "1x32x32:1.5")
     """Clip shapes as frames x height x width, with a weight after the colon (digits only)."""
     batch_size: int = 32
     """Samples of one optimizer step, all ranks together."""
@@ -45,7 +45,7 @@ class AutoencoderConfig:
 
     path: Path | None = None
     """A trained autoencoder (.safetensors); without one, it is trained before the model."""
-    steps: int = 1000
+    steps: int = 700
     """Steps of its training."""
     batch_size: int = 16
     """Clips of one of its steps."""

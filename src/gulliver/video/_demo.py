@@ -50,7 +50,7 @@ class DemoConfig:
     """Processes; 0: one per GPU, two on a machine without."""
     steps: int = 2400
     """Training steps of the model."""
-    autoencoder_steps: int = 1000
+    autoencoder_steps: int = 700
     """Training steps of the autoencoder before it."""
     samples: int = 200
     """Prompts that are judged."""
