@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +92,7 @@ def build(cell: Cell, dtype: torch.dtype) -> tuple[Net, torch.optim.Optimizer]:
     ]
     if cell.optimizer == "SGD":
         return model, torch.optim.SGD(groups, momentum=0.9)
-    return model, torch.optim.AdamW(groups, eps=1e-6)
+    return model, torch.optim.AdamW(groups)
 
 
 def batch(step: int, cell: Cell) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,38 +170,55 @@ def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> floa
     return max(errors)
 
 
+MODES = {0: "DDP", 1: "ZeRO 1", 2: "ZeRO 2"}
+HEADER = f"""# Parity
+
+Written by `make parity` from the cells that the tests assert. The largest difference from one
+plain torch loop in one process on the same global batches, relative to the largest element of each
+tensor: gradients before the first step, and parameters after {STEPS} steps, on the worst rank.
+torch's DDP stands beside it, through the same loop.
+
+Bars: gradients 1e-12 in float64 and 1e-6 in float32, parameters 1e-10 and 1e-5. AdamW runs with
+torch's own eps of 1e-8, learning rates 3e-3 and 1e-3. A caution that holds for every way to split
+a batch: where a gradient is zero but for rounding (a bias in front of a softmax that ignores it),
+Adam divides rounding by rounding and moves by the learning rate in a random direction. The model
+here has no such parameter; where a model has one, its float32 difference grows with the steps.
+
+| cell | mode | ranks | dtype | gradients | parameters | |
+|---|---|---|---|---|---|---|
+"""
+
+
+def row(pool: Any, cell: Cell, stage: int, size: int, dtype: torch.dtype, expected: Any) -> str:
+    """A line of the table."""
+    results = pool.run(boosted, size, cell, dtype, stage)
+    parameters, gradients = (
+        max(largest_error(result[k], expected[k]) for result in results) for k in (0, 1)
+    )
+    holds = parameters <= PARAMETER_BARS[dtype] and gradients <= GRADIENT_BARS[dtype]
+    name = str(dtype).removeprefix("torch.")
+    errors = f"{gradients:.1e} | {parameters:.1e}"
+    verdict = "" if holds else "**over**"
+    return f"| {cell.name} | {MODES[stage]} | {size} | {name} | {errors} | {verdict} |"
+
+
 def main(path: Path) -> None:
     """Runs every cell and writes the table."""
     from tests.pool import Pool, start_server
 
     start_server()
     pool = Pool()
-    lines = [
-        "# Parity",
-        "",
-        "Written by `make parity` from the cells that the tests assert. The largest difference",
-        "from one plain process on the same global batches, relative to the largest element of",
-        f"each tensor: gradients before the first step, parameters after {STEPS} steps.",
-        "",
-        "| mode | ranks | stage | dtype | gradients | parameters |",
-        "|---|---|---|---|---|---|",
+    rows = [
+        row(pool, cell, stage, size, dtype, expected)
+        for cell in CELLS
+        for dtype in PARAMETER_BARS
+        for expected in [reference(cell, dtype)]
+        for size in WORLDS
+        for stage in MODES
     ]
-    for cell in CELLS:
-        for dtype in PARAMETER_BARS:
-            parameters, gradients = reference(cell, dtype)
-            for size in WORLDS:
-                for stage in (1, 2):
-                    results = pool.run(boosted, size, cell, dtype, stage)
-                    worst = [
-                        max(largest_error(result[k], expected) for result in results)
-                        for k, expected in ((0, parameters), (1, gradients))
-                    ]
-                    name = str(dtype).removeprefix("torch.")
-                    errors = f"{worst[1]:.1e} | {worst[0]:.1e}"
-                    lines.append(f"| {cell.name} | {size} | {stage} | {name} | {errors} |")
     pool.close()
-    path.write_text("\n".join(lines) + "\n")
-    print(f"{path}: {len(lines) - 8} cells")
+    path.write_text(HEADER + "\n".join(rows) + "\n")
+    print(f"{path}: {len(rows)} cells, {sum('over' in line for line in rows)} over their bar")
 
 
 if __name__ == "__main__":
