@@ -9,7 +9,7 @@ from benchmarks._harness import RESULTS
 
 HEAD = """# Benchmarks
 
-Written by `make bench` from `benchmarks/results`. `python -m benchmarks.NAME` runs one and prints its table.
+Written by `make bench` from `benchmarks/results`. `python -m benchmarks.NAME` runs one.
 """
 
 

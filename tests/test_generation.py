@@ -145,9 +145,7 @@ def test_foreign_and_missing_checkpoints_are_named(run: Path, tmp_path: Path) ->
     config = read_json(copy / "config.json")
     config["model"]["size"] = "mini"
     (copy / "config.json").write_text(__import__("json").dumps(config))
-    with pytest.raises(
-        GulliverError, match=r"another configuration: model\.size was 'tiny'"
-    ):
+    with pytest.raises(GulliverError, match=r"another configuration: model\.size was 'tiny'"):
         VideoModel.load(copy)
 
 

@@ -207,7 +207,7 @@ def _trainer(config: TrainConfig, autoencoder: Path) -> Trainer:
 
     config.out.mkdir(parents=True, exist_ok=True)
     world = World(0, 1, 0, torch.device("cpu"))
-    dataset = make_dataset(config.data)
+    dataset = make_dataset(config.data, config.model.text_length)
     return Trainer(config, Run(config.out), dataset, load_autoencoder(autoencoder), world)
 
 
@@ -336,3 +336,30 @@ def test_training_on_a_table_counts_what_it_cannot_use(tmp_path: Path, autoencod
     assert "3 clips used, 1 skipped" in errors
     assert "bad.mp4: cannot be decoded" in errors
     assert len(Run(config.out).read_log()) == 3
+    long = [{"path": "a.mp4", "text": "one two three four five six seven eight nine"}]
+    wordy = replace(
+        config, out=tmp_path / "wordy", data=replace(data, table=write_table(tmp_path, long))
+    )
+    with pytest.raises(GulliverError, match=r"add --model\.text-length 9"):
+        train(wordy)
+
+
+def test_clips_that_break_during_training_are_left_out_and_listed(
+    pool: Pool, tmp_path: Path, autoencoder: Path, capfd: pytest.CaptureFixture
+) -> None:
+    from tests.test_data import write_table, write_video
+
+    names = ["a.mp4", "b.mp4", "c.mp4"]
+    for name in names:
+        write_video(tmp_path / name, 5, 32, 32)
+    claimed = {"text": "a ramp", "num_frames": "5", "height": "32", "width": "32", "fps": "8"}
+    whole = write_table(tmp_path, [{"path": name, **claimed} for name in names])
+    data = DataConfig(table=whole, shapes=("5x32x32",), batch_size=3)
+    config = small(tmp_path / "whole", autoencoder, data=data, steps=1)
+    (tmp_path / "b.mp4").write_bytes(b"broken since the table was made")
+    one = pool.run(_train_in_world, 1, config)[0]
+    two = pool.run(_train_in_world, 2, replace(config, out=tmp_path / "two"))[0]
+    # The mean is over the two clips that could be read, on any number of ranks.
+    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=2e-5)
+    assert one[0]["loss"] > 0.5
+    assert "b.mp4: cannot be decoded" in capfd.readouterr().err

@@ -111,43 +111,34 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     model = VideoModel.load(config.run)
     sampling = SamplingConfig(config.steps, config.guidance)
     paths = _numbered(config.out, len(prompts))
-    if config.extend is not None:
-        clips = _extended(config, model, prompts, sampling)
-    else:
-        given = None if config.image is None else read_frames(config.image)[:, :1]
-        requests = [
-            Request(prompt, bucket, config.seed + number, given)
-            for number, prompt in enumerate(prompts)
-        ]
-        for request in requests:
-            model.check(request)
-            for remark in model.remarks(request):
-                console().print(f"note: {remark}")
+    given = None if config.image is None else read_frames(config.image)[:, :1]
+    requests = [
+        Request(prompt, bucket, config.seed + number, given)
+        for number, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        model.check(request)
+        for remark in model.remarks(request):
+            console().print(f"note: {remark}")
+    if config.extend is None:
         clips = model.generate(requests, sampling, show=True)
+    else:
+        clips = _extended(config, model, requests, sampling)
     for path, clip, prompt in zip(paths, clips, prompts, strict=True):
         print(f"{write_clip(path, clip, config.fps, config.scale)}  {prompt}")
     return 0
 
 
 def _extended(
-    config: GenerateConfig, model: VideoModel, prompts: list[str], sampling: SamplingConfig
+    config: GenerateConfig, model: VideoModel, requests: list[Request], sampling: SamplingConfig
 ) -> list[Any]:
     if config.image is not None:
         raise GulliverError("--image and --extend exclude each other: a clip begins or goes on")
     assert config.extend is not None
     clip = read_frames(config.extend)
-    height, width = _sides(config.aspect_ratio, config.resolution)
     return [
-        extend(
-            model,
-            clip,
-            prompt,
-            Bucket(config.frames, height, width),
-            config.condition_frames,
-            config.seed + number,
-            sampling,
-        )
-        for number, prompt in enumerate(prompts)
+        extend(model, clip, r.prompt, r.bucket, config.condition_frames, r.seed, sampling)
+        for r in requests
     ]
 
 

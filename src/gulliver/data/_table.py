@@ -59,6 +59,11 @@ class ClipTable:
         frame_interval: take every n-th frame.
         progress: called with (rows looked at, rows) while files are opened.
 
+    Attributes:
+        rows: what is used.
+        skipped: name and reason of each row that is not.
+        broken: the same of files that could not be read when their turn came.
+
     Raises:
         GulliverError: the table is missing, unreadable, or lacks a column; no row can be used.
     """
@@ -73,6 +78,7 @@ class ClipTable:
         self.table, self.frame_interval = Path(table), frame_interval
         self.rows: list[Row] = []
         self.skipped: list[tuple[str, str]] = []
+        self.broken: list[tuple[str, str]] = []
         records = read_records(self.table)
         for number, record in enumerate(records):
             self._add(record, tuple(buckets))
@@ -85,7 +91,7 @@ class ClipTable:
     def _add(self, record: dict[str, object], buckets: tuple[Bucket, ...]) -> None:
         name = str(record.get("path") or "").strip()
         text = str(record.get("text") or "").strip()
-        if not name or not text:
+        if not name or not any(letter.isalnum() for letter in text):
             self.skipped.append((name or "(no path)", "no caption" if name else "no path"))
             return
         path = self.table.parent / name
@@ -109,7 +115,7 @@ class ClipTable:
         try:
             frames = decode(row.path, row.bucket.frames, self.frame_interval)
         except GulliverError as error:
-            self.skipped.append((str(row.path.name), str(error)))
+            self.broken.append((row.path.name, str(error)))
             return BrokenClip(index, str(error))
         fps = STILL_FPS if row.bucket.frames == 1 else row.probe.fps / self.frame_interval
         return Clip(resize_and_crop(frames, row.bucket), row.text, fps, index)

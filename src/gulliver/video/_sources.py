@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gulliver.comm import World, barrier
-from gulliver.data import DIGITS, DIRECTIONS, BucketSampler, ClipTable, MovingDigits
+from gulliver.data import DIGITS, DIRECTIONS, BucketSampler, ClipTable, MovingDigits, words_of
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
 from gulliver.video._autoencoder_training import (
@@ -30,8 +30,12 @@ def parse_held_out(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-def make_dataset(config: DataConfig, show: bool = True) -> MovingDigits | ClipTable:
-    """The moving digits, or the table that is named."""
+def make_dataset(config: DataConfig, words: int, show: bool = True) -> MovingDigits | ClipTable:
+    """The moving digits, or the table that is named.
+
+    Raises:
+        GulliverError: neither can be used, or a caption is longer than `words`.
+    """
     shapes = parse_shapes(config.shapes)
     if config.table is None:
         return MovingDigits(
@@ -46,6 +50,12 @@ def make_dataset(config: DataConfig, show: bool = True) -> MovingDigits | ClipTa
         table = ClipTable(config.table, tuple(shapes), config.frame_interval, progress)
     if show:
         console().print(table.report())
+    longest = max(len(words_of(row.text)) for row in table.rows)
+    if longest > words:
+        raise GulliverError(
+            f"the longest caption has {longest} words, the model reads {words}: "
+            f"add --model.text-length {longest}"
+        )
     return table
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin, TorchDDPPlugin
 from gulliver.checkpoint import read_json, read_tensors, write_json, write_tensors
-from gulliver.comm import World, all_reduce, barrier, guard, init_world
-from gulliver.data import WordEncoder
+from gulliver.comm import World, all_reduce, barrier, gather_objects, guard, init_world
+from gulliver.data import ClipTable, WordEncoder
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder, stdit3
 from gulliver.video._batches import Batch, BatchMaker
@@ -83,7 +83,7 @@ def train(config: TrainConfig) -> Outcome:
         barrier()  # nobody writes before everybody has looked
         if world.is_main:
             run.write_config(config)
-        dataset = make_dataset(config.data)
+        dataset = make_dataset(config.data, config.model.text_length, world.is_main)
         autoencoder = ready_autoencoder(config, run, dataset, world)
         trainer = Trainer(config, run, dataset, autoencoder, world)
         if checkpoint is not None:
@@ -200,12 +200,24 @@ class Trainer:
                     self.save()
                 if stopping or last:
                     break
+        self._list_unreadable()
         if stopping and not last and main:
             console().print(
                 f"stopped at step {self.step_number} of {self.config.steps}; "
                 f"continue with --resume --out {self.run.folder}"
             )
         return Outcome(self.step_number, last, self.seconds)
+
+    def _list_unreadable(self) -> None:
+        """Says which clips of a table broke when their turn came; every rank calls it."""
+        dataset = self.maker.dataset
+        if not isinstance(dataset, ClipTable):
+            return
+        broken = {entry for part in gather_objects(dataset.broken) for entry in part}
+        if broken and self.world.is_main:
+            console().print(f"{len(broken)} clips could not be read when their turn came:")
+            for name, reason in sorted(broken)[:20]:
+                console().print(f"  {name}: {reason}")
 
     def step(self, batch: Batch, stop_wanted: bool = False) -> dict[str, float]:
         """One optimizer step on this rank's share of a batch.
@@ -215,14 +227,15 @@ class Trainer:
             wish to stop.
         """
         torch.manual_seed(derive(self.config.seed, 3, self.step_number, self.world.rank))
-        loss_sum = self._forward_backward(batch)
+        count = self._count(batch)
+        loss_sum = self._forward_backward(batch, count)
         totals = torch.tensor(
             [float(loss_sum), float(stop_wanted)], dtype=torch.float64, device=self.world.device
         )
         all_reduce(totals, op="sum")
         limit = self.config.optimizer.clip or math.inf
         norm = float(self.optimizer.clip_grad_by_norm(limit))
-        loss = float(totals[0]) / batch.total
+        loss = float(totals[0]) / count
         if not math.isfinite(loss) or not math.isfinite(norm):
             self._refuse_divergence(loss, norm)
         self.optimizer.step()
@@ -233,11 +246,24 @@ class Trainer:
         self.sampler_state = batch.sampler_state
         return {"loss": loss, "norm": norm, "samples": batch.total, "stop": float(totals[1])}
 
-    def _forward_backward(self, batch: Batch) -> Tensor:
-        """Backward of this rank's share, in micro-batches; the sum of its samples' losses."""
-        count = len(batch.latents)
-        size = math.ceil(count / self.config.accumulate)
-        parts = [slice(start, start + size) for start in range(0, count, size)]
+    def _count(self, batch: Batch) -> int:
+        """Samples of the batch on all ranks, those that could not be read left out."""
+        if not isinstance(self.maker.dataset, ClipTable):
+            return batch.total
+        count = torch.tensor([len(batch.latents) * batch.weight], device=self.world.device)
+        all_reduce(count)
+        return max(1, int(count))
+
+    def _forward_backward(self, batch: Batch, count: int) -> Tensor:
+        """Backward of this rank's share, in micro-batches; the sum of its samples' losses.
+
+        Args:
+            batch: the share.
+            count: samples of all ranks' shares.
+        """
+        held = len(batch.latents)
+        size = math.ceil(held / self.config.accumulate)
+        parts = [slice(start, start + size) for start in range(0, held, size)]
         loss_sum = torch.zeros((), device=self.world.device)
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
@@ -254,7 +280,7 @@ class Trainer:
                 share = losses.sum() * batch.weight
                 # Gradients are averaged over ranks, losses over samples: the factor makes up for
                 # it.
-                self.booster.backward(share * (self.world.size / batch.total), self.optimizer)
+                self.booster.backward(share * (self.world.size / count), self.optimizer)
             loss_sum += share.detach()
         return loss_sum
 
