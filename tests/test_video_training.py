@@ -345,7 +345,7 @@ def test_training_on_a_table_counts_what_it_cannot_use(tmp_path: Path, autoencod
 
 
 def test_clips_that_break_during_training_are_left_out_and_listed(
-    pool: Pool, tmp_path: Path, autoencoder: Path, capfd: pytest.CaptureFixture
+    pool: Pool, tmp_path: Path, autoencoder: Path
 ) -> None:
     from tests.test_data import write_table, write_video
 
@@ -357,9 +357,13 @@ def test_clips_that_break_during_training_are_left_out_and_listed(
     data = DataConfig(table=whole, shapes=("5x32x32",), batch_size=3)
     config = small(tmp_path / "whole", autoencoder, data=data, steps=1)
     (tmp_path / "b.mp4").write_bytes(b"broken since the table was made")
-    one = pool.run(_train_in_world, 1, config)[0]
+    process = cli(*options_of(config))
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    assert "1 clips could not be read" in errors
+    assert "b.mp4: cannot be decoded" in errors
+    one = Run(config.out).read_log()
     two = pool.run(_train_in_world, 2, replace(config, out=tmp_path / "two"))[0]
     # The mean is over the two clips that could be read, on any number of ranks.
     assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=2e-5)
     assert one[0]["loss"] > 0.5
-    assert "b.mp4: cannot be decoded" in capfd.readouterr().err
