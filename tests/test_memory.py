@@ -107,7 +107,8 @@ def test_backward_adds_in_place_to_the_gradient_buffer() -> None:
 def test_a_detached_gradient_leaves_a_stand_in_and_a_cleared_one_is_noticed() -> None:
     model, chunk = _chunk()
     chunk.attach_gradient()
-    chunk.detach_gradient(keep_buffer=False)
+    chunk.mark_reduced()
+    chunk.free_gradient()
     assert chunk.gradient is None
     assert isinstance(model.weight.grad, ReducedGradient)
     assert chunk.cleared_names() == []

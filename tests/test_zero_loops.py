@@ -21,7 +21,8 @@ from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import World, adopt_world
 from gulliver.errors import GulliverError
 from gulliver.parallel import ZeroOptimizer
-from gulliver.parallel.zero._reducer import IN_FLIGHT, LEGAL, Phase, ShardedChunk
+from gulliver.parallel.zero._reducer import IN_FLIGHT
+from gulliver.parallel.zero._sharded import LEGAL, Phase, ShardedChunk
 from tests.pool import Pool
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
@@ -140,7 +141,7 @@ def run(program: list[str], world: World, stage: int, make: Any) -> tuple[nn.Mod
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.sampled_from(OPERATIONS), max_size=14),
-    st.sampled_from([1, 2]),
+    st.sampled_from([0, 1, 2, 3]),
     st.sampled_from([sgd, adamw]),
 )
 def test_any_order_of_events_does_what_torch_does(program: list[str], stage: int, make) -> None:
@@ -151,7 +152,7 @@ def _random_programs(world: World, seeds: range) -> None:
     for seed in seeds:
         draw = random.Random(seed)
         program = draw.choices(OPERATIONS, k=12)
-        model, twin = run([*program, "step"], world, 1 + seed % 2, adamw if seed % 3 else sgd)
+        model, twin = run([*program, "step"], world, seed % 4, adamw if seed % 3 else sgd)
         try:
             assert_equal_models(model, twin)
         except AssertionError as error:
@@ -160,7 +161,7 @@ def _random_programs(world: World, seeds: range) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_any_order_of_events_does_what_torch_does_on_several_ranks(pool: Pool, size: int) -> None:
-    pool.run(_random_programs, size, range(30))
+    pool.run(_random_programs, size, range(60))
 
 
 FACTORIES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -283,7 +284,7 @@ def test_stage_2_keeps_few_whole_gradient_buffers_alive() -> None:
         parameter.register_post_accumulate_grad_hook(count)
     booster.backward(model(torch.ones(2, 8)).sum(), optimizer)
     assert len(optimizer.chunks) == 12
-    assert 2 <= max(alive) <= IN_FLIGHT + 1
+    assert 1 <= max(alive) <= IN_FLIGHT + 1
     assert all(c.chunk.gradient is None for c in optimizer.chunks)
 
 
@@ -476,12 +477,6 @@ def test_what_would_go_wrong_silently_is_refused(mistake, message: str) -> None:
     with pytest.raises(GulliverError, match=message) as caught:
         mistake(*boosted())
     assert "\n" not in str(caught.value)
-
-
-def test_half_precision_parameters_are_refused_with_what_to_use() -> None:
-    model = nn.Linear(2, 2).bfloat16()
-    with pytest.raises(GulliverError, match="mixed_precision='bf16'"):
-        Booster(LowLevelZeroPlugin(verbose=False)).boost(model, sgd(model.parameters()))
 
 
 def test_zero_grad_of_the_optimizer_from_before_boost_forgets_too() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -63,3 +64,72 @@ def threaded_groups() -> Iterator[Callable[[BaseException], None]]:
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
         _set_thread_isolation_mode(False)
+
+
+def storage_users(tensor: Tensor) -> int:
+    """How many tensors share the storage of `tensor`, itself included."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Steps an optimizer without its step hooks, which are for a step as a whole."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+    step(optimizer)
+
+
+@contextmanager
+def step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Runs the hooks of a step around what is done inside, once; schedulers see that it stepped."""
+    import torch.optim.optimizer as module
+
+    for hook in (
+        *module._global_optimizer_pre_hooks.values(),
+        *optimizer._optimizer_step_pre_hooks.values(),
+    ):
+        hook(optimizer, (), {})
+    yield
+    for hook in (
+        *optimizer._optimizer_step_post_hooks.values(),
+        *module._global_optimizer_post_hooks.values(),
+    ):
+        hook(optimizer, (), {})
+    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Calls `function` when the backward that is under way ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What ``module.compile()`` has put in place of the module's call."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+def replace_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Puts another function in the place of `compiled_call`."""
+    module._compiled_call_impl = call
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module is the wrapper that ``torch.compile(module)`` returned."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
+
+
+def saving_is_hooked() -> bool:
+    """Whether `torch.autograd.graph.saved_tensors_hooks` of somebody are in force."""
+    autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    return autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether a group moves tensors of a device over gloo."""
+    found = group or dist.group.WORLD
+    return found is not None and isinstance(
+        found._get_backend(device), getattr(dist, "ProcessGroupGloo", ())
+    )

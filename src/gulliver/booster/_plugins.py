@@ -19,6 +19,8 @@ from gulliver.parallel import BoostedOptimizer, ZeroOptimizer, named_trainables,
 from gulliver.plan import ChunkPlan, MemoryPlan, Plan
 
 MIB = 2**20
+STAGES = (0, 1, 2, 3)
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _NamedArguments(type(ABC)):
@@ -137,48 +139,73 @@ class TorchDDPPlugin(Plugin):
 
 
 class LowLevelZeroPlugin(Plugin):
-    """ZeRO of our own: optimizer state sharded over the ranks, with stage 2 gradients as well.
+    """ZeRO of our own: what is sharded over the ranks grows with the stage.
 
     Args:
-        stage: 1 or 2.
+        stage: 0 shards nothing, 1 the optimizer's state, 2 the gradients too, 3 the parameters too.
         chunk_mb: size of a chunk in MiB: small ones start early, large ones travel better.
+        precision: ``bf16`` or ``fp16`` turn the model's floating-point tensors and inputs to it,
+            and train them through float32 copies in the shards, ``fp16`` with a loss scale that
+            follows overflows; None leaves the model as it is.
         max_norm: clip gradients to this global norm at every step; 0 leaves that to the loop.
+        gather_ahead: chunks that stage 3 gathers ahead of the one in use.
+        overlap: False waits for every collective at once; the results are the same.
         assume_elementwise: shard an optimizer that is not known, on the user's word that its update
             of an element looks at that element only.
         verbose: print the plan when the model is boosted.
 
     Raises:
-        GulliverError: another stage, or a size that is not positive.
+        GulliverError: another stage or precision, or a size that is not positive.
     """
 
     def __init__(
         self,
         stage: int = 1,
         chunk_mb: float = 4.0,
+        precision: str | None = None,
         max_norm: float = 0.0,
+        gather_ahead: int = 1,
+        overlap: bool = True,
         assume_elementwise: bool = False,
         verbose: bool = True,
     ) -> None:
-        if stage not in (1, 2):
+        if stage not in STAGES:
             raise GulliverError(
-                f"LowLevelZeroPlugin(stage={stage!r}) is not supported: 1 shards the optimizer, "
-                "2 the gradients too; TorchDDPPlugin() shards nothing"
+                f"LowLevelZeroPlugin(stage={stage!r}) is not supported: 0 shards nothing, 1 the "
+                "optimizer, 2 the gradients too, 3 the parameters too"
             )
-        if not (chunk_mb > 0 and max_norm >= 0):
+        if not (chunk_mb > 0 and max_norm >= 0 and gather_ahead >= 0):
             raise GulliverError(
-                f"chunk_mb must be positive and max_norm not negative, not {chunk_mb}, {max_norm}"
+                "chunk_mb must be positive, max_norm and gather_ahead not negative, not "
+                f"{chunk_mb}, {max_norm}, {gather_ahead}"
+            )
+        if precision not in (None, *HALVES):
+            raise GulliverError(
+                f"LowLevelZeroPlugin(precision={precision!r}) is not supported: "
+                f"{nearest(str(precision), HALVES)} (or None)"
             )
         self.stage, self.chunk_mb, self.max_norm = stage, chunk_mb, max_norm
+        self.precision, self.gather_ahead, self.overlap = precision, gather_ahead, overlap
         self.assume_elementwise, self.verbose = assume_elementwise, verbose
 
     def configure(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, precision: str
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
         """Moves parameters into chunks; the model stays the object that it was."""
+        if self.precision:
+            if precision != "none":
+                raise GulliverError(
+                    f"Booster(mixed_precision={precision!r}) and "
+                    f"LowLevelZeroPlugin(precision={self.precision!r}) exclude each other: the "
+                    "first computes in 16 bits and keeps float32 parameters, the second keeps 16"
+                )
+            _convert(model, optimizer, HALVES[self.precision])
+            precision = f"{self.precision} with float32 copies"
         names = named_trainables(model, optimizer)
+        frozen = {p: name for name, p in model.named_parameters() if p not in names}
         with torch.no_grad():
             # Trained parameters travel with their chunks; the rest must start equal as well.
-            for tensor in [*model.buffers(), *(p for p in model.parameters() if p not in names)]:
+            for tensor in [*model.buffers(), *frozen]:
                 if world.size > 1:
                     _broadcast_any(tensor)
         sharded = ZeroOptimizer(
@@ -188,21 +215,55 @@ class LowLevelZeroPlugin(Plugin):
             int(self.chunk_mb * MIB),
             max_norm=self.max_norm or math.inf,
             assume_elementwise=self.assume_elementwise,
-        )
-        chunks = tuple(
-            ChunkPlan(
-                tensors=tuple(c.chunk.parameters),
-                bytes=c.chunk.data.nbytes,
-                padding_bytes=c.chunk.layout.padding * c.chunk.data.itemsize,
-                dtype=str(c.chunk.data.dtype).removeprefix("torch."),
-            )
-            for c in sharded.chunks
+            frozen=frozen,
+            ahead=self.gather_ahead,
+            overlap=self.overlap,
         )
         memory = MemoryPlan(**sharded.memory())
-        rest = sum(p.nbytes for p in model.parameters() if p not in names)
+        rest = sum(p.nbytes for p in frozen) if self.stage < 3 else 0
         memory = replace(memory, parameters=memory.parameters + rest)
+        chunks = chunk_plans(sharded)
         plan = _plan(self, model, names, optimizer, world, precision, self.stage, memory, chunks)
         return model, sharded, plan
+
+
+def chunk_plans(optimizer: ZeroOptimizer) -> tuple[ChunkPlan, ...]:
+    """The chunks of an optimizer, as a plan tells them."""
+    return tuple(
+        ChunkPlan(
+            tensors=tuple(c.chunk.parameters),
+            bytes=c.chunk.nbytes,
+            padding_bytes=c.chunk.layout.padding * c.chunk.dtype.itemsize,
+            dtype=str(c.chunk.dtype).removeprefix("torch."),
+        )
+        for c in optimizer.everything
+    )
+
+
+def _convert(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+    """Turns a model and what it is called with to `dtype`.
+
+    Raises:
+        GulliverError: the optimizer has stepped already: its state is of another dtype.
+    """
+    if optimizer.state:
+        raise GulliverError(
+            "the optimizer has stepped before boost: precision converts the model, so boost first"
+        )
+    model.to(dtype)
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        if isinstance(value, dict):
+            return {key: cast(entry) for key, entry in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(cast(entry) for entry in value)
+        return value
+
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: (cast(args), cast(kwargs)), prepend=True, with_kwargs=True
+    )
 
 
 class _DDP(DistributedDataParallel):

@@ -1,6 +1,7 @@
 """Worlds of ranks, and the collectives between them."""
 
 from gulliver.comm._collectives import (
+    Group,
     Handle,
     all_gather,
     all_reduce,
@@ -18,6 +19,7 @@ from gulliver.comm._watchdog import Watchdog
 from gulliver.comm._world import World, adopt_world, current_world, guard, init_world, shutdown
 
 __all__ = [
+    "Group",
     "Handle",
     "Watchdog",
     "World",

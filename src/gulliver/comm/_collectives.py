@@ -14,10 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
+from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
 from gulliver.errors import GulliverError, nearest
 
 Op = Literal["sum", "mean", "max"]
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+Group = dist.ProcessGroup | None
+"""Ranks that take part; None is the whole world."""
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "sum": lambda total, term: total.add_(term),
+    "mean": lambda total, term: total.add_(term),
+    "max": lambda total, term: torch.maximum(total, term, out=total),
+}
 
 
 class Handle:
@@ -36,12 +44,12 @@ class Handle:
             finish()
 
 
-def group_size(group: dist.ProcessGroup | None = None) -> int:
+def group_size(group: Group = None) -> int:
     """Ranks of a group; None is the whole world."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
-def group_rank(group: dist.ProcessGroup | None = None) -> int:
+def group_rank(group: Group = None) -> int:
     """This process's place in a group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
@@ -49,7 +57,7 @@ def group_rank(group: dist.ProcessGroup | None = None) -> int:
 def all_reduce(
     tensor: Tensor,
     op: Op = "sum",
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     async_op: bool = False,
 ) -> Handle:
     """Replaces `tensor` on every rank by the reduction over all ranks."""
@@ -65,10 +73,13 @@ def reduce_scatter(
     output: Tensor,
     input: Tensor,
     op: Op = "sum",
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     async_op: bool = False,
+    accumulate_dtype: torch.dtype | None = None,
 ) -> Handle:
     """Writes this rank's part of the reduction of `input` to `output`.
+
+    Over gloo the terms are added in the order of the ranks.
 
     Args:
         output: flat, 1 / size of the input; it may be this rank's part of the input itself.
@@ -76,15 +87,22 @@ def reduce_scatter(
         op: sum, mean or max.
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
+        accumulate_dtype: of the sum and of `output`, where it is wider than what travels.
     """
     _check(output, op)
     _check(input, op)
     size = group_size(group)
-    _check_parts(output, input, size)
+    _check_parts(output, input, size, accumulate_dtype or input.dtype)
     if size == 1:
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
         return Handle()
+    if sends_directly(group, input):
+        started = direct_reduce_scatter(output, input, _COMBINE[op], op == "mean", group)
+        return _finished(Handle(*started), async_op)
+    if output.dtype != input.dtype:
+        started = _exchanged(output, input, op, group)
+        return _finished(Handle(*started), async_op)
     work = reduce_scatter_flat(output, input, REDUCTIONS[op], group=group, async_op=True)
     return _finished(Handle(work, _mean(output, op, size)), async_op)
 
@@ -92,7 +110,7 @@ def reduce_scatter(
 def all_gather(
     output: Tensor,
     input: Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     async_op: bool = False,
 ) -> Handle:
     """Writes the inputs of all ranks, one after the other, to `output`.
@@ -112,16 +130,18 @@ def all_gather(
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
         return Handle()
+    if sends_directly(group, input):
+        return _finished(Handle(*direct_all_gather(output, input, group)), async_op)
     return _finished(Handle(all_gather_flat(output, input, group=group, async_op=True)), async_op)
 
 
-def barrier(group: dist.ProcessGroup | None = None) -> None:
+def barrier(group: Group = None) -> None:
     """Returns when all ranks have called it."""
     if group_size(group) > 1:
         dist.barrier(group)
 
 
-def broadcast_object(value: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast_object(value: Any, src: int = 0, group: Group = None) -> Any:
     """The value that rank `src` of the group passed."""
     if group_size(group) == 1:
         return value
@@ -130,7 +150,7 @@ def broadcast_object(value: Any, src: int = 0, group: dist.ProcessGroup | None =
     return box[0]
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(value: Any, group: Group = None) -> list[Any]:
     """The values that all ranks passed, in the order of the ranks."""
     if group_size(group) == 1:
         return [value]
@@ -139,7 +159,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return values
 
 
-def broadcast(tensor: Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
+def broadcast(tensor: Tensor, src: int = 0, group: Group = None) -> None:
     """Replaces `tensor` on every rank by that of rank `src` of the group."""
     _check(tensor, "sum")
     if group_size(group) > 1:
@@ -167,8 +187,27 @@ def _check(tensor: Tensor, op: str) -> None:
         )
 
 
-def _check_parts(part: Tensor, whole: Tensor, size: int) -> None:
-    if part.numel() * size != whole.numel() or part.dtype != whole.dtype:
+def _exchanged(
+    output: Tensor, input: Tensor, op: Op, group: Group
+) -> tuple[Any, Callable[[], Any]]:
+    """Parts go to their ranks as they are and are added up there, in `output`'s dtype."""
+    size = group_size(group)
+    received = torch.empty_like(input)
+    work = dist.all_to_all_single(received, input, group=group, async_op=True)
+
+    def add_up() -> None:
+        first, *others = received.view(size, -1)
+        output.copy_(first)
+        for term in others:
+            _COMBINE[op](output, term)
+        if op == "mean":
+            output.div_(size)
+
+    return work, add_up
+
+
+def _check_parts(part: Tensor, whole: Tensor, size: int, dtype: torch.dtype | None = None) -> None:
+    if part.numel() * size != whole.numel() or part.dtype != (dtype or whole.dtype):
         raise GulliverError(
             f"{size} parts of {part.numel()} {part.dtype} do not make {whole.numel()} {whole.dtype}"
         )

@@ -4,7 +4,11 @@ The gradient buffer is there only while gradients are collected. Before backward
 of the chunk, every parameter gets its view as ``grad``, so that autograd accumulates in place and
 nothing is copied. When the buffer has been reduced, the views are exchanged for `ReducedGradient`s.
 
-It does not know when that happens, nor of other ranks.
+The parameter buffer may go too. Then every parameter is one nan, stretched to its shape, and only
+`home` is left: this rank's part. A buffer is never emptied behind the back of a graph that still
+refers to it; it lives as long as somebody does.
+
+It does not know when any of that happens, nor of other ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
+from gulliver.memory._buffers import BufferPool
 from gulliver.memory._layout import ChunkLayout
 from gulliver.memory._reduced import reduced_gradient
 
@@ -26,24 +31,45 @@ class Chunk:
         layout: places of the parameters.
         parameters: by the names of the layout; their data moves into the buffer.
         part: of the buffer that this rank owns.
+        pool: where buffers that come and go are taken from.
     """
 
     def __init__(
-        self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], part: int
+        self,
+        layout: ChunkLayout,
+        parameters: Mapping[str, nn.Parameter],
+        part: int,
+        pool: BufferPool | None = None,
     ) -> None:
-        self.layout, self.part = layout, part
+        self.layout, self.part, self.pool = layout, part, pool or BufferPool()
         self.parameters = {slot.name: parameters[slot.name] for slot in layout.slots}
         first = parameters[layout.slots[0].name]
-        self.data = torch.zeros(layout.size, dtype=first.dtype, device=first.device)
+        self.dtype, self.device = first.dtype, first.device
+        self.buffer: Tensor | None = torch.zeros(layout.size, dtype=self.dtype, device=self.device)
+        self.home = self.shard
         self.gradient: Tensor | None = None
         self._shapes = {name: p.shape for name, p in self.parameters.items()}
-        self._views = self.named_views(self.data)
+        self._views = self.named_views(self.buffer)
+        self._versions: dict[str, int] = {}
         self._gradient_views: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             self._views[name].copy_(parameter.detach())
             parameter.data = self._views[name]
             parameter.grad = None  # one from before lies outside the chunk
+        self.note_versions()
         self._reduced = {name: reduced_gradient(p) for name, p in self.parameters.items()}
+        self._absent = {name: _one_nan(p) for name, p in self.parameters.items()}
+
+    @property
+    def data(self) -> Tensor:
+        """The whole buffer of parameters; only while it is there."""
+        assert self.buffer is not None, "the chunk has been released"
+        return self.buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole chunk."""
+        return self.layout.size * self.dtype.itemsize
 
     @property
     def shard(self) -> Tensor:
@@ -51,13 +77,58 @@ class Chunk:
         size = self.layout.part_size
         return self.data[self.part * size : (self.part + 1) * size]
 
+    def settle_home(self, dtype: torch.dtype, separate: bool) -> None:
+        """Makes `home`, what an optimizer steps: a view of the buffer, or a tensor of its own."""
+        own = separate or dtype != self.dtype
+        self.home = self.shard.to(dtype, copy=True) if own else self.shard
+
+    @property
+    def home_is_view(self) -> bool:
+        """Whether what is written to `home` is in the parameters already."""
+        return self.buffer is not None and self.home.data_ptr() == self.shard.data_ptr()
+
+    def publish(self) -> None:
+        """Writes `home` to this rank's part of the buffer."""
+        if not self.home_is_view:
+            self.shard.copy_(self.home)
+
+    def release(self) -> None:
+        """Gives the parameter buffer back; `home` and the gradients stay."""
+        for name, parameter in self.parameters.items():
+            parameter.data = self._absent[name]
+        buffer, self.buffer, self._views = self.buffer, None, {}
+        if buffer is not None:
+            self.pool.give(buffer)
+
+    def materialise(self) -> None:
+        """Gives every parameter its place in a buffer again, of which only `home` is filled."""
+        self.buffer = self.pool.take(self.layout.size, self.dtype, self.device)
+        self._views = self.named_views(self.buffer)
+        for name, parameter in self.parameters.items():
+            parameter.data = self._views[name]
+        self.publish()
+
+    def note_versions(self) -> None:
+        """Remembers that what the parameters hold now is what `home` holds."""
+        self._versions = {name: p._version for name, p in self.parameters.items()}
+
+    def take_writes(self) -> None:
+        """Brings what the user has written to parameters, on every rank alike, to `home`."""
+        written = {n for n, p in self.parameters.items() if p._version != self._versions[n]}
+        if not written:
+            return
+        if not self.home_is_view:
+            for piece in self.layout.pieces(self.part):
+                if piece.name in written:
+                    self.home[piece.start : piece.end] = self.shard[piece.start : piece.end]
+        self.note_versions()
+
     def attach_gradient(self) -> None:
         """Makes every parameter's gradient a zeroed view of the gradient buffer."""
         self.check_parameters()
         if self.gradient is None:
-            self.gradient = torch.zeros_like(self.data)
-        else:
-            self.gradient.zero_()
+            self.gradient = self.pool.take(self.layout.size, self.dtype, self.device)
+        self.gradient.zero_()
         self._gradient_views = self.named_views(self.gradient)
         for name, parameter in self.parameters.items():
             parameter.grad = self._gradient_views[name]
@@ -66,13 +137,22 @@ class Chunk:
         """Gives back the view of a parameter whose gradient the user set to None, zeroed."""
         self.parameters[name].grad = self._gradient_views[name].zero_()
 
-    def detach_gradient(self, keep_buffer: bool) -> None:
-        """Marks the parameters' gradients as reduced; keeps the buffer for later or frees it."""
+    def mark_reduced(self) -> None:
+        """Takes the parameters' gradients out of their sight: the buffer is to be reduced."""
         for name, parameter in self.parameters.items():
             parameter.grad = self._reduced[name]
         self._gradient_views = {}
-        if not keep_buffer:
-            self.gradient = None
+
+    def take_gradient(self) -> Tensor:
+        """Hands the gradient buffer over; the next gradient gets another."""
+        assert self.gradient is not None
+        buffer, self.gradient = self.gradient, None
+        return buffer
+
+    def free_gradient(self) -> None:
+        """Gives the gradient buffer back."""
+        if self.gradient is not None:
+            self.pool.give(self.take_gradient())
 
     def clear_gradient(self) -> None:
         """Takes gradients and marks away from the parameters."""
@@ -102,12 +182,14 @@ class Chunk:
         Raises:
             GulliverError: one was moved, converted or reshaped after it had been placed here.
         """
+        places = self._views or self._absent
         for name, parameter in self.parameters.items():
-            view = self._views[name]
-            if parameter.data_ptr() != view.data_ptr() or parameter.shape != view.shape:
+            place = places[name]
+            moved = parameter.shape != place.shape or parameter.dtype != place.dtype
+            if moved or parameter.data_ptr() != place.data_ptr():
                 raise GulliverError(
                     f"parameter {name!r} was moved, converted or reshaped after boost "
-                    f"({tuple(view.shape)} {view.dtype} on {view.device} then, "
+                    f"({tuple(place.shape)} {place.dtype} on {place.device} then, "
                     f"{tuple(parameter.shape)} {parameter.dtype} on {parameter.device} now): "
                     "do that before boost"
                 )
@@ -118,3 +200,8 @@ class Chunk:
             slot.name: buffer[slot.start : slot.end].view(self._shapes[slot.name])
             for slot in self.layout.slots
         }
+
+
+def _one_nan(parameter: Tensor) -> Tensor:
+    nan = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+    return nan.expand(parameter.shape)

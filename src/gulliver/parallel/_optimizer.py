@@ -171,8 +171,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
                 raise GulliverError(
                     f"the optimizer state holds {name!r}, which is not trained here"
                 )
-            _check_entries(name, entries, known[name])
+            _check_entries(name, entries, known[name], self.state_dtype(known[name]))
         self._import_state(state)
+
+    def state_dtype(self, parameter: Tensor) -> torch.dtype:
+        """Of the state that belongs to a parameter."""
+        return parameter.dtype
 
     def _import_state(self, state: State) -> None:
         trained = self.inner.state_dict()
@@ -189,14 +193,16 @@ class BoostedOptimizer(torch.optim.Optimizer):
         ]
 
 
-def _check_entries(name: str, entries: Mapping[str, Any], parameter: Tensor) -> None:
+def _check_entries(
+    name: str, entries: Mapping[str, Any], parameter: Tensor, dtype: torch.dtype
+) -> None:
     for key, value in entries.items():
         if is_counter(key, value, parameter):
             continue
-        if value.shape != parameter.shape or value.dtype != parameter.dtype:
+        if value.shape != parameter.shape or value.dtype != dtype:
             raise GulliverError(
                 f"the optimizer state of {name!r} does not fit: {key} is {tuple(value.shape)} "
-                f"{value.dtype}, the parameter {tuple(parameter.shape)} {parameter.dtype}"
+                f"{value.dtype}, the parameter {tuple(parameter.shape)} {dtype}"
             )
 
 

@@ -1,53 +1,68 @@
 """The sharded optimizer: it steps this rank's part of every chunk, and gathers the others' parts.
 
 Read `ZeroOptimizer._step` first: a step is all there. How gradients come to the shards is told in
-`_reducer.py`, how state is saved in `_state.py`.
+`_reducer.py`, how parameters come back in `_gatherer.py`, how state is saved in `_state.py`, how
+the chunks are cut anew in `_relayout.py`.
+
+[Note: the pipeline of a step] Chunks are updated one by one, in the order of use. Each is waited
+for, stepped where it lies, and its gather started; then the next. So the link carries the first
+chunks' parameters while the others are updated, and the next forward begins while most of them are
+still on their way. Only clipping needs all gradients first: one number is exchanged for it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 
-from gulliver.comm import all_gather, all_reduce, broadcast, group_rank, group_size
+from gulliver._compat import step_hooks, step_without_hooks
+from gulliver.comm import Group, all_gather, all_reduce, broadcast, group_rank, group_size
 from gulliver.errors import GulliverError
-from gulliver.memory import Chunk, plan_chunks, reduced_gradient
+from gulliver.memory import BufferPool, Chunk, ChunkLayout, plan_chunks, reduced_gradient
 from gulliver.parallel._optimizer import BoostedOptimizer, State
 from gulliver.parallel.zero._elementwise import check_elementwise, state_tensors
-from gulliver.parallel.zero._reducer import IN_FLIGHT, GradientReducer, ShardedChunk
+from gulliver.parallel.zero._gatherer import Gatherer
+from gulliver.parallel.zero._reducer import IN_FLIGHT, GradientReducer
+from gulliver.parallel.zero._scaler import LossScaler
+from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._state import gather_state, scatter_state
 
-DTYPES = (torch.float32, torch.float64)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 class ZeroOptimizer(BoostedOptimizer):
-    """Shards the state of an element-wise optimizer, and with stage 2 the gradients.
+    """Shards optimizer state, gradients and parameters, as the stage says.
 
     After Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-    Models".
+    Models". Parameters of 16 bits are trained through a float32 copy in the shards.
 
-    Gradients are on the shards when `backward` returns; ``parameter.grad`` then is a stand-in that
+    Gradients leave the parameters during `backward`; ``parameter.grad`` then is a stand-in that
     refuses norms and changes, so `torch.nn.utils.clip_grad_norm_` is refused rather than wrong.
 
     Args:
         inner: the user's optimizer; its groups are changed to hold this rank's pieces.
         names: trainable parameters of the model in its order, with their names.
-        stage: 1 keeps whole gradient buffers between steps; 2 frees each when it is reduced, and so
-            reduces at every backward, inside `no_sync` too, adding up shards.
+        stage: 0 shards nothing; 1 the optimizer's state, and keeps whole gradient buffers between
+            steps; 2 frees each when it is reduced, and so reduces at every backward, inside
+            `no_sync` too, adding up shards; 3 parameters as well, gathered ahead of use.
         chunk_bytes: size of a chunk.
         max_norm: clips to this global norm in every step.
         group: ranks to shard over; None for all.
         assume_elementwise: take the user's word for an optimizer that is not known.
+        frozen: parameters of the model that are not trained, with their names; stage 3 shards them.
+        ahead: chunks that stage 3 gathers ahead of the one in use.
+        overlap: False waits for every collective at once; for comparison, with the same results.
 
     Raises:
-        GulliverError: the optimizer cannot be sharded; a parameter is neither float32 nor float64.
+        GulliverError: the optimizer cannot be sharded; a parameter is of a dtype that is not
+            trained.
     """
 
     def __init__(
@@ -57,57 +72,108 @@ class ZeroOptimizer(BoostedOptimizer):
         stage: int = 1,
         chunk_bytes: int = 4 * 2**20,
         max_norm: float = math.inf,
-        group: dist.ProcessGroup | None = None,
+        group: Group = None,
         assume_elementwise: bool = False,
+        frozen: Mapping[nn.Parameter, str] | None = None,
+        ahead: int = 1,
+        overlap: bool = True,
     ) -> None:
         super().__init__(inner, names)
-        check_elementwise(inner, assume_elementwise)
+        if stage > 0:
+            check_elementwise(inner, assume_elementwise)
         for parameter, name in self.names.items():
             if parameter.dtype not in DTYPES:
                 raise GulliverError(
-                    f"parameter {name!r} is {parameter.dtype}: ZeRO trains float32 and float64, "
-                    "keep the model in float32 and let mixed_precision='bf16' compute in bfloat16"
+                    f"parameter {name!r} is {parameter.dtype}: ZeRO trains "
+                    f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
                 )
+            if "_boosted" in parameter.__dict__:
+                raise GulliverError(
+                    f"parameter {name!r} is trained by another boosted optimizer: give it to one"
+                )
+            vars(parameter)["_boosted"] = True
         # Some optimizers have state before their first step; the boost may come later, too.
         state = super().export_state()
         self._members = super().group_names()
         self.stage, self.group, self.max_norm = stage, group, max_norm
+        self.ahead, self.overlap, self.chunk_bytes = ahead, overlap, chunk_bytes
         self.rank, self.size = group_rank(group), group_size(group)
         self.grad_norm: Tensor | None = None
+        self.skipped = 0
+        self.pool = BufferPool()
         self._deferred = self._stepping = False
         self._used: set[str] | None = None
         self._reduced: dict[nn.Parameter, Tensor] = {}
-        self.chunks = [self._sharded(chunk) for chunk in self._place(chunk_bytes)]
-        self._reducer = GradientReducer(self.chunks, stage, group)
+        self._frozen_names = dict(frozen or {}) if stage == 3 else {}
+        fp16 = any(p.dtype is torch.float16 for p in self.names)
+        self.scaler = LossScaler() if fp16 else None
+        self.everything: list[ShardedChunk] = []
+        for trained in (True, False):
+            parameters = self.names if trained else self._frozen_names
+            for layout, members in self.layouts(parameters, chunk_bytes):
+                self.everything.append(self._placed(layout, members, trained))
+        self.adopt(self.everything)
         self._give_pieces()
         scatter_state(inner, self.chunks, state)
         self._watch_inner()
 
-    def _place(self, chunk_bytes: int) -> Iterator[Chunk]:
-        """Moves the parameters, equal on all ranks from here on, into chunks of one dtype each."""
+    @property
+    def parts(self) -> int:
+        """Shards of a chunk."""
+        return self.size if self.stage else 1
+
+    def layouts(
+        self, names: Mapping[nn.Parameter, str], chunk_bytes: int
+    ) -> Iterator[tuple[ChunkLayout, dict[str, nn.Parameter]]]:
+        """Cuts parameters in their order into chunks of one dtype and device each."""
         kinds: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
-        for parameter, name in self.names.items():
+        for parameter, name in names.items():
             kinds.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
         for (dtype, _), parameters in kinds.items():
             sizes = [(name, p.numel()) for name, p in parameters.items()]
-            for layout in plan_chunks(sizes, max(1, chunk_bytes // dtype.itemsize), self.size):
-                chunk = Chunk(layout, parameters, self.rank)
-                broadcast(chunk.data, 0, self.group)
-                yield chunk
+            for layout in plan_chunks(sizes, max(1, chunk_bytes // dtype.itemsize), self.parts):
+                yield layout, parameters
 
-    def _sharded(self, chunk: Chunk) -> ShardedChunk:
+    def _placed(
+        self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], trained: bool
+    ) -> ShardedChunk:
+        """Moves parameters, equal on all ranks from here on, into a chunk."""
+        chunk = Chunk(layout, parameters, self.rank if self.parts > 1 else 0, self.pool)
+        broadcast(chunk.data, 0, self.group)
+        half = trained and chunk.dtype in HALVES
+        chunk.settle_home(torch.float32 if half else chunk.dtype, separate=self.stage == 3)
+        return self.sharded(chunk, trained)
+
+    def sharded(self, chunk: Chunk, trained: bool) -> ShardedChunk:
+        """A chunk with this rank's pieces of it, as parameters for the inner optimizer."""
         pieces = []
-        for piece in chunk.layout.pieces(self.rank):
-            owned = nn.Parameter(chunk.shard[piece.start : piece.end])
+        for piece in chunk.layout.pieces(chunk.part) if trained else ():
+            owned = nn.Parameter(chunk.home[piece.start : piece.end])
             owned.grad = self._reduced[owned] = reduced_gradient(owned)
             pieces.append((piece, owned))
-        return ShardedChunk(chunk, pieces)
+        return ShardedChunk(chunk, pieces, trained)
+
+    def adopt(self, chunks: Sequence[ShardedChunk]) -> None:
+        """Takes chunks, in the order of use, as those that it trains."""
+        self.everything = list(chunks)
+        self.chunks = [c for c in chunks if c.trained]
+        self._reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
+        self.gatherer = Gatherer(
+            self.everything, self.stage == 3, self.group, self.ahead, self.overlap
+        )
+        if self.stage == 3:
+            self.gatherer.release_all()
 
     def _give_pieces(self) -> None:
         """Puts this rank's pieces where the whole parameters were in the optimizer's groups."""
         mine = {piece.name: owned for c in self.chunks for piece, owned in c.pieces}
         for group, members in zip(self.inner.param_groups, self._members, strict=True):
             group["params"] = [mine[name] for name in members if name in mine]
+        self._by_chunk = [self._group_pieces(sharded) for sharded in self.chunks]
+
+    def _group_pieces(self, sharded: ShardedChunk) -> list[list[nn.Parameter]]:
+        mine = {piece.name: owned for piece, owned in sharded.pieces}
+        return [[mine[name] for name in members if name in mine] for members in self._members]
 
     def _watch_inner(self) -> None:
         """Loops that go on using the optimizer from before boost must not do nothing silently."""
@@ -121,62 +187,114 @@ class ZeroOptimizer(BoostedOptimizer):
         self.inner.register_step_pre_hook(refuse)
         self.inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
+    def watch(self, model: nn.Module) -> None:
+        """Notices calls of the model; see `_hooks.py`."""
+        from gulliver.parallel.zero._hooks import watch_calls
+
+        super().watch(model)
+        watch_calls(model, self)
+
     def backward(self, loss: Tensor) -> None:
-        """Backward of the loss; the gradients' means are on the shards when it ends.
+        """Backward of the loss; the gradients are on their way to the shards when it ends.
 
         ``loss.backward()`` is right too, but then all communication waits for the step.
         """
-        with self._reducer.backward(reduce=not self._deferred):
-            loss.backward()
+        if self.scaler is not None:
+            self._reducer.scale = self.scaler.scale
+            loss = loss * self.scaler.scale
+        self.gatherer.enter_backward()
+        try:
+            with self._reducer.backward(reduce=not self._deferred), self._saving():
+                loss.backward()
+        finally:
+            self.gatherer.leave_backward()
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Lets autograd keep references to sharded parameters, where a backward runs a forward."""
+        if self.stage < 3:
+            yield
+            return
+        with saved_tensors_hooks(self.gatherer.pack, self.gatherer.unpack):
+            yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Adds gradients up without reducing them; stage 2 reduces all the same, to its shards."""
-        before, self._deferred = self._deferred, self.stage == 1
+        """Adds gradients up without reducing them; from stage 2 on they are reduced to shards."""
+        before, self._deferred = self._deferred, self.stage < 2
         try:
             yield
         finally:
             self._deferred = before
 
     def _step(self) -> None:
-        for sharded in self.chunks:
+        for sharded in self.everything:
             sharded.chunk.check_parameters()
+        self.gatherer.release_all()
+        for sharded in self.chunks:
+            if sharded.chunk.buffer is not None:
+                sharded.chunk.take_writes()
+        used = self._settle()
         if math.isfinite(self.max_norm):
             self.clip_grad_by_norm(self.max_norm)
-        used = self._settle()
-        # As with torch, gradients stay until zero_grad; the pieces only borrow them.
-        for piece, owned, gradient in self._piece_gradients():
-            owned.grad = gradient if piece in used else None
+        if self.scaler is not None and not self._all_finite():
+            self.skipped += 1
+            self._finish_step()
+            return
         self._stepping = True
         try:
-            self.inner.step()
+            with step_hooks(self.inner):
+                self._pipeline(used)
         finally:
             self._stepping = False
+            self._give_groups(None)
             for sharded in self.chunks:
                 for _, owned in sharded.pieces:
                     owned.grad = self._reduced[owned]
+        self._finish_step()
+
+    def _pipeline(self, used: set[str]) -> None:
+        """Waits for each chunk's gradients, steps it, and starts its gather."""
+        for number, sharded in enumerate(self.chunks):
+            self._reducer.land(sharded)
+            # As with torch, gradients stay until zero_grad; the pieces only borrow them.
+            for piece, owned in sharded.pieces:
+                whole = sharded.gradient_shard if piece.name in used else None
+                owned.grad = None if whole is None else whole[piece.start : piece.end]
+            self._give_groups(number)
+            step_without_hooks(self.inner)
+            if self.stage < 3:
+                self.gatherer.start(sharded)
+
+    def _give_groups(self, number: int | None) -> None:
+        """Shows the inner optimizer one chunk's pieces, or all."""
+        if number is None:
+            self._give_pieces()
+            return
+        for group, pieces in zip(self.inner.param_groups, self._by_chunk[number], strict=True):
+            group["params"] = pieces
+
+    def _finish_step(self) -> None:
         self._used = None
         self._reducer.unsettle()
-        self._gather_parameters()
-
-    def _piece_gradients(self) -> Iterator[tuple[str, nn.Parameter, Tensor | None]]:
-        for sharded in self.chunks:
-            whole = sharded.gradient_shard
-            for piece, owned in sharded.pieces:
-                part = None if whole is None else whole[piece.start : piece.end]
-                yield piece.name, owned, part
-
-    def _gather_parameters(self) -> None:
-        handles = [
-            all_gather(c.chunk.data, c.chunk.shard, self.group, async_op=True) for c in self.chunks
-        ]
-        for handle in handles:
-            handle.wait()
-        # The buffers were written behind autograd's back: a graph from before must not be used.
+        self.gatherer.step += 1
+        # The buffers are written behind autograd's back: a graph from before must not be used.
         increment_version(list(self.names))
+        for sharded in self.chunks:
+            sharded.chunk.note_versions()
+        self.gatherer.prefetch()
+
+    def _all_finite(self) -> bool:
+        """Whether no gradient has overflowed, and the scale of the next losses."""
+        assert self.scaler is not None
+        norm = self.grad_norm if math.isfinite(self.max_norm) else self.clip_grad_by_norm(math.inf)
+        assert norm is not None
+        finite = bool(torch.isfinite(norm))
+        self.scaler.update(finite)
+        return finite
 
     def _settle(self) -> set[str]:
-        """Brings all gradients to the shards, once between backward and step."""
+        """Sends all gradients to the shards, once between backward and step."""
         if self._used is None or not self._reducer.settled:
             self._used = self._reducer.settle()
         return self._used
@@ -185,6 +303,11 @@ class ZeroOptimizer(BoostedOptimizer):
         """Forgets the gradients; with ``set_to_none=False`` those that there are become zeros."""
         self._used = None
         self._reducer.forget(set_to_none)
+
+    def _gradient_shards(self) -> list[Tensor]:
+        self._settle()
+        self._reducer.land_all()
+        return [c.gradient_shard for c in self.chunks if c.gradient_shard is not None]
 
     def clip_grad_by_norm(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`.
@@ -196,13 +319,13 @@ class ZeroOptimizer(BoostedOptimizer):
             The norm before, float64; nan or inf show as they are.
         """
         self.check_norm(max_norm)
-        self._settle()
-        shards = [c.gradient_shard for c in self.chunks if c.gradient_shard is not None]
-        device = self.chunks[0].chunk.data.device
+        shards = self._gradient_shards()
+        device = self.chunks[0].chunk.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         for shard in shards:
             total += torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2
-        all_reduce(total, "sum", self.group)
+        if self.parts > 1:
+            all_reduce(total, "sum", self.group)
         self.grad_norm = norm = total.sqrt()
         if math.isfinite(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -212,20 +335,24 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def clip_grad_by_value(self, limit: float) -> None:
         """Cuts every element of the mean gradient to [-limit, limit]."""
-        self._settle()
-        for sharded in self.chunks:
-            if sharded.gradient_shard is not None:
-                sharded.gradient_shard.clamp_(-limit, limit)
+        for shard in self._gradient_shards():
+            shard.clamp_(-limit, limit)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole averaged gradients by name, where there is one; every rank calls it."""
         used = self._settle()
+        self._reducer.land_all()
         found: dict[str, Tensor] = {}
         for sharded in self.chunks:
-            if sharded.gradient_shard is None:
+            shard = sharded.gradient_shard
+            if shard is None:
                 continue
-            whole = torch.empty_like(sharded.chunk.data)
-            all_gather(whole, sharded.gradient_shard, self.group)
+            whole = shard
+            if self.parts > 1:
+                whole = torch.empty(
+                    sharded.chunk.layout.size, dtype=shard.dtype, device=shard.device
+                )
+                all_gather(whole, shard, self.group)
             views = sharded.chunk.named_views(whole)
             found |= {name: view for name, view in views.items() if name in used}
         return {name: found[name] for name in self.names.values() if name in found}
@@ -240,10 +367,23 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def export_state(self, keep: bool = True) -> State:
         """The whole state by parameter name; every rank calls it, those that `keep` get it."""
+        self._take_writes()
         return gather_state(self.inner, self.chunks, self.group, keep)
 
     def _import_state(self, state: State) -> None:
+        self._take_writes()
         scatter_state(self.inner, self.chunks, state)
+
+    def state_dtype(self, parameter: Tensor) -> torch.dtype:
+        """Of the state that belongs to a parameter."""
+        return torch.float32 if parameter.dtype in HALVES else parameter.dtype
+
+    def _take_writes(self) -> None:
+        """Brings what was written to the parameters, on all ranks alike, to the shards."""
+        self.gatherer.finish_all()
+        for sharded in self.everything:
+            if sharded.chunk.buffer is not None:
+                sharded.chunk.take_writes()
 
     def group_names(self) -> list[list[str]]:
         """Names of the trained parameters of each group."""
@@ -252,18 +392,30 @@ class ZeroOptimizer(BoostedOptimizer):
     def memory(self) -> dict[str, int]:
         """Bytes that this rank will hold of ``parameters``, ``gradients`` and ``optimizer_state``.
 
-        Gradients at their peak: the shards, with stage 1 the whole buffers, with stage 2 those
-        under way and the one being filled.
+        At their peak. Parameters: the whole chunks, or with stage 3 the shards and the chunks that
+        are gathered at once. Gradients: the shards, with stage 1 the whole buffers, from stage 2 on
+        those under way and the one being filled. A float32 copy of 16-bit parameters counts as
+        state of the optimizer.
         """
-        sizes = [sharded.chunk.data.nbytes for sharded in self.chunks]
-        largest = max(sizes) * (IN_FLIGHT + 1)
-        buffers = sum(sizes) if self.stage == 1 else min(sum(sizes), largest)
+        sizes = [sharded.chunk.nbytes for sharded in self.everything]
+        whole = sum(sizes)
+        trained = [sharded.chunk.nbytes for sharded in self.chunks]
+        if self.stage == 3:
+            homes = sum(c.chunk.home.nbytes for c in self.everything if not _is_master(c))
+            whole = homes + min(whole, (self.ahead + 2) * max(sizes))
+        largest = max(trained) * (IN_FLIGHT + 1)
+        buffers = sum(trained) if self.stage < 2 else min(sum(trained), largest)
+        shards = sum(c.chunk.home.nbytes for c in self.chunks)
+        if self.parts == 1:
+            shards = sum(c.chunk.home.nbytes for c in self.chunks if _is_master(c))
+            buffers = sum(trained)
         state = sum(
             state_tensors(self.inner, group) * sum(owned.nbytes for owned in group["params"])
             for group in self.inner.param_groups
         )
-        return {
-            "parameters": sum(sizes),
-            "gradients": buffers + sum(sizes) // self.size,
-            "optimizer_state": state,
-        }
+        state += sum(c.chunk.home.nbytes for c in self.chunks if _is_master(c))
+        return {"parameters": whole, "gradients": buffers + shards, "optimizer_state": state}
+
+
+def _is_master(sharded: ShardedChunk) -> bool:
+    return sharded.chunk.home.dtype != sharded.chunk.dtype

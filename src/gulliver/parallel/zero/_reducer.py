@@ -1,6 +1,8 @@
 """How gradients travel: from the chunk in which backward adds them up to the shards of the ranks.
 
-Read `Phase` first, then `GradientReducer.backward`, `_gradient_ready` and `_reduce`.
+Read `Phase` in `_sharded.py` first, then `GradientReducer.backward`, `_gradient_ready`, `_reduce`
+and `land`. A reduction travels while backward, and whatever follows it, goes on; whoever needs its
+result lands it.
 
 [Note: one order on all ranks] Ranks may differ in which parameters a backward touches and when, yet
 collectives must be issued in one order everywhere. So chunks are reduced strictly from the last to
@@ -12,7 +14,7 @@ is not zero then. Whether it had one on any rank, since gradients were last forg
 before each step, in one small exchange. Without any, it is left alone, as torch leaves a gradient
 of None.
 
-[Note: cleared gradients] After its reduction a parameter's grad is a `ReducedGradient`. If it is
+[Note: cleared gradients] From its reduction on a parameter's grad is a `ReducedGradient`. If it is
 None later, somebody cleared it (``model.zero_grad()``), and its shards are zeroed before more is
 added.
 
@@ -24,93 +26,63 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
-from gulliver.comm import Handle, all_reduce, reduce_scatter
+from gulliver.comm import Group, Handle, all_reduce, group_size, reduce_scatter
 from gulliver.errors import GulliverError
-from gulliver.memory import Chunk, Piece
+from gulliver.parallel.zero._sharded import Phase, ShardedChunk
 
 IN_FLIGHT = 2
-"""Chunks that stage 2 lets travel at once: bounds the whole gradient buffers that are alive."""
-
-
-class Phase(Enum):
-    """Where the gradients of a chunk are."""
-
-    EMPTY = auto()
-    """Nowhere, or all in the shards."""
-    COLLECTING = auto()
-    """Being added up in the chunk's buffer."""
-    REDUCING = auto()
-    """On their way from the buffer to the shards."""
-
-
-LEGAL = {
-    (Phase.EMPTY, Phase.COLLECTING),  # the first gradient arrives
-    (Phase.COLLECTING, Phase.REDUCING),  # all gradients have arrived
-    (Phase.REDUCING, Phase.EMPTY),  # the shard has its part
-    (Phase.COLLECTING, Phase.EMPTY),  # forgotten before they travelled
-}
-
-
-@dataclass(eq=False)
-class ShardedChunk:
-    """A chunk, the pieces of parameters that this rank owns of it, and its gradients' state."""
-
-    chunk: Chunk
-    pieces: list[tuple[Piece, nn.Parameter]]
-    phase: Phase = Phase.EMPTY
-    waiting: set[str] = field(default_factory=set)
-    """Parameters that the present backward has not reached yet."""
-    gradient_shard: Tensor | None = None
-    """This rank's part of the mean gradient."""
-    incoming: Tensor | None = None
-    handle: Handle | None = None
-
-    def move(self, phase: Phase) -> None:
-        """Enters another phase."""
-        assert (self.phase, phase) in LEGAL, f"{self.phase} -> {phase}"
-        self.phase = phase
+"""Chunks that stages 2 and 3 let travel at once: bounds the whole gradient buffers alive."""
 
 
 class GradientReducer:
     """Reduces the gradients of chunks to shards while backward goes on.
 
     Args:
-        chunks: in the order of the model.
-        stage: 1 keeps the chunks' gradient buffers; 2 frees each when it is reduced.
+        chunks: of trained parameters, in the order of use.
+        stage: 0 reduces whole buffers on every rank; 1 keeps the chunks' gradient buffers; from 2
+            on each is freed when it is reduced.
         group: ranks to average over; None for all.
+        overlap: False waits for every reduction at once, for comparison.
     """
 
     def __init__(
-        self, chunks: Sequence[ShardedChunk], stage: int, group: dist.ProcessGroup | None
+        self, chunks: Sequence[ShardedChunk], stage: int, group: Group, overlap: bool = True
     ) -> None:
-        self.chunks, self.stage, self.group = chunks, stage, group
+        self.chunks, self.stage, self.group, self.overlap = chunks, stage, group, overlap
+        self.size = group_size(group)
+        self.scale = 1.0
         self._home = {name: c for c in chunks for name in c.chunk.parameters}
         self._used: set[str] = set()
         self._next = -1
         self._reducing = self._settled = False
         self._flying: deque[ShardedChunk] = deque()
+        self._hooks = []
         for name, home in self._home.items():
             parameter = home.chunk.parameters[name]
-            parameter.register_hook(lambda _, name=name: self._before_gradient(name))
-            parameter.register_post_accumulate_grad_hook(
-                lambda _, name=name: self._gradient_ready(name)
-            )
+            self._hooks += [
+                parameter.register_hook(lambda _, name=name: self._before_gradient(name)),
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, name=name: self._gradient_ready(name)
+                ),
+            ]
+
+    def close(self) -> None:
+        """Lets go of the parameters."""
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def backward(self, reduce: bool) -> Iterator[None]:
-        """One backward; with `reduce` its gradients are in the shards when it ends.
+        """One backward; with `reduce` all its gradients are on their way when it ends.
 
         A backward outside of this context, or without `reduce`, only adds up; `settle` or the next
         one that reduces brings it all.
         """
         self._settled = False
+        self.land_all()
         if not reduce:
             yield
             return
@@ -124,7 +96,7 @@ class GradientReducer:
             self._reducing = False
 
     def settle(self) -> set[str]:
-        """Brings every gradient to its shard, however backward was called; every rank calls it.
+        """Sends every gradient on its way, however backward was called; every rank calls it.
 
         Returns:
             The parameters that have a gradient on any rank.
@@ -133,12 +105,12 @@ class GradientReducer:
             self._forget_cleared(sharded)
         names = list(self._home)
         collecting = any(c.phase is Phase.COLLECTING for c in self.chunks)
-        flags = [*(name in self._used for name in names), collecting]
-        device = self.chunks[0].chunk.data.device
-        votes = torch.tensor(flags, dtype=torch.uint8, device=device)
+        # On the CPU: the host waits for the answer, a device need not.
+        votes = torch.tensor([*(n in self._used for n in names), collecting], dtype=torch.uint8)
         all_reduce(votes, "max", self.group)
         *used, pending = votes.tolist()
         if pending:
+            self.land_all()
             self._next = len(self.chunks) - 1
             self._reduce_rest()
         self._settled = True
@@ -156,8 +128,7 @@ class GradientReducer:
     def forget(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, or makes those that there are zero."""
         self._settled = False
-        while self._flying:
-            self._land(self._flying.popleft())
+        self.land_all()
         for sharded in self.chunks:
             if set_to_none:
                 self._empty(sharded)
@@ -172,9 +143,16 @@ class GradientReducer:
     def _empty(self, sharded: ShardedChunk) -> None:
         if sharded.phase is Phase.COLLECTING:
             sharded.move(Phase.EMPTY)
-            sharded.chunk.detach_gradient(keep_buffer=self.stage == 1)
         sharded.chunk.clear_gradient()
+        if sharded.gradient_shard is not None and self._whole(sharded):
+            sharded.chunk.pool.give(sharded.gradient_shard)
         sharded.gradient_shard = None
+        if self.stage != 1 or self._whole(sharded):
+            sharded.chunk.free_gradient()
+
+    def _whole(self, sharded: ShardedChunk) -> bool:
+        """Whether the reduced gradient is the chunk's buffer itself, not a part of it."""
+        return sharded.chunk.layout.parts == 1 and sharded.chunk.home.dtype == sharded.chunk.dtype
 
     def _before_gradient(self, name: str) -> None:
         """Called before autograd adds to a parameter: its gradient must be a view of the buffer."""
@@ -185,10 +163,12 @@ class GradientReducer:
                 "step: do that when all gradients are there, or use booster.backward"
             )
         if home.phase is Phase.REDUCING:
-            raise GulliverError(
-                f"parameter {name!r} got a second gradient within one backward: with activation "
-                "checkpointing of shared modules use use_reentrant=False"
-            )
+            if self._reducing:
+                raise GulliverError(
+                    f"parameter {name!r} got a second gradient within one backward: with "
+                    "activation checkpointing of shared modules use use_reentrant=False"
+                )
+            self.land_all()
         if home.phase is Phase.EMPTY:
             self._begin(home)
         elif home.chunk.parameters[name].grad is None:
@@ -216,51 +196,83 @@ class GradientReducer:
         if sharded.phase is Phase.EMPTY:
             self._begin(sharded)
         self._forget_cleared(sharded)
-        chunk = sharded.chunk
-        for name in chunk.parameters:
-            chunk.check_gradient(name)
-        assert chunk.gradient is not None
-        sharded.incoming = torch.empty_like(chunk.shard)
-        sharded.handle = reduce_scatter(
-            sharded.incoming, chunk.gradient, "mean", self.group, async_op=True
-        )
+        for name in sharded.chunk.parameters:
+            sharded.chunk.check_gradient(name)
+        sharded.chunk.mark_reduced()
+        sharded.incoming, sharded.reduction = self._sent(sharded)
         sharded.move(Phase.REDUCING)
         self._flying.append(sharded)
-        if self.stage == 2 and len(self._flying) > IN_FLIGHT:
-            self._land(self._flying.popleft())
+        if self.stage >= 2 and len(self._flying) > IN_FLIGHT:
+            self.land(self._flying[0])
+        if not self.overlap:
+            self.land_all()
 
-    def _land(self, sharded: ShardedChunk) -> None:
+    def _sent(self, sharded: ShardedChunk) -> tuple[torch.Tensor, Handle]:
+        """Sends a chunk's gradients; returns where their mean will be, and when."""
+        chunk, dtype = sharded.chunk, sharded.chunk.home.dtype
+        assert chunk.gradient is not None
+        if chunk.layout.parts == 1:
+            buffer = chunk.take_gradient() if self._whole(sharded) else chunk.gradient.to(dtype)
+            return buffer, all_reduce(buffer, "mean", self.group, async_op=True)
+        incoming = torch.empty(chunk.layout.part_size, dtype=dtype, device=chunk.device)
+        # Sixteen bits travel, and are added up in the dtype of the optimizer.
+        handle = reduce_scatter(
+            incoming, chunk.gradient, "mean", self.group, async_op=True, accumulate_dtype=dtype
+        )
+        return incoming, handle
+
+    def land(self, sharded: ShardedChunk) -> None:
         """Waits for a reduction under way and adds its result to the shard's gradient."""
-        assert sharded.handle is not None
+        if sharded.phase is not Phase.REDUCING:
+            return
+        assert sharded.reduction is not None
         assert sharded.incoming is not None
-        sharded.handle.wait()
+        sharded.reduction.wait()
+        incoming, sharded.reduction, sharded.incoming = sharded.incoming, None, None
+        if self.scale != 1.0:
+            incoming /= self.scale
         if sharded.gradient_shard is None:
-            sharded.gradient_shard = sharded.incoming
+            sharded.gradient_shard = incoming
         else:
-            sharded.gradient_shard += sharded.incoming
-        sharded.handle = sharded.incoming = None
-        sharded.chunk.detach_gradient(keep_buffer=self.stage == 1)
+            sharded.gradient_shard += incoming
+            if self._whole(sharded):
+                sharded.chunk.pool.give(incoming)
+        if self.stage != 1:
+            sharded.chunk.free_gradient()
+        self._flying.remove(sharded)
         sharded.move(Phase.EMPTY)
+        self._zero_cleared(sharded)
+
+    def land_all(self) -> None:
+        """Waits for all reductions under way."""
+        while self._flying:
+            self.land(self._flying[0])
 
     def _reduce_rest(self) -> None:
-        """Lets the chunks follow that a backward did not complete, and waits for all."""
+        """Lets the chunks follow that a backward did not complete."""
         while self._next >= 0:
             self._reduce(self.chunks[self._next])
             self._next -= 1
-        while self._flying:
-            self._land(self._flying.popleft())
 
     def _forget_cleared(self, sharded: ShardedChunk) -> None:
         """Drops the gradients of parameters whose grad was set to None; see the note above."""
         collecting = sharded.phase is Phase.COLLECTING
-        if not collecting and sharded.gradient_shard is None:
+        if sharded.phase is Phase.EMPTY and sharded.gradient_shard is None:
             return
         cleared = set(sharded.chunk.cleared_names())
         self._used -= cleared
         if collecting:
+            # What was added up before is zeroed once, here: the view is there again afterwards.
+            self._zero_cleared(sharded)
             for name in cleared:
                 sharded.chunk.attach_again(name)
-        if cleared and sharded.gradient_shard is not None:
-            for piece, _ in sharded.pieces:
-                if piece.name in cleared:
-                    sharded.gradient_shard[piece.start : piece.end].zero_()
+        elif sharded.phase is Phase.EMPTY:
+            self._zero_cleared(sharded)
+
+    def _zero_cleared(self, sharded: ShardedChunk) -> None:
+        cleared = set(sharded.chunk.cleared_names())
+        if not cleared or sharded.gradient_shard is None:
+            return
+        for piece in sharded.chunk.layout.pieces(sharded.chunk.part):
+            if piece.name in cleared:
+                sharded.gradient_shard[piece.start : piece.end].zero_()

@@ -9,19 +9,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gulliver.comm import all_gather, gather_objects
+from gulliver.comm import Group, all_gather, gather_objects
 from gulliver.errors import GulliverError
 from gulliver.parallel._optimizer import State, is_counter
-from gulliver.parallel.zero._reducer import ShardedChunk
+from gulliver.parallel.zero._sharded import ShardedChunk
+
+MASTER = "master"
+"""The float32 values behind a parameter of 16 bits, among the optimizer's state."""
 
 
 def gather_state(
     optimizer: torch.optim.Optimizer,
     chunks: Sequence[ShardedChunk],
-    group: dist.ProcessGroup | None,
+    group: Group,
     keep: bool,
 ) -> State:
     """The whole state of an optimizer that steps shards; every rank calls it.
@@ -36,7 +38,7 @@ def gather_state(
         GulliverError: state that is neither element-wise nor one value.
     """
     counters: State = {}
-    present: set[tuple[str, str]] = set()
+    present = {(name, MASTER) for c in chunks if _has_master(c) for name in c.chunk.parameters}
     for sharded in chunks:
         for piece, owned in sharded.pieces:
             for key, value in optimizer.state.get(owned, {}).items():
@@ -79,7 +81,10 @@ def scatter_state(
                 continue
             found: dict[str, Any] = {}
             for key, value in state[piece.name].items():
-                if not isinstance(value, Tensor):
+                if key == MASTER:
+                    part = value.reshape(-1)[piece.offset : piece.offset + piece.numel]
+                    owned.detach().copy_(part)
+                elif not isinstance(value, Tensor):
                     found[key] = value
                 elif is_counter(key, value, whole):
                     # torch wants counters beside the parameter only where kernels read them.
@@ -104,13 +109,25 @@ def _gathered(
     optimizer: torch.optim.Optimizer,
     sharded: ShardedChunk,
     key: str,
-    group: dist.ProcessGroup | None,
+    group: Group,
 ) -> Tensor:
-    shard = torch.zeros_like(sharded.chunk.shard)
+    if key == MASTER:
+        return _whole(sharded.chunk.home, sharded, group)
+    shard = torch.zeros_like(sharded.chunk.home)
     for piece, owned in sharded.pieces:
         value = optimizer.state.get(owned, {}).get(key)
         if value is not None:
             shard[piece.start : piece.end] = value
-    whole = torch.empty_like(sharded.chunk.data)
+    return _whole(shard, sharded, group)
+
+
+def _whole(shard: Tensor, sharded: ShardedChunk, group: Group) -> Tensor:
+    if sharded.chunk.layout.parts == 1:
+        return shard
+    whole = torch.empty(sharded.chunk.layout.size, dtype=shard.dtype, device=shard.device)
     all_gather(whole, shard, group)
     return whole
+
+
+def _has_master(sharded: ShardedChunk) -> bool:
+    return sharded.chunk.home.dtype != sharded.chunk.dtype

@@ -1,0 +1,106 @@
+"""Parameters whose values are elsewhere or on their way: whoever touches one makes it arrive first.
+
+While a parameter waits, its class is `Awaited` and every operation on it calls its handler. When it
+has arrived it is an ordinary parameter again, so nothing is paid afterwards, and it does not matter
+who reads it, nor through which reference: a module's forward, an average of the weights, a state
+dict, a list that somebody kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError
+
+Handler = Callable[[list[nn.Parameter], Callable[..., Any], tuple, dict[str, Any]], Any]
+"""Called with the waiting parameters of an operation, the operation, and its arguments."""
+
+_METADATA = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        "_version",
+        "device",
+        "dtype",
+        "grad",
+        "grad_fn",
+        "is_cpu",
+        "is_cuda",
+        "is_leaf",
+        "is_meta",
+        "is_sparse",
+        "itemsize",
+        "layout",
+        "nbytes",
+        "ndim",
+        "output_nr",
+        "requires_grad",
+        "retains_grad",
+        "shape",
+    )
+) | {
+    Tensor.grad.__set__,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor.data_ptr,
+    Tensor.dim,
+    Tensor.element_size,
+    Tensor.is_complex,
+    Tensor.is_contiguous,
+    Tensor.is_floating_point,
+    Tensor.nelement,
+    Tensor.numel,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.requires_grad_,
+    Tensor.size,
+    Tensor.__len__,
+}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Awaited(nn.Parameter):
+    """The class of a parameter that waits."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        # A copy of a waiting parameter has its values, and waits for nothing.
+        return nn.Parameter(data, requires_grad)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Lets metadata through; the rest goes to the handler."""
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func == _SET_DATA and isinstance(args[0], cls):
+            raise GulliverError(
+                "a parameter was moved, converted or reshaped after boost: do that before boost"
+            )
+        waiting = list(_awaited(args)) + list(_awaited(kwargs.values()))
+        return waiting[0].__dict__["_handler"](waiting, func, args, kwargs)
+
+
+def await_parameter(parameter: nn.Parameter, handler: Handler) -> None:
+    """Lets operations on `parameter` go to `handler` from now on."""
+    if type(parameter) is not Awaited:
+        vars(parameter)["_arrived_class"] = type(parameter)
+        parameter.__class__ = Awaited
+    vars(parameter)["_handler"] = handler
+
+
+def arrived(parameter: nn.Parameter) -> None:
+    """Makes it an ordinary parameter again."""
+    if type(parameter) is Awaited:
+        parameter.__class__ = vars(parameter).pop("_arrived_class")
+        del vars(parameter)["_handler"]
+
+
+def _awaited(values: Any) -> Iterator[nn.Parameter]:
+    for value in values:
+        if type(value) is Awaited:
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _awaited(value)
+        elif isinstance(value, dict):
+            yield from _awaited(value.values())
