@@ -9,17 +9,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gulliver.booster import Booster, LowLevelZeroPlugin, TorchDDPPlugin
 from gulliver.comm import World
 
-BATCH, WIDTH, CLASSES, STEPS = 24, 24, 11, 50
+BATCH, WIDTH, CLASSES, STEPS = 24, 24, 11, 20
 PARAMETER_BARS = {torch.float64: 1e-10, torch.float32: 1e-5}
 GRADIENT_BARS = {torch.float64: 1e-12, torch.float32: 1e-6}
 
@@ -37,6 +39,10 @@ class Cell:
     frozen: bool = False
     groups: bool = False
     optimizer: str = "AdamW"
+    checkpointed: bool = False
+    compiled: bool = False
+    half: bool = False
+    """16-bit parameters, trained through float32 copies."""
 
 
 CELLS = (
@@ -50,6 +56,22 @@ CELLS = (
     Cell("two parameter groups", groups=True),
     Cell("all of these", 3, 0.05, True, True, True, True, True),
     Cell("SGD with momentum, all of these", 3, 0.05, True, True, True, True, True, "SGD"),
+    Cell("activation checkpointing", checkpointed=True),
+    Cell(
+        "activation checkpointing, all of these",
+        3,
+        0.05,
+        True,
+        True,
+        True,
+        True,
+        True,
+        "AdamW",
+        True,
+    ),
+    Cell("torch.compile of a block", compiled=True),
+    Cell("bf16 with float32 copies", half=True),
+    Cell("bf16 with float32 copies, clipping, accumulation", 3, 0.05, half=True),
 )
 WORLDS = (2, 4)
 
@@ -65,18 +87,24 @@ class Net(nn.Module):
         self.sometimes = nn.Linear(WIDTH, WIDTH)
         self.never = nn.Linear(3, 5)
         self.last = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.checkpointed = cell.checkpointed
         if cell.tied:
             self.last.weight = self.embed.weight
         self.first.requires_grad_(not cell.frozen)
         self.never.requires_grad_(cell.unused)
+        if cell.compiled:
+            self.first.compile(backend="aot_eager")
 
     def forward(self, ids: Tensor, special: Tensor) -> Tensor:
         x = self.embed(ids).mean(dim=1)
-        x = x + torch.tanh(self.first(x))
+        x = x + torch.tanh(self._through(self.first, x))
         if bool(special.any()):
             # Only some samples, and so only some ranks, use this layer.
             x = torch.where(special[:, None], x + self.sometimes(x), x)
-        return self.last(self.norm(x))
+        return self.last(self._through(self.norm, x))
+
+    def _through(self, part: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(part, x, use_reentrant=False) if self.checkpointed else part(x)
 
 
 def build(cell: Cell, dtype: torch.dtype) -> tuple[Net, torch.optim.Optimizer]:
@@ -129,13 +157,57 @@ def reference(cell: Cell, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[s
     return {n: p.detach().clone() for n, p in model.named_parameters()}, first
 
 
-def boosted(
-    world: World, cell: Cell, dtype: torch.dtype, stage: int
+def reference_of_halves(
+    cell: Cell, size: int, stage: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The same through the Booster, on every rank; stage 0 is DDP."""
+    """One process with the arithmetic of `size` ranks: 16-bit gradients, summed in float32.
+
+    From stage 2 on every micro-batch is summed in float32, before that those of a rank in 16 bits.
+    """
+    model, optimizer = build(cell, torch.bfloat16)
+    master = {p: p.detach().float().clone() for p in model.parameters() if p.requires_grad}
+    for group in optimizer.param_groups:
+        group["params"] = [master[p] for p in group["params"]]
+    first: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        for rank in range(size):
+            parts = list(shares(step, cell, rank, size))
+            for number, (ids, special, targets) in enumerate(parts):
+                (F.cross_entropy(model(ids, special), targets) / len(parts)).backward()
+                if stage >= 2 or number + 1 == len(parts):
+                    add_to_master(master, size)
+        if step == 0:
+            names = {p: n for n, p in model.named_parameters()}
+            first = {names[p]: c.grad.clone() for p, c in master.items() if c.grad is not None}
+        if cell.clip:
+            nn.utils.clip_grad_norm_(list(master.values()), cell.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p, copy in master.items():
+                p.copy_(copy)
+    return {n: p.detach().clone() for n, p in model.named_parameters()}, first
+
+
+def add_to_master(master: dict[nn.Parameter, Tensor], size: int) -> None:
+    """Moves 16-bit gradients to the float32 copies, as one of `size` terms of a mean."""
+    for parameter, copy in master.items():
+        if parameter.grad is not None:
+            grad = parameter.grad.float() / size
+            copy.grad = grad if copy.grad is None else copy.grad + grad
+            parameter.grad = None
+
+
+def boosted(
+    world: World, cell: Cell, dtype: torch.dtype, stage: int | None, overlap: bool = True
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The same through the Booster, on every rank; no stage is DDP."""
     model, optimizer = build(cell, dtype)
-    if stage:
-        plugin = LowLevelZeroPlugin(stage=stage, chunk_mb=0.005, verbose=False)
+    if stage is not None:
+        precision = "bf16" if cell.half else None
+        plugin = LowLevelZeroPlugin(
+            stage, chunk_mb=0.005, precision=precision, overlap=overlap, verbose=False
+        )
     else:
         plugin = TorchDDPPlugin(find_unused_parameters=True, verbose=False)
     booster = Booster(plugin=plugin)
@@ -170,7 +242,31 @@ def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> floa
     return max(errors)
 
 
-MODES = {0: "DDP", 1: "ZeRO 1", 2: "ZeRO 2"}
+MODES = {None: "DDP", 0: "ZeRO 0", 1: "ZeRO 1", 2: "ZeRO 2", 3: "ZeRO 3"}
+
+
+def expected(
+    cell: Cell, size: int, dtype: torch.dtype, stage: int | None
+) -> tuple[dict[str, Tensor], ...]:
+    """What one process arrives at, and the gradients before its first step."""
+    if cell.half:
+        return reference_of_halves(cell, size, stage or 0)
+    return _reference(cell, dtype)
+
+
+_reference = cache(reference)
+
+
+def modes(cell: Cell) -> list[int | None]:
+    """Ways to run a cell: torch's DDP has no float32 copies."""
+    return [mode for mode in MODES if mode is not None or not cell.half]
+
+
+def dtypes(cell: Cell) -> list[torch.dtype]:
+    """What a cell computes in, apart from 16 bits."""
+    return [torch.float32] if cell.half else list(PARAMETER_BARS)
+
+
 HEADER = f"""# Parity
 
 Written by `make parity` from the cells that the tests assert. The largest difference from one
@@ -189,14 +285,16 @@ here has no such parameter; where a model has one, its float32 difference grows 
 """
 
 
-def row(pool: Any, cell: Cell, stage: int, size: int, dtype: torch.dtype, expected: Any) -> str:
+def row(
+    pool: Any, cell: Cell, stage: int | None, size: int, dtype: torch.dtype, expected: Any
+) -> str:
     """A line of the table."""
     results = pool.run(boosted, size, cell, dtype, stage)
     parameters, gradients = (
         max(largest_error(result[k], expected[k]) for result in results) for k in (0, 1)
     )
     holds = parameters <= PARAMETER_BARS[dtype] and gradients <= GRADIENT_BARS[dtype]
-    name = str(dtype).removeprefix("torch.")
+    name = "bfloat16" if cell.half else str(dtype).removeprefix("torch.")
     errors = f"{gradients:.1e} | {parameters:.1e}"
     verdict = "" if holds else "**over**"
     return f"| {cell.name} | {MODES[stage]} | {size} | {name} | {errors} | {verdict} |"
@@ -209,12 +307,12 @@ def main(path: Path) -> None:
     start_server()
     pool = Pool()
     rows = [
-        row(pool, cell, stage, size, dtype, expected)
+        row(pool, cell, stage, size, dtype, values)
         for cell in CELLS
-        for dtype in PARAMETER_BARS
-        for expected in [reference(cell, dtype)]
+        for dtype in dtypes(cell)
         for size in WORLDS
-        for stage in MODES
+        for stage in modes(cell)
+        for values in [expected(cell, size, dtype, stage)]
     ]
     pool.close()
     path.write_text(HEADER + "\n".join(rows) + "\n")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,26 +14,41 @@ from tests import parity
 from tests.parity import CELLS, GRADIENT_BARS, PARAMETER_BARS, WORLDS, Cell, largest_error
 from tests.pool import Pool
 
-reference = cache(parity.reference)
+
+def _id(value: object) -> str:
+    return value.name.replace(" ", "-") if isinstance(value, Cell) else str(value)
 
 
-@pytest.mark.parametrize("dtype", PARAMETER_BARS, ids=str)
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name.replace(" ", "-"))
-def test_fifty_steps_equal_one_process(
+@pytest.mark.parametrize(
+    ("cell", "dtype"), [(c, dtype) for c in CELLS for dtype in parity.dtypes(c)], ids=_id
+)
+def test_the_steps_equal_those_of_one_process(
     pool: Pool, cell: Cell, size: int, stage: int, dtype: torch.dtype
 ) -> None:
-    parameters, gradients = reference(cell, dtype)
+    parameters, gradients = parity.expected(cell, size, dtype, stage)
     for found, first in pool.run(parity.boosted, size, cell, dtype, stage):
         assert largest_error(first, gradients) <= GRADIENT_BARS[dtype]
         assert largest_error(found, parameters) <= PARAMETER_BARS[dtype]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_overlap_changes_no_bit(pool: Pool, stage: int) -> None:
+    cell = CELLS[8]
+    for with_overlap, without in zip(
+        pool.run(parity.boosted, 3, cell, torch.float32, stage, True),
+        pool.run(parity.boosted, 3, cell, torch.float32, stage, False),
+        strict=True,
+    ):
+        for found, expected in zip(with_overlap, without, strict=True):
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_ddp_goes_through_the_same_loop(pool: Pool) -> None:
     cell = CELLS[0]
-    parameters, gradients = reference(cell, torch.float64)
-    for found, first in pool.run(parity.boosted, 2, cell, torch.float64, 0):
+    parameters, gradients = parity.reference(cell, torch.float64)
+    for found, first in pool.run(parity.boosted, 2, cell, torch.float64, None):
         assert largest_error(first, gradients) <= 1e-12
         assert largest_error(found, parameters) <= 1e-10
 
@@ -43,7 +56,7 @@ def test_ddp_goes_through_the_same_loop(pool: Pool) -> None:
 @pytest.mark.parametrize("cell", [CELLS[0], CELLS[8]], ids=["plain", "all"])
 def test_one_process_without_a_launcher_takes_the_same_path(cell: Cell) -> None:
     world = World(0, 1, 0, torch.device("cpu"))
-    parameters, gradients = reference(cell, torch.float64)
+    parameters, gradients = parity.reference(cell, torch.float64)
     found, first = parity.boosted(world, cell, torch.float64, 2)
     assert largest_error(first, gradients) <= 1e-12
     assert largest_error(found, parameters) <= 1e-10
