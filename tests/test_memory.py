@@ -92,21 +92,22 @@ def test_parameters_become_views_with_the_same_values() -> None:
 
 def test_backward_adds_in_place_to_the_gradient_buffer() -> None:
     model, chunk = _chunk()
-    chunk.attach_gradient()
+    chunk.begin_gradient()
     assert chunk.gradient is not None
     for _ in range(2):
         model(torch.ones(1, 5)).sum().backward()
+        for name in chunk.parameters:
+            chunk.place_gradient(name)
     views = chunk.named_views(chunk.gradient)
     assert bool((views["weight"] == 2).all())
     assert bool((views["bias"] == 2).all())
     assert float(chunk.gradient.sum()) == 2 * (15 + 3)  # the padding stays zero
-    for name in views:
-        chunk.check_gradient(name)
+    chunk.complete_gradient()
 
 
 def test_a_detached_gradient_leaves_a_stand_in_and_a_cleared_one_is_noticed() -> None:
     model, chunk = _chunk()
-    chunk.attach_gradient()
+    chunk.begin_gradient()
     chunk.mark_reduced()
     chunk.free_gradient()
     assert chunk.gradient is None
@@ -132,7 +133,7 @@ def test_a_parameter_that_left_its_chunk_is_refused(spoil) -> None:
     model, chunk = _chunk()
     spoil(model)
     with pytest.raises(GulliverError, match=r"weight.*after boost"):
-        chunk.attach_gradient()
+        chunk.begin_gradient()
 
 
 @pytest.mark.parametrize(

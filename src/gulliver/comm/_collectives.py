@@ -21,11 +21,6 @@ Op = Literal["sum", "mean", "max"]
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 Group = dist.ProcessGroup | None
 """Ranks that take part; None is the whole world."""
-_COMBINE: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "sum": lambda total, term: total.add_(term),
-    "mean": lambda total, term: total.add_(term),
-    "max": lambda total, term: torch.maximum(total, term, out=total),
-}
 
 
 class Handle:
@@ -98,7 +93,7 @@ def reduce_scatter(
             output.copy_(input)
         return Handle()
     if sends_directly(group, input):
-        started = direct_reduce_scatter(output, input, _COMBINE[op], op == "mean", group)
+        started = direct_reduce_scatter(output, input, op, group)
         return _finished(Handle(*started), async_op)
     if output.dtype != input.dtype:
         started = _exchanged(output, input, op, group)
@@ -199,7 +194,7 @@ def _exchanged(
         first, *others = received.view(size, -1)
         output.copy_(first)
         for term in others:
-            _COMBINE[op](output, term)
+            torch.maximum(output, term, out=output) if op == "max" else output.add_(term)
         if op == "mean":
             output.div_(size)
 

@@ -65,8 +65,7 @@ def direct_all_gather(
 def direct_reduce_scatter(
     output: Tensor,
     input: Tensor,
-    combine: Callable[[Tensor, Tensor], Any],
-    mean: bool,
+    op: str,
     group: dist.ProcessGroup | None,
 ) -> tuple[Messages, Callable[[], None]]:
     """Starts a reduce-scatter.
@@ -74,8 +73,7 @@ def direct_reduce_scatter(
     Args:
         output: this rank's part, perhaps of a wider dtype than the input.
         input: one part for each rank.
-        combine: adds its second argument to the first, in place.
-        mean: divide by the number of ranks.
+        op: sum, mean or max.
         group: of ranks.
 
     Returns:
@@ -96,14 +94,19 @@ def direct_reduce_scatter(
 
     def add_up() -> None:
         terms = [parts[r] if r == rank else slots[r] for r in range(size)]
-        total = output if output.data_ptr() != parts[rank].data_ptr() else terms[0].clone()
-        if total is output:
+        in_place = output.data_ptr() == parts[rank].data_ptr()
+        total = torch.empty_like(output) if in_place else output
+        if op == "max" or total.dtype != input.dtype:
             total.copy_(terms[0])
-        for term in terms[1:]:
-            combine(total, term)
-        if mean:
+            first = 1
+        else:
+            torch.add(terms[0], terms[1], out=total)
+            first = 2
+        for term in terms[first:]:
+            torch.maximum(total, term, out=total) if op == "max" else total.add_(term)
+        if op == "mean":
             total.div_(size)
-        if total is not output:
+        if in_place:
             output.copy_(total)
         _give(received.view(-1))
 

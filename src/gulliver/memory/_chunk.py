@@ -1,8 +1,8 @@
 """A chunk in memory: parameters and their gradients are views of two flat buffers.
 
-The gradient buffer is there only while gradients are collected. Before backward adds to a parameter
-of the chunk, every parameter gets its view as ``grad``, so that autograd accumulates in place and
-nothing is copied. When the buffer has been reduced, the views are exchanged for `ReducedGradient`s.
+The gradient buffer is there only while gradients are collected. A parameter's first gradient is
+moved to its place there, and autograd adds later ones in that place. When the buffer is reduced,
+the parameters' gradients are exchanged for `ReducedGradient`s.
 
 The parameter buffer may go too. Then every parameter is one nan, stretched to its shape, and only
 `home` is left: this rank's part. A buffer is never emptied behind the back of a graph that still
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError
 from gulliver.memory._buffers import BufferPool
 from gulliver.memory._layout import ChunkLayout
-from gulliver.memory._reduced import reduced_gradient
+from gulliver.memory._reduced import ReducedGradient, reduced_gradient
 
 
 class Chunk:
@@ -52,6 +52,8 @@ class Chunk:
         self._views = self.named_views(self.buffer)
         self._versions: dict[str, int] = {}
         self._gradient_views: dict[str, Tensor] = {}
+        self._placed: set[str] = set()
+        self._gaps = layout.gaps()
         for name, parameter in self.parameters.items():
             self._views[name].copy_(parameter.detach())
             parameter.data = self._views[name]
@@ -123,25 +125,65 @@ class Chunk:
                     self.home[piece.start : piece.end] = self.shard[piece.start : piece.end]
         self.note_versions()
 
-    def attach_gradient(self) -> None:
-        """Makes every parameter's gradient a zeroed view of the gradient buffer."""
+    def begin_gradient(self) -> None:
+        """Makes the gradient buffer ready to collect."""
         self.check_parameters()
         if self.gradient is None:
             self.gradient = self.pool.take(self.layout.size, self.dtype, self.device)
-        self.gradient.zero_()
+        for start, end in self._gaps:
+            self.gradient[start:end].zero_()  # what lies between is reduced and measured too
         self._gradient_views = self.named_views(self.gradient)
-        for name, parameter in self.parameters.items():
-            parameter.grad = self._gradient_views[name]
+        self._placed = set()
 
-    def attach_again(self, name: str) -> None:
-        """Gives back the view of a parameter whose gradient the user set to None, zeroed."""
-        self.parameters[name].grad = self._gradient_views[name].zero_()
+    def expect_gradient(self, name: str) -> None:
+        """Called before autograd adds to a parameter: the first gradient is taken as it comes."""
+        parameter = self.parameters[name]
+        if isinstance(parameter.grad, ReducedGradient):
+            parameter.grad = None
+
+    def place_gradient(self, name: str) -> None:
+        """Moves a parameter's first gradient to its place; later ones are added there by autograd.
+
+        To write it there once costs less than to add it to zeros.
+
+        Raises:
+            GulliverError: autograd or the user has put another tensor in its place.
+        """
+        parameter, view = self.parameters[name], self._gradient_views[name]
+        gradient = parameter.grad
+        if gradient is view:
+            return
+        if name in self._placed or gradient is None or gradient.requires_grad:
+            raise self._left(name)
+        view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        parameter.grad = view
+        self._placed.add(name)
+
+    def drop_gradient(self, name: str) -> None:
+        """Forgets a parameter's gradient that was set to None."""
+        self._placed.discard(name)
+
+    def complete_gradient(self) -> None:
+        """Fills the places of gradients that did not come with zeros.
+
+        Raises:
+            GulliverError: the user has put another tensor in the place of one.
+        """
+        for name, view in self._gradient_views.items():
+            gradient = self.parameters[name].grad
+            if name in self._placed:
+                if gradient is not view:
+                    raise self._left(name)
+            elif gradient is None or isinstance(gradient, ReducedGradient):
+                view.zero_()
+            else:
+                raise self._left(name)
 
     def mark_reduced(self) -> None:
         """Takes the parameters' gradients out of their sight: the buffer is to be reduced."""
         for name, parameter in self.parameters.items():
             parameter.grad = self._reduced[name]
-        self._gradient_views = {}
+        self._gradient_views, self._placed = {}, set()
 
     def take_gradient(self) -> Tensor:
         """Hands the gradient buffer over; the next gradient gets another."""
@@ -158,23 +200,17 @@ class Chunk:
         """Takes gradients and marks away from the parameters."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._gradient_views = {}
+        self._gradient_views, self._placed = {}, set()
 
     def cleared_names(self) -> list[str]:
         """Parameters whose gradient was set to None, such as by ``model.zero_grad()``."""
         return [name for name, parameter in self.parameters.items() if parameter.grad is None]
 
-    def check_gradient(self, name: str) -> None:
-        """Refuses a gradient that was not added up in the buffer.
-
-        Raises:
-            GulliverError: autograd or the user has put another tensor in its place.
-        """
-        if self.parameters[name].grad is not self._gradient_views[name]:
-            raise GulliverError(
-                f"the gradient of {name!r} left its chunk: backward(create_graph=True) and setting "
-                ".grad are not supported with ZeRO, use TorchDDPPlugin for them"
-            )
+    def _left(self, name: str) -> GulliverError:
+        return GulliverError(
+            f"the gradient of {name!r} left its chunk: backward(create_graph=True) and setting "
+            ".grad are not supported with ZeRO, use TorchDDPPlugin for them"
+        )
 
     def check_parameters(self) -> None:
         """Refuses parameters that no longer lie in this chunk.

@@ -63,6 +63,12 @@ class ChunkLayout:
         """Elements that belong to no tensor."""
         return self.size - sum(slot.numel for slot in self.slots)
 
+    def gaps(self) -> list[tuple[int, int]]:
+        """Beginnings and ends of what belongs to no tensor."""
+        edges = [0, *(edge for slot in self.slots for edge in (slot.start, slot.end)), self.size]
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return [(start, end) for start, end in pairs if start < end]
+
     def pieces(self, part: int) -> list[Piece]:
         """What part `part` holds of which tensor, in order."""
         low, high = part * self.part_size, (part + 1) * self.part_size

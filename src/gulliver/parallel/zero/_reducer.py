@@ -144,7 +144,7 @@ class GradientReducer:
         if sharded.phase is Phase.COLLECTING:
             sharded.move(Phase.EMPTY)
         sharded.chunk.clear_gradient()
-        if sharded.gradient_shard is not None and self._whole(sharded):
+        if sharded.gradient_shard is not None:
             sharded.chunk.pool.give(sharded.gradient_shard)
         sharded.gradient_shard = None
         if self.stage != 1 or self._whole(sharded):
@@ -173,11 +173,12 @@ class GradientReducer:
             self._begin(home)
         elif home.chunk.parameters[name].grad is None:
             self._forget_cleared(home)
+        home.chunk.expect_gradient(name)
 
     def _gradient_ready(self, name: str) -> None:
         """Notes a gradient, and reduces the chunks that are complete and in turn."""
         home = self._home[name]
-        home.chunk.check_gradient(name)
+        home.chunk.place_gradient(name)
         self._used.add(name)
         if not self._reducing:
             return
@@ -188,7 +189,7 @@ class GradientReducer:
 
     def _begin(self, sharded: ShardedChunk) -> None:
         self._forget_cleared(sharded)
-        sharded.chunk.attach_gradient()
+        sharded.chunk.begin_gradient()
         sharded.move(Phase.COLLECTING)
 
     def _reduce(self, sharded: ShardedChunk) -> None:
@@ -196,8 +197,7 @@ class GradientReducer:
         if sharded.phase is Phase.EMPTY:
             self._begin(sharded)
         self._forget_cleared(sharded)
-        for name in sharded.chunk.parameters:
-            sharded.chunk.check_gradient(name)
+        sharded.chunk.complete_gradient()
         sharded.chunk.mark_reduced()
         sharded.incoming, sharded.reduction = self._sent(sharded)
         sharded.move(Phase.REDUCING)
@@ -214,7 +214,7 @@ class GradientReducer:
         if chunk.layout.parts == 1:
             buffer = chunk.take_gradient() if self._whole(sharded) else chunk.gradient.to(dtype)
             return buffer, all_reduce(buffer, "mean", self.group, async_op=True)
-        incoming = torch.empty(chunk.layout.part_size, dtype=dtype, device=chunk.device)
+        incoming = chunk.pool.take(chunk.layout.part_size, dtype, chunk.device)
         # Sixteen bits travel, and are added up in the dtype of the optimizer.
         handle = reduce_scatter(
             incoming, chunk.gradient, "mean", self.group, async_op=True, accumulate_dtype=dtype
@@ -235,8 +235,7 @@ class GradientReducer:
             sharded.gradient_shard = incoming
         else:
             sharded.gradient_shard += incoming
-            if self._whole(sharded):
-                sharded.chunk.pool.give(incoming)
+            sharded.chunk.pool.give(incoming)
         if self.stage != 1:
             sharded.chunk.free_gradient()
         self._flying.remove(sharded)
@@ -262,10 +261,10 @@ class GradientReducer:
         cleared = set(sharded.chunk.cleared_names())
         self._used -= cleared
         if collecting:
-            # What was added up before is zeroed once, here: the view is there again afterwards.
+            # What was added up before is zeroed once, here: a gradient may be there afterwards.
             self._zero_cleared(sharded)
             for name in cleared:
-                sharded.chunk.attach_again(name)
+                sharded.chunk.drop_gradient(name)
         elif sharded.phase is Phase.EMPTY:
             self._zero_cleared(sharded)
 

@@ -1,0 +1,100 @@
+"""The models that benchmarks of training run, and a batch for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY = 2048
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each behind a norm and around a shortcut."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, T, width]`` to the same."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A causal language model with learned positions."""
+
+    def __init__(self, width: int, depth: int, length: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(length, width))
+        self.blocks = nn.ModuleList(Block(width, width // 64) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits ``[B, T, VOCABULARY]`` of ids ``[B, T]``."""
+        x = self.embed(ids) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to train: a model, its loss on the batch of a seed, and its repeated blocks."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, int], Tensor]
+    blocks: Callable[[nn.Module], list[nn.Module]]
+
+
+def gpt(width: int = 512, depth: int = 8, batch: int = 4, length: int = 128) -> Task:
+    """A GPT; with the defaults 27 M parameters."""
+
+    def loss(model: nn.Module, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(VOCABULARY, (batch, length), generator=generator).sort(dim=1)[0]
+        return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    return Task(
+        f"GPT {width}x{depth}, {batch}x{length} tokens",
+        lambda: GPT(width, depth, length),
+        loss,
+        lambda model: list(model.blocks),  # type: ignore[arg-type]
+    )
+
+
+def stdit(batch: int = 2) -> Task:
+    """The STDiT of the demonstration, on clips of its size."""
+    from gulliver.models import stdit3
+
+    def model() -> nn.Module:
+        return stdit3("mini", in_channels=4, caption_channels=64, model_max_length=16)
+
+    def loss(net: nn.Module, seed: int) -> Tensor:
+        g = torch.Generator().manual_seed(seed)
+        x = torch.randn(batch, 4, 4, 16, 16, generator=g)
+        caption = torch.randn(batch, 1, 16, 64, generator=g)
+        mask = torch.ones(batch, 16, dtype=torch.long)
+        size = torch.full((batch,), 16.0)
+        t = 1000 * torch.rand(batch, generator=g)
+        out = net(x, t, caption, mask, fps=size, height=size, width=size)
+        return out.square().mean()
+
+    return Task(
+        f"STDiT3 mini, {batch} clips",
+        model,
+        loss,
+        lambda net: [*net.spatial_blocks, *net.temporal_blocks],  # type: ignore[list-item]
+    )
