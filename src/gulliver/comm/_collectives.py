@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
 from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
+from gulliver.comm._progress import start
 from gulliver.errors import GulliverError, nearest
 
 Op = Literal["sum", "mean", "max"]
@@ -93,8 +94,8 @@ def reduce_scatter(
             output.copy_(input)
         return Handle()
     if sends_directly(group, input):
-        started = direct_reduce_scatter(output, input, op, group)
-        return _finished(Handle(*started), async_op)
+        step = direct_reduce_scatter(output, input, op, group)
+        return _finished(Handle(start(step)), async_op)
     if output.dtype != input.dtype:
         started = _exchanged(output, input, op, group)
         return _finished(Handle(*started), async_op)
@@ -126,7 +127,7 @@ def all_gather(
             output.copy_(input)
         return Handle()
     if sends_directly(group, input):
-        return _finished(Handle(*direct_all_gather(output, input, group)), async_op)
+        return _finished(Handle(start(direct_all_gather(output, input, group))), async_op)
     return _finished(Handle(all_gather_flat(output, input, group=group, async_op=True)), async_op)
 
 

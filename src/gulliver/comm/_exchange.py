@@ -1,8 +1,7 @@
 """Reduce-scatter and all-gather by direct exchange, for groups that send point to point.
 
 Every rank posts all its receives, then all its sends, at once: part j of the input goes straight to
-rank j. The backend's own thread moves the bytes while Python computes, so that nothing has to be
-driven from step to step. Each rank sends and receives (n-1)/n of the whole, as a ring does, in one
+rank j. Each rank sends and receives (n-1)/n of the whole, as a ring does, in one
 latency instead of n-1. (Gloo's reduce-scatter sends twice as much: it is an all-reduce.)
 
 [Note: order of the sum] What arrived is added in the order of the ranks, when somebody waits for
@@ -10,7 +9,7 @@ it. So the bits of a sum depend neither on timing nor on where in a buffer a num
 may be kept in a wider dtype than what travels.
 
 [Note: tags] Messages are told apart by a tag that every operation takes from a counter of its
-group. All ranks must call the operations of a group in one order, from one thread.
+group when it is handed in. All ranks must hand in the operations of a group in one order.
 """
 
 from __future__ import annotations
@@ -23,6 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gulliver._compat import is_gloo
+from gulliver.comm._progress import Step
+
+After = Callable[[], Step | None] | None
 
 _FIRST_TAG, _TAGS = 1 << 20, 1 << 20
 _counters: dict[Any, int] = {}
@@ -50,67 +52,78 @@ def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
 
 
 def direct_all_gather(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup | None
-) -> tuple[Messages, None]:
-    """Starts an all-gather; every part is received where it belongs."""
-    rank, ranks = dist.get_rank(group), _ranks(group)
+    output: Tensor, input: Tensor, group: dist.ProcessGroup | None, after: After = None
+) -> Step:
+    """An all-gather; every part is received where it belongs.
+
+    Args:
+        output: one part for each rank.
+        input: this rank's part, perhaps in its place in `output`.
+        group: of ranks.
+        after: names the step that follows.
+    """
+    rank, ranks, tag = dist.get_rank(group), _ranks(group), _next_tag(group)
     parts = output.view(len(ranks), -1)
-    if parts[rank].data_ptr() != input.data_ptr():
-        parts[rank].copy_(input.view(-1))
-    incoming = [(peer, parts[peer]) for peer in _others(rank, len(ranks))]
-    outgoing = [(peer, parts[rank]) for peer in _others(rank, len(ranks))]
-    return _post(incoming, outgoing, ranks, group), None
+    order = _others(rank, len(ranks))
+
+    def post() -> Messages:
+        if parts[rank].data_ptr() != input.data_ptr():
+            parts[rank].copy_(input.view(-1))
+        own = parts[rank]
+        return _post([(p, parts[p]) for p in order], [(p, own) for p in order], ranks, group, tag)
+
+    return Step(post, after or (lambda: None))
 
 
 def direct_reduce_scatter(
-    output: Tensor,
-    input: Tensor,
-    op: str,
-    group: dist.ProcessGroup | None,
-) -> tuple[Messages, Callable[[], None]]:
-    """Starts a reduce-scatter.
+    output: Tensor, input: Tensor, op: str, group: dist.ProcessGroup | None, after: After = None
+) -> Step:
+    """A reduce-scatter.
 
     Args:
         output: this rank's part, perhaps of a wider dtype than the input.
         input: one part for each rank.
         op: sum, mean or max.
         group: of ranks.
-
-    Returns:
-        The messages, and what to do with what they brought.
+        after: names the step that follows.
     """
-    rank, ranks = dist.get_rank(group), _ranks(group)
+    rank, ranks, tag = dist.get_rank(group), _ranks(group), _next_tag(group)
     size = len(ranks)
     parts = input.view(size, -1)
-    received = _take((size - 1) * parts.shape[1], input.dtype).view(size - 1, -1)
-    slots = {peer: received[peer - (peer > rank)] for peer in range(size) if peer != rank}
     order = _others(rank, size)
-    messages = _post(
-        [(peer, slots[peer]) for peer in order],
-        [(peer, parts[peer]) for peer in order],
-        ranks,
-        group,
-    )
+    slots: dict[int, Tensor] = {}
 
-    def add_up() -> None:
-        terms = [parts[r] if r == rank else slots[r] for r in range(size)]
-        in_place = output.data_ptr() == parts[rank].data_ptr()
-        total = torch.empty_like(output) if in_place else output
-        if op == "max" or total.dtype != input.dtype:
-            total.copy_(terms[0])
-            first = 1
-        else:
-            torch.add(terms[0], terms[1], out=total)
-            first = 2
-        for term in terms[first:]:
-            torch.maximum(total, term, out=total) if op == "max" else total.add_(term)
-        if op == "mean":
-            total.div_(size)
-        if in_place:
-            output.copy_(total)
-        _give(received.view(-1))
+    def post() -> Messages:
+        received = _take((size - 1) * parts.shape[1], input.dtype).view(size - 1, -1)
+        slots.update({peer: received[peer - (peer > rank)] for peer in order})
+        incoming, outgoing = [(p, slots[p]) for p in order], [(p, parts[p]) for p in order]
+        return _post(incoming, outgoing, ranks, group, tag)
 
-    return messages, add_up
+    def finish() -> Step | None:
+        _add_up([parts[r] if r == rank else slots[r] for r in range(size)], output, op)
+        base = slots[order[0]]
+        _give(base._base if base._base is not None else base)
+        return after() if after else None
+
+    return Step(post, finish)
+
+
+def _add_up(terms: list[Tensor], output: Tensor, op: str) -> None:
+    """Reduces terms in their order; `output` may be one of them."""
+    in_place = any(output.data_ptr() == term.data_ptr() for term in terms)
+    total = torch.empty_like(output) if in_place else output
+    if op == "max" or total.dtype != terms[0].dtype:
+        total.copy_(terms[0])
+        rest = terms[1:]
+    else:
+        torch.add(terms[0], terms[1], out=total)
+        rest = terms[2:]
+    for term in rest:
+        torch.maximum(total, term, out=total) if op == "max" else total.add_(term)
+    if op == "mean":
+        total.div_(len(terms))
+    if in_place:
+        output.copy_(total)
 
 
 def _post(
@@ -118,8 +131,8 @@ def _post(
     outgoing: list[tuple[int, Tensor]],
     ranks: list[int],
     group: dist.ProcessGroup | None,
+    tag: int,
 ) -> Messages:
-    tag = _next_tag(group)
     # Receives first: a send that meets no receive fills buffers, and the pair takes turns.
     works = [dist.irecv(_wire(t), ranks[peer], group=group, tag=tag) for peer, t in incoming]
     works += [dist.isend(_wire(t), ranks[peer], group=group, tag=tag) for peer, t in outgoing]
