@@ -1,0 +1,115 @@
+"""Point-to-point messages: how they are posted and told apart, and the buffers they arrive in.
+
+[Note: tags] Messages are told apart by tags that every operation takes from a counter of its group
+when it is handed in. All ranks must hand in the operations of a group in one order; after that,
+nothing depends on the order in which they are posted.
+
+It does not know what the messages are for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_FIRST_TAG, _TAGS = 1 << 20, 1 << 30
+_counters: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+_lock = threading.Lock()
+_kept_bytes = 0
+KEPT_BYTES = 128 << 20
+"""Receive buffers that are kept for the next operation: fresh memory is slow to touch."""
+
+
+class Messages:
+    """Point-to-point messages under way."""
+
+    def __init__(self, works: list[Any], keep: Any = None) -> None:
+        self._works, self._keep = works, keep
+
+    def wait(self) -> None:
+        """Waits for all of them."""
+        for work in self._works:
+            work.wait()
+        self._works, self._keep = [], None
+
+
+def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
+    """Begins to receive from a rank of the world."""
+    return dist.irecv(_wire(tensor), peer, group=group, tag=tag)
+
+
+def send(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
+    """Begins to send to a rank of the world."""
+    return dist.isend(_wire(tensor), peer, group=group, tag=tag)
+
+
+def post(
+    incoming: Iterable[tuple[int, Tensor]],
+    outgoing: Iterable[tuple[int, Tensor]],
+    group: dist.ProcessGroup | None,
+    tag: int,
+) -> Messages:
+    """Posts one message from and to each rank of the world that is named."""
+    incoming, outgoing = list(incoming), list(outgoing)
+    # Receives first: a send that meets no receive fills buffers, and the pair takes turns.
+    works = [receive(tensor, peer, group, tag) for peer, tensor in incoming]
+    works += [send(tensor, peer, group, tag) for peer, tensor in outgoing]
+    return Messages(works, (incoming, outgoing))
+
+
+def others(rank: int, size: int) -> list[int]:
+    """The other ranks, each rank beginning with its neighbour, so that not all send to one."""
+    return [(rank + step) % size for step in range(1, size)]
+
+
+def next_tag(group: dist.ProcessGroup | None, count: int = 1) -> int:
+    """The first of `count` tags that follow each other and belong to the caller."""
+    key = group or dist.group.WORLD
+    with _lock:
+        number = _counters.get(key, 0)
+        if number + count > _TAGS:
+            number = 0
+        _counters[key] = number + count
+    return _FIRST_TAG + number
+
+
+def take_buffer(numel: int, dtype: torch.dtype) -> Tensor:
+    """A flat buffer with anything in it."""
+    global _kept_bytes
+    with _lock:
+        free = _buffers.get((numel, dtype))
+        if free:
+            buffer = free.pop()
+            _kept_bytes -= buffer.nbytes
+            return buffer
+    return torch.empty(numel, dtype=dtype)
+
+
+def give_buffer(buffer: Tensor) -> None:
+    """Returns a buffer of `take_buffer`; the longest unused go when there are too many."""
+    global _kept_bytes
+    key = (buffer.numel(), buffer.dtype)
+    with _lock:
+        # The size that was used last stands last.
+        free = _buffers.pop(key, [])
+        free.append(buffer)
+        _buffers[key] = free
+        _kept_bytes += buffer.nbytes
+        while _kept_bytes > KEPT_BYTES:
+            oldest = next(iter(_buffers))
+            if not _buffers[oldest]:
+                del _buffers[oldest]
+                continue
+            _kept_bytes -= _buffers[oldest].pop().nbytes
+
+
+def _wire(tensor: Tensor) -> Tensor:
+    """As bytes: backends do not know every dtype."""
+    return tensor.view(torch.uint8) if tensor.numel() else tensor.new_zeros(1).view(torch.uint8)
