@@ -41,6 +41,7 @@ class Cell:
     optimizer: str = "AdamW"
     checkpointed: bool = False
     compiled: bool = False
+    torus: bool = False
     half: bool = False
     """16-bit parameters, trained through float32 copies."""
 
@@ -70,6 +71,8 @@ CELLS = (
         True,
     ),
     Cell("torch.compile of a block", compiled=True),
+    Cell("torus of 2 rows", torus=True),
+    Cell("torus of 2 rows, all of these", 3, 0.05, True, True, True, True, True, torus=True),
     Cell("bf16 with float32 copies", half=True),
     Cell("bf16 with float32 copies, clipping, accumulation", 3, 0.05, half=True),
 )
@@ -206,7 +209,12 @@ def boosted(
     if stage is not None:
         precision = "bf16" if cell.half else None
         plugin = LowLevelZeroPlugin(
-            stage, chunk_mb=0.005, precision=precision, overlap=overlap, verbose=False
+            stage,
+            chunk_mb=0.005,
+            precision=precision,
+            overlap=overlap,
+            axes={"node": 2, "local": world.size // 2} if cell.torus else None,
+            verbose=False,
         )
     else:
         plugin = TorchDDPPlugin(find_unused_parameters=True, verbose=False)
@@ -258,8 +266,8 @@ _reference = cache(reference)
 
 
 def modes(cell: Cell) -> list[int | None]:
-    """Ways to run a cell: torch's DDP has no float32 copies."""
-    return [mode for mode in MODES if mode is not None or not cell.half]
+    """Ways to run a cell: torch's DDP has no float32 copies and no torus."""
+    return [mode for mode in MODES if mode is not None or not (cell.half or cell.torus)]
 
 
 def dtypes(cell: Cell) -> list[torch.dtype]:

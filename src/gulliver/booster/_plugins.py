@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from gulliver.comm import World, broadcast, current_world
+from gulliver.comm import Torus, World, broadcast, current_world
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer, named_trainables, state_tensors
 from gulliver.plan import ChunkPlan, MemoryPlan, Plan
@@ -150,6 +151,9 @@ class LowLevelZeroPlugin(Plugin):
         max_norm: clip gradients to this global norm at every step; 0 leaves that to the loop.
         gather_ahead: chunks that stage 3 gathers ahead of the one in use.
         overlap: False waits for every collective at once; the results are the same.
+        axes: names and sizes of the mesh that collectives go along step by step, slowest links
+            first, such as ``{"node": 2, "local": 4}``; None sends straight from rank to rank.
+        rank_order: ranks in the order of their places on the axes, where they are not numbered so.
         assume_elementwise: shard an optimizer that is not known, on the user's word that its update
             of an element looks at that element only.
         verbose: print the plan when the model is boosted.
@@ -164,8 +168,10 @@ class LowLevelZeroPlugin(Plugin):
         chunk_mb: float = 4.0,
         precision: str | None = None,
         max_norm: float = 0.0,
-        gather_ahead: int = 1,
+        gather_ahead: int = 2,
         overlap: bool = True,
+        axes: Mapping[str, int] | None = None,
+        rank_order: Sequence[int] | None = None,
         assume_elementwise: bool = False,
         verbose: bool = True,
     ) -> None:
@@ -186,6 +192,7 @@ class LowLevelZeroPlugin(Plugin):
             )
         self.stage, self.chunk_mb, self.max_norm = stage, chunk_mb, max_norm
         self.precision, self.gather_ahead, self.overlap = precision, gather_ahead, overlap
+        self.axes, self.rank_order = axes, rank_order
         self.assume_elementwise, self.verbose = assume_elementwise, verbose
 
     def configure(
@@ -201,6 +208,7 @@ class LowLevelZeroPlugin(Plugin):
                 )
             _convert(model, optimizer, HALVES[self.precision])
             precision = f"{self.precision} with float32 copies"
+        torus = Torus(self.axes, self.rank_order, world.device.type) if self.axes else None
         names = named_trainables(model, optimizer)
         frozen = {p: name for name, p in model.named_parameters() if p not in names}
         with torch.no_grad():
@@ -214,6 +222,7 @@ class LowLevelZeroPlugin(Plugin):
             self.stage,
             int(self.chunk_mb * MIB),
             max_norm=self.max_norm or math.inf,
+            group=torus,
             assume_elementwise=self.assume_elementwise,
             frozen=frozen,
             ahead=self.gather_ahead,
@@ -224,6 +233,8 @@ class LowLevelZeroPlugin(Plugin):
         memory = replace(memory, parameters=memory.parameters + rest)
         chunks = chunk_plans(sharded)
         plan = _plan(self, model, names, optimizer, world, precision, self.stage, memory, chunks)
+        if torus is not None:
+            plan = replace(plan, mesh=dict(torus.axes))
         return model, sharded, plan
 
 

@@ -15,12 +15,14 @@ from gulliver.comm._collectives import (
     reduce_scatter,
 )
 from gulliver.comm._launch import default_ranks, launch, under_launcher
+from gulliver.comm._torus import Torus
 from gulliver.comm._watchdog import Watchdog
 from gulliver.comm._world import World, adopt_world, current_world, guard, init_world, shutdown
 
 __all__ = [
     "Group",
     "Handle",
+    "Torus",
     "Watchdog",
     "World",
     "adopt_world",

@@ -59,7 +59,7 @@ class Gatherer:
         chunks: Sequence[ShardedChunk],
         sharded: bool,
         group: Group,
-        ahead: int = 1,
+        ahead: int = 2,
         overlap: bool = True,
     ) -> None:
         self.chunks, self.sharded, self.group = list(chunks), sharded, group

@@ -75,7 +75,7 @@ class ZeroOptimizer(BoostedOptimizer):
         group: Group = None,
         assume_elementwise: bool = False,
         frozen: Mapping[nn.Parameter, str] | None = None,
-        ahead: int = 1,
+        ahead: int = 2,
         overlap: bool = True,
     ) -> None:
         super().__init__(inner, names)
@@ -131,7 +131,10 @@ class ZeroOptimizer(BoostedOptimizer):
             kinds.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
         for (dtype, _), parameters in kinds.items():
             sizes = [(name, p.numel()) for name, p in parameters.items()]
-            for layout in plan_chunks(sizes, max(1, chunk_bytes // dtype.itemsize), self.parts):
+            # An all-reduce goes in parts, too: a chunk that has them needs no padding on the way.
+            align = 16 if self.parts > 1 else 16 * self.size
+            capacity = max(1, chunk_bytes // dtype.itemsize)
+            for layout in plan_chunks(sizes, capacity, self.parts, align):
                 yield layout, parameters
 
     def _placed(

@@ -33,7 +33,7 @@ from gulliver.comm import Group, Handle, all_reduce, group_size, reduce_scatter
 from gulliver.errors import GulliverError
 from gulliver.parallel.zero._sharded import Phase, ShardedChunk
 
-IN_FLIGHT = 2
+IN_FLIGHT = 4
 """Chunks that stages 2 and 3 let travel at once: bounds the whole gradient buffers alive."""
 
 
