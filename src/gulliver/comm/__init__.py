@@ -1,5 +1,7 @@
 """Worlds of ranks, and the collectives between them."""
 
+from gulliver.comm._axes import Axes, Torus, make_axes
+from gulliver.comm._choice import Choice, Chooser, choose
 from gulliver.comm._collectives import (
     Group,
     Handle,
@@ -15,11 +17,13 @@ from gulliver.comm._collectives import (
     reduce_scatter,
 )
 from gulliver.comm._launch import default_ranks, launch, under_launcher
-from gulliver.comm._torus import Torus
 from gulliver.comm._watchdog import Watchdog
 from gulliver.comm._world import World, adopt_world, current_world, guard, init_world, shutdown
 
 __all__ = [
+    "Axes",
+    "Choice",
+    "Chooser",
     "Group",
     "Handle",
     "Torus",
@@ -32,6 +36,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "choose",
     "current_world",
     "default_ranks",
     "gather_objects",
@@ -40,6 +45,7 @@ __all__ = [
     "guard",
     "init_world",
     "launch",
+    "make_axes",
     "reduce_scatter",
     "shutdown",
     "under_launcher",

@@ -14,17 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
+from gulliver.comm import _chained, _steps
+from gulliver.comm._axes import Torus, line_of
 from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
-from gulliver.comm._progress import Exchange, Step, start
-from gulliver.comm._torus import Torus, torus_all_gather, torus_reduce_scatter
+from gulliver.comm._progress import Exchange, start
 from gulliver.errors import GulliverError, nearest
 
 Op = Literal["sum", "mean", "max"]
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 Group = dist.ProcessGroup | Torus | None
 """Ranks that take part; None is the whole world."""
-SEGMENT_BYTES = 2 * 2**20
-"""Larger all-reduces over several axes go in pieces, so that all axes are busy at once."""
 
 
 class Handle:
@@ -41,6 +40,10 @@ class Handle:
             work.wait()
         if finish is not None:
             finish()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return soon; it still has to be called."""
+        return self._work is None or self._work.is_completed()
 
 
 def group_size(group: Group = None) -> int:
@@ -68,10 +71,16 @@ def all_reduce(
     size = group_size(group)
     if size == 1:
         return Handle()
-    if _directly(group, tensor):
-        return _finished(_all_reduce_directly(tensor, op, group, size), async_op)
     if isinstance(group, Torus):
-        return _finished(_along_axes(group, lambda: _flat_all_reduce(tensor, op, group)), async_op)
+        lines = group.ways("all_reduce", tensor.nbytes)
+        if sends_directly(lines[0].group, tensor):
+            return _sent(_steps.all_reduce(tensor, op, lines), async_op)
+        queued = _chained.run([tensor], lambda: _chained.all_reduce(tensor, op, lines))
+        return _finished(Handle(_Several(queued)), async_op)
+    if sends_directly(group, tensor):
+        if not async_op and tensor.nbytes <= _steps.DIRECT_BYTES:
+            return _sent(_steps.all_reduce(tensor, op, (line_of(group),)), async_op)
+        return _finished(Handle(_all_reduce_directly(tensor, op, group, size)), async_op)
     work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
     return _finished(Handle(work, _mean(tensor, op, size)), async_op)
 
@@ -104,12 +113,15 @@ def reduce_scatter(
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
         return Handle()
-    if _directly(group, input):
-        return _finished(Handle(start(_scatter_step(output, input, op, group))), async_op)
     if isinstance(group, Torus):
-        return _finished(
-            _along_axes(group, lambda: _flat_reduce_scatter(output, input, op, group)), async_op
-        )
+        lines = group.ways("reduce_scatter", input.nbytes)
+        if sends_directly(lines[0].group, input):
+            return _sent(_steps.reduce_scatter(output, input, op, lines), async_op)
+        tensors = [output, input]
+        queued = _chained.run(tensors, lambda: _chained.reduce_scatter(output, input, op, lines))
+        return _finished(Handle(_Several(queued)), async_op)
+    if sends_directly(group, input):
+        return _finished(Handle(start(direct_reduce_scatter(output, input, op, group))), async_op)
     if output.dtype != input.dtype:
         started = _exchanged(output, input, op, group)
         return _finished(Handle(*started), async_op)
@@ -140,19 +152,22 @@ def all_gather(
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
         return Handle()
-    if _directly(group, input):
-        return _finished(Handle(start(_gather_step(output, input, group))), async_op)
     if isinstance(group, Torus):
-        return _finished(
-            _along_axes(group, lambda: _flat_all_gather(output, input, group)), async_op
-        )
+        lines = group.ways("all_gather", output.nbytes)
+        if sends_directly(lines[0].group, input):
+            return _sent(_steps.all_gather(output, input, lines), async_op)
+        tensors = [output, input]
+        queued = _chained.run(tensors, lambda: _chained.all_gather(output, input, lines))
+        return _finished(Handle(_Several(queued)), async_op)
+    if sends_directly(group, input):
+        return _finished(Handle(start(direct_all_gather(output, input, group))), async_op)
     return _finished(Handle(all_gather_flat(output, input, group=group, async_op=True)), async_op)
 
 
 def barrier(group: Group = None) -> None:
     """Returns when all ranks have called it."""
     if group_size(group) > 1:
-        dist.barrier(_plain(group))
+        dist.barrier(_plain(group)[0])
 
 
 def broadcast_object(value: Any, src: int = 0, group: Group = None) -> Any:
@@ -160,7 +175,8 @@ def broadcast_object(value: Any, src: int = 0, group: Group = None) -> Any:
     if group_size(group) == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, group=_plain(group), group_src=src)
+    plain, place = _plain(group, src)
+    dist.broadcast_object_list(box, group=plain, group_src=place)
     return box[0]
 
 
@@ -169,20 +185,30 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
     if group_size(group) == 1:
         return [value]
     values: list[Any] = [None] * group_size(group)
-    dist.all_gather_object(values, value, group=_plain(group))
-    return values
+    dist.all_gather_object(values, value, group=_plain(group)[0])
+    # A group numbers its ranks as the world does, a torus as they fill its axes.
+    return [values[_plain(group, r)[1]] for r in range(len(values))]
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: Group = None) -> None:
     """Replaces `tensor` on every rank by that of rank `src` of the group."""
     _check(tensor, "sum")
     if group_size(group) > 1:
-        dist.broadcast(tensor, group=_plain(group), group_src=src)
+        plain, place = _plain(group, src)
+        dist.broadcast(tensor, group=plain, group_src=place)
 
 
-def _plain(group: Group) -> dist.ProcessGroup | None:
-    """What torch knows: a torus is the whole world."""
-    return None if isinstance(group, Torus) else group
+def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
+    """The group that torch knows, and how it numbers a rank."""
+    if not isinstance(group, Torus):
+        return group, rank
+    line = group.flat
+    return line.group, line.group_order().index(rank)
+
+
+def _sent(collectives: list[_steps.Steps], async_op: bool) -> Handle:
+    """Begins collectives that go in steps of our own."""
+    return _finished(Handle(_Several(_steps.run(collectives, not async_op))), async_op)
 
 
 def _finished(handle: Handle, async_op: bool) -> Handle:
@@ -206,44 +232,11 @@ def _check(tensor: Tensor, op: str) -> None:
         )
 
 
-def _directly(group: Group, tensor: Tensor) -> bool:
-    """Whether messages go from rank to rank here, in steps of our own."""
-    return sends_directly(group.groups[0] if isinstance(group, Torus) else group, tensor)
-
-
-def _scatter_step(
-    output: Tensor,
-    input: Tensor,
-    op: Op,
-    group: Group,
-    after: Callable[[], Step | None] | None = None,
-) -> Step:
-    if isinstance(group, Torus):
-        return torus_reduce_scatter(output, input, op, group, after)
-    return direct_reduce_scatter(output, input, op, group, after)
-
-
-def _gather_step(
-    output: Tensor, input: Tensor, group: Group, after: Callable[[], Step | None] | None = None
-) -> Step:
-    if isinstance(group, Torus):
-        return torus_all_gather(output, input, group, after)
-    return direct_all_gather(output, input, group, after)
-
-
-def _all_reduce_directly(tensor: Tensor, op: Op, group: Group, size: int) -> Handle:
-    """A reduce-scatter followed by an all-gather, in pieces where there are several axes."""
+def _all_reduce_directly(
+    tensor: Tensor, op: Op, group: dist.ProcessGroup | None, size: int
+) -> Exchange:
+    """A reduce-scatter followed by an all-gather."""
     flat = tensor.view(-1)
-    segment = max(size, SEGMENT_BYTES // tensor.itemsize // size * size)
-    whole = flat.numel() // size * size
-    pieces = [flat] if not isinstance(group, Torus) else list(flat[:whole].split(segment))
-    if isinstance(group, Torus) and whole < flat.numel():
-        pieces.append(flat[whole:])
-    exchanges = [_piece_all_reduce(piece, op, group, size) for piece in pieces]
-    return Handle(_Several(exchanges))
-
-
-def _piece_all_reduce(flat: Tensor, op: Op, group: Group, size: int) -> Exchange:
     ragged = flat.numel() % size
     padded = flat.new_zeros(flat.numel() + size - ragged) if ragged else flat
     if ragged:
@@ -254,83 +247,36 @@ def _piece_all_reduce(flat: Tensor, op: Op, group: Group, size: int) -> Exchange
         if ragged:
             flat.copy_(padded[: flat.numel()])
 
-    gather = _gather_step(padded, own, group, finished)
-    return start(_scatter_step(own, padded, op, group, lambda: gather))
+    gather = direct_all_gather(padded, own, group, finished)
+    return start(direct_reduce_scatter(own, padded, op, group, lambda: gather))
 
 
 class _Several:
-    """Exchanges that are waited for as one."""
+    """Works that are waited for as one."""
 
-    def __init__(self, exchanges: list[Exchange]) -> None:
-        self._exchanges = exchanges
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
 
     def wait(self) -> None:
-        for exchange in self._exchanges:
-            exchange.wait()
+        for work in self._works:
+            work.wait()
 
-
-def _along_axes(torus: Torus, run: Callable[[], None]) -> Handle:
-    """Runs chained collectives on a stream of their own, on devices that have streams."""
-    if not torch.cuda.is_available() or torus.mesh is None or torus.mesh.device_type != "cuda":
-        run()
-        return Handle()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    return Handle(finish=lambda: torch.cuda.current_stream().wait_stream(side))
-
-
-def _flat_reduce_scatter(output: Tensor, input: Tensor, op: Op, torus: Torus) -> None:
-    sizes, part = torus.sizes, output.numel()
-    backwards = [*reversed(range(len(sizes))), len(sizes)]
-    left = input.view(*sizes, part).permute(backwards).contiguous().view(-1)
-    for group, size in zip(reversed(torus.groups), reversed(sizes), strict=True):
-        target = left.new_empty(left.numel() // size)
-        reduce_scatter_flat(target, left, REDUCTIONS[op], group=group)
-        left = target
-    output.copy_(left.view_as(output))
-    if op == "mean":
-        output.div_(torus.size)
-
-
-def _flat_all_gather(output: Tensor, input: Tensor, torus: Torus) -> None:
-    sizes, part, gathered = torus.sizes, input.numel(), input.reshape(-1)
-    for group, size in zip(torus.groups, sizes, strict=True):
-        target = gathered.new_empty(gathered.numel() * size)
-        all_gather_flat(target, gathered, group=group)
-        gathered = target
-    backwards = [*reversed(range(len(sizes))), len(sizes)]
-    output.view(*sizes, part).copy_(gathered.view(*reversed(sizes), part).permute(backwards))
-
-
-def _flat_all_reduce(tensor: Tensor, op: Op, torus: Torus) -> None:
-    flat = tensor.view(-1)
-    padded = flat.new_zeros(-(-flat.numel() // torus.size) * torus.size)
-    padded[: flat.numel()] = flat
-    own = padded.new_empty(padded.numel() // torus.size)
-    _flat_reduce_scatter(own, padded, op, torus)
-    _flat_all_gather(padded, own, torus)
-    flat.copy_(padded[: flat.numel()])
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 def _exchanged(
-    output: Tensor, input: Tensor, op: Op, group: Group
+    output: Tensor, input: Tensor, op: Op, group: dist.ProcessGroup | None
 ) -> tuple[Any, Callable[[], Any]]:
-    """Parts go to their ranks as they are and are added up there, in `output`'s dtype."""
-    size = group_size(group)
-    received = torch.empty_like(input)
-    work = dist.all_to_all_single(received, input, group=group, async_op=True)
+    parts = input.view(group_size(group), -1)
+    work, add_up = _chained.exchange_and_add(output, parts, op, group)
 
-    def add_up() -> None:
-        first, *others = received.view(size, -1)
-        output.copy_(first)
-        for term in others:
-            torch.maximum(output, term, out=output) if op == "max" else output.add_(term)
+    def finish() -> None:
+        add_up()
         if op == "mean":
-            output.div_(size)
+            output.div_(len(parts))
 
-    return work, add_up
+    return work, finish
 
 
 def _check_parts(part: Tensor, whole: Tensor, size: int, dtype: torch.dtype | None = None) -> None:

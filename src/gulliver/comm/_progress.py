@@ -49,6 +49,10 @@ class Exchange:
         if self._error is not None:
             raise self._error
 
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._done.is_set()
+
     def end(self, error: BaseException | None = None) -> None:
         """Called by the thread that finishes."""
         self._error = error

@@ -1,0 +1,220 @@
+"""Named axes over the ranks, and the torus that a collective may follow.
+
+    axes = make_axes({"node": 2, "local": 4})          # outer to inner, slow to fast
+    reduce_scatter(part, whole, group=axes.torus())    # as group=None, step by step over the axes
+
+An axis is a line of ranks through each rank. A torus is all ranks that some axes reach; its ranks
+are numbered with the outer axis first, so that rank (o, i) is o * inner + i, and every collective
+that takes a group takes a torus.
+
+Read `make_axes`, `Axes`, `Torus`. It does not know how collectives run; that is in `_steps.py` and
+`_chained.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from gulliver.comm._choice import Choice
+from gulliver.errors import GulliverError, nearest
+
+Choose = Callable[[str, int], Choice]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Ranks that exchange parts with each other.
+
+    Attributes:
+        ranks: of the world, in the order of their parts.
+        rank: this process's place among them.
+        group: that they all belong to; None for the world.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return len(self.ranks)
+
+    def group_order(self) -> list[int]:
+        """Places in this line, in the order in which the group numbers its ranks."""
+        members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        return [self.ranks.index(member) for member in members]
+
+
+def line_of(group: dist.ProcessGroup | None) -> Line:
+    """The ranks of a group, as it numbers them."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return Line(tuple(ranks), dist.get_rank(group), group)
+
+
+ALONE = Line((0,), 0)
+"""In a world of one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Axes:
+    """Named axes over all ranks of the world.
+
+    Attributes:
+        sizes: outer to inner.
+        mesh: torch's mesh of the same names; None in a world of one.
+    """
+
+    sizes: Mapping[str, int]
+    mesh: DeviceMesh | None
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """The ranks along one axis, through this one; None in a world of one."""
+        self._check((name,))
+        return self.mesh.get_group(name) if self.mesh is not None else None
+
+    def torus(self, *names: str, choose: Choose | None = None) -> Torus:
+        """The ranks along some axes; every rank of the world calls it, in one order.
+
+        Args:
+            names: in the order of `sizes`; none for all.
+            choose: see `Torus`.
+        """
+        names = names or tuple(self.sizes)
+        self._check(names)
+        return Torus.along(self, names, choose)
+
+    def line(self, name: str) -> Line:
+        """This rank's line along one axis."""
+        if self.mesh is None:
+            return ALONE
+        ranks = tuple(self.mesh[name].mesh.flatten().tolist())
+        return Line(ranks, ranks.index(dist.get_rank()), self.mesh.get_group(name))
+
+    def flat(self, names: Sequence[str]) -> Line:
+        """This rank's line through all places along some axes; every rank calls it."""
+        if self.mesh is None:
+            return ALONE
+        places = [list(self.sizes).index(name) for name in names]
+        last = list(range(-len(places), 0))
+        count = math.prod(self.sizes[name] for name in names)
+        rows = self.mesh.mesh.movedim(places, last).reshape(-1, count).tolist()
+        # Every rank makes the groups of all ranks: that is what torch asks for.
+        groups = [None] if len(rows) == 1 else [dist.new_group(sorted(row)) for row in rows]
+        me = dist.get_rank()
+        row, group = next((r, g) for r, g in zip(rows, groups, strict=True) if me in r)
+        return Line(tuple(row), row.index(me), group)  # pyright: ignore[reportArgumentType]
+
+    def _check(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self.sizes:
+                raise GulliverError(f"there is no axis {name!r}: {nearest(name, self.sizes)}")
+        if list(names) != [name for name in self.sizes if name in names]:
+            raise GulliverError(
+                f"axes {', '.join(names)} are out of order: name each once, outer to inner, "
+                f"as in {', '.join(self.sizes)}"
+            )
+
+
+class Torus:
+    """Ranks along several axes; collectives over it go axis by axis.
+
+    Args:
+        axes: name and size of each, outer to inner; their product is the size of the world.
+        order: ranks of the world in the order of their places, innermost axis fastest; None for
+            0, 1, 2 and so on. With nodes numbered otherwise, list the ranks node by node.
+        device_type: of the tensors.
+        choose: flat or torus for a collective ("all_reduce", "reduce_scatter", "all_gather") and a
+            number of bytes, such as a `Chooser`; None is always torus.
+
+    Attributes:
+        axes: name and size of each, outer to inner.
+        lines: of this rank along each axis that has more than one rank, outer to inner.
+        flat: all its ranks, numbered outer axis first.
+
+    Raises:
+        GulliverError: the sizes do not make the world; the order is none of its ranks.
+    """
+
+    def __init__(
+        self,
+        axes: Mapping[str, int],
+        order: Sequence[int] | None = None,
+        device_type: str = "cpu",
+        choose: Choose | None = None,
+    ) -> None:
+        self._lay(make_axes(axes, order, device_type), tuple(axes), choose)
+
+    @classmethod
+    def along(cls, axes: Axes, names: tuple[str, ...], choose: Choose | None = None) -> Torus:
+        """The ranks along some of the axes; see `Axes.torus`."""
+        torus = cls.__new__(cls)
+        torus._lay(axes, names, choose)
+        return torus
+
+    def _lay(self, axes: Axes, names: tuple[str, ...], choose: Choose | None) -> None:
+        self.axes = {name: axes.sizes[name] for name in names}
+        self.mesh, self.choose = axes.mesh, choose
+        self.lines = tuple(axes.line(name) for name in names if axes.sizes[name] > 1)
+        self.flat = self.lines[0] if len(self.lines) == 1 else axes.flat(names)
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return self.flat.size
+
+    @property
+    def rank(self) -> int:
+        """This process's number among them."""
+        return self.flat.rank
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Their ranks in the world."""
+        return self.flat.ranks
+
+    def ways(self, collective: str, nbytes: int) -> tuple[Line, ...]:
+        """The lines that a collective of so many bytes goes along: the axes', or all at once."""
+        if len(self.lines) < 2 or self.choose is None:
+            return self.lines
+        return self.lines if self.choose(collective, nbytes).kind == "torus" else (self.flat,)
+
+    def __repr__(self) -> str:
+        return "Torus(" + " x ".join(f"{n} {s}" for n, s in self.axes.items()) + ")"
+
+
+def make_axes(
+    sizes: Mapping[str, int], order: Sequence[int] | None = None, device_type: str | None = None
+) -> Axes:
+    """Lays named axes over all ranks of the world; every rank calls it.
+
+    Args:
+        sizes: of the axes, outer to inner; the links of the innermost are the fastest.
+        order: the ranks of the world as they fill the axes, the innermost first; None for
+            0, 1, 2 ... So ``[0, 2, 1, 3]`` says that ranks 0 and 2 are near each other.
+        device_type: of the tensors, "cpu" or "cuda"; None is "cuda" where NCCL is in use.
+
+    Raises:
+        GulliverError: the sizes do not make the world, or the order is not one of its ranks.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if not sizes or min(sizes.values()) < 1 or math.prod(sizes.values()) != world:
+        shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise GulliverError(
+            f"the axes {shown or '()'} do not make {world} ranks: their product must be {world}"
+        )
+    order = list(range(world)) if order is None else list(order)
+    if sorted(order) != list(range(world)):
+        raise GulliverError(f"the order {order} must name each of the {world} ranks once")
+    if not dist.is_initialized():
+        return Axes(dict(sizes), None)
+    if device_type is None:
+        device_type = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+    ranks = torch.tensor(order, device="cpu").view(*sizes.values())
+    return Axes(dict(sizes), DeviceMesh(device_type, ranks, mesh_dim_names=tuple(sizes)))

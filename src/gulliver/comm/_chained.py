@@ -1,0 +1,157 @@
+"""Collectives over the axes of a torus by the backend's own collectives, one axis after the other.
+
+For backends without the point-to-point messages of `_steps.py`, NCCL above all. On a GPU the steps
+are chained on a stream of their own: the host never waits, and the stream that computes waits for
+one event, when somebody asks for the result.
+
+Between two steps the parts are put into the order that the next axis needs, by one copy in the
+device's memory; that is small beside the link it spares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gulliver._compat import all_gather_flat, reduce_scatter_flat
+from gulliver.comm._axes import Line
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+class OnStream:
+    """Steps that were queued on a side stream."""
+
+    def __init__(self, device: torch.device, tensors: Sequence[Tensor], run: Callable[[], None]):
+        self._stream = _streams.get(device)
+        if self._stream is None:
+            self._stream = _streams[device] = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            run()
+            self._event = self._stream.record_event()
+        for tensor in tensors:
+            # Freed by the caller, its memory is not used again before the steps are through.
+            tensor.record_stream(self._stream)
+
+    def wait(self) -> None:
+        """Lets the current stream wait for the last step."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        """Whether the last step is done."""
+        return self._event.query()
+
+
+def run(tensors: Sequence[Tensor], steps: Callable[[], None]) -> list[Any]:
+    """Runs steps, on a GPU on the side stream.
+
+    Args:
+        tensors: that the steps read and write.
+        steps: run on the current stream.
+
+    Returns:
+        What to wait for.
+    """
+    if tensors[0].is_cuda:
+        return [OnStream(tensors[0].device, tensors, steps)]
+    steps()
+    return []
+
+
+def reduce_scatter(output: Tensor, input: Tensor, op: str, lines: Sequence[Line]) -> None:
+    """This rank's part of the reduction, from the inner to the outer axis."""
+    parts = input.view(*(line.size for line in lines), output.numel())
+    for depth in reversed(range(len(lines))):
+        parts = _reduced(parts.movedim(depth, 0), op, lines[depth], output.dtype)
+    output.copy_(parts.view_as(output))
+    if op == "mean":
+        output.div_(math.prod(line.size for line in lines))
+
+
+def all_gather(output: Tensor, input: Tensor, lines: Sequence[Line]) -> None:
+    """All parts in the order of the torus, from the outer to the inner axis."""
+    parts = input.view(-1)
+    for depth, line in enumerate(lines):
+        parts = _gathered(parts.contiguous(), line).movedim(0, depth)
+    output.view(parts.shape).copy_(parts)
+
+
+def all_reduce(tensor: Tensor, op: str, lines: Sequence[Line]) -> None:
+    """The reduction in place; the innermost axes reduce-scatter, the outermost all-reduces."""
+    count = math.prod(line.size for line in lines[1:])
+    flat = tensor.view(-1)
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % count))
+    shard = padded
+    for line in reversed(lines[1:]):
+        shard = _reduced(shard.view(line.size, -1), op, line, shard.dtype)
+    work = dist.all_reduce(shard, _operator(op), group=lines[0].group, async_op=True)
+    assert work is not None
+    work.wait()
+    if op == "mean":
+        shard.div_(math.prod(line.size for line in lines))
+    for line in lines[1:]:
+        shard = _gathered(shard.view(-1), line)
+    flat.copy_(shard.view(-1)[: flat.numel()])
+
+
+def exchange_and_add(
+    output: Tensor, parts: Tensor, op: str, group: dist.ProcessGroup | None
+) -> tuple[Any, Callable[[], None]]:
+    """Parts go to their ranks as they are and are added up there, in `output`'s dtype.
+
+    Args:
+        output: for the sum, of a wider dtype than the parts.
+        parts: contiguous, ``[ranks, ...]``.
+        op: "max", or else the sum.
+        group: of ranks.
+
+    Returns:
+        The messages under way, and what to do when they have arrived.
+    """
+    received = torch.empty_like(parts)
+    work = dist.all_to_all_single(received, parts, group=group, async_op=True)
+
+    def add_up() -> None:
+        first, *others = received
+        output.copy_(first.view_as(output))
+        for other in others:
+            term = other.view_as(output)
+            torch.maximum(output, term, out=output) if op == "max" else output.add_(term)
+
+    return work, add_up
+
+
+def _reduced(parts: Tensor, op: str, line: Line, dtype: torch.dtype) -> Tensor:
+    """Part r of each rank's ``[size, ...]`` goes to place r of the line and is reduced there."""
+    order = line.group_order()
+    ordered = order == sorted(order)
+    source = parts.contiguous() if ordered else parts[order]
+    total = torch.empty_like(source[0], dtype=dtype)
+    if dtype != source.dtype:
+        work, finish = exchange_and_add(total, source, op, line.group)
+        work.wait()
+        finish()
+        return total
+    work = reduce_scatter_flat(
+        total.view(-1), source.view(-1), _operator(op), group=line.group, async_op=True
+    )
+    work.wait()
+    return total
+
+
+def _gathered(part: Tensor, line: Line) -> Tensor:
+    """The parts of all places of the line: ``[size, ...]``."""
+    found = part.new_empty(line.size, *part.shape)
+    all_gather_flat(found.view(-1), part.view(-1), group=line.group, async_op=True).wait()
+    order = line.group_order()
+    return found if order == sorted(order) else found[torch.tensor(order).argsort()]
+
+
+def _operator(op: str) -> Any:
+    return dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM

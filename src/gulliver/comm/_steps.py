@@ -1,0 +1,417 @@
+"""Collectives over the axes of a torus by point-to-point messages, step by step.
+
+The whole payload crosses the innermost, fast axis first, and only this rank's shard the outer ones:
+reduce-scatter goes from the inner to the outer axis, all-gather back, all-reduce does both. Along
+each axis every rank exchanges with every other directly, as in `_exchange.py`. A large tensor is
+cut into segments that travel as collectives of their own, so that one crosses the slow axis while
+the next crosses the fast one.
+
+Each collective is a generator that yields the messages to wait for; `run` drives it here or in a
+thread. Read `reduce_scatter_steps`, then `all_gather_steps` (its mirror image), then
+`all_reduce_steps`.
+
+[Note: who owns what] Rank r owns part r, whether the way was flat or along axes. Seen as
+``[outer, inner, part]``, an inner exchange sends the strided block ``[:, i]`` to inner rank i. Its
+rows go as they lie, a message each, when they are long, and as one gathered copy when they are
+short: a message costs tens of microseconds, whatever its size. An all-reduce has no owners, so its
+blocks are contiguous.
+
+[Note: receives first] The receives of all steps are posted before anything is sent. A message that
+finds its receive posted needs no further round trip, which over a slow link is most of its time.
+
+[Note: order of the sum] Terms are added in the order of the ranks along each axis, so the bits
+depend on the shape of the torus, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.comm._axes import Line
+from gulliver.comm._messages import (
+    Messages,
+    give_buffer,
+    next_tag,
+    others,
+    receive,
+    send,
+    take_buffer,
+)
+from gulliver.comm._workers import submit
+
+Steps = Generator[Messages, None, None]
+ROW_BYTES = 32 << 10
+"""Rows from this size on travel as they lie."""
+DIRECT_BYTES = 16 << 10
+"""Up to this size an all-reduce along the outermost axis sends everything to everybody at once."""
+SEGMENTS, LEAST_SEGMENT, MOST_SEGMENT = 8, 512 << 10, 4 << 20
+"""A tensor is cut into so many segments, of at least and at most so many bytes."""
+
+
+@dataclass
+class Exchange:
+    """One exchange of blocks along a line, all blocks of one shape ``[rows, length]``.
+
+    Attributes:
+        line: of ranks.
+        tag: the first of as many as there are rows.
+        works: receives and sends that were posted.
+    """
+
+    line: Line
+    tag: int
+    receives: list[Any] = field(default_factory=list)
+    sends: list[Any] = field(default_factory=list)
+    keep: list[Tensor] = field(default_factory=list)
+
+    def receive(self, peer: int, block: Tensor) -> None:
+        """Posts the receive of a block; its pieces must lie contiguously."""
+        for number, piece in enumerate(_pieces(block)):
+            rank = self.line.ranks[peer]
+            self.receives.append(receive(piece, rank, self.line.group, self.tag + number))
+
+    def send(self, peers: Iterable[int], block: Tensor) -> None:
+        """Sends a block to several ranks of the line."""
+        pieces = _pieces(block)
+        self.keep += pieces
+        for peer in peers:
+            for number, piece in enumerate(pieces):
+                rank = self.line.ranks[peer]
+                self.sends.append(send(piece, rank, self.line.group, self.tag + number))
+
+    def arrivals(self) -> Messages:
+        """What is to be received and was not waited for."""
+        works, self.receives = self.receives, []
+        return Messages(works)
+
+    def departures(self) -> Messages:
+        """What is to be sent and was not waited for: to wait twice never ends."""
+        works, self.sends = self.sends, []
+        return Messages(works, self.keep)
+
+    @property
+    def peers(self) -> list[int]:
+        """The other places of the line."""
+        return others(self.line.rank, self.line.size)
+
+
+def run(collectives: Sequence[Steps], at_once: bool) -> list[Any]:
+    """Drives collectives to their end.
+
+    Args:
+        collectives: that were not begun.
+        at_once: there is nothing else to do meanwhile: a single one is driven right here.
+
+    Returns:
+        What to wait for.
+    """
+    if at_once and len(collectives) == 1:
+        _drive(collectives[0])
+        return []
+    return [submit(lambda steps=steps: _drive(steps)) for steps in collectives]
+
+
+def reduce_scatter(output: Tensor, input: Tensor, op: str, lines: Sequence[Line]) -> list[Steps]:
+    """A reduce-scatter along lines, outer to inner, in segments.
+
+    Args:
+        output: this rank's part, perhaps of a wider dtype than the input.
+        input: one part for each rank, in the order of the torus.
+        op: sum, mean or max.
+        lines: through this rank.
+    """
+    return [
+        reduce_scatter_steps(output, input, op, lines, _tags(lines), segment)
+        for segment in _segments(output.numel(), input.nbytes, lines)
+    ]
+
+
+def all_gather(output: Tensor, input: Tensor, lines: Sequence[Line]) -> list[Steps]:
+    """An all-gather along lines, outer to inner, in segments."""
+    return [
+        all_gather_steps(output, input, lines, _tags(lines), segment)
+        for segment in _segments(input.numel(), output.nbytes, lines)
+    ]
+
+
+def all_reduce(tensor: Tensor, op: str, lines: Sequence[Line]) -> list[Steps]:
+    """An all-reduce in place along lines, outer to inner, in segments."""
+    flat = tensor.view(-1)
+    return [
+        all_reduce_steps(flat, op, lines, _tags(lines) + _tags(lines), segment)
+        for segment in _segments(flat.numel(), flat.nbytes, lines)
+    ]
+
+
+def reduce_scatter_steps(
+    output: Tensor,
+    input: Tensor,
+    op: str,
+    lines: Sequence[Line],
+    tags: Sequence[int],
+    segment: tuple[int, int],
+) -> Steps:
+    """One segment, an interval of each part, from the inner to the outer axis."""
+    sizes, length = [line.size for line in lines], segment[1] - segment[0]
+    stages: list[tuple[Exchange, Tensor]] = []
+    dtype = input.dtype
+    for depth in reversed(range(len(lines))):
+        exchange = Exchange(lines[depth], tags[depth])
+        rows = math.prod(sizes[:depth])
+        buffer = take_buffer((sizes[depth] - 1) * rows * length, dtype)
+        slots = buffer.view(sizes[depth] - 1, rows, length)
+        for peer in exchange.peers:
+            exchange.receive(peer, slots[_slot(peer, exchange.line.rank)])
+        stages.append((exchange, slots))
+        dtype = output.dtype
+    blocks = input.view(math.prod(sizes[:-1]), sizes[-1], output.numel())[
+        ..., segment[0] : segment[1]
+    ]
+    for number, (exchange, slots) in enumerate(stages):
+        line = exchange.line
+        for peer in exchange.peers:
+            exchange.send([peer], blocks[:, peer])
+        yield exchange.arrivals()
+        own = blocks[:, line.rank]
+        if number == len(stages) - 1:
+            total = output[segment[0] : segment[1]].view(own.shape)
+        else:
+            total = _scratch(slots, output.dtype)
+        add_up(total, own, slots, line.rank, op)
+        if number < len(stages) - 1:
+            blocks = total.view(math.prod(sizes[: -number - 2]), sizes[-number - 2], length)
+    if op == "mean":
+        output[segment[0] : segment[1]].div_(math.prod(sizes))
+    for exchange, slots in stages:
+        yield exchange.departures()
+        give_buffer(slots.view(-1))
+
+
+def all_gather_steps(
+    output: Tensor,
+    input: Tensor,
+    lines: Sequence[Line],
+    tags: Sequence[int],
+    segment: tuple[int, int],
+) -> Steps:
+    """One segment, an interval of each part, from the outer to the inner axis."""
+    stages: list[tuple[Exchange, Tensor, dict[int, Tensor]]] = []
+    for depth, line in enumerate(lines):
+        exchange = Exchange(line, tags[depth])
+        blocks = _along(
+            output.view(math.prod(line.size for line in lines), input.numel()), lines, depth
+        )
+        blocks = blocks[..., segment[0] : segment[1]]
+        packed = {}
+        for peer in exchange.peers:
+            block = blocks[:, peer]
+            if not _lies_well(block):
+                block = packed[peer] = torch.empty_like(block, memory_format=_CONTIGUOUS)
+            exchange.receive(peer, block)
+        stages.append((exchange, blocks, packed))
+    first, blocks, _ = stages[0]
+    own, mine = blocks[0, first.line.rank], input.view(-1)[segment[0] : segment[1]]
+    if own.data_ptr() != mine.data_ptr():
+        own.copy_(mine)
+    for exchange, blocks, packed in stages:
+        exchange.send(exchange.peers, blocks[:, exchange.line.rank])
+        yield exchange.arrivals()
+        for peer, block in packed.items():
+            blocks[:, peer].copy_(block)
+    for exchange, *_ in stages:
+        yield exchange.departures()
+
+
+def all_reduce_steps(
+    tensor: Tensor,
+    op: str,
+    lines: Sequence[Line],
+    tags: Sequence[int],
+    segment: tuple[int, int],
+) -> Steps:
+    """One segment, an interval of the tensor: sums on the way out, sends them on the way back."""
+    levels: list[_Level] = []
+    mine = segment
+    for depth in reversed(range(len(lines))):
+        nbytes = (mine[1] - mine[0]) * tensor.element_size()
+        whole = depth == 0 and (lines[0].size == 2 or nbytes <= DIRECT_BYTES)
+        levels.append(_Level(tensor, lines[depth], mine, whole, tags[depth :: len(lines)]))
+        mine = levels[-1].mine
+    for level in levels:
+        level.post()
+    for level in levels:
+        yield level.scatter()
+        if level.whole:
+            # The sum takes the place of what is being sent.
+            yield level.out.departures()
+        level.add_up(op)
+    if op == "mean":
+        tensor[mine[0] : mine[1]].div_(math.prod(line.size for line in lines))
+    for level in reversed(levels):
+        yield level.gather()
+    for level in levels:
+        yield level.out.departures()
+        yield level.back.departures()
+        give_buffer(level.slots.view(-1))
+
+
+class _Level:
+    """One axis of an all-reduce: which interval of the tensor goes where, and back.
+
+    Args:
+        tensor: flat.
+        line: the ranks along the axis.
+        interval: of the tensor, summed along the inner axes.
+        whole: everybody sends all of it to everybody, and nothing comes back.
+        tags: for the way out and the way back.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        line: Line,
+        interval: tuple[int, int],
+        whole: bool,
+        tags: Sequence[int],
+    ) -> None:
+        self.tensor, self.line, self.whole = tensor, line, whole
+        self.intervals = [interval] * line.size if whole else _cut(interval, line.size)
+        self.mine = self.intervals[line.rank]
+        self.out, self.back = Exchange(line, tags[0]), Exchange(line, tags[1])
+        length = self.mine[1] - self.mine[0]
+        buffer = take_buffer((line.size - 1) * length, tensor.dtype)
+        self.slots = buffer.view(line.size - 1, 1, length)
+
+    def post(self) -> None:
+        """Posts all receives."""
+        for peer in self.out.peers:
+            self.out.receive(peer, self.slots[_slot(peer, self.line.rank)])
+            if not self.whole:
+                self.back.receive(peer, self._part(peer))
+
+    def scatter(self) -> Messages:
+        """Sends to each rank its interval."""
+        for peer in self.out.peers:
+            self.out.send([peer], self._part(peer))
+        return self.out.arrivals()
+
+    def add_up(self, op: str) -> None:
+        """Puts the sum in this rank's place."""
+        own = self._part(self.line.rank)
+        add_up(own, own, self.slots, self.line.rank, op)
+
+    def gather(self) -> Messages:
+        """Sends the finished interval to all."""
+        if not self.whole:
+            self.back.send(self.back.peers, self._part(self.line.rank))
+        return self.back.arrivals()
+
+    def _part(self, place: int) -> Tensor:
+        start, end = self.intervals[place]
+        return self.tensor[start:end].view(1, -1)
+
+
+def add_up(total: Tensor, own: Tensor, slots: Tensor, rank: int, op: str) -> None:
+    """Reduces the terms of all ranks in their order.
+
+    Args:
+        total: gets the result; it may be `own`, or one of the first two slots if they are of its
+            dtype.
+        own: this rank's term.
+        slots: those of the others, in their order; they may be used up.
+        rank: the place of `own` among the terms.
+        op: sum, mean or max.
+    """
+    if not total.numel():
+        return
+    add: Callable[..., Any] = torch.maximum if op == "max" else torch.add
+    terms = [*slots[:rank], own, *slots[rank:]]
+    if total.dtype != own.dtype:
+        total.copy_(terms[0])
+        for term in terms[1:]:
+            add(total, term.to(total.dtype) if term.element_size() == 1 else term, out=total)
+        return
+    # In place, the sum of the terms before it is made in the first of them.
+    into = slots[0] if rank > 1 and total.data_ptr() == own.data_ptr() else total
+    for number, term in enumerate(terms[1:], start=1):
+        if number == rank:
+            into, before = total, into
+            add(before if number > 1 else terms[0], term, out=into)
+        else:
+            add(into if number > 1 else terms[0], term, out=into)
+
+
+def _drive(steps: Steps) -> None:
+    for messages in steps:
+        messages.wait()
+
+
+def _along(parts: Tensor, lines: Sequence[Line], depth: int) -> Tensor:
+    """What travels along an axis in an all-gather: ``[rows, ranks, length]``.
+
+    The outer axes are gathered by then, hence the rows; along the inner ones it is this rank's.
+    """
+    sizes = [line.size for line in lines]
+    inner = 0
+    for line in lines[depth + 1 :]:
+        inner = inner * line.size + line.rank
+    rows, after = math.prod(sizes[:depth]), math.prod(sizes[depth + 1 :])
+    return parts.view(rows, sizes[depth], after, parts.shape[1])[:, :, inner]
+
+
+_CONTIGUOUS = torch.contiguous_format
+
+
+def _pieces(block: Tensor) -> list[Tensor]:
+    """A block ``[rows, length]`` as what travels; see the note above."""
+    if not block.numel():
+        return []
+    if block.shape[0] > 1 and block.shape[1] * block.element_size() >= ROW_BYTES:
+        return list(block)
+    return [block.reshape(-1)]
+
+
+def _lies_well(block: Tensor) -> bool:
+    """Whether the pieces of a block are the block, and no copy of it."""
+    return block.shape[1] * block.element_size() >= ROW_BYTES or block.is_contiguous()
+
+
+def _slot(peer: int, rank: int) -> int:
+    return peer - (peer > rank)
+
+
+def _scratch(slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where a sum is made that travels on."""
+    return slots[0] if slots.dtype == dtype else torch.empty_like(slots[0], dtype=dtype)
+
+
+def _tags(lines: Sequence[Line]) -> list[int]:
+    """The first tag of each line, followed by one for each row."""
+    found, rows = [], 1
+    for line in lines:
+        found.append(next_tag(line.group, rows))
+        rows *= line.size
+    return found
+
+
+def _cut(interval: tuple[int, int], count: int) -> list[tuple[int, int]]:
+    """Cuts an interval into as many of one length; the last ones may be shorter or empty."""
+    start, end = interval
+    length = -(-(end - start) // count)
+    edges = [min(start + number * length, end) for number in range(count + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def _segments(length: int, nbytes: int, lines: Sequence[Line]) -> list[tuple[int, int]]:
+    """Intervals of a part that travel one after the other."""
+    if len(lines) == 1 or not nbytes:
+        return [(0, length)]
+    wanted = min(max(nbytes // SEGMENTS, LEAST_SEGMENT), MOST_SEGMENT)
+    return [cut for cut in _cut((0, length), -(-nbytes // wanted)) if cut[1] > cut[0]]
