@@ -51,6 +51,8 @@ ROW_BYTES = 32 << 10
 """Rows from this size on travel as they lie."""
 DIRECT_BYTES = 16 << 10
 """Up to this size an all-reduce along the outermost axis sends everything to everybody at once."""
+TINY_BYTES = 2 << 10
+"""Up to this size it does so along every axis: to send a shard less far costs one more exchange."""
 SEGMENTS, LEAST_SEGMENT, MOST_SEGMENT = 8, 512 << 10, 4 << 20
 """A tensor is cut into so many segments, of at least and at most so many bytes."""
 
@@ -241,7 +243,9 @@ def all_reduce_steps(
     mine = segment
     for depth in reversed(range(len(lines))):
         nbytes = (mine[1] - mine[0]) * tensor.element_size()
-        whole = depth == 0 and (lines[0].size == 2 or nbytes <= DIRECT_BYTES)
+        whole = nbytes <= TINY_BYTES or (
+            depth == 0 and (lines[0].size == 2 or nbytes <= DIRECT_BYTES)
+        )
         levels.append(_Level(tensor, lines[depth], mine, whole, tags[depth :: len(lines)]))
         mine = levels[-1].mine
     for level in levels:
