@@ -101,7 +101,8 @@ def predict_flat(links: Mapping[str, Link], nbytes: int) -> float:
 def predict_torus(links: Mapping[str, Link], nbytes: int) -> float:
     """Seconds along the axes: out and back in the nodes, and a shard between the two of them.
 
-    A tiny message goes whole along every axis, and nothing comes back. Of a large message one segment crosses between nodes while others are on their way in them.
+    A tiny message goes whole along every axis, and nothing comes back. Of a large one a segment
+    crosses between nodes while others are on their way in them.
     """
     inner, outer = links["local"], links["node"]
     if nbytes <= TINY:

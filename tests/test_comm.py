@@ -113,13 +113,15 @@ def test_a_world_of_one_has_no_process_group(monkeypatch: pytest.MonkeyPatch) ->
 
 LOOP = """
 import sys, time, torch
-from gulliver.comm import all_reduce, guard, init_world
+from gulliver.comm import Torus, all_reduce, guard, init_world
 from gulliver.errors import GulliverError
 world = init_world(silence_s=4)
+torus = Torus({"node": 2, "local": 2}) if world.size == 4 else None
 try:
     with guard():
         for step in range(100_000):
-            all_reduce(torch.ones(10))
+            # In the background where there are axes, so that threads meet the error.
+            all_reduce(torch.ones(10), group=torus, async_op=torus is not None).wait()
             if step == 20:
                 print("running", flush=True)
             time.sleep(0.01)
@@ -159,12 +161,13 @@ def _start(size: int) -> list[subprocess.Popen]:
     return processes
 
 
+@pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs_is_named_in_bounded_time(how: signal.Signals) -> None:
-    processes = _start(3)
+def test_a_rank_that_dies_or_hangs_is_named_in_bounded_time(how: signal.Signals, size: int) -> None:
+    processes = _start(size)
     try:
         processes[2].send_signal(how)
-        for process in processes[:2]:
+        for process in (*processes[:2], *processes[3:]):
             _, errors = process.communicate(timeout=40)
             assert process.returncode in (1, 3)
             assert "rank 2 is gone" in errors

@@ -9,6 +9,7 @@ import torch
 from gulliver import _compat
 from gulliver.comm import World
 from tests.pool import Pool
+from tests.worlds import run_threads
 
 
 def _flat(world: World) -> tuple[list[float], list[float], int]:
@@ -26,3 +27,14 @@ def test_flat_collectives_work_without_a_warning(pool: Pool) -> None:
         assert gathered == [0, 0, 1, 1]
         assert part == [4.0 * rank, 2 + 4.0 * rank]
         assert warned == 0
+
+
+def _gloo(world: World) -> tuple[bool, bool]:
+    cpu = torch.device("cpu")
+    part = torch.distributed.new_group([0, 1])
+    return _compat.is_gloo(None, cpu), _compat.is_gloo(part, cpu)
+
+
+def test_gloo_is_known_from_groups_of_threads(pool: Pool) -> None:
+    assert pool.run(_gloo, 2) == [(True, True)] * 2
+    assert run_threads(_gloo, 2) == [(False, False)] * 2

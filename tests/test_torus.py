@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import math
+import random
+import time
 
 import pytest
 import torch
 from torch import Tensor
 
-from gulliver.comm import Torus, World, all_gather, all_reduce, reduce_scatter
+from gulliver.comm import (
+    Choice,
+    Chooser,
+    Group,
+    Torus,
+    World,
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    broadcast_object,
+    choose,
+    gather_objects,
+    group_rank,
+    make_axes,
+    reduce_scatter,
+)
 from gulliver.errors import GulliverError
 from tests.pool import Pool
+from tests.worlds import run_threads
 
 SHAPES = {
     2: [{"node": 1, "local": 2}, {"node": 2, "local": 1}],
@@ -18,7 +37,10 @@ SHAPES = {
     6: [{"node": 3, "local": 2}, {"node": 2, "local": 3}],
     8: [{"pod": 2, "node": 2, "local": 2}, {"node": 4, "local": 2}],
 }
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.uint8)
+DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64),
+    *(torch.int64, torch.int16, torch.int8, torch.uint8),
+)
 
 
 def value(rank: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -34,11 +56,15 @@ def _all_collectives(world: World, axes: dict[str, int], order: list[int] | None
     for dtype in DTYPES:
         part = 3
         whole = [value(rank, part * world.size, dtype) for rank in range(world.size)]
-        total = sum(tensor.double() for tensor in whole)
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        total = sum(tensor.to(wide) for tensor in whole)
         own = torch.empty(part, dtype=dtype)
         reduce_scatter(own, whole[world.rank], "sum", torus)
         mine = slice(torus.rank * part, (torus.rank + 1) * part)
-        assert torch.equal(own.double(), total[mine])
+        assert torch.equal(own.to(wide), total[mine])
+        reduced = whole[world.rank].clone()
+        all_reduce(reduced, "sum", torus)
+        assert torch.equal(reduced.to(wide), total)
         everything = torch.empty(part * world.size, dtype=dtype)
         all_gather(everything, whole[world.rank][:part].clone(), torus)
         expected = torch.cat([whole[rank][:part] for rank in places])
@@ -122,3 +148,239 @@ def test_axes_that_do_not_make_the_world_are_refused(pool: Pool) -> None:
 
 def test_the_parts_of_all_shapes_make_the_world() -> None:
     assert all(math.prod(axes.values()) == size for size, found in SHAPES.items() for axes in found)
+
+
+PLACES = [[0, 2, 1, 3], [3, 1, 0, 2]]
+
+
+def _numbered_by_places(world: World, order: list[int]) -> None:
+    torus = Torus({"node": 2, "local": 2}, order)
+    assert gather_objects(world.rank, torus) == order
+    assert broadcast_object(world.rank, 1, torus) == order[1]
+    tensor = torch.tensor([world.rank])
+    broadcast(tensor, 2, torus)
+    assert tensor.item() == order[2]
+    barrier(torus)
+
+
+@pytest.mark.parametrize("order", PLACES)
+def test_a_torus_numbers_its_ranks_by_their_places(pool: Pool, order: list[int]) -> None:
+    pool.run(_numbered_by_places, 4, order)
+    pool.run(_all_collectives, 4, {"node": 2, "local": 2}, order)
+    pool.run(_all_collectives, 4, {"all": 4}, order)
+
+
+def _long(world: World, part: int, torus: Torus) -> None:
+    whole = [value(r, part * world.size, torch.float64) for r in range(world.size)]
+    mine = slice(torus.rank * part, (torus.rank + 1) * part)
+    # In its own place in the input, which else stays as it was.
+    source = whole[world.rank].clone()
+    reduce_scatter(source[mine], source, "mean", torus)
+    assert torch.equal(source[mine], sum(whole)[mine] / world.size)
+    source[mine] = whole[world.rank][mine]
+    assert torch.equal(source, whole[world.rank])
+    everything = torch.zeros(part * world.size).double()
+    everything[mine] = whole[world.rank][mine]
+    all_gather(everything, everything[mine], torus, async_op=True).wait()
+    expected = torch.cat(
+        [whole[rank][k * part : (k + 1) * part] for k, rank in enumerate(torus.ranks)]
+    )
+    assert torch.equal(everything, expected)
+
+
+def _long_rows(world: World, axes: dict[str, int]) -> None:
+    torus = Torus(axes)
+    # Rows of a few bytes, of more than travels in one piece, and in several segments.
+    for part in (1, 5_000, 70_001):
+        _long(world, part, torus)
+
+
+@pytest.mark.parametrize(("size", "axes"), [(6, SHAPES[6][0]), (8, SHAPES[8][0])])
+def test_long_rows_lie_where_they_belong(pool: Pool, size: int, axes: dict[str, int]) -> None:
+    pool.run(_long_rows, size, axes)
+
+
+def _close(world: World, axes: dict[str, int]) -> list[Tensor]:
+    torus, found = Torus(axes), []
+    for count in (7, 300, 5_000, 600_001):
+        generator = torch.Generator().manual_seed(count)
+        terms = torch.randn(world.size, count, generator=generator)
+        for group in (torus, None):
+            found.append(terms[world.rank].clone())
+            all_reduce(found[-1], "mean", group)
+            expected = terms.double().mean(0)
+            torch.testing.assert_close(found[-1].double(), expected, rtol=1e-5, atol=1e-6)
+    return found
+
+
+@pytest.mark.parametrize("axes", [SHAPES[6][0], SHAPES[6][1]])
+def test_all_ranks_get_the_same_bits(pool: Pool, axes: dict[str, int]) -> None:
+    first, *others = pool.run(_close, 6, axes)
+    for found in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
+def _interleaved(world: World) -> None:
+    tori: list[Group] = [Torus({"node": 2, "local": 2}), None, Torus({"all": 4}, [3, 1, 0, 2])]
+    flights = []
+    for number in range(24):
+        group, part = tori[number % 3], 10 ** (number % 5)
+        whole = [value(r, part * 4, torch.float64) + number for r in range(4)]
+        own = torch.empty(part).double()
+        handle = reduce_scatter(own, whole[world.rank], "sum", group, async_op=True)
+        rank = group_rank(group)
+        flights.append((handle, own, sum(whole)[rank * part : (rank + 1) * part]))
+        reduced = whole[world.rank].clone()
+        handle = all_reduce(reduced, "max", group, async_op=True)
+        flights.append((handle, reduced, torch.stack(whole).amax(0)))
+    # Each rank waits in an order of its own.
+    random.Random(world.rank).shuffle(flights)
+    for handle, found, expected in flights:
+        handle.wait()
+        handle.wait()
+        assert torch.equal(found, expected)
+
+
+def test_many_in_flight_end_in_any_order(pool: Pool) -> None:
+    pool.run(_interleaved, 4)
+
+
+def _out_of_step(world: World) -> None:
+    torus = Torus({"node": 2, "local": 2})
+    first, second = torch.ones(500_000), torch.ones(10)
+    one = all_reduce(first, "sum", torus, async_op=True)
+    if world.rank == 0:
+        # It reads a result early; the others have gone on to what it has not begun.
+        one.wait()
+    two = all_reduce(second, "sum", torus, async_op=True)
+    for handle in (two, one):
+        handle.wait()
+    assert torch.equal(first, torch.full_like(first, 4.0))
+    assert torch.equal(second, torch.full_like(second, 4.0))
+
+
+def test_a_rank_may_wait_for_one_before_it_begins_the_next(pool: Pool) -> None:
+    for _ in range(5):
+        pool.run(_out_of_step, 4, deadline_s=20)
+
+
+def _completes(world: World, along: bool) -> None:
+    torus = Torus({"node": 2, "local": 2}) if along else None
+    own, whole = torch.empty(8), torch.ones(32)
+    if world.rank == 1:
+        barrier()
+    handle = reduce_scatter(own, whole, "sum", torus, async_op=True)
+    if world.rank != 1:
+        assert not handle.is_completed()
+        barrier()
+    end = time.monotonic() + 20
+    while not handle.is_completed() and time.monotonic() < end:
+        time.sleep(0.001)
+    assert handle.is_completed()
+    handle.wait()
+    assert own.tolist() == [4.0] * 8
+
+
+@pytest.mark.parametrize("along", [True, False])
+def test_one_can_ask_whether_it_is_done(pool: Pool, along: bool) -> None:
+    pool.run(_completes, 4, along)
+
+
+def _some_axes(world: World) -> None:
+    axes = make_axes({"pod": 2, "node": 2, "local": 2})
+    pod, node, local = world.rank // 4, world.rank // 2 % 2, world.rank % 2
+    for names, members in (
+        (("pod", "local"), [p * 4 + node * 2 + i for p in range(2) for i in range(2)]),
+        (("node", "local"), [pod * 4 + i for i in range(4)]),
+        (("pod",), [p * 4 + node * 2 + local for p in range(2)]),
+    ):
+        torus = axes.torus(*names)
+        assert list(torus.ranks) == members
+        assert members[torus.rank] == world.rank
+        assert gather_objects(world.rank, torus) == members
+        found = torch.tensor([world.rank])
+        all_reduce(found, "sum", torus)
+        assert found.item() == sum(members)
+    assert torch.distributed.get_world_size(axes.group("node")) == 2
+    with pytest.raises(GulliverError, match="did you mean 'node'"):
+        axes.torus("nod")
+    with pytest.raises(GulliverError, match="outer to inner, as in pod, node, local"):
+        axes.torus("local", "pod")
+
+
+def test_a_torus_may_have_some_of_the_axes(pool: Pool) -> None:
+    pool.run(_some_axes, 8)
+
+
+def test_a_world_of_one_is_a_torus_too() -> None:
+    torus = make_axes({"node": 1, "local": 1}).torus()
+    own, whole = torch.zeros(3), torch.arange(3.0)
+    reduce_scatter(own, whole, "mean", torus)
+    all_reduce(own, "sum", torus)
+    assert (torus.rank, torus.size, own.tolist()) == (0, 1, [0.0, 1.0, 2.0])
+
+
+def _wrong(world: World) -> list[str]:
+    torus, found = Torus({"node": 2, "local": 2}), []
+    wrong = [
+        lambda: reduce_scatter(torch.ones(2), torch.ones(9), "sum", torus),
+        lambda: all_gather(torch.ones(9), torch.ones(2), torus),
+        lambda: all_reduce(torch.ones(4, 8)[:, :4], "sum", torus),
+        lambda: all_reduce(torch.ones(4).long(), "mean", torus),
+    ]
+    for call in wrong:
+        with pytest.raises(GulliverError) as caught:
+            call()
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_does_not_fit_is_refused_by_name(pool: Pool) -> None:
+    scatter, gather, strided, mean = pool.run(_wrong, 4)[0]
+    assert scatter == "4 parts of 2 torch.float32 do not make 9 torch.float32"
+    assert gather == "4 parts of 2 torch.float32 do not make 9 torch.float32"
+    assert "not contiguous" in strided
+    assert "mean of torch.int64" in mean
+
+
+def test_the_choice_is_the_faster_one_made_once_and_told() -> None:
+    told: list[Choice] = []
+    chooser = Chooser(lambda _, n: 1e-3 + n / 1e6, lambda _, n: 5e-3 + n / 1e8, told.append)
+    assert [chooser("all_reduce", n).kind for n in (1000, 100_000, 1000)] == [
+        "flat",
+        "torus",
+        "flat",
+    ]
+    assert [choice.nbytes for choice in told] == [1000, 100_000]
+    assert str(told[0]) == ("all_reduce of 1000 bytes: flat (predicted: flat 2 ms, torus 5.01 ms)")
+    assert choose(8, "all_gather", chooser.flat, chooser.torus).predicted_torus_s > 5e-3
+
+
+def _chosen(world: World, flat_s: float) -> None:
+    chooser = Chooser(lambda _, __: flat_s, lambda _, __: 1.0)
+    torus = Torus({"node": 2, "local": 2}, [3, 1, 0, 2], choose=chooser)
+    _long(world, 11, torus)
+    found = torch.full((70_001,), float(world.rank))
+    all_reduce(found, "max", torus)
+    assert found.unique().tolist() == [3.0]
+    kinds = {choice.kind for choice in chooser.choices.values()}
+    assert kinds == {"flat" if flat_s < 1 else "torus"}
+
+
+@pytest.mark.parametrize("flat_s", [0.5, 2.0])
+def test_what_is_chosen_changes_no_result(pool: Pool, flat_s: float) -> None:
+    pool.run(_chosen, 4, flat_s)
+
+
+def test_backends_without_messages_go_by_their_own_collectives() -> None:
+    run_threads(_by_collectives, 4)
+
+
+def _by_collectives(world: World) -> None:
+    for order in (None, [3, 1, 0, 2]):
+        torus = Torus({"node": 2, "local": 2}, order)
+        _long(world, 5, torus)
+        for count in (1, 7):
+            found = torch.full((count,), float(world.rank))
+            all_reduce(found, "mean", torus)
+            assert found.tolist() == [1.5] * count

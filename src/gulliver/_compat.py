@@ -130,6 +130,6 @@ def saving_is_hooked() -> bool:
 def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether a group moves tensors of a device over gloo."""
     found = group or dist.group.WORLD
-    return found is not None and isinstance(
-        found._get_backend(device), getattr(dist, "ProcessGroupGloo", ())
-    )
+    if found is None or dist.get_backend(found) == "threaded":
+        return False
+    return isinstance(found._get_backend(device), getattr(dist, "ProcessGroupGloo", ()))

@@ -336,14 +336,15 @@ def add_up(total: Tensor, own: Tensor, slots: Tensor, rank: int, op: str) -> Non
     if not total.numel():
         return
     add: Callable[..., Any] = torch.maximum if op == "max" else torch.add
-    terms = [*slots[:rank], own, *slots[rank:]]
+    in_place = total.data_ptr() == own.data_ptr()
+    terms = [*slots[:rank], total if in_place else own, *slots[rank:]]
     if total.dtype != own.dtype:
         total.copy_(terms[0])
         for term in terms[1:]:
             add(total, term.to(total.dtype) if term.element_size() == 1 else term, out=total)
         return
     # In place, the sum of the terms before it is made in the first of them.
-    into = slots[0] if rank > 1 and total.data_ptr() == own.data_ptr() else total
+    into = slots[0] if rank > 1 and in_place else total
     for number, term in enumerate(terms[1:], start=1):
         if number == rank:
             into, before = total, into
@@ -379,7 +380,7 @@ def _pieces(block: Tensor) -> list[Tensor]:
         return []
     if block.shape[0] > 1 and block.shape[1] * block.element_size() >= ROW_BYTES:
         return list(block)
-    return [block.reshape(-1)]
+    return [block.contiguous().view(-1)]
 
 
 def _lies_well(block: Tensor) -> bool:
