@@ -9,17 +9,20 @@ whole rate. The kernel may lack ``netem``: latency between nodes comes from a sm
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import itertools
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
 
 RELAY_SOURCE = Path(__file__).parent / "relay.c"
 PREFIX = "gvl"
+ORDERS = ("node", "round-robin")
 _CLONE_NEWNET = 0x40000000
+_numbers = itertools.count()
 
 
 class NetlabError(RuntimeError):
@@ -38,7 +41,8 @@ class Net:
         order: ``node`` numbers ranks node by node, ``round-robin`` deals them over the nodes.
 
     Raises:
-        NetlabError: no root, no ``ip`` or ``tc``, or no compiler where latency is asked for.
+        NetlabError: no root, no ``ip`` or ``tc``, or no compiler where latency is asked for; a rate
+            or order that is not known; ranks that do not divide over the nodes.
     """
 
     def __init__(
@@ -53,9 +57,13 @@ class Net:
         _check_tools()
         if nodes and ranks % nodes:
             raise NetlabError(f"{ranks} ranks do not divide over {nodes} nodes")
+        if order not in ORDERS:
+            raise NetlabError(f"unknown order {order!r}: choose {' or '.join(ORDERS)}")
+        for given in filter(None, (rate, uplink)):
+            bits_per_second(given)
         self.ranks, self.rate, self.nodes = ranks, rate, nodes or 1
         self.uplink, self.delay_us, self.order = uplink, delay_us, order
-        self._prefix = f"{PREFIX}{os.getpid()}"
+        self._prefix = f"{PREFIX}{os.getpid()}_{next(_numbers)}"
         self._core = f"{self._prefix}_core"
         self.namespaces = [f"{self._prefix}_r{r}" for r in range(ranks)]
         self.addresses = [f"10.77.{r // 200}.{r % 200 + 1}" for r in range(ranks)]
@@ -176,23 +184,43 @@ def remove_left_behind() -> None:
 
 
 def bits_per_second(rate: str) -> float:
-    """A rate as ``tc`` writes it."""
+    """A rate as ``tc`` writes it.
+
+    Raises:
+        NetlabError: it is not written so.
+    """
     for suffix, factor in (("gbit", 1e9), ("mbit", 1e6), ("kbit", 1e3)):
-        if rate.endswith(suffix):
-            return float(rate.removesuffix(suffix)) * factor
+        number = rate.removesuffix(suffix)
+        if number != rate and number.replace(".", "", 1).isdigit():
+            return float(number) * factor
     raise NetlabError(f"unknown rate {rate!r}: write it like 100mbit or 1gbit")
+
+
+class LoadMeter:
+    """Tells how busy other processes keep the machine, from here on.
+
+    Children of this process count as its own from when they have ended. Interrupts are counted for
+    nobody: most of them are the network's.
+    """
+
+    def __init__(self) -> None:
+        self._started, self._before = time.monotonic(), self._foreign()
+
+    def cores(self) -> float:
+        """Cores that others have used on average since the beginning."""
+        return max(0.0, (self._foreign() - self._before) / (time.monotonic() - self._started))
+
+    @staticmethod
+    def _foreign() -> float:
+        fields = Path("/proc/stat").read_text().split("\n")[0].split()[1:4]
+        return sum(map(int, fields)) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
 def foreign_load(seconds: float = 0.5) -> float:
     """Cores that processes other than this one and its children are using."""
-
-    def busy() -> float:
-        fields = [int(f) for f in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-        return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
-
-    before, own = busy(), sum(os.times()[:4])
+    meter = LoadMeter()
     time.sleep(seconds)
-    return max(0.0, busy() - before - (sum(os.times()[:4]) - own)) / seconds
+    return meter.cores()
 
 
 def _check_tools() -> None:
@@ -207,11 +235,14 @@ def _relay_program() -> Path:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise NetlabError("latency between nodes needs a C compiler, and there is none")
-    folder = Path(tempfile.gettempdir()) / f"gulliver-netlab-{os.getuid()}"
-    folder.mkdir(exist_ok=True)
-    program = folder / "relay"
-    if not program.exists() or program.stat().st_mtime < RELAY_SOURCE.stat().st_mtime:
-        _run(compiler, "-O2", "-o", str(program), str(RELAY_SOURCE))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    version = hashlib.sha256(RELAY_SOURCE.read_bytes()).hexdigest()[:12]
+    program = cache / "gulliver" / f"relay-{version}"
+    if not program.exists():
+        program.parent.mkdir(parents=True, exist_ok=True)
+        fresh = program.with_name(f"{program.name}.{os.getpid()}")
+        _run(compiler, "-O2", "-o", str(fresh), str(RELAY_SOURCE))
+        fresh.rename(program)
     return program
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -18,6 +21,11 @@ import torch
 from benchmarks.netlab._net import Net, NetlabError, enter
 
 PORT = 29417
+"""Of the store, in a namespace that nobody else is in."""
+GRACE_S = 5.0
+HEADERS = 66
+"""Bytes of a packet that are Ethernet's, IP's and TCP's, with TCP's time stamps."""
+_PR_SET_PDEATHSIG = 1
 
 
 def run(
@@ -25,9 +33,10 @@ def run(
     net: Net | None,
     *args: Any,
     ranks: int | None = None,
+    threads: int = 1,
     timeout_s: float = 900.0,
 ) -> list[Any]:
-    """Calls ``function(*args)`` on every rank, one thread each; `init_world` works inside.
+    """Calls ``function(*args)`` on every rank; `gulliver.comm.init_world` works inside.
 
     The ranks are forked, so this process must not have computed anything with torch before.
 
@@ -36,6 +45,7 @@ def run(
         net: where the ranks live; None for loopback.
         args: for the function.
         ranks: how many on loopback.
+        threads: that torch computes with in each rank.
         timeout_s: then all are killed.
 
     Returns:
@@ -48,50 +58,61 @@ def run(
     context = multiprocessing.get_context("fork")
     port = PORT if net else _free_port()
     pipes, processes = [], []
-    for rank in range(size):
-        near, far = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_rank, args=(far, rank, size, net, port, function, args), daemon=True
-        )
-        process.start()
-        far.close()
-        pipes.append(near)
-        processes.append(process)
+    finished = False
     try:
-        return _collect(pipes, time.monotonic() + timeout_s)
+        for rank in range(size):
+            near, far = context.Pipe(duplex=False)
+            place = (far, rank, size, net, port, threads)
+            process = context.Process(target=_rank, args=(place, function, args), daemon=True)
+            process.start()
+            far.close()
+            pipes.append(near)
+            processes.append(process)
+        found = _collect(pipes, time.monotonic() + timeout_s)
+        finished = True
+        return found
     finally:
         for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
+            process.join(GRACE_S if finished else 0)
+            process.kill()
+            process.join()
 
 
-def wire_bytes() -> tuple[int, int]:
-    """Bytes that this rank's link has sent and received, headers included."""
-    folder = Path("/sys/class/net/eth0/statistics")
+def wire_bytes(headers: bool = False) -> tuple[int, int]:
+    """Bytes that this rank's link has sent and received.
+
+    What is sent again after a loss counts again.
+
+    Args:
+        headers: count those of Ethernet, IP and TCP too; how many there are depends on how the
+            kernel cuts its packets, which on virtual links may be far longer than on real ones.
+
+    Raises:
+        NetlabError: the rank has no link of its own.
+    """
+    # /sys shows the namespace that it was mounted in: the thread's own table is the right one.
     if _namespaced:
-        # /sys shows the namespace that it was mounted in: ask the process's own table instead.
         for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
             name, _, rest = line.partition(":")
             if name.strip() == "eth0":
-                fields = rest.split()
-                return int(fields[8]), int(fields[0])
-    raise NetlabError(f"there is no shaped link here to count bytes on ({folder})")
+                fields = [int(field) for field in rest.split()]
+                each = 0 if headers else HEADERS
+                return fields[8] - each * fields[9], fields[0] - each * fields[1]
+    raise NetlabError("there is no shaped link here to count bytes on")
 
 
 _namespaced = False
 
 
 def _rank(
-    pipe: Connection,
-    rank: int,
-    size: int,
-    net: Net | None,
-    port: int,
+    place: tuple[Connection, int, int, Net | None, int, int],
     function: Callable[..., Any],
     args: tuple,
 ) -> None:
     global _namespaced
+    pipe, rank, size, net, port, threads = place
+    # Ends with its parent, however that ends.
+    ctypes.CDLL("libc.so.6").prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         if net is not None:
             enter(net.namespaces[rank])
@@ -105,13 +126,18 @@ def _rank(
             MASTER_PORT=str(port),
             TORCH_CPP_LOG_LEVEL="ERROR",
         )
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads)
         result = (True, function(*args))
     except BaseException:
         result = (False, traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(result))
+    try:
+        message = pickle.dumps(result)
+    except Exception:
+        message = pickle.dumps((False, traceback.format_exc()))
+    sys.stdout.flush()
+    pipe.send_bytes(message)
     pipe.close()
-    os._exit(0)
+    os._exit(0)  # without the end of the parent's life, which was copied here
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
