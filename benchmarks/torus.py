@@ -43,6 +43,8 @@ KIB, MIB = 1 << 10, 1 << 20
 SMALL = 16 * KIB
 """What counts as a small message."""
 TINY = 2 * KIB
+DIRECT = 32 * KIB
+"""Where the ways of sending change, as in `gulliver.comm`."""
 NAMES = ("gloo flat", "flat", "torus")
 
 
@@ -95,7 +97,9 @@ def predict_flat(links: Mapping[str, Link], nbytes: int) -> float:
     """
     link, ranks = links["node"], NODES * LOCAL
     away = (ranks - LOCAL) * nbytes / link.bandwidth
-    return link.alpha_s + away if nbytes <= SMALL else 2 * (link.alpha_s + away / ranks)
+    if (ranks - 2) * nbytes <= DIRECT:
+        return link.alpha_s + away
+    return 2 * (link.alpha_s + away / ranks)
 
 
 def predict_torus(links: Mapping[str, Link], nbytes: int) -> float:

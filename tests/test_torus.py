@@ -123,10 +123,18 @@ def _wider(world: World, axes: dict[str, int] | None) -> None:
     own = torch.empty(8 // world.size)
     reduce_scatter(own, terms[world.rank], "sum", torus, accumulate_dtype=torch.float32)
     assert torch.equal(own, sum(t.float() for t in terms)[: own.numel()])
+    eight = [term.to(torch.float8_e4m3fn) for term in terms]
+    reduce_scatter(own, eight[world.rank], "max", torus, accumulate_dtype=torch.float32)
+    assert torch.equal(own, torch.stack([e.float() for e in eight]).amax(0)[: own.numel()])
+    everything = torch.empty(32, dtype=torch.float8_e4m3fn)
+    all_gather(everything, eight[world.rank], torus)
+    assert torch.equal(everything.float(), torch.cat(eight).float())
+    with pytest.raises(GulliverError, match=r"float8_e4m3fn travels but is not added up"):
+        all_reduce(everything, "sum", torus)
 
 
 @pytest.mark.parametrize("axes", [None, {"node": 2, "local": 2}])
-def test_sixteen_bits_travel_and_thirty_two_are_added(pool: Pool, axes) -> None:
+def test_fewer_bits_travel_and_thirty_two_are_added(pool: Pool, axes) -> None:
     pool.run(_wider, 4, axes)
 
 

@@ -68,6 +68,7 @@ def all_reduce(
 ) -> Handle:
     """Replaces `tensor` on every rank by the reduction over all ranks."""
     _check(tensor, op)
+    _check_sum(tensor.dtype)
     size = group_size(group)
     if size == 1:
         return Handle()
@@ -107,6 +108,7 @@ def reduce_scatter(
     """
     _check(output, op)
     _check(input, op)
+    _check_sum(output.dtype)
     size = group_size(group)
     _check_parts(output, input, size, accumulate_dtype or input.dtype)
     if size == 1:
@@ -229,6 +231,14 @@ def _check(tensor: Tensor, op: str) -> None:
     if not tensor.is_contiguous():
         raise GulliverError(
             f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pass tensor.contiguous()"
+        )
+
+
+def _check_sum(dtype: torch.dtype) -> None:
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        raise GulliverError(
+            f"{dtype} travels but is not added up: "
+            "reduce_scatter with accumulate_dtype=torch.float32, or reduce a wider dtype"
         )
 
 

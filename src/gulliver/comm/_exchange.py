@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from gulliver._compat import is_gloo
 from gulliver.comm._messages import Messages, give_buffer, next_tag, others, take_buffer
 from gulliver.comm._messages import post as post_messages
 from gulliver.comm._progress import Step
+from gulliver.comm._steps import add_up
 
 After = Callable[[], Step | None] | None
 
@@ -42,7 +42,7 @@ def direct_all_gather(
         after: names the step that follows.
     """
     rank, ranks, tag = dist.get_rank(group), _ranks(group), next_tag(group)
-    parts = output.view(len(ranks), -1)
+    parts = output.view(len(ranks), input.numel())
     order = others(rank, len(ranks))
 
     def post() -> Messages:
@@ -69,42 +69,25 @@ def direct_reduce_scatter(
     """
     rank, ranks, tag = dist.get_rank(group), _ranks(group), next_tag(group)
     size = len(ranks)
-    parts = input.view(size, -1)
+    parts = input.view(size, output.numel())
     order = others(rank, size)
-    slots: dict[int, Tensor] = {}
+    received: list[Tensor] = []
 
     def post() -> Messages:
-        received = take_buffer((size - 1) * parts.shape[1], input.dtype).view(size - 1, -1)
-        slots.update({peer: received[peer - (peer > rank)] for peer in order})
-        incoming = ((ranks[p], slots[p]) for p in order)
+        buffer = take_buffer((size - 1) * parts.shape[1], input.dtype)
+        received.append(buffer.view(size - 1, parts.shape[1]))
+        incoming = ((ranks[p], received[0][p - (p > rank)]) for p in order)
         outgoing = ((ranks[p], parts[p]) for p in order)
         return post_messages(incoming, outgoing, group, tag)
 
     def finish() -> Step | None:
-        _add_up([parts[r] if r == rank else slots[r] for r in range(size)], output, op)
-        base = slots[order[0]]
-        give_buffer(base._base if base._base is not None else base)
+        add_up(output, parts[rank], received[0], rank, op)
+        if op == "mean":
+            output.div_(size)
+        give_buffer(received.pop().view(-1))
         return after() if after else None
 
     return Step(post, finish)
-
-
-def _add_up(terms: list[Tensor], output: Tensor, op: str) -> None:
-    """Reduces terms in their order; `output` may be one of them."""
-    in_place = any(output.data_ptr() == term.data_ptr() for term in terms)
-    total = torch.empty_like(output) if in_place else output
-    if op == "max" or total.dtype != terms[0].dtype:
-        total.copy_(terms[0])
-        rest = terms[1:]
-    else:
-        torch.add(terms[0], terms[1], out=total)
-        rest = terms[2:]
-    for term in rest:
-        torch.maximum(total, term, out=total) if op == "max" else total.add_(term)
-    if op == "mean":
-        total.div_(len(terms))
-    if in_place:
-        output.copy_(total)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

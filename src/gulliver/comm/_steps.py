@@ -49,8 +49,9 @@ from gulliver.comm._workers import submit
 Steps = Generator[Messages, None, None]
 ROW_BYTES = 32 << 10
 """Rows from this size on travel as they lie."""
-DIRECT_BYTES = 16 << 10
-"""Up to this size an all-reduce along the outermost axis sends everything to everybody at once."""
+DIRECT_BYTES = 32 << 10
+"""Along the outermost axis an all-reduce sends everything to everybody at once, which saves an
+exchange, if each rank sends at most so much more."""
 TINY_BYTES = 2 << 10
 """Up to this size it does so along every axis: to send a shard less far costs one more exchange."""
 SEGMENTS, LEAST_SEGMENT, MOST_SEGMENT = 8, 512 << 10, 4 << 20
@@ -243,9 +244,8 @@ def all_reduce_steps(
     mine = segment
     for depth in reversed(range(len(lines))):
         nbytes = (mine[1] - mine[0]) * tensor.element_size()
-        whole = nbytes <= TINY_BYTES or (
-            depth == 0 and (lines[0].size == 2 or nbytes <= DIRECT_BYTES)
-        )
+        more = (lines[depth].size - 2) * nbytes
+        whole = nbytes <= TINY_BYTES or (depth == 0 and more <= DIRECT_BYTES)
         levels.append(_Level(tensor, lines[depth], mine, whole, tags[depth :: len(lines)]))
         mine = levels[-1].mine
     for level in levels:
