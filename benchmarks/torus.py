@@ -273,19 +273,22 @@ def picture(found: Mapping[str, list[Measured]]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, _ = plt.subplots(1, len(found), figsize=(5 * len(found), 4), sharey=True)
+    figure, _ = plt.subplots(
+        1, len(found), figsize=(5 * len(found), 4.5), sharey=True, layout="constrained"
+    )
     for panel, (order, ranks) in zip(figure.axes, found.items(), strict=True):
         times, choices = slowest(ranks), ranks[0].choices
         for name in NAMES:
-            panel.loglog(times, [t[name].median * 1e3 for t in times.values()], "o-", label=name)
+            panel.loglog(
+                list(times), [t[name].median * 1e3 for t in times.values()], "o-", label=name
+            )
         for name in ("flat", "torus"):
             values = [getattr(c, f"predicted_{name}_s") * 1e3 for c in choices.values()]
             colour = f"C{NAMES.index(name)}"
-            panel.loglog(choices, values, ":", color=colour, label=f"{name}, predicted")
+            panel.loglog(list(choices), values, ":", color=colour, label=f"{name}, predicted")
         panel.set(title=f"ranks in {order} order", xlabel="bytes", ylabel="ms")
         panel.grid(alpha=0.3)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(RESULTS / f"torus_{date.today()}.png", dpi=110)
 
 
@@ -306,10 +309,9 @@ def main() -> None:
         shape: dict[str, Any] = {"nodes": NODES, "uplink": UPLINK, "delay_us": DELAY_US}
         with Net(NODES * LOCAL, RATE, order=order, **shape) as net:
             found[order] = run(measure, net, options, order)
-    result = report(found, load)
+    finish(report(found, load), options.keep)
     if options.keep:
         picture(found)
-    finish(result, options.keep)
 
 
 if __name__ == "__main__":
