@@ -100,6 +100,7 @@ OPERATIONS = (
     "zero_grad to zeros",
     "model.zero_grad",
     "clear the stem",
+    "relayout",
 )
 
 
@@ -130,6 +131,12 @@ def run(program: list[str], world: World, stage: int, make: Any) -> tuple[nn.Mod
         elif operation == "zero_grad to zeros":
             optimizer.zero_grad(set_to_none=False)
             twin_optimizer.zero_grad(set_to_none=False)
+        elif operation == "relayout":
+            optimizer.zero_grad()
+            twin_optimizer.zero_grad()
+            draw = random.Random(number)
+            order = draw.sample(list(optimizer.names.values()), len(optimizer.names))
+            optimizer.relayout(order, draw.choice([64, 200, 1000]))
         elif operation == "model.zero_grad":
             model.zero_grad()
             twin.zero_grad()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +18,20 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from gulliver.comm import Torus, World, broadcast, current_world
 from gulliver.errors import GulliverError, nearest
-from gulliver.parallel import BoostedOptimizer, ZeroOptimizer, named_trainables, state_tensors
+from gulliver.parallel import (
+    BoostedOptimizer,
+    BucketTuner,
+    ZeroOptimizer,
+    named_trainables,
+    state_tensors,
+)
 from gulliver.plan import ChunkPlan, MemoryPlan, Plan
 
 MIB = 2**20
 STAGES = (0, 1, 2, 3)
+TUNED = ("auto", "again")
+DEFAULT_CHUNK_MB = 4.0
+"""Before tuning, and without other ranks."""
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -144,7 +155,9 @@ class LowLevelZeroPlugin(Plugin):
 
     Args:
         stage: 0 shards nothing, 1 the optimizer's state, 2 the gradients too, 3 the parameters too.
-        chunk_mb: size of a chunk in MiB: small ones start early, large ones travel better.
+        chunk_mb: size of a chunk in MiB: small ones start early, large ones travel better. ``auto``
+            tunes it in the first steps and keeps what it found for this model on this cluster,
+            ``again`` tunes although an earlier job did; a number turns tuning off.
         precision: ``bf16`` or ``fp16`` turn the model's floating-point tensors and inputs to it,
             and train them through float32 copies in the shards, ``fp16`` with a loss scale that
             follows overflows; None leaves the model as it is.
@@ -156,7 +169,8 @@ class LowLevelZeroPlugin(Plugin):
         rank_order: ranks in the order of their places on the axes, where they are not numbered so.
         assume_elementwise: shard an optimizer that is not known, on the user's word that its update
             of an element looks at that element only.
-        verbose: print the plan when the model is boosted.
+        folder: where tuning writes ``chunks.json`` and a picture, ``chunks.png``; None for neither.
+        verbose: print the plan when the model is boosted, and what tuning found.
 
     Raises:
         GulliverError: another stage or precision, or a size that is not positive.
@@ -165,7 +179,7 @@ class LowLevelZeroPlugin(Plugin):
     def __init__(
         self,
         stage: int = 1,
-        chunk_mb: float = 4.0,
+        chunk_mb: float | str = "auto",
         precision: str | None = None,
         max_norm: float = 0.0,
         gather_ahead: int = 2,
@@ -173,14 +187,20 @@ class LowLevelZeroPlugin(Plugin):
         axes: Mapping[str, int] | None = None,
         rank_order: Sequence[int] | None = None,
         assume_elementwise: bool = False,
+        folder: Path | str | None = None,
         verbose: bool = True,
     ) -> None:
+        if isinstance(chunk_mb, str) and chunk_mb not in TUNED:
+            raise GulliverError(
+                f"chunk_mb={chunk_mb!r} is not known: {nearest(chunk_mb, TUNED)}, or a number"
+            )
+        size = DEFAULT_CHUNK_MB if isinstance(chunk_mb, str) else chunk_mb
         if stage not in STAGES:
             raise GulliverError(
                 f"LowLevelZeroPlugin(stage={stage!r}) is not supported: 0 shards nothing, 1 the "
                 "optimizer, 2 the gradients too, 3 the parameters too"
             )
-        if not (chunk_mb > 0 and max_norm >= 0 and gather_ahead >= 0):
+        if not (size > 0 and max_norm >= 0 and gather_ahead >= 0):
             raise GulliverError(
                 "chunk_mb must be positive, max_norm and gather_ahead not negative, not "
                 f"{chunk_mb}, {max_norm}, {gather_ahead}"
@@ -192,7 +212,8 @@ class LowLevelZeroPlugin(Plugin):
             )
         self.stage, self.chunk_mb, self.max_norm = stage, chunk_mb, max_norm
         self.precision, self.gather_ahead, self.overlap = precision, gather_ahead, overlap
-        self.axes, self.rank_order = axes, rank_order
+        self.axes, self.rank_order, self._size_mb = axes, rank_order, size
+        self.folder = None if folder is None else Path(folder)
         self.assume_elementwise, self.verbose = assume_elementwise, verbose
 
     def configure(
@@ -220,7 +241,7 @@ class LowLevelZeroPlugin(Plugin):
             optimizer,
             names,
             self.stage,
-            int(self.chunk_mb * MIB),
+            int(self._size_mb * MIB),
             max_norm=self.max_norm or math.inf,
             group=torus,
             assume_elementwise=self.assume_elementwise,
@@ -228,6 +249,10 @@ class LowLevelZeroPlugin(Plugin):
             ahead=self.gather_ahead,
             overlap=self.overlap,
         )
+        if isinstance(self.chunk_mb, str) and sharded.size > 1:
+            report = _say if self.verbose else None
+            again = self.chunk_mb == "again"
+            sharded.tune(BucketTuner(sharded, model, self.folder, report, again))
         memory = MemoryPlan(**sharded.memory())
         rest = sum(p.nbytes for p in frozen) if self.stage < 3 else 0
         memory = replace(memory, parameters=memory.parameters + rest)
@@ -236,6 +261,10 @@ class LowLevelZeroPlugin(Plugin):
         if torus is not None:
             plan = replace(plan, mesh=dict(torus.axes))
         return model, sharded, plan
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def chunk_plans(optimizer: ZeroOptimizer) -> tuple[ChunkPlan, ...]:

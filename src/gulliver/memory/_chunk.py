@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
+from gulliver.memory._awaited import arrived
 from gulliver.memory._buffers import BufferPool
 from gulliver.memory._layout import ChunkLayout
 from gulliver.memory._reduced import ReducedGradient, reduced_gradient
@@ -56,6 +57,7 @@ class Chunk:
         self._gaps = layout.gaps()
         for name, parameter in self.parameters.items():
             self._views[name].copy_(parameter.detach())
+            arrived(parameter)
             parameter.data = self._views[name]
             parameter.grad = None  # one from before lies outside the chunk
         self.note_versions()
@@ -124,6 +126,11 @@ class Chunk:
                 if piece.name in written:
                     self.home[piece.start : piece.end] = self.shard[piece.start : piece.end]
         self.note_versions()
+
+    @property
+    def gradient_begun(self) -> bool:
+        """Whether gradients are being collected."""
+        return bool(self._gradient_views)
 
     def begin_gradient(self) -> None:
         """Makes the gradient buffer ready to collect."""

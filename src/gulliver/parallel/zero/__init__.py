@@ -1,6 +1,7 @@
-"""ZeRO: data parallelism whose ranks keep only their shard of the optimizer and the gradients."""
+"""ZeRO: data parallelism whose ranks keep shards of optimizer state, gradients and parameters."""
 
 from gulliver.parallel.zero._elementwise import ELEMENTWISE, state_tensors
 from gulliver.parallel.zero._optimizer import ZeroOptimizer
+from gulliver.parallel.zero._tuner import BucketTuner, Tuning
 
-__all__ = ["ELEMENTWISE", "ZeroOptimizer", "state_tensors"]
+__all__ = ["ELEMENTWISE", "BucketTuner", "Tuning", "ZeroOptimizer", "state_tensors"]

@@ -71,6 +71,11 @@ class Gatherer:
         self._issued = self._reached = 0
         self._at: dict[int, ShardedChunk] = {}
         self._peeked: tuple[ShardedChunk, dict[str, Tensor]] | None = None
+        for released in chunks:
+            if released.chunk.buffer is None:
+                released.presence = Presence.ABSENT
+                for parameter in released.chunk.parameters.values():
+                    await_parameter(parameter, self._touched)
 
     # A chunk's way: absent or updated, arriving, whole, absent.
 

@@ -13,9 +13,10 @@ still on their way. Only clipping needs all gradients first: one number is excha
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,9 @@ from gulliver.parallel.zero._reducer import IN_FLIGHT, GradientReducer
 from gulliver.parallel.zero._scaler import LossScaler
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._state import gather_state, scatter_state
+
+if TYPE_CHECKING:
+    from gulliver.parallel.zero._tuner import BucketTuner
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
@@ -101,19 +105,23 @@ class ZeroOptimizer(BoostedOptimizer):
         self.grad_norm: Tensor | None = None
         self.skipped = 0
         self.pool = BufferPool()
+        self.tuner: BucketTuner | None = None
+        self.update_s = 0.0
+        self._tuned = 0
         self._deferred = self._stepping = False
         self._used: set[str] | None = None
         self._reduced: dict[nn.Parameter, Tensor] = {}
-        self._frozen_names = dict(frozen or {}) if stage == 3 else {}
+        self.frozen_names = dict(frozen or {}) if stage == 3 else {}
         fp16 = any(p.dtype is torch.float16 for p in self.names)
         self.scaler = LossScaler() if fp16 else None
         self.everything: list[ShardedChunk] = []
+        self._reducer: GradientReducer = None  # type: ignore[assignment]
+        self.gatherer: Gatherer = None  # type: ignore[assignment]
         for trained in (True, False):
-            parameters = self.names if trained else self._frozen_names
+            parameters = self.names if trained else self.frozen_names
             for layout, members in self.layouts(parameters, chunk_bytes):
                 self.everything.append(self._placed(layout, members, trained))
         self.adopt(self.everything)
-        self._give_pieces()
         scatter_state(inner, self.chunks, state)
         self._watch_inner()
 
@@ -121,6 +129,15 @@ class ZeroOptimizer(BoostedOptimizer):
     def parts(self) -> int:
         """Shards of a chunk."""
         return self.size if self.stage else 1
+
+    @property
+    def part(self) -> int:
+        """Of a chunk, that this rank owns."""
+        return self.rank if self.parts > 1 else 0
+
+    def home_dtype(self, dtype: torch.dtype, trained: bool) -> torch.dtype:
+        """Of the shards of parameters of a dtype."""
+        return torch.float32 if trained and dtype in HALVES else dtype
 
     def layouts(
         self, names: Mapping[nn.Parameter, str], chunk_bytes: int
@@ -141,10 +158,11 @@ class ZeroOptimizer(BoostedOptimizer):
         self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], trained: bool
     ) -> ShardedChunk:
         """Moves parameters, equal on all ranks from here on, into a chunk."""
-        chunk = Chunk(layout, parameters, self.rank if self.parts > 1 else 0, self.pool)
+        chunk = Chunk(layout, parameters, self.part, self.pool)
         broadcast(chunk.data, 0, self.group)
-        half = trained and chunk.dtype in HALVES
-        chunk.settle_home(torch.float32 if half else chunk.dtype, separate=self.stage == 3)
+        chunk.settle_home(self.home_dtype(chunk.dtype, trained), separate=self.stage == 3)
+        if self.stage == 3:
+            chunk.release()
         return self.sharded(chunk, trained)
 
     def sharded(self, chunk: Chunk, trained: bool) -> ShardedChunk:
@@ -158,14 +176,19 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def adopt(self, chunks: Sequence[ShardedChunk]) -> None:
         """Takes chunks, in the order of use, as those that it trains."""
+        if self._reducer is not None:
+            self._reducer.close()
         self.everything = list(chunks)
         self.chunks = [c for c in chunks if c.trained]
         self._reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
+        if self.tuner is not None:
+            self._reducer.noted = self.tuner.gradient
+        steps = self.gatherer.step if self.gatherer is not None else 0
         self.gatherer = Gatherer(
             self.everything, self.stage == 3, self.group, self.ahead, self.overlap
         )
-        if self.stage == 3:
-            self.gatherer.release_all()
+        self.gatherer.step = steps
+        self._give_pieces()
 
     def _give_pieces(self) -> None:
         """Puts this rank's pieces where the whole parameters were in the optimizer's groups."""
@@ -197,6 +220,11 @@ class ZeroOptimizer(BoostedOptimizer):
         super().watch(model)
         watch_calls(model, self)
 
+    def tune(self, tuner: BucketTuner) -> None:
+        """Lets a tuner watch the next steps, and cut the chunks anew between them."""
+        self.tuner = tuner
+        self._reducer.noted = tuner.gradient
+
     def backward(self, loss: Tensor) -> None:
         """Backward of the loss; the gradients are on their way to the shards when it ends.
 
@@ -205,10 +233,12 @@ class ZeroOptimizer(BoostedOptimizer):
         if self.scaler is not None:
             self._reducer.scale = self.scaler.scale
             loss = loss * self.scaler.scale
+        self._mark("backward")
         self.gatherer.enter_backward()
         try:
             with self._reducer.backward(reduce=not self._deferred), self._saving():
                 loss.backward()
+                self._mark("backward ended")
         finally:
             self.gatherer.leave_backward()
 
@@ -229,6 +259,22 @@ class ZeroOptimizer(BoostedOptimizer):
             yield
         finally:
             self._deferred = before
+
+    def _mark(self, name: str) -> None:
+        if self.tuner is not None:
+            self.tuner.mark(name)
+
+    def relayout(self, order: Sequence[str], chunk_bytes: int) -> bool:
+        """Cuts the chunks anew; see `gulliver.parallel.zero._relayout.relayout`.
+
+        Raises:
+            GulliverError: there are gradients.
+        """
+        from gulliver.parallel.zero._relayout import relayout
+
+        if any(c.gradient_shard is not None or c.chunk.gradient_begun for c in self.chunks):
+            raise GulliverError("chunks are cut between steps: call zero_grad first")
+        return relayout(self, order, chunk_bytes)
 
     def _step(self) -> None:
         for sharded in self.everything:
@@ -258,6 +304,11 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def _pipeline(self, used: set[str]) -> None:
         """Waits for each chunk's gradients, steps it, and starts its gather."""
+        timed = self.tuner is not None and self.tuner.profiling
+        if timed:
+            self._reducer.land_all()
+            self._mark("step")
+        self.update_s = 0.0
         for number, sharded in enumerate(self.chunks):
             self._reducer.land(sharded)
             # As with torch, gradients stay until zero_grad; the pieces only borrow them.
@@ -265,9 +316,14 @@ class ZeroOptimizer(BoostedOptimizer):
                 whole = sharded.gradient_shard if piece.name in used else None
                 owned.grad = None if whole is None else whole[piece.start : piece.end]
             self._give_groups(number)
+            begun = time.perf_counter()
             step_without_hooks(self.inner)
+            self.update_s += time.perf_counter() - begun
             if self.stage < 3:
                 self.gatherer.start(sharded)
+        if timed:
+            self._mark("stepped")
+            self.gatherer.finish_all()
 
     def _give_groups(self, number: int | None) -> None:
         """Shows the inner optimizer one chunk's pieces, or all."""
@@ -306,6 +362,9 @@ class ZeroOptimizer(BoostedOptimizer):
         """Forgets the gradients; with ``set_to_none=False`` those that there are become zeros."""
         self._used = None
         self._reducer.forget(set_to_none)
+        if self.tuner is not None and set_to_none and self.gatherer.step > self._tuned:
+            self._tuned = self.gatherer.step
+            self.tuner.stepped()
 
     def _gradient_shards(self) -> list[Tensor]:
         self._settle()
@@ -370,18 +429,18 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def export_state(self, keep: bool = True) -> State:
         """The whole state by parameter name; every rank calls it, those that `keep` get it."""
-        self._take_writes()
+        self.take_writes()
         return gather_state(self.inner, self.chunks, self.group, keep)
 
     def _import_state(self, state: State) -> None:
-        self._take_writes()
+        self.take_writes()
         scatter_state(self.inner, self.chunks, state)
 
     def state_dtype(self, parameter: Tensor) -> torch.dtype:
         """Of the state that belongs to a parameter."""
-        return torch.float32 if parameter.dtype in HALVES else parameter.dtype
+        return self.home_dtype(parameter.dtype, trained=True)
 
-    def _take_writes(self) -> None:
+    def take_writes(self) -> None:
         """Brings what was written to the parameters, on all ranks alike, to the shards."""
         self.gatherer.finish_all()
         for sharded in self.everything:

@@ -24,7 +24,7 @@ It does not know what an optimizer is.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -54,6 +54,7 @@ class GradientReducer:
         self.chunks, self.stage, self.group, self.overlap = chunks, stage, group, overlap
         self.size = group_size(group)
         self.scale = 1.0
+        self.noted: Callable[[str], None] | None = None
         self._home = {name: c for c in chunks for name in c.chunk.parameters}
         self._used: set[str] = set()
         self._next = -1
@@ -180,6 +181,8 @@ class GradientReducer:
         home = self._home[name]
         home.chunk.place_gradient(name)
         self._used.add(name)
+        if self.noted is not None:
+            self.noted(name)
         if not self._reducing:
             return
         home.waiting.discard(name)

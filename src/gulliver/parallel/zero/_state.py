@@ -5,7 +5,7 @@ What is exchanged knows neither the number of ranks nor the size of chunks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,23 @@ def gather_state(
     Raises:
         GulliverError: state that is neither element-wise nor one value.
     """
+    counters, entries = stream_state(optimizer, chunks, group)
+    state = counters
+    for name, key, whole in entries:
+        if keep:
+            state.setdefault(name, {})[key] = whole.cpu().clone()
+    return state if keep else {}
+
+
+def stream_state(
+    optimizer: torch.optim.Optimizer, chunks: Sequence[ShardedChunk], group: Group
+) -> tuple[State, Iterator[tuple[str, str, Tensor]]]:
+    """The state of an optimizer that steps shards, tensor by tensor; every rank goes through all.
+
+    Returns:
+        Counters by name and kind, and an iterator over the name, kind and whole value of the other
+        state; a value is good until the next one.
+    """
     counters: State = {}
     present = {(name, MASTER) for c in chunks if _has_master(c) for name in c.chunk.parameters}
     for sharded in chunks:
@@ -51,16 +68,23 @@ def gather_state(
     # Pieces of one parameter step together, so any rank's counters are the parameter's.
     state: State = {name: dict(values) for part, _ in parts for name, values in part.items()}
     everywhere: set[tuple[str, str]] = set().union(*(found for _, found in parts))
-    for key in sorted({key for _, key in everywhere}):
+    return state, _entries(optimizer, chunks, group, everywhere)
+
+
+def _entries(
+    optimizer: torch.optim.Optimizer,
+    chunks: Sequence[ShardedChunk],
+    group: Group,
+    present: set[tuple[str, str]],
+) -> Iterator[tuple[str, str, Tensor]]:
+    for key in sorted({key for _, key in present}):
         for sharded in chunks:
-            names = [name for name in sharded.chunk.parameters if (name, key) in everywhere]
+            names = [name for name in sharded.chunk.parameters if (name, key) in present]
             if not names:
                 continue
             views = sharded.chunk.named_views(_gathered(optimizer, sharded, key, group))
-            if keep:
-                for name in names:
-                    state.setdefault(name, {})[key] = views[name].cpu().clone()
-    return state if keep else {}
+            for name in names:
+                yield name, key, views[name]
 
 
 def scatter_state(

@@ -1,0 +1,98 @@
+"""In which order, and when, a step uses its parameters: recorded, not guessed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from gulliver._compat import compiled_call, is_compiled
+
+Stamp = float | torch.cuda.Event
+
+
+def stamp(device: torch.device) -> Stamp:
+    """Now, on the device's own clock: nothing waits for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Stamp, end: Stamp) -> float:
+    """Between two stamps of one device; waits for the second."""
+    if isinstance(begin, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+    assert not isinstance(end, torch.cuda.Event)
+    return end - begin
+
+
+class UseRecorder:
+    """Notes the first use of parameters in a forward, and when their gradients come.
+
+    Args:
+        model: whose modules' calls are noted.
+        names: of the parameters.
+    """
+
+    def __init__(self, model: nn.Module, names: dict[nn.Parameter, str]) -> None:
+        self._device = next(iter(names)).device
+        self.clear()
+        self._hooks = [
+            model.register_forward_pre_hook(lambda *_: self.mark("forward"), prepend=True),
+        ]
+        for module in _outside_of_compiled(model):
+            region = is_compiled(module) or compiled_call(module) is not None
+            owned = [names[p] for p in module.parameters(recurse=region) if p in names]
+            if owned:
+                hook = self._noting(owned)
+                self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    def clear(self) -> None:
+        """Forgets what was noted."""
+        self.first_use: dict[str, Stamp] = {}
+        self.ready: dict[str, Stamp] = {}
+        self.marks: dict[str, Stamp] = {}
+
+    def close(self) -> None:
+        """Stops noting."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def gradient(self, name: str) -> None:
+        """A gradient has come."""
+        self.ready[name] = stamp(self._device)
+
+    def mark(self, name: str) -> None:
+        """Notes a moment of the step by name; the first of a name counts."""
+        self.marks.setdefault(name, stamp(self._device))
+
+    def order(self, names: Iterable[str]) -> list[str]:
+        """Names in the order of first use; those that were not seen come last, as they came."""
+        known = list(names)
+        last = len(self.first_use)
+        place = {name: number for number, name in enumerate(self.first_use)}
+        return sorted(known, key=lambda name: place.get(name, last))
+
+    def _noting(self, owned: list[str]) -> Any:
+        def note(*_: Any) -> None:
+            now = stamp(self._device)
+            for name in owned:
+                self.first_use.setdefault(name, now)
+
+        return note
+
+
+def _outside_of_compiled(module: nn.Module) -> Iterable[nn.Module]:
+    """Modules whose calls are seen from Python, and the compiled regions as wholes."""
+    yield module
+    if is_compiled(module) or compiled_call(module) is not None:
+        return
+    for child in module.children():
+        yield from _outside_of_compiled(child)

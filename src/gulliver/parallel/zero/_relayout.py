@@ -1,0 +1,88 @@
+"""Cuts the chunks of a running optimizer anew: another order, another size, the same numbers.
+
+Between two steps, when there are no gradients. Parameters move chunk by chunk, state tensor by
+tensor, so that never more than one chunk is whole on top of what is held anyway, apart from the
+shards, of which old and new live side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from gulliver.memory import Chunk
+from gulliver.parallel.zero._sharded import ShardedChunk
+from gulliver.parallel.zero._state import MASTER, stream_state
+
+if TYPE_CHECKING:
+    from gulliver.parallel.zero._optimizer import ZeroOptimizer
+
+
+def relayout(optimizer: ZeroOptimizer, order: Sequence[str], chunk_bytes: int) -> bool:
+    """Lays the parameters out in another order, in chunks of another size; every rank calls it.
+
+    Args:
+        optimizer: between steps, without gradients.
+        order: of the parameters' names; of use, from the first.
+        chunk_bytes: size of a chunk.
+
+    Returns:
+        Whether anything changed.
+    """
+    place = {name: number for number, name in enumerate(order)}
+    new = []
+    for trained in (True, False):
+        names = optimizer.names if trained else optimizer.frozen_names
+        inorder = dict(sorted(names.items(), key=lambda item: place.get(item[1], len(place))))
+        new += [(*found, trained) for found in optimizer.layouts(inorder, chunk_bytes)]
+    new.sort(key=lambda found: min(place.get(s.name, len(place)) for s in found[0].slots))
+    old = optimizer.everything
+    if [found[0] for found in new] == [c.chunk.layout for c in old]:
+        return False
+    optimizer.take_writes()
+    chunks = [_moved(optimizer, *found) for found in new]
+    _move_state(optimizer, old, chunks)
+    optimizer.chunk_bytes = chunk_bytes
+    optimizer.adopt(chunks)
+    return True
+
+
+def _moved(
+    optimizer: ZeroOptimizer, layout: object, parameters: dict[str, nn.Parameter], trained: bool
+) -> ShardedChunk:
+    # Reading the parameters gathers them, where they are with their owners.
+    chunk = Chunk(layout, parameters, optimizer.part, optimizer.pool)  # type: ignore[arg-type]
+    chunk.settle_home(optimizer.home_dtype(chunk.dtype, trained), optimizer.stage == 3)
+    if optimizer.stage == 3:
+        chunk.release()
+    return optimizer.sharded(chunk, trained)
+
+
+def _move_state(
+    optimizer: ZeroOptimizer, old: Sequence[ShardedChunk], new: Sequence[ShardedChunk]
+) -> None:
+    trained = [c for c in old if c.trained]
+    counters, entries = stream_state(optimizer.inner, trained, optimizer.group)
+    pieces = {piece.name: (piece, owned) for c in new for piece, owned in c.pieces}
+    moved: dict[nn.Parameter, dict[str, object]] = {
+        owned: dict(counters.get(name, {})) for name, (_, owned) in pieces.items()
+    }
+    for name, key, whole in entries:
+        if name not in pieces:
+            continue
+        piece, owned = pieces[name]
+        part = whole.reshape(-1)[piece.offset : piece.offset + piece.numel]
+        if key == MASTER:
+            owned.detach().copy_(part)
+        else:
+            moved[owned][key] = part.clone()
+    optimizer.inner.state.clear()
+    for owned, state in moved.items():
+        if state:
+            optimizer.inner.state[owned] = {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in state.items()
+            }

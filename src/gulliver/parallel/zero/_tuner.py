@@ -1,0 +1,368 @@
+"""Finds the size of chunks in a job's first steps: predicted coarsely, then measured finely.
+
+Small chunks waste latency, large ones lose overlap. Read `BucketTuner.stepped`: it is called after
+every step, and goes from recording (the order of use), over profiling (how long the parts of a step
+take, and what the link costs), to trials of the best predicted size and its neighbours. What it
+found is kept for this model on this cluster, and taken from there the next time.
+
+It does not know how chunks are cut; it asks its optimizer to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from gulliver.comm import (
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast_object,
+    gather_objects,
+    group_size,
+    reduce_scatter,
+)
+from gulliver.io import write_text
+from gulliver.parallel.zero._order import UseRecorder, seconds_between
+from gulliver.solve import StepTimes, geometric_sizes, step_seconds
+
+if TYPE_CHECKING:
+    from gulliver.parallel.zero._optimizer import ZeroOptimizer
+
+SMALLEST, LARGEST = 2**18, 2**27
+CALIBRATION_BYTES = (2**18, 2**21)
+TRIAL_STEPS = 4
+"""Of each size; the first does not count."""
+
+
+class Stage(Enum):
+    """What the tuner does with the present step."""
+
+    RECORDING = auto()
+    PROFILING = auto()
+    TRYING = auto()
+    DONE = auto()
+
+
+@dataclass
+class Tuning:
+    """What was found.
+
+    Attributes:
+        chosen: bytes of a chunk.
+        predicted: seconds of a step by size, from the model of its timeline.
+        measured: and by the clock, of the sizes that were tried.
+        link: seconds of latency and seconds per byte of a reduce-scatter and an all-gather.
+        order: of use, of the parameters' names.
+        reused: taken from an earlier job.
+    """
+
+    chosen: int
+    predicted: dict[int, float] = field(default_factory=dict)
+    measured: dict[int, float] = field(default_factory=dict)
+    link: dict[str, tuple[float, float]] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    reused: bool = False
+
+    def summary(self) -> str:
+        """In a line."""
+        size = f"{self.chosen / 2**20:.3g} MiB"
+        if self.reused:
+            return f"chunks of {size}, as an earlier job found"
+        expected, took = self.predicted[self.chosen], self.measured[self.chosen]
+        return (
+            f"chunks of {size}: step {1e3 * took:.1f} ms measured, {1e3 * expected:.1f} ms "
+            f"predicted ({100 * (expected / took - 1):+.0f} %)"
+        )
+
+    def to_json(self) -> str:
+        """For a file."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Tuning:
+        """From a file."""
+        values = json.loads(text)
+        for name in ("predicted", "measured"):
+            values[name] = {int(size): took for size, took in values[name].items()}
+        return cls(**values)
+
+
+class BucketTuner:
+    """Tunes the chunks of an optimizer while it trains.
+
+    Args:
+        optimizer: that is asked to cut its chunks anew.
+        model: whose calls are recorded.
+        folder: for ``chunks.json`` and ``chunks.png``; None writes neither.
+        report: told the result in a line, on rank 0.
+        again: tune although an earlier job did.
+    """
+
+    def __init__(
+        self,
+        optimizer: ZeroOptimizer,
+        model: nn.Module,
+        folder: Path | None = None,
+        report: Callable[[str], None] | None = None,
+        again: bool = False,
+    ) -> None:
+        self.optimizer, self.folder = optimizer, folder
+        self.report = report or (lambda _: None)
+        self.stage = Stage.RECORDING
+        self.result: Tuning | None = None
+        self._names = {**optimizer.names, **optimizer.frozen_names}
+        self._sizes = {name: p.nbytes for p, name in self._names.items()}
+        self._tried: list[int] = []
+        self._times: list[float] = []
+        self._since = 0.0
+        self._steps = 0
+        self._path = cache_folder() / "chunks" / f"{self._key()}.json"
+        found = broadcast_object(None if again else _read(self._path))
+        if found is not None:
+            self.result, self.stage = found, Stage.DONE
+            self._recorder = None
+            optimizer.relayout(found.order, found.chosen)
+            self._tell()
+            return
+        self._recorder = UseRecorder(model, self._names)
+
+    def mark(self, name: str) -> None:
+        """A moment of the step: ``backward``, ``backward ended``, ``step`` or ``stepped``."""
+        if self._recorder is not None and self.stage is not Stage.TRYING:
+            self._recorder.mark(name)
+
+    @property
+    def profiling(self) -> bool:
+        """Whether parts of this step are timed: they should not wait for the link then."""
+        return self.stage is Stage.PROFILING
+
+    def gradient(self, name: str) -> None:
+        """A gradient has come."""
+        if self._recorder is not None and self.stage is not Stage.TRYING:
+            self._recorder.gradient(name)
+
+    def stepped(self) -> None:
+        """Called between steps, when there are no gradients; every rank calls it."""
+        if self.stage is Stage.DONE or self._recorder is None:
+            return
+        self._steps += 1
+        if self.stage is Stage.RECORDING:
+            order = broadcast_object(self._recorder.order(self._sizes))
+            self.optimizer.relayout(order, self.optimizer.chunk_bytes)
+            self.result = Tuning(self.optimizer.chunk_bytes, order=order)
+            self._next(Stage.PROFILING)
+        elif self.stage is Stage.PROFILING and self._steps >= 2:
+            self._predict()
+            self._recorder.close()
+            self._next(Stage.TRYING)
+            self._try_next()
+        elif self.stage is Stage.TRYING:
+            self._tick()
+        if self._recorder is not None:
+            self._recorder.clear()
+
+    def _next(self, stage: Stage) -> None:
+        self.stage, self._steps = stage, 0
+
+    def _predict(self) -> None:
+        assert self.result is not None
+        times = broadcast_object(self._step_times())
+        self.result.link = broadcast_object(self._link())
+        order = self.result.order
+        trained = set(self.optimizer.names.values())
+        sizes = [self._sizes[name] for name in order if name in trained]
+        whole = sum(sizes)
+        costs = {
+            kind: lambda count, line=line: line[0] + count * line[1]
+            for kind, line in self.result.link.items()
+        }
+        for size in geometric_sizes(SMALLEST, min(LARGEST, max(SMALLEST, 2 * whole))):
+            self.result.predicted[size] = step_seconds(
+                times,
+                sizes,
+                _cut(sizes, size),
+                costs["reduce"],
+                costs["gather"],
+                self.optimizer.stage == 3,
+                self.optimizer.ahead,
+            )
+        known = sorted(self.result.predicted)
+        best = known.index(min(known, key=self.result.predicted.__getitem__))
+        self._tried = known[max(0, best - 1) : best + 2]
+
+    def _step_times(self) -> StepTimes:
+        """The parts of the step just recorded."""
+        recorder, optimizer = self._recorder, self.optimizer
+        assert recorder is not None
+        assert self.result is not None
+        marks, trained = recorder.marks, set(optimizer.names.values())
+        order = [name for name in self.result.order if name in trained]
+        forward_s = seconds_between(marks["forward"], marks["backward"])
+        backward_s = seconds_between(marks["backward"], marks["backward ended"])
+        first, ready = [], []
+        for name in order:
+            used, came = recorder.first_use.get(name), recorder.ready.get(name)
+            since = 0.0 if used is None else seconds_between(marks["forward"], used)
+            first.append(min(max(since, first[-1] if first else 0.0), forward_s))
+            since = backward_s if came is None else seconds_between(marks["backward"], came)
+            ready.append(min(since, backward_s))
+        step_s = seconds_between(marks["step"], marks["stepped"])
+        chunks = len(optimizer.chunks)
+        whole = sum(c.chunk.nbytes for c in optimizer.chunks)
+        updating = min(optimizer.update_s, step_s) if optimizer.update_s else step_s
+        return StepTimes(
+            tuple(first),
+            tuple(ready),
+            forward_s,
+            backward_s,
+            updating / whole,
+            overhead_s=max(0.0, step_s - updating) / chunks,
+        )
+
+    def _link(self) -> dict[str, tuple[float, float]]:
+        """Latency and seconds per byte of the two collectives."""
+        group, device = self.optimizer.group, self.optimizer.chunks[0].chunk.device
+        size = group_size(group)
+        took: dict[str, list[float]] = {"reduce": [], "gather": []}
+        for count in CALIBRATION_BYTES:
+            whole = torch.zeros(count // 4 // size * size, device=device)
+            part = torch.zeros(whole.numel() // size, device=device)
+            runs = {
+                "reduce": lambda w=whole, p=part: reduce_scatter(p, w, "sum", group),
+                "gather": lambda w=whole, p=part: all_gather(w, p, group),
+            }
+            for kind, run in runs.items():
+                took[kind].append(statistics.median(_timed(run, device) for _ in range(4)))
+        low, high = CALIBRATION_BYTES
+        lines = {}
+        for kind, (small, large) in took.items():
+            slope = max(large - small, 1e-9 * large) / (high - low)
+            lines[kind] = (max(0.0, small - slope * low), slope)
+        return lines
+
+    def _try_next(self) -> None:
+        assert self.result is not None
+        size = self._tried[len(self.result.measured)]
+        self.optimizer.relayout(self.result.order, size)
+        self._times, self._since = [], 0.0
+
+    def _tick(self) -> None:
+        """Takes the time of a step of the present trial."""
+        assert self.result is not None
+        now = time.perf_counter()
+        if self._since:
+            self._times.append(now - self._since)
+        self._since = now
+        if len(self._times) < TRIAL_STEPS - 1:
+            return
+        slowest = torch.tensor([statistics.median(self._times)], dtype=torch.float64)
+        all_reduce(slowest, "max")
+        self.result.measured[self._tried[len(self.result.measured)]] = float(slowest)
+        if len(self.result.measured) < len(self._tried):
+            self._try_next()
+            return
+        self._finish()
+
+    def _finish(self) -> None:
+        assert self.result is not None
+        self.result.chosen = min(self.result.measured, key=self.result.measured.__getitem__)
+        self.optimizer.relayout(self.result.order, self.result.chosen)
+        self.stage, self._recorder = Stage.DONE, None
+        if self.optimizer.rank == 0:
+            try:
+                write_text(self._path, self.result.to_json())
+            except OSError as error:
+                self.report(f"the size of chunks could not be kept in {self._path}: {error}")
+        self._tell()
+        barrier()
+
+    def _tell(self) -> None:
+        if self.optimizer.rank or self.result is None:
+            return
+        self.report(self.result.summary())
+        if self.folder is not None:
+            write_text(self.folder / "chunks.json", self.result.to_json())
+            if self.result.measured:
+                draw(self.result, self.folder / "chunks.png")
+
+    def _key(self) -> str:
+        """Of this model on this cluster."""
+        optimizer = self.optimizer
+        hosts = sorted(set(gather_objects(socket.gethostname())))
+        tensors = [(name, tuple(p.shape), str(p.dtype)) for p, name in self._names.items()]
+        device = optimizer.chunks[0].chunk.device
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        what = [tensors, hosts, optimizer.size, optimizer.stage, kind, str(optimizer.group)]
+        if not hasattr(optimizer.group, "axes"):
+            what[-1] = "flat"
+        return hashlib.sha256(repr(what).encode()).hexdigest()[:24]
+
+
+def draw(tuning: Tuning, path: Path) -> None:
+    """A picture of the predicted and the measured step over the size of chunks."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(6, 4))
+    axes = figure.subplots()
+    for name, found, style in (
+        ("predicted", tuning.predicted, "o-"),
+        ("measured", tuning.measured, "s"),
+    ):
+        sizes = sorted(found)
+        axes.plot([s / 2**20 for s in sizes], [1e3 * found[s] for s in sizes], style, label=name)
+    axes.axvline(tuning.chosen / 2**20, linestyle=":", color="gray", label="chosen")
+    axes.set(xscale="log", xlabel="size of a chunk, MiB", ylabel="step, ms")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def cache_folder() -> Path:
+    """Where results are kept from job to job: ``$GULLIVER_CACHE`` or ``~/.cache/gulliver``."""
+    chosen = os.environ.get("GULLIVER_CACHE")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "gulliver"
+
+
+def _read(path: Path) -> Tuning | None:
+    try:
+        found = Tuning.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    found.reused = True
+    return found
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    barrier()
+    begun = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter() - begun
+
+
+def _cut(sizes: list[int], capacity: int) -> list[list[int]]:
+    chunks: list[list[int]] = [[]]
+    held = 0
+    for number, size in enumerate(sizes):
+        if chunks[-1] and held + size > capacity:
+            chunks.append([])
+            held = 0
+        chunks[-1].append(number)
+        held += size
+    return chunks

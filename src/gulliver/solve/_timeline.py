@@ -1,0 +1,144 @@
+"""How long a step of ZeRO takes, from the times of its parts: one computing unit and one link.
+
+The computing unit does forward, backward and update in their order and waits where it must. The
+link does one transfer at a time, in the order in which they are handed in. Steps repeat until the
+time from one to the next is that of a step; nothing else is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What a step's computation takes when nothing is in its way, in seconds.
+
+    Attributes:
+        forward: from the beginning of forward to the first use of each tensor, in order of use.
+        backward: from the beginning of backward until each tensor's gradient is there.
+        forward_s: the whole forward.
+        backward_s: the whole backward.
+        update_s_per_byte: of the optimizer, per byte of a whole tensor, on this rank's share.
+        overhead_s: of handling one chunk in a step.
+        rest_s: whatever else a loop does between two steps.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    forward_s: float
+    backward_s: float
+    update_s_per_byte: float
+    overhead_s: float = 0.0
+    rest_s: float = 0.0
+
+
+Cost = Callable[[int], float]
+
+
+@dataclass
+class _Chunk:
+    first_use: float
+    ready: float
+    reduce_s: float
+    gather_s: float
+    update_s: float
+    there: float = 0.0
+    reduced: float = 0.0
+
+
+def step_seconds(
+    times: StepTimes,
+    sizes: Sequence[int],
+    chunks: Sequence[Sequence[int]],
+    reduce: Cost,
+    gather: Cost,
+    sharded: bool = False,
+    ahead: int = 2,
+    repeats: int = 4,
+) -> float:
+    """Seconds from one step to the next.
+
+    Args:
+        times: of the computation.
+        sizes: bytes of the tensors, in order of use.
+        chunks: tensors of each chunk, by their places in `sizes`.
+        reduce: seconds that the link needs to reduce and scatter so many bytes.
+        gather: and to gather them.
+        sharded: parameters are gathered in forward and in backward, not after the update.
+        ahead: chunks that are gathered ahead then.
+        repeats: steps to go through; the last one counts.
+    """
+    found = [_chunk(times, sizes, members, reduce, gather) for members in chunks]
+    if not found:
+        return times.forward_s + times.backward_s + times.rest_s
+    clock = link = begun = 0.0
+    for _ in range(repeats):
+        begun = clock
+        run = _sharded_step if sharded else _step
+        clock, link = run(times, found, clock, link, ahead)
+    return clock - begun
+
+
+def _chunk(
+    times: StepTimes, sizes: Sequence[int], members: Sequence[int], reduce: Cost, gather: Cost
+) -> _Chunk:
+    count = sum(sizes[m] for m in members)
+    return _Chunk(
+        min(times.forward[m] for m in members),
+        max(times.backward[m] for m in members),
+        reduce(count),
+        gather(count),
+        count * times.update_s_per_byte + times.overhead_s,
+    )
+
+
+def _step(
+    times: StepTimes, chunks: list[_Chunk], clock: float, link: float, ahead: int
+) -> tuple[float, float]:
+    done = 0.0
+    for chunk in chunks:
+        clock = max(clock + chunk.first_use - done, chunk.there)
+        done = chunk.first_use
+    begun = clock + times.forward_s - done
+    issued = begun
+    for chunk in reversed(chunks):
+        issued = max(issued, begun + chunk.ready)  # strictly from the last to the first
+        link = max(link, issued) + chunk.reduce_s
+        chunk.reduced = link
+    clock = begun + times.backward_s
+    for chunk in chunks:
+        clock = max(clock, chunk.reduced) + chunk.update_s
+        link = max(link, clock) + chunk.gather_s
+        chunk.there = link
+    return clock + times.rest_s, link
+
+
+def _sharded_step(
+    times: StepTimes, chunks: list[_Chunk], clock: float, link: float, ahead: int
+) -> tuple[float, float]:
+    issued, done = 0, 0.0
+    for number, chunk in enumerate(chunks):
+        clock += chunk.first_use - done
+        while issued < min(len(chunks), number + 1 + ahead):
+            link = max(link, clock) + chunks[issued].gather_s
+            chunks[issued].there = link
+            issued += 1
+        clock, done = max(clock, chunk.there), chunk.first_use
+    clock += times.forward_s - done
+    issued, done = 1, 0.0  # the last chunk is still there
+    order = chunks[::-1]
+    for number, chunk in enumerate(order):
+        while issued < min(len(order), number + 1 + ahead):
+            link = max(link, clock) + order[issued].gather_s
+            order[issued].there = link
+            issued += 1
+        clock = max(clock, chunk.there) + max(0.0, chunk.ready - done)
+        done = max(done, chunk.ready)
+        link = max(link, clock) + chunk.reduce_s
+        chunk.reduced = link
+    clock += times.backward_s - done
+    for chunk in chunks:
+        clock = max(clock, chunk.reduced) + chunk.update_s
+    return clock + times.rest_s, link
