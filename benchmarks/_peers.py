@@ -29,6 +29,7 @@ class Contestant:
         name: in the table.
         step: one step on the batch of a seed; returns the loss.
         tensors: parameters, gradients and optimizer state that this rank holds now.
+        optimizer: that the contestant steps.
         planned: bytes of them that were predicted, where somebody did.
         steps: done so far.
         loss: of the last step.
@@ -37,6 +38,7 @@ class Contestant:
     name: str
     step: Callable[[int], float]
     tensors: Callable[[], Iterable[Any]]
+    optimizer: Any = None
     planned: int | None = None
     steps: int = 0
     loss: float = float("nan")
@@ -108,7 +110,7 @@ def boosted(name: str, task: Task, plugin: Plugin) -> Contestant:
             yield from net.parameters()
         yield from (v for state in optimizer.state.values() for v in state.values())
 
-    return Contestant(name, step, tensors, booster.plan.memory.total)
+    return Contestant(name, step, tensors, wrapped, booster.plan.memory.total)
 
 
 def fsdp2(name: str, task: Task, reshard: bool) -> Contestant:
