@@ -44,7 +44,7 @@ class Contestant:
     loss: float = float("nan")
 
     def bytes(self) -> int:
-        """Bytes that this rank holds, every storage counted once, of sharded ones the local part."""
+        """Bytes that this rank holds, every storage once, of sharded ones the local part."""
         seen: dict[int, int] = {}
         for tensor in self.tensors():
             if tensor is None:
@@ -114,7 +114,7 @@ def boosted(name: str, task: Task, plugin: Plugin) -> Contestant:
 
 
 def fsdp2(name: str, task: Task, reshard: bool) -> Contestant:
-    """torch's fully_shard, each block a unit."""
+    """FSDP2, each block a unit."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

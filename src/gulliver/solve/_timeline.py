@@ -54,6 +54,7 @@ def step_seconds(
     chunks: Sequence[Sequence[int]],
     reduce: Cost,
     gather: Cost,
+    latency_s: float = 0.0,
     sharded: bool = False,
     ahead: int = 2,
     repeats: int = 4,
@@ -66,6 +67,7 @@ def step_seconds(
         chunks: tensors of each chunk, by their places in `sizes`.
         reduce: seconds that the link needs to reduce and scatter so many bytes.
         gather: and to gather them.
+        latency_s: from the end of a transfer until its result is there; the link is free then.
         sharded: parameters are gathered in forward and in backward, not after the update.
         ahead: chunks that are gathered ahead then.
         repeats: steps to go through; the last one counts.
@@ -77,7 +79,7 @@ def step_seconds(
     for _ in range(repeats):
         begun = clock
         run = _sharded_step if sharded else _step
-        clock, link = run(times, found, clock, link, ahead)
+        clock, link = run(times, found, clock, link, ahead, latency_s)
     return clock - begun
 
 
@@ -95,7 +97,12 @@ def _chunk(
 
 
 def _step(
-    times: StepTimes, chunks: list[_Chunk], clock: float, link: float, ahead: int
+    times: StepTimes,
+    chunks: list[_Chunk],
+    clock: float,
+    link: float,
+    ahead: int,
+    latency_s: float,
 ) -> tuple[float, float]:
     done = 0.0
     for chunk in chunks:
@@ -106,24 +113,29 @@ def _step(
     for chunk in reversed(chunks):
         issued = max(issued, begun + chunk.ready)  # strictly from the last to the first
         link = max(link, issued) + chunk.reduce_s
-        chunk.reduced = link
+        chunk.reduced = link + latency_s
     clock = begun + times.backward_s
     for chunk in chunks:
         clock = max(clock, chunk.reduced) + chunk.update_s
         link = max(link, clock) + chunk.gather_s
-        chunk.there = link
+        chunk.there = link + latency_s
     return clock + times.rest_s, link
 
 
 def _sharded_step(
-    times: StepTimes, chunks: list[_Chunk], clock: float, link: float, ahead: int
+    times: StepTimes,
+    chunks: list[_Chunk],
+    clock: float,
+    link: float,
+    ahead: int,
+    latency_s: float,
 ) -> tuple[float, float]:
     issued, done = 0, 0.0
     for number, chunk in enumerate(chunks):
         clock += chunk.first_use - done
         while issued < min(len(chunks), number + 1 + ahead):
             link = max(link, clock) + chunks[issued].gather_s
-            chunks[issued].there = link
+            chunks[issued].there = link + latency_s
             issued += 1
         clock, done = max(clock, chunk.there), chunk.first_use
     clock += times.forward_s - done
@@ -132,12 +144,12 @@ def _sharded_step(
     for number, chunk in enumerate(order):
         while issued < min(len(order), number + 1 + ahead):
             link = max(link, clock) + order[issued].gather_s
-            order[issued].there = link
+            order[issued].there = link + latency_s
             issued += 1
         clock = max(clock, chunk.there) + max(0.0, chunk.ready - done)
         done = max(done, chunk.ready)
         link = max(link, clock) + chunk.reduce_s
-        chunk.reduced = link
+        chunk.reduced = link + latency_s
     clock += times.backward_s - done
     for chunk in chunks:
         clock = max(clock, chunk.reduced) + chunk.update_s

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import socket
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -26,6 +25,7 @@ import torch
 from torch import nn
 
 from gulliver.comm import (
+    Handle,
     all_gather,
     all_reduce,
     barrier,
@@ -42,7 +42,11 @@ if TYPE_CHECKING:
     from gulliver.parallel.zero._optimizer import ZeroOptimizer
 
 SMALLEST, LARGEST = 2**18, 2**27
-CALIBRATION_BYTES = (2**18, 2**21)
+CALIBRATION_BYTES = (2**17, 2**21)
+IN_A_ROW = 6
+"""Transfers that are timed together: a link is not idle between them, as in a step."""
+PLATEAU = 1.02
+"""Predicted steps so close to the best count as equal."""
 TRIAL_STEPS = 4
 """Of each size; the first does not count."""
 
@@ -64,7 +68,9 @@ class Tuning:
         chosen: bytes of a chunk.
         predicted: seconds of a step by size, from the model of its timeline.
         measured: and by the clock, of the sizes that were tried.
-        link: seconds of latency and seconds per byte of a reduce-scatter and an all-gather.
+        link: of a reduce-scatter and an all-gather, the seconds that one occupies the link beside
+            its bytes, and the seconds per byte.
+        latency_s: until a transfer that has the link to itself is there.
         order: of use, of the parameters' names.
         reused: taken from an earlier job.
     """
@@ -73,6 +79,7 @@ class Tuning:
     predicted: dict[int, float] = field(default_factory=dict)
     measured: dict[int, float] = field(default_factory=dict)
     link: dict[str, tuple[float, float]] = field(default_factory=dict)
+    latency_s: float = 0.0
     order: list[str] = field(default_factory=list)
     reused: bool = False
 
@@ -179,12 +186,13 @@ class BucketTuner:
 
     def _predict(self) -> None:
         assert self.result is not None
-        times = broadcast_object(self._step_times())
-        self.result.link = broadcast_object(self._link())
+        link, latency_s, gather_cpu_s = self._link()
+        self.result.link, self.result.latency_s = broadcast_object((link, latency_s))
         order = self.result.order
         trained = set(self.optimizer.names.values())
         sizes = [self._sizes[name] for name in order if name in trained]
         whole = sum(sizes)
+        times = broadcast_object(self._step_times(gather_cpu_s * whole))
         costs = {
             kind: lambda count, line=line: line[0] + count * line[1]
             for kind, line in self.result.link.items()
@@ -196,21 +204,21 @@ class BucketTuner:
                 _cut(sizes, size),
                 costs["reduce"],
                 costs["gather"],
+                self.result.latency_s,
                 self.optimizer.stage == 3,
                 self.optimizer.ahead,
             )
-        known = sorted(self.result.predicted)
-        best = known.index(min(known, key=self.result.predicted.__getitem__))
-        self._tried = known[max(0, best - 1) : best + 2]
+        self._tried = candidates(self.result.predicted)
 
-    def _step_times(self) -> StepTimes:
-        """The parts of the step just recorded."""
+    def _step_times(self, gather_cpu_s: float) -> StepTimes:
+        """The parts of the step just recorded; its forward had no gathers beside it."""
         recorder, optimizer = self._recorder, self.optimizer
         assert recorder is not None
         assert self.result is not None
         marks, trained = recorder.marks, set(optimizer.names.values())
         order = [name for name in self.result.order if name in trained]
         forward_s = seconds_between(marks["forward"], marks["backward"])
+        slower = 1 + gather_cpu_s / forward_s
         backward_s = seconds_between(marks["backward"], marks["backward ended"])
         first, ready = [], []
         for name in order:
@@ -224,34 +232,51 @@ class BucketTuner:
         whole = sum(c.chunk.nbytes for c in optimizer.chunks)
         updating = min(optimizer.update_s, step_s) if optimizer.update_s else step_s
         return StepTimes(
-            tuple(first),
+            tuple(slower * since for since in first),
             tuple(ready),
-            forward_s,
+            slower * forward_s,
             backward_s,
             updating / whole,
             overhead_s=max(0.0, step_s - updating) / chunks,
         )
 
-    def _link(self) -> dict[str, tuple[float, float]]:
-        """Latency and seconds per byte of the two collectives."""
+    def _link(self) -> tuple[dict[str, tuple[float, float]], float, float]:
+        """Costs of both collectives, their latency, and processor seconds per gathered byte.
+
+        The last counts only where no core is left to carry messages beside the computation.
+        """
         group, device = self.optimizer.group, self.optimizer.chunks[0].chunk.device
         size = group_size(group)
         took: dict[str, list[float]] = {"reduce": [], "gather": []}
+        latency_s = cpu_s = 0.0
         for count in CALIBRATION_BYTES:
-            whole = torch.zeros(count // 4 // size * size, device=device)
-            part = torch.zeros(whole.numel() // size, device=device)
+            whole = torch.zeros(IN_A_ROW, count // 4 // size * size, device=device)
+            part = torch.zeros(IN_A_ROW, whole.shape[1] // size, device=device)
             runs = {
-                "reduce": lambda w=whole, p=part: reduce_scatter(p, w, "sum", group),
-                "gather": lambda w=whole, p=part: all_gather(w, p, group),
+                "reduce": lambda n, w=whole, p=part: reduce_scatter(
+                    p[n], w[n], "sum", group, async_op=True
+                ),
+                "gather": lambda n, w=whole, p=part: all_gather(w[n], p[n], group, async_op=True),
             }
             for kind, run in runs.items():
-                took[kind].append(statistics.median(_timed(run, device) for _ in range(4)))
+                several = [_timed(run, IN_A_ROW, device) for _ in range(3)]
+                took[kind].append(min(seconds for seconds, _ in several) / IN_A_ROW)
+                cpu_s = min(cpu for _, cpu in several) / IN_A_ROW / count
+            if not latency_s:
+                alone = min(_timed(runs["gather"], 1, device)[0] for _ in range(3))
+                latency_s = max(0.0, alone - took["gather"][0])
         low, high = CALIBRATION_BYTES
         lines = {}
         for kind, (small, large) in took.items():
             slope = max(large - small, 1e-9 * large) / (high - low)
             lines[kind] = (max(0.0, small - slope * low), slope)
-        return lines
+        return lines, latency_s, cpu_s if self._crowded() else 0.0
+
+    def _crowded(self) -> bool:
+        host = socket.gethostname()
+        here = gather_objects(host).count(host)
+        busy = here * torch.get_num_threads()
+        return self.optimizer.chunks[0].chunk.device.type == "cpu" and busy >= (os.cpu_count() or 1)
 
     def _try_next(self) -> None:
         assert self.result is not None
@@ -268,7 +293,7 @@ class BucketTuner:
         self._since = now
         if len(self._times) < TRIAL_STEPS - 1:
             return
-        slowest = torch.tensor([statistics.median(self._times)], dtype=torch.float64)
+        slowest = torch.tensor([min(self._times)], dtype=torch.float64)
         all_reduce(slowest, "max")
         self.result.measured[self._tried[len(self.result.measured)]] = float(slowest)
         if len(self.result.measured) < len(self._tried):
@@ -279,6 +304,7 @@ class BucketTuner:
     def _finish(self) -> None:
         assert self.result is not None
         self.result.chosen = min(self.result.measured, key=self.result.measured.__getitem__)
+        self.stage = Stage.DONE
         self.optimizer.relayout(self.result.order, self.result.chosen)
         self.stage, self._recorder = Stage.DONE, None
         if self.optimizer.rank == 0:
@@ -347,13 +373,26 @@ def _read(path: Path) -> Tuning | None:
     return found
 
 
-def _timed(run: Callable[[], object], device: torch.device) -> float:
+def _timed(run: Callable[[int], Handle], count: int, device: torch.device) -> tuple[float, float]:
+    """Seconds, and processor seconds of this process, of transfers that are started together."""
     barrier()
-    begun = time.perf_counter()
-    run()
+    begun, cpu = time.perf_counter(), time.process_time()
+    for handle in [run(number) for number in range(count)]:
+        handle.wait()
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    return time.perf_counter() - begun
+    return time.perf_counter() - begun, time.process_time() - cpu
+
+
+def candidates(predicted: dict[int, float]) -> list[int]:
+    """Sizes worth trying: the middle of the predicted plateau, and one on each side of it."""
+    known = sorted(predicted)
+    best = min(predicted.values())
+    plateau = [number for number, size in enumerate(known) if predicted[size] <= PLATEAU * best]
+    middle = plateau[len(plateau) // 2]
+    step = max(1, len(plateau) // 4)
+    tried = {max(0, middle - step), middle, min(len(known) - 1, middle + step)}
+    return [known[number] for number in sorted(tried)]
 
 
 def _cut(sizes: list[int], capacity: int) -> list[list[int]]:
