@@ -262,7 +262,7 @@ class BucketTuner:
                 several = [_timed(run, IN_A_ROW, device) for _ in range(3)]
                 took[kind].append(min(seconds for seconds, _ in several) / IN_A_ROW)
                 cpu_s = min(cpu for _, cpu in several) / IN_A_ROW / count
-            if not latency_s:
+            if count == CALIBRATION_BYTES[0]:
                 alone = min(_timed(runs["gather"], 1, device)[0] for _ in range(3))
                 latency_s = max(0.0, alone - took["gather"][0])
         low, high = CALIBRATION_BYTES
