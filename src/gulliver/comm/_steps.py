@@ -60,12 +60,14 @@ SEGMENTS, LEAST_SEGMENT, MOST_SEGMENT = 8, 512 << 10, 4 << 20
 
 @dataclass
 class Exchange:
-    """One exchange of blocks along a line, all blocks of one shape ``[rows, length]``.
+    """One exchange of blocks ``[rows, length]`` along a line.
 
     Attributes:
         line: of ranks.
         tag: the first of as many as there are rows.
-        works: receives and sends that were posted.
+        receives: that were posted and not waited for.
+        sends: the same.
+        keep: what must live until it is sent.
     """
 
     line: Line
