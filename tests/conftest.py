@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import sys
 import tempfile
@@ -15,6 +16,8 @@ from tests.pool import Pool, start_server
 
 TEST_DEADLINE_S = 150.0
 NATIVE_GRACE_S = 30.0
+# What is kept from job to job must not pass from test session to test session.
+os.environ["GULLIVER_CACHE"] = tempfile.mkdtemp(prefix="gulliver-tests-")
 # Before anything runs torch here: what is forked from a process with its threads may hang.
 start_server()
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
+from gulliver.io import to_yaml
 from gulliver.plan import ChunkPlan, MemoryPlan, Plan
-from gulliver.plan._emit import to_yaml
 
 PLAN = Plan(
     plugin="LowLevelZeroPlugin",

@@ -203,10 +203,30 @@ def demo_command(config: DemoConfig, arguments: list[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class ProbeConfig:
+    """Measures what this machine can do; under torchrun the links between the ranks too."""
+
+    out: Path | None = None
+    """File to write; by default the measurement is kept in the cache, one file per machine."""
+    folder: Path = Path(".")
+    """Whose disk is measured."""
+    again: bool = False
+    """Measure although there is a measurement of this machine."""
+
+
+def probe_command(config: ProbeConfig, arguments: list[str]) -> int:
+    """Probes, or shows what was measured before."""
+    from gulliver.cli._probe import probe
+
+    return probe(config.out, config.folder, config.again)
+
+
 COMMANDS: dict[str, tuple[type, Callable[[Any, list[str]], int], str]] = {
     "train": (TrainConfig, train_command, "train a text-to-video model"),
     "generate": (GenerateConfig, generate_command, "make clips from sentences"),
     "evaluate": (EvaluateConfig, evaluate_command, "judge what a model shows"),
+    "probe": (ProbeConfig, probe_command, "measure what the machine and its links can do"),
     "demo": (DemoConfig, demo_command, "train, generate and judge, and show the result"),
 }
 

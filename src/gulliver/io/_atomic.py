@@ -154,3 +154,9 @@ def _swap(one: Path, other: Path) -> None:
     os.replace(other, aside)
     os.replace(one, other)
     os.replace(aside, one)
+
+
+def cache_folder() -> Path:
+    """Where results are kept from job to job: ``$GULLIVER_CACHE`` or ``~/.cache/gulliver``."""
+    chosen = os.environ.get("GULLIVER_CACHE")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "gulliver"

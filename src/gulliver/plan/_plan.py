@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.io import named_errors, write_text
-from gulliver.plan._emit import to_yaml
+from gulliver.io import named_errors, to_yaml, write_text
 
 
 @dataclass(frozen=True)

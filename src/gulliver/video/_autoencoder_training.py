@@ -61,7 +61,7 @@ def train_autoencoder(
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, config.learning_rate, total_steps=config.steps + 1, pct_start=0.1
     )
-    booster = Booster(plugin=LowLevelZeroPlugin(stage=1, verbose=False))
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=1, chunk_mb=1.0, verbose=False))
     _, boosted, *_ = booster.boost(model, optimizer)
     sampler = _sampler(config, dataset, world.rank, world.size, seed)
     for step in _endless(sampler, config.steps):

@@ -159,7 +159,10 @@ class Trainer:
             world.device,
         )
         plugin = (
-            LowLevelZeroPlugin(stage=config.stage) if config.plugin == "zero" else TorchDDPPlugin()
+            # Steps of many shapes take many times, which tuning would take for its own doing.
+            LowLevelZeroPlugin(stage=config.stage, chunk_mb=CHUNK_MB)
+            if config.plugin == "zero"
+            else TorchDDPPlugin()
         )
         precision = None if config.mixed_precision == "none" else config.mixed_precision
         self.booster = Booster(plugin=plugin, mixed_precision=precision)

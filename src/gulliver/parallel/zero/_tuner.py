@@ -34,7 +34,7 @@ from gulliver.comm import (
     group_size,
     reduce_scatter,
 )
-from gulliver.io import write_text
+from gulliver.io import cache_folder, write_text
 from gulliver.parallel.zero._order import UseRecorder, seconds_between
 from gulliver.solve import StepTimes, geometric_sizes, step_seconds
 
@@ -356,12 +356,6 @@ def draw(tuning: Tuning, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
-def cache_folder() -> Path:
-    """Where results are kept from job to job: ``$GULLIVER_CACHE`` or ``~/.cache/gulliver``."""
-    chosen = os.environ.get("GULLIVER_CACHE")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "gulliver"
 
 
 def _read(path: Path) -> Tuning | None:
