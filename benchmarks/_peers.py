@@ -6,11 +6,13 @@ part where it is installed.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ from torch import nn
 
 from benchmarks._models import Task
 from gulliver.booster import Booster, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+
+DEEPSPEED_BUCKET = 5_000_000
+"""Elements of its buckets: by default all of a small model is one, and nothing overlaps."""
 
 
 @dataclass
@@ -29,38 +34,82 @@ class Contestant:
         name: in the table.
         step: one step on the batch of a seed; returns the loss.
         tensors: parameters, gradients and optimizer state that this rank holds now.
-        optimizer: that the contestant steps.
-        planned: bytes of them that were predicted, where somebody did.
+        optimizer: that steps; ours, where it is ours.
+        blocks: of its model.
+        finish: waits for what a step leaves under way.
+        planned: bytes that this rank will hold at most, where somebody predicts them.
         steps: done so far.
         loss: of the last step.
+        losses: of all steps that `advance` did.
     """
 
     name: str
     step: Callable[[int], float]
     tensors: Callable[[], Iterable[Any]]
     optimizer: Any = None
-    planned: int | None = None
+    blocks: list[nn.Module] = field(default_factory=list)
+    finish: Callable[[], None] = lambda: None
+    planned: Callable[[], int] | None = None
     steps: int = 0
     loss: float = float("nan")
+    losses: list[float] = field(default_factory=list)
+
+    def advance(self, rank: int, ranks: int) -> None:
+        """A step on this rank's next batch."""
+        self.loss = self.step(self.steps * ranks + rank)
+        self.losses.append(self.loss)
+        self.steps += 1
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has found how it wants to run, and was run so once."""
+        tuner = getattr(self.optimizer, "tuner", None)
+        return self.steps >= 2 and (tuner is None or tuner.stage.name == "DONE")
+
+    @property
+    def chunk_mb(self) -> float | None:
+        """Size of the largest chunk, of ours."""
+        chunks = getattr(self.optimizer, "everything", None)
+        return max(c.chunk.nbytes for c in chunks) / 2**20 if chunks else None
 
     def bytes(self) -> int:
         """Bytes that this rank holds, every storage once, of sharded ones the local part."""
         seen: dict[int, int] = {}
-        for tensor in self.tensors():
-            if tensor is None:
-                continue
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            storage = local.untyped_storage()
-            if local.ndim and storage.nbytes() > local.itemsize:
-                seen[storage.data_ptr()] = storage.nbytes()
+        with torch.no_grad():
+            for tensor in self.tensors():
+                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                if local is not None and local.ndim:
+                    storage = local.untyped_storage()
+                    seen[storage.data_ptr()] = storage.nbytes()
         return sum(seen.values())
 
+    def peak_bytes(self, rank: int, ranks: int) -> int:
+        """Most that `bytes` is in a step, looked at where blocks begin and end."""
+        most = self.bytes()
 
-def build(name: str, task: Task, chunk_mb: float) -> Contestant | None:
-    """The contestant of a name, or None where it cannot take part.
+        def look(*_: Any) -> None:
+            nonlocal most
+            most = max(most, self.bytes())
+
+        def forward(_: nn.Module, args: Any, output: Any) -> None:
+            look()
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(look)
+
+        hooks = [block.register_forward_hook(forward) for block in self.blocks]
+        self.advance(rank, ranks)
+        self.finish()
+        for hook in hooks:
+            hook.remove()
+        return most
+
+
+def build(name: str, task: Task, chunk_mb: float | str) -> Contestant | None:
+    """The contestant of a name, or None where it is not installed.
 
     Args:
-        name: ``compute``, ``DDP``, ``FSDP2``, ``FSDP2 keep``, ``DeepSpeed N`` or ``ZeRO N``.
+        name: ``compute``, ``DDP``, ``DDP MB`` of a bucket, ``FSDP2``, ``FSDP2 keep``,
+            ``DeepSpeed STAGE`` or ``ZeRO STAGE``.
         task: what to train.
         chunk_mb: of ours.
     """
@@ -68,7 +117,7 @@ def build(name: str, task: Task, chunk_mb: float) -> Contestant | None:
     if kind == "ZeRO":
         return boosted(name, task, LowLevelZeroPlugin(int(rest), chunk_mb=chunk_mb, verbose=False))
     if kind == "DDP":
-        return boosted(name, task, TorchDDPPlugin(verbose=False))
+        return boosted(name, task, TorchDDPPlugin(bucket_cap_mb=int(rest or 25), verbose=False))
     if kind == "FSDP2":
         return fsdp2(name, task, reshard=rest != "keep")
     if kind == "DeepSpeed":
@@ -79,15 +128,10 @@ def build(name: str, task: Task, chunk_mb: float) -> Contestant | None:
 def plain(task: Task) -> Contestant:
     """The task with communication left out: every rank for itself."""
     model, optimizer = _made(task)
-
-    def step(seed: int) -> float:
-        loss = task.loss(model, seed)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
-
-    return Contestant("compute", step, lambda: _all(model, optimizer))
+    step = _stepper(task, model, optimizer)
+    return Contestant(
+        "compute", step, lambda: _all(model, optimizer), optimizer, task.blocks(model)
+    )
 
 
 def boosted(name: str, task: Task, plugin: Plugin) -> Contestant:
@@ -95,6 +139,7 @@ def boosted(name: str, task: Task, plugin: Plugin) -> Contestant:
     model, optimizer = _made(task)
     booster = Booster(plugin)
     net, wrapped, *_ = booster.boost(model, optimizer)
+    sharded = hasattr(wrapped, "everything")
 
     def step(seed: int) -> float:
         loss = task.loss(net, seed)
@@ -103,14 +148,21 @@ def boosted(name: str, task: Task, plugin: Plugin) -> Contestant:
         wrapped.zero_grad()
         return float(loss.detach())
 
-    def tensors() -> Iterable[Any]:
-        for c in getattr(wrapped, "everything", ()):
+    def tensors() -> Iterator[Any]:
+        if not sharded:
+            yield from _all(model, optimizer)
+            return
+        for c in wrapped.everything:
             yield from (c.chunk.buffer, c.chunk.home, c.chunk.gradient, c.gradient_shard)
-        if not hasattr(wrapped, "everything"):
-            yield from net.parameters()
-        yield from (v for state in optimizer.state.values() for v in state.values())
+            yield c.incoming
+        yield from _states(optimizer)
 
-    return Contestant(name, step, tensors, wrapped, booster.plan.memory.total)
+    def planned() -> int:
+        return sum(wrapped.memory().values()) if sharded else booster.plan.memory.total
+
+    finish = (lambda: wrapped.gatherer.finish_all()) if sharded else (lambda: None)
+    blocks = task.blocks(model)
+    return Contestant(name, step, tensors, wrapped, blocks, finish, planned)
 
 
 def fsdp2(name: str, task: Task, reshard: bool) -> Contestant:
@@ -127,15 +179,14 @@ def fsdp2(name: str, task: Task, reshard: bool) -> Contestant:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     optimizer = _optimizer(model)
+    shards = list(model.parameters())
 
-    def step(seed: int) -> float:
-        loss = task.loss(model, seed)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
+    def tensors() -> Iterator[Any]:
+        yield from shards
+        yield from _all(model, optimizer)
 
-    return Contestant(name, step, lambda: _all(model, optimizer))
+    step = _stepper(task, model, optimizer)
+    return Contestant(name, step, tensors, optimizer, task.blocks(model))
 
 
 def deepspeed(name: str, task: Task, stage: int) -> Contestant | None:
@@ -144,26 +195,15 @@ def deepspeed(name: str, task: Task, stage: int) -> Contestant | None:
         return None
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
-    warnings.filterwarnings("ignore")
-    import logging
-
-    import deepspeed as ds
-
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.manual_seed(0)
     model = task.model()
-    ds.init_distributed(dist_backend="gloo", verbose=False)
-    engine, optimizer, *_ = ds.initialize(
-        model=model,
-        optimizer=_optimizer(model),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": stage, "overlap_comm": True},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": 10**9,
-        },
-    )
+    with _quiet():
+        import deepspeed as ds
+
+        ds.init_distributed(dist_backend="gloo", verbose=False)
+        engine, optimizer, *_ = ds.initialize(
+            model=model, optimizer=_optimizer(model), config=_deepspeed_config(stage)
+        )
 
     def step(seed: int) -> float:
         loss = task.loss(engine, seed)
@@ -171,7 +211,37 @@ def deepspeed(name: str, task: Task, stage: int) -> Contestant | None:
         engine.step()
         return float(loss.detach())
 
-    return Contestant(name, step, lambda: _all(model, getattr(optimizer, "optimizer", optimizer)))
+    def tensors() -> Iterator[Any]:
+        yield from _all(model, getattr(optimizer, "optimizer", optimizer))
+        yield from _within(vars(optimizer), set())
+
+    return Contestant(name, step, tensors, optimizer, task.blocks(model))
+
+
+def _deepspeed_config(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "reduce_bucket_size": DEEPSPEED_BUCKET,
+            "allgather_bucket_size": DEEPSPEED_BUCKET,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps DeepSpeed's greetings to itself."""
+    import logging
+
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 def _made(task: Task) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -184,9 +254,45 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def _all(model: nn.Module, optimizer: Any) -> Iterable[Any]:
+def _stepper(
+    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[int], float]:
+    def step(seed: int) -> float:
+        loss = task.loss(model, seed)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def _all(model: nn.Module, optimizer: Any) -> Iterator[Any]:
     for parameter in model.parameters():
-        yield parameter.detach()
+        yield parameter
         yield parameter.grad
+    yield from _states(optimizer)
+
+
+def _states(optimizer: Any) -> Iterator[Any]:
     for state in optimizer.state.values():
         yield from (v for v in state.values() if isinstance(v, torch.Tensor))
+
+
+def _within(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Tensors in containers, in DeepSpeed's objects, and among the attributes of parameters."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    parts: Iterable[Any] = ()
+    if isinstance(value, torch.Tensor):
+        yield value
+        parts = list(vars(value).values())
+    elif isinstance(value, dict):
+        parts = list(value.values())
+    elif isinstance(value, list | tuple | set):
+        parts = value
+    elif type(value).__module__.startswith("deepspeed.runtime.zero"):
+        parts = list(getattr(value, "__dict__", {}).values())
+    for part in parts:
+        yield from _within(part, seen)

@@ -1,0 +1,205 @@
+"""What each rank does in `benchmarks.zero`: lets the contestants take turns, and measures.
+
+[Note: a turn] A step may leave gathers under way that the next one waits for. So each turn begins
+with a step that is not timed, and ends by waiting for what is left, which is not timed either: what
+is timed begins and ends in the middle of training.
+
+Read `measure`. It does not know what the figures are held against.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from benchmarks._harness import Spread, alternate
+from benchmarks._models import Task, gpt, stdit
+from benchmarks._peers import Contestant, build
+from benchmarks.netlab import wire_bytes
+from gulliver.comm import World, all_gather, all_reduce, barrier, init_world, reduce_scatter
+from gulliver.comm import shutdown as leave
+
+COMMUNICATION = "communication"
+COMPUTE = "compute"
+PIECE = 1 << 20
+"""Elements that communication alone sends at once."""
+MOST_SETTLING = 200
+PEERS = ("DDP", "FSDP2", "FSDP2 keep", "DeepSpeed 1", "DeepSpeed 2", "DeepSpeed 3")
+OURS = ("ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Sizes of the run."""
+
+    model: Literal["gpt", "stdit"] = "gpt"
+    """A GPT, or the demonstration's video transformer."""
+    ranks: int = 2
+    networks: tuple[str, ...] = ("loopback", "0.3", "1", "3")
+    """Rates such as 1gbit, or communication as a multiple of compute; they need root."""
+    contestants: tuple[str, ...] = (*PEERS, *OURS)
+    rounds: int = 5
+    steps: int = 1
+    """Timed steps of each turn."""
+    batch: int = 0
+    """Sequences or clips on each rank; 0: 2 sequences, 16 clips."""
+    width: int = 512
+    """Of the GPT."""
+    depth: int = 8
+    """Blocks of the GPT."""
+    length: int = 128
+    """Tokens of a sequence."""
+    chunk_mb: str = "auto"
+    """Size of our chunks in MiB, or auto."""
+    weak: bool = False
+    """Weak scaling over 1, 2 and 4 ranks instead."""
+    keep: bool = False
+    """Write benchmarks/results."""
+
+    def task(self) -> Task:
+        """What is trained."""
+        if self.model == "stdit":
+            return stdit(self.batch or 16)
+        return gpt(self.width, self.depth, self.batch or 2, self.length)
+
+    def chunk(self) -> float | str:
+        """The size of our chunks, as the plugin takes it."""
+        return self.chunk_mb if self.chunk_mb.isalpha() else float(self.chunk_mb)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was found about a contestant.
+
+    Attributes:
+        step: seconds of a step, of the slowest rank.
+        wire: bytes that this rank sent in a step; None where they cannot be counted.
+        held: bytes of model state between steps.
+        peak: and at most.
+        planned: what had been predicted of that.
+        losses: of this rank's steps.
+        chunk_mb: of ours, as tuned.
+    """
+
+    step: Spread
+    wire: float | None = None
+    held: int = 0
+    peak: int = 0
+    planned: int | None = None
+    losses: tuple[float, ...] = ()
+    chunk_mb: float | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank found on one network.
+
+    Attributes:
+        entries: by contestant, with `COMPUTE`.
+        communication: seconds of a reduce-scatter and an all-gather of all parameters, alone.
+        parameter_bytes: of the whole model.
+        absent: contestants that are not installed.
+    """
+
+    entries: dict[str, Entry]
+    communication: Spread
+    parameter_bytes: int
+    absent: list[str] = field(default_factory=list)
+
+
+def measure(options: Options, names: Sequence[str], shaped: bool, cache: str) -> Found:
+    """One rank's part on one network.
+
+    Args:
+        options: of the run.
+        names: of contestants.
+        shaped: whether bytes can be counted.
+        cache: folder for what our tuner finds: another network is to be tuned for anew.
+    """
+    os.environ["GULLIVER_CACHE"] = cache
+    world, task = init_world(), options.task()
+    built = {name: build(name, task, options.chunk()) for name in (COMPUTE, *names)}
+    contestants = [c for c in built.values() if c is not None]
+    peaks = {c.name: _settle(c, world) for c in contestants}
+    wire: dict[str, list[float]] = {c.name: [] for c in contestants}
+    count = sum(p.numel() for p in task.model().parameters())
+    turns: dict[str, Callable[[], float]] = {
+        c.name: lambda c=c: _turn(c, options.steps, world, wire[c.name] if shaped else None)
+        for c in contestants
+    }
+    turns[COMMUNICATION] = _communication(count, world)
+    times = alternate(turns, options.rounds)
+    entries = {c.name: _entry(c, times[c.name], wire[c.name], peaks[c.name]) for c in contestants}
+    leave()
+    absent = [name for name, contestant in built.items() if contestant is None]
+    return Found(entries, times[COMMUNICATION], 4 * count, absent)
+
+
+def _settle(contestant: Contestant, world: World) -> int:
+    """Steps until it runs as it will; returns the most bytes that it holds from then on."""
+    for _ in range(MOST_SETTLING):
+        if contestant.settled:
+            break
+        contestant.advance(world.rank, world.size)
+    return contestant.peak_bytes(world.rank, world.size)
+
+
+def _turn(contestant: Contestant, steps: int, world: World, wire: list[float] | None) -> float:
+    """A few steps in the middle of training; seconds per step of the slowest rank."""
+    barrier()
+    sent = wire_bytes()[0] if wire is not None else 0
+    contestant.advance(world.rank, world.size)
+    started = time.perf_counter()
+    for _ in range(steps):
+        contestant.advance(world.rank, world.size)
+    seconds = (time.perf_counter() - started) / steps
+    contestant.finish()
+    barrier()
+    if wire is not None:
+        wire.append((wire_bytes()[0] - sent) / (steps + 1))
+    return _slowest(seconds)
+
+
+def _communication(count: int, world: World) -> Callable[[], float]:
+    """A reduce-scatter and an all-gather of so many elements, in pieces one after another."""
+    size = min(PIECE, count) // world.size
+    pieces = -(-count // (size * world.size))
+    whole = [torch.zeros(size * world.size) for _ in range(pieces)]
+    parts = [torch.zeros(size) for _ in range(pieces)]
+
+    def turn() -> float:
+        if world.size == 1:
+            return 0.0
+        barrier()
+        started = time.perf_counter()
+        pairs = list(zip(whole, parts, strict=True))
+        for handle in [reduce_scatter(part, w, "sum", async_op=True) for w, part in pairs]:
+            handle.wait()
+        for handle in [all_gather(w, part, async_op=True) for w, part in pairs]:
+            handle.wait()
+        return _slowest(time.perf_counter() - started)
+
+    return turn
+
+
+def _slowest(seconds: float) -> float:
+    slowest = torch.tensor([seconds], dtype=torch.float64)
+    all_reduce(slowest, "max")
+    return float(slowest)
+
+
+def _entry(contestant: Contestant, step: Spread, wire: list[float], peak: int) -> Entry:
+    return Entry(
+        step,
+        sorted(wire)[len(wire) // 2] if wire else None,
+        contestant.bytes(),
+        peak,
+        contestant.planned() if contestant.planned is not None else None,
+        tuple(contestant.losses),
+        contestant.chunk_mb,
+    )
