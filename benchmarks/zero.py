@@ -1,236 +1,148 @@
-"""ZeRO stages 1 and 2 beside DDP and FSDP2: step time, and bytes of state on each rank.
+"""ZeRO stages 0 to 3 beside DDP, FSDP2 and DeepSpeed: time, bytes on the wire, bytes of state.
 
-`python -m benchmarks.zero` starts its own ranks over gloo on this machine, one thread each. All
-contestants train the same transformer on the same batches in the same processes, taking turns, and
-must arrive at the same loss.
+`python -m benchmarks.zero` trains the same model on the same batches with every contestant, in the
+same processes, taking turns: on loopback, and on links so shaped that communication takes a third
+of the compute, as long, and three times as long; shaped links need root. Each network has a table,
+a line of JSON and, with `--keep`, a result file and a picture.
+
+`--weak` compares 1, 2 and 4 ranks with as many processes that do not talk, with links fast enough
+to hide behind compute and with links that are not.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import time
-import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import date
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 import tyro
-from torch import Tensor, nn
 
-from benchmarks._harness import Report, alternate, at_most, finish
-from gulliver.booster import Booster, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
-from gulliver.comm import World, all_reduce, init_world, launch, shutdown, under_launcher
+from benchmarks._harness import RESULTS, finish
+from benchmarks._zero_ranks import OURS, PEERS, Options, measure
+from benchmarks._zero_report import (
+    Network,
+    Scaling,
+    joined,
+    picture,
+    rate_for,
+    report,
+    weak_picture,
+    weak_report,
+)
+from benchmarks.netlab import LoadMeter, Net, NetlabError, run
+from gulliver.errors import nearest
 
-VOCABULARY = 512
-
-
-@dataclass(frozen=True)
-class Options:
-    """Sizes of the run."""
-
-    ranks: int = 2
-    rounds: int = 9
-    steps: int = 3
-    """Steps of each turn."""
-    width: int = 256
-    depth: int = 6
-    batch: int = 8
-    length: int = 64
-    keep: bool = False
-    """Write benchmarks/results."""
-
-
-class Transformer(nn.Module):
-    """A small causal language model."""
-
-    def __init__(self, options: Options) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, options.width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                options.width, 4, 4 * options.width, 0.0, batch_first=True, norm_first=True
-            )
-            for _ in range(options.depth)
-        )
-        self.head = nn.Linear(options.width, VOCABULARY)
-        mask = nn.Transformer.generate_square_subsequent_mask(options.length)
-        self.register_buffer("mask", mask, persistent=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Logits ``[B, T, VOCABULARY]`` of ids ``[B, T]``."""
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x, src_mask=self.mask, is_causal=True)
-        return self.head(x)
+LOOPBACK = "loopback"
+WEAK_RANKS = (1, 2, 4)
+HIDDEN = "links that can hide it"
+REGIMES = {HIDDEN: 0.5, "slow links": 2.0}
+"""Communication over compute, with four ranks."""
+TIMEOUT_S = 3600.0
 
 
-@dataclass
-class Contestant:
-    """A model in training."""
-
-    name: str
-    step: Callable[[Tensor], float]
-    optimizer: Any
-    gradients: Callable[[], Iterable[Tensor | None]]
-    """Gradient buffers that this rank holds between steps."""
-    steps: int = 0
-    loss: float = float("nan")
+def on_network(options: Options, rate: str, names: Sequence[str]) -> Network:
+    """Starts the ranks on links of a rate, or on loopback, and brings back what they found."""
+    shaped = rate != LOOPBACK
+    meter = LoadMeter()
+    place = Net(options.ranks, rate) if shaped else nullcontext()
+    with tempfile.TemporaryDirectory() as cache, place as net:
+        arguments = (options, tuple(names), shaped, cache)
+        found = run(measure, net, *arguments, ranks=options.ranks, timeout_s=TIMEOUT_S)
+    return joined(rate, found, meter.cores())
 
 
-def boosted(name: str, plugin: Plugin, options: Options) -> Contestant:
-    """The model through the Booster."""
-    model, optimizer = _model(options)
-    booster = Booster(plugin)
-    net, wrapped, *_ = booster.boost(model, optimizer)
-
-    def step(ids: Tensor) -> float:
-        loss = _loss(net, ids)
-        booster.backward(loss, wrapped)
-        wrapped.step()
-        wrapped.zero_grad()
-        return loss.item()
-
-    def gradients() -> Iterable[Tensor | None]:
-        chunks = getattr(wrapped, "chunks", None)
-        if chunks is None:
-            return (p.grad for p in net.parameters())
-        return (tensor for c in chunks for tensor in (c.chunk.gradient, c.gradient_shard))
-
-    return Contestant(name, step, optimizer, gradients)
+def compare(options: Options) -> None:
+    """All contestants on each network."""
+    reference: Network | None = None
+    # Loopback first: its compute says which rates are fast and slow.
+    for name in sorted(options.networks, key=lambda n: n != LOOPBACK):
+        if is_ratio(name) and reference is None:
+            reference = on_network(options, LOOPBACK, ())
+        rate = name
+        if is_ratio(name):
+            assert reference is not None
+            rate = rate_of(float(name), reference, options.ranks)
+        network = on_network(options, rate, options.contestants)
+        if name == LOOPBACK:
+            reference = network
+        show(options, network, f"{name} times compute" if is_ratio(name) else rate)
 
 
-def fsdp2(options: Options) -> Contestant:
-    """The model under torch's fully_shard, each block a unit."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model, _ = _model(options)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step(ids: Tensor) -> float:
-        loss = _loss(model, ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return Contestant("FSDP2", step, optimizer, lambda: (p.grad for p in model.parameters()))
+def is_ratio(network: str) -> bool:
+    """Whether a network is named by communication over compute."""
+    return network.replace(".", "", 1).isdigit()
 
 
-def _model(options: Options) -> tuple[Transformer, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = Transformer(options)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+def rate_of(ratio: float, reference: Network, ranks: int) -> str:
+    """The rate at which communication takes `ratio` times the compute that was measured."""
+    return rate_for(ratio, reference.compute_s, ranks, reference.parameter_bytes)
 
 
-def _loss(model: nn.Module, ids: Tensor) -> Tensor:
-    return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-def turn(contestant: Contestant, options: Options, world: World) -> float:
-    """A few steps; returns seconds per step of the slowest rank."""
-    dist.barrier()
-    started = time.perf_counter()
-    for _ in range(options.steps):
-        seed = contestant.steps * world.size + world.rank
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(VOCABULARY, (options.batch, options.length), generator=generator).sort(
-            dim=1
-        )[0]
-        contestant.loss = contestant.step(ids)
-        contestant.steps += 1
-    seconds = torch.tensor([time.perf_counter() - started])
-    all_reduce(seconds, "max")
-    return float(seconds) / options.steps
-
-
-def local_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of tensors on this rank, of distributed ones their local part."""
-    local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors if t is not None)
-    return sum(t.untyped_storage().nbytes() if t.ndim else t.nbytes for t in local)
-
-
-def state_bytes(contestant: Contestant) -> int:
-    """Bytes of optimizer state on this rank."""
-    states = contestant.optimizer.state.values()
-    return local_bytes(v for state in states for v in state.values())
-
-
-def measure(options: Options) -> None:
-    """One rank's part."""
-    torch.set_num_threads(1)
-    # The loss of the contestant changes nothing in place, which is what FSDP2 warns of.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    world = init_world()
-    contestants = [
-        boosted("DDP", TorchDDPPlugin(verbose=False), options),
-        fsdp2(options),
-        boosted("ZeRO stage 1", LowLevelZeroPlugin(stage=1, verbose=False), options),
-        boosted("ZeRO stage 2", LowLevelZeroPlugin(stage=2, verbose=False), options),
+def show(options: Options, network: Network, label: str) -> None:
+    """Prints, and perhaps keeps, what was found on a network."""
+    task = options.task()
+    claim = f"zero-{options.model}-{options.ranks}-{label.split()[0]}"
+    notes = [
+        f"Medians of {options.rounds} turns of {options.steps} steps; AdamW, fused, float32; "
+        f"asked for: {label}."
     ]
-    times = alternate(
-        {c.name: lambda c=c: turn(c, options, world) for c in contestants}, options.rounds
-    )
-    reached = torch.tensor([c.loss for c in contestants], dtype=torch.float64)
-    all_reduce(reached, "mean")
-    losses: list[float] = reached.tolist()
-    if not world.is_main:
-        shutdown()
-        return
-    report = Report(
-        "zero",
-        f"one training step, {world.size} ranks over gloo, 1 thread each",
-        ("", "step ms", "quartiles", "to DDP", "optimizer MiB", "loss at the end"),
-    )
-    base, state = times["DDP"].median, state_bytes(contestants[0])
-    for contestant, loss in zip(contestants, losses, strict=True):
-        spread, held = times[contestant.name], state_bytes(contestant)
-        ratio = spread.median / base
-        report.rows.append(
-            (
-                contestant.name,
-                f"{1e3 * spread.median:.1f}",
-                f"{1e3 * spread.low:.1f} to {1e3 * spread.high:.1f}",
-                f"{ratio:.2f}",
-                f"{held / 2**20:.2f}",
-                f"{loss:.6f}",
-            )
-        )
-        key = contestant.name.lower().replace(" ", "_")
-        report.figures[key] = {"step_s": spread.median, "state_bytes": held, "loss": loss}
-        if contestant.name.startswith("ZeRO"):
-            share = held / (state / world.size)
-            report.bars += [
-                at_most(f"{contestant.name}: optimizer bytes to DDP's share", share, 1.03),
-                at_most(f"{contestant.name}: loss to DDP's", abs(loss / losses[0] - 1), 1e-5),
-            ]
-    parameters = sum(p.numel() for p in Transformer(options).parameters())
-    report.notes = [
-        f"{parameters:,} parameters, {options.batch} x {options.length} tokens per rank; "
-        f"medians of {options.rounds} turns of {options.steps} steps, taken in turns.",
-        "On loopback the wire costs processor time, so overlap can gain little here.",
-    ]
-    finish(report, options.keep)
-    shutdown()
+    if options.keep:
+        path = RESULTS / f"{claim}_{date.today()}.png"
+        title = f"{task.name}, {network.ranks} ranks, {network.name}"
+        picture(network, path, title)
+        notes.append(f"![steps]({path.name})")
+    finish(report(network, claim, task.name, notes), options.keep)
+
+
+def scale(options: Options) -> None:
+    """Weak scaling."""
+    most = max(WEAK_RANKS)
+    reference = on_network(replace(options, ranks=most), LOOPBACK, ())
+    found = []
+    for name, ratio in REGIMES.items():
+        rate = rate_of(ratio, reference, most)
+        networks = {
+            n: on_network(replace(options, ranks=n), rate, options.contestants) for n in WEAK_RANKS
+        }
+        found.append(Scaling(name, rate, networks))
+    task, claim = options.task().name, f"zero-{options.model}-weak"
+    made = weak_report(found, claim, task, HIDDEN)
+    if options.keep:
+        path = RESULTS / f"{claim}_{date.today()}.png"
+        weak_picture(found, path, f"Weak scaling, {task}")
+        made.notes.append(f"![efficiency]({path.name})")
+    finish(made, options.keep)
+
+
+def checked(options: Options) -> Options:
+    """The options, with the contestants that weak scaling can have.
+
+    Raises:
+        NetlabError: a contestant or a network that is not known.
+    """
+    known = (*PEERS, *OURS)
+    for name in options.contestants:
+        if name not in known and not name.removeprefix("DDP ").isdigit():
+            raise NetlabError(f"unknown contestant {name!r}: {nearest(name, known)}")
+    if options.ranks < 2 or options.rounds < 1 or options.steps < 1:
+        raise NetlabError("ranks must be at least 2, rounds and steps at least 1")
+    if options.weak:
+        # A rank alone has no group for the others.
+        kept = tuple(n for n in options.contestants if n in ("DDP", "ZeRO 1", "ZeRO 2"))
+        return replace(options, contestants=kept)
+    return options
 
 
 def main() -> None:
-    """Starts the ranks, or is one."""
-    options = tyro.cli(Options, description=__doc__)
-    if under_launcher():
-        measure(options)
-        return
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    sys.exit(launch("benchmarks.zero", sys.argv[1:], options.ranks))
+    """Measures what the options say."""
+    try:
+        options = checked(tyro.cli(Options, description=__doc__))
+        scale(options) if options.weak else compare(options)
+    except NetlabError as error:
+        sys.exit(f"benchmarks.zero: {error}")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ from gulliver.video._run import Run
 from gulliver.video._seeds import derive
 from gulliver.video._sources import make_dataset, make_sampler, ready_autoencoder
 
+CHUNK_MB = 1.0
+
 
 @dataclass(frozen=True)
 class Outcome:
