@@ -28,6 +28,7 @@ from gulliver.comm import (
     reduce_scatter,
 )
 from gulliver.errors import GulliverError
+from gulliver.hardware import Link
 from tests.pool import Pool
 from tests.worlds import run_threads
 
@@ -362,6 +363,16 @@ def test_the_choice_is_the_faster_one_made_once_and_told() -> None:
     assert [choice.nbytes for choice in told] == [1000, 100_000]
     assert str(told[0]) == ("all_reduce of 1000 bytes: flat (predicted: flat 2 ms, torus 5.01 ms)")
     assert choose(8, "all_gather", chooser.flat, chooser.torus).predicted_torus_s > 5e-3
+
+
+def test_links_that_differ_make_a_torus_and_equal_ones_do_not() -> None:
+    slow, fast = Link(4e-3, 3e6), Link(1e-4, 1e8)
+    torus = Chooser.of_links([(2, slow), (4, fast)])("all_reduce", 8 << 20)
+    # By hand: twice 3/4 of it on the fast axis, and half of a quarter on the slow one.
+    expected = 2 * (1e-4 + 6 * 2**20 / 1e8 + 4e-3 + 2**20 / 3e6)
+    assert torus.kind == "torus"
+    assert torus.predicted_torus_s == pytest.approx(expected, rel=1e-9)
+    assert Chooser.of_links([(2, slow), (4, slow)])("all_gather", 1 << 10).kind == "flat"
 
 
 def _chosen(world: World, flat_s: float) -> None:

@@ -6,9 +6,17 @@ here knows what a link costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from gulliver.hardware import (
+    Link,
+    all_gather_seconds,
+    all_reduce_seconds,
+    reduce_scatter_seconds,
+)
 
 Kind = Literal["flat", "torus"]
 Predict = Callable[[str, int], float]
@@ -80,3 +88,31 @@ class Chooser:
             if self.report is not None:
                 self.report(self.choices[key])
         return self.choices[key]
+
+    @classmethod
+    def of_links(
+        cls,
+        links: Sequence[tuple[int, Link]],
+        report: Callable[[Choice], object] | None = None,
+    ) -> Chooser:
+        """Predicts from the size and the link of each axis, outer to inner.
+
+        Flat, all of the payload is charged to the outermost link, which most of it crosses.
+
+        Args:
+            links: as `gulliver.hardware.Cluster.links` gives them.
+            report: is given every new choice.
+        """
+        flat = [(math.prod(size for size, _ in links), links[0][1])]
+        return cls(
+            lambda collective, nbytes: _SECONDS[collective](flat, nbytes),
+            lambda collective, nbytes: _SECONDS[collective](links, nbytes),
+            report,
+        )
+
+
+_SECONDS = {
+    "all_reduce": all_reduce_seconds,
+    "reduce_scatter": reduce_scatter_seconds,
+    "all_gather": all_gather_seconds,
+}
