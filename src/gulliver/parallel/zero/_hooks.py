@@ -24,11 +24,16 @@ if TYPE_CHECKING:
 class _Calls:
     """Enters and leaves passes with the calls of a model."""
 
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
+    def __init__(self, optimizer: ZeroOptimizer | None) -> None:
         self._optimizer = optimizer
         self._open: list[tuple[Gatherer, Any]] = []
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Calls:
+        return _Calls(None)  # a copy of the model has its parameters whole
+
     def enter(self, module: nn.Module, args: Any) -> None:
+        if self._optimizer is None:
+            return
         gatherer = self._optimizer.gatherer
         gatherer.enter_forward()
         context = saved_tensors_hooks(gatherer.pack, gatherer.unpack)
@@ -36,6 +41,8 @@ class _Calls:
         self._open.append((gatherer, context))
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if not self._open:
+            return
         gatherer, context = self._open.pop()
         context.__exit__(None, None, None)
         gatherer.leave_forward()

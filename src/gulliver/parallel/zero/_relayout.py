@@ -40,12 +40,12 @@ def relayout(optimizer: ZeroOptimizer, order: Sequence[str], chunk_bytes: int) -
         new += [(*found, trained) for found in optimizer.layouts(inorder, chunk_bytes)]
     new.sort(key=lambda found: min(place.get(s.name, len(place)) for s in found[0].slots))
     old = optimizer.everything
+    optimizer.chunk_bytes = chunk_bytes
     if [found[0] for found in new] == [c.chunk.layout for c in old]:
         return False
     optimizer.take_writes()
     chunks = [_moved(optimizer, *found) for found in new]
     _move_state(optimizer, old, chunks)
-    optimizer.chunk_bytes = chunk_bytes
     optimizer.adopt(chunks)
     return True
 

@@ -1,0 +1,308 @@
+"""Parameters of ZeRO are right for whoever reads or writes them, whenever they are used."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gulliver.booster import Booster, LowLevelZeroPlugin
+from gulliver.comm import World
+from gulliver.errors import GulliverError
+from gulliver.parallel.zero._sharded import LEGAL_PRESENCE, Presence
+from tests import parity
+from tests.pool import Pool
+
+STAGES = (0, 1, 2, 3)
+
+
+class Odd(nn.Module):
+    """A tied head by function, a layer called twice, frozen and plain layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.twice = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.register_buffer("shift", torch.ones(6))
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.twice(torch.tanh(self.twice(self.frozen(self.embed(ids)))))
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + self.shift
+        return F.linear(x, self.embed.weight)
+
+
+def data(number: int, rank: int) -> Tensor:
+    return torch.randint(9, (4,), generator=torch.Generator().manual_seed(50 * number + rank))
+
+
+def pair(stage: int, **options: object) -> tuple[Booster, Odd, object, Odd, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    twin = Odd()
+    model = copy.deepcopy(twin)
+    booster = Booster(LowLevelZeroPlugin(stage, chunk_mb=0.0004, verbose=False, **options))
+    _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(trained(model), lr=1e-2))
+    return booster, model, optimizer, twin, torch.optim.AdamW(trained(twin), lr=1e-2)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def step(world: World, number: int, booster, model, optimizer, twin, plain) -> None:
+    booster.backward(model(data(number, world.rank)).square().mean(), optimizer)
+    sum(twin(data(number, r)).square().mean() / world.size for r in range(world.size)).backward()
+    for stepper in (optimizer, plain):
+        stepper.step()
+        stepper.zero_grad()
+
+
+def equal(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def _readers(world: World, stage: int) -> None:
+    booster, model, optimizer, twin, plain = pair(stage)
+    held = list(model.parameters())
+    for number in range(3):
+        step(world, number, booster, model, optimizer, twin, plain)
+        state, expected = model.state_dict(), twin.state_dict()
+        assert list(state) == list(expected)
+        for name in state:
+            equal(state[name], expected[name])
+        for mine, theirs in zip(held, twin.parameters(), strict=True):
+            with torch.no_grad():
+                equal(0.5 * mine, 0.5 * theirs)
+        equal(model.layers[1](torch.ones(2, 6).double()), twin.layers[1](torch.ones(2, 6).double()))
+        with torch.no_grad():
+            equal(model(data(9, 0)), twin(data(9, 0)))
+        equal(copy.deepcopy(model)(data(8, 0)), twin(data(8, 0)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_reader_sees_the_values_after_the_step(pool: Pool, stage: int) -> None:
+    pool.run(_readers, 3, stage)
+
+
+def _writers(world: World, stage: int) -> None:
+    booster, model, optimizer, twin, plain = pair(stage)
+    for number in range(4):
+        if number == 1:
+            other = {k: v + 0.25 for k, v in twin.state_dict().items()}
+            model.load_state_dict(other)
+            twin.load_state_dict(other)
+        if number == 2:
+            with torch.no_grad():
+                for net in (model, twin):
+                    net.layers[2].weight.mul_(0.5)
+                    net.twice.bias[1:3] = 0.125
+                    net.frozen.weight.add_(1.0)
+        step(world, number, booster, model, optimizer, twin, plain)
+    for mine, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        equal(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_written_to_parameters_is_what_is_trained_on(pool: Pool, stage: int) -> None:
+    pool.run(_writers, 2, stage)
+
+
+def _two_calls(world: World, stage: int) -> None:
+    """Two forwards before one backward, a regulariser on all parameters, a submodule's own loss."""
+    booster, model, optimizer, twin, plain = pair(stage)
+    for number in range(3):
+        total = []
+        for net, ranks in ((model, [world.rank]), (twin, range(world.size))):
+            parts = []
+            for rank in ranks:
+                loss = net(data(number, rank)).square().mean() + net(data(7, rank)).mean()
+                loss = loss + net.layers[0](torch.ones(1, 6).double()).sum()
+                parts.append(loss + 1e-2 * sum(p.square().sum() for p in trained(net)))
+            total.append(sum(parts) / len(parts))
+        booster.backward(total[0], optimizer)
+        total[1].backward()
+        for stepper in (optimizer, plain):
+            stepper.step()
+            stepper.zero_grad()
+    for mine, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        equal(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_losses_of_several_calls_and_of_the_parameters_themselves(pool: Pool, stage: int) -> None:
+    pool.run(_two_calls, 2, stage)
+
+
+def _gathered(world: World) -> tuple[int, int, int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(20)))
+    booster = Booster(LowLevelZeroPlugin(3, chunk_mb=0.0011, gather_ahead=2, verbose=False))
+    _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    most = 0
+
+    def count(*_: object) -> None:
+        nonlocal most
+        most = max(most, sum(c.presence is not Presence.ABSENT for c in optimizer.everything))
+
+    for layer in model:
+        layer.register_forward_hook(count)
+        layer.weight.register_post_accumulate_grad_hook(count)
+    for _ in range(2):
+        booster.backward(model(torch.ones(2, 16)).sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    held = sum(c.chunk.home.nbytes for c in optimizer.everything)
+    return len(optimizer.everything), most, held
+
+
+def test_stage_3_holds_its_shard_and_a_bounded_number_of_chunks(pool: Pool) -> None:
+    for chunks, most, held in pool.run(_gathered, 2):
+        assert chunks == 20
+        assert 3 <= most <= 5
+        assert held == 20 * 288 * 4 // 2  # 16 x 16 + 16, and what makes two parts of 16s
+
+
+def _old_graph(world: World) -> None:
+    booster, model, optimizer, twin, plain = pair(3)
+    old = model(data(0, 0)).sum()
+    step(world, 0, booster, model, optimizer, twin, plain)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        booster.backward(old, optimizer)
+
+
+def test_a_graph_from_before_a_step_is_refused_by_stage_3_too(pool: Pool) -> None:
+    pool.run(_old_graph, 2)
+
+
+def _run_of(world: World, stage: int, chunk_mb: float) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Odd().float()
+    booster = Booster(LowLevelZeroPlugin(stage, chunk_mb=chunk_mb, verbose=False))
+    _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(trained(model), lr=1e-2))
+    for number in range(5):
+        booster.backward(model(data(number, world.rank)).square().mean(), optimizer)
+        optimizer.clip_grad_by_value(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 2:
+            names = [optimizer.names[p] for p in trained(model)]
+            optimizer.relayout(names[::-1], int(chunk_mb * 2**20) * 3)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_size_of_chunks_changes_no_bit(pool: Pool, stage: int) -> None:
+    small = pool.run(_run_of, 3, stage, 0.0002)
+    large = pool.run(_run_of, 3, stage, 1.0)
+    for a, b in zip(small, large, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _tuned(world: World, folder: str, again: bool) -> tuple[str, dict[int, float], bool]:
+    torch.manual_seed(0)
+    twin = Odd()
+    model = copy.deepcopy(twin)
+    plugin = LowLevelZeroPlugin(
+        2, chunk_mb="again" if again else "auto", folder=folder, verbose=False
+    )
+    booster = Booster(plugin)
+    _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(trained(model), lr=1e-2))
+    plain = torch.optim.AdamW(trained(twin), lr=1e-2)
+    for number in range(18):
+        step(world, number, booster, model, optimizer, twin, plain)
+    for mine, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        equal(mine, theirs)
+    assert optimizer.tuner.stage.name == "DONE"
+    result = optimizer.tuner.result
+    assert optimizer.chunk_bytes == result.chosen
+    return ",".join(result.order), result.measured, result.reused
+
+
+def test_tuning_finds_the_order_of_use_tries_sizes_and_is_kept(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(_tuned, 2, str(tmp_path), True)
+    order, measured, reused = found[0]
+    assert order.startswith("embed.weight,") or order.index("embed") < order.index("layers.0")
+    assert order.index("twice") < order.index("layers.0") < order.index("layers.3")
+    assert measured
+    assert not reused
+    assert found[1] == found[0]
+    assert (tmp_path / "chunks.json").exists()
+    assert pool.run(_tuned, 2, str(tmp_path), False)[0][2]
+
+
+def test_presence_takes_legal_steps_only() -> None:
+    from gulliver.parallel.zero._sharded import ShardedChunk
+
+    for before in Presence:
+        for after in Presence:
+            sharded = ShardedChunk(None, [], presence=before)  # type: ignore[arg-type]
+            if (before, after) in LEGAL_PRESENCE:
+                sharded.enter(after)
+                assert sharded.presence is after
+            else:
+                with pytest.raises(AssertionError):
+                    sharded.enter(after)
+
+
+def _overflow(world: World) -> tuple[int, float, bool]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    booster = Booster(LowLevelZeroPlugin(2, chunk_mb=1.0, precision="fp16", verbose=False))
+    _, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    before = model.weight.detach().clone()
+    scale = optimizer.scaler.scale
+    booster.backward(model(torch.full((2, 4), 1e4)).float().sum(), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert torch.equal(model.weight, before)
+    assert optimizer.scaler.scale == scale / 2
+    for _ in range(30):
+        booster.backward(model(torch.ones(2, 4)).float().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    equal(model.weight.detach().double(), (before.float() - 30e-3).half().double())
+    return optimizer.skipped, optimizer.scaler.scale, True
+
+
+def test_fp16_skips_a_step_that_overflowed_and_trains_on(pool: Pool) -> None:
+    for skipped, scale, _ in pool.run(_overflow, 2):
+        assert skipped >= 1
+        assert scale < 2**16
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LowLevelZeroPlugin(stage=4), "3 the parameters too"),
+        (lambda: LowLevelZeroPlugin(chunk_mb="atuo"), "did you mean 'auto'"),
+        (lambda: LowLevelZeroPlugin(precision="bf61"), "did you mean 'bf16'"),
+        (lambda: LowLevelZeroPlugin(gather_ahead=-1), "not negative"),
+    ],
+)
+def test_wrong_arguments_are_one_clear_line(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(GulliverError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def _boosted_twice(world: World) -> str:
+    booster, model, *_ = pair(1)
+    with pytest.raises(GulliverError) as caught:
+        booster.boost(model, torch.optim.AdamW(trained(model)))
+    return str(caught.value)
+
+
+def test_a_model_is_boosted_once(pool: Pool) -> None:
+    assert "another boosted optimizer" in pool.run(_boosted_twice, 2)[0]
+
+
+def test_the_cells_know_all_stages() -> None:
+    assert [stage for stage in parity.MODES if stage is not None] == list(STAGES)
