@@ -35,7 +35,8 @@ class Contestant:
         step: one step on the batch of a seed; returns the loss.
         tensors: parameters, gradients and optimizer state that this rank holds now.
         optimizer: that steps; ours, where it is ours.
-        blocks: of its model.
+        model: that is trained, without wrappers.
+        inner: torch's optimizer, which it steps in the end.
         finish: waits for what a step leaves under way.
         planned: bytes that this rank will hold at most, where somebody predicts them.
         steps: done so far.
@@ -47,7 +48,8 @@ class Contestant:
     step: Callable[[int], float]
     tensors: Callable[[], Iterable[Any]]
     optimizer: Any = None
-    blocks: list[nn.Module] = field(default_factory=list)
+    model: nn.Module = field(default_factory=nn.Module)
+    inner: torch.optim.Optimizer | None = None
     finish: Callable[[], None] = lambda: None
     planned: Callable[[], int] | None = None
     steps: int = 0
@@ -84,7 +86,7 @@ class Contestant:
         return sum(seen.values())
 
     def peak_bytes(self, rank: int, ranks: int) -> int:
-        """Most that `bytes` is in a step, looked at where blocks begin and end."""
+        """Most that `bytes` is in a step, looked at around every layer and the update."""
         most = self.bytes()
 
         def look(*_: Any) -> None:
@@ -96,7 +98,10 @@ class Contestant:
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(look)
 
-        hooks = [block.register_forward_hook(forward) for block in self.blocks]
+        layers = [m for m in self.model.modules() if not list(m.children())]
+        hooks: list[Any] = [layer.register_forward_hook(forward) for layer in layers]
+        if self.inner is not None:
+            hooks.append(self.inner.register_step_pre_hook(look))
         self.advance(rank, ranks)
         self.finish()
         for hook in hooks:
@@ -129,9 +134,8 @@ def plain(task: Task) -> Contestant:
     """The task with communication left out: every rank for itself."""
     model, optimizer = _made(task)
     step = _stepper(task, model, optimizer)
-    return Contestant(
-        "compute", step, lambda: _all(model, optimizer), optimizer, task.blocks(model)
-    )
+    blocks = task.blocks(model)
+    return Contestant("compute", step, lambda: _all(model, optimizer), optimizer, blocks, optimizer)
 
 
 def boosted(name: str, task: Task, plugin: Plugin) -> Contestant:
@@ -161,8 +165,7 @@ def boosted(name: str, task: Task, plugin: Plugin) -> Contestant:
         return sum(wrapped.memory().values()) if sharded else booster.plan.memory.total
 
     finish = (lambda: wrapped.gatherer.finish_all()) if sharded else (lambda: None)
-    blocks = task.blocks(model)
-    return Contestant(name, step, tensors, wrapped, blocks, finish, planned)
+    return Contestant(name, step, tensors, wrapped, model, optimizer, finish, planned)
 
 
 def fsdp2(name: str, task: Task, reshard: bool) -> Contestant:
@@ -186,7 +189,7 @@ def fsdp2(name: str, task: Task, reshard: bool) -> Contestant:
         yield from _all(model, optimizer)
 
     step = _stepper(task, model, optimizer)
-    return Contestant(name, step, tensors, optimizer, task.blocks(model))
+    return Contestant(name, step, tensors, optimizer, model, optimizer)
 
 
 def deepspeed(name: str, task: Task, stage: int) -> Contestant | None:
@@ -197,12 +200,13 @@ def deepspeed(name: str, task: Task, stage: int) -> Contestant | None:
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
     torch.manual_seed(0)
     model = task.model()
+    inner = _optimizer(model)
     with _quiet():
         import deepspeed as ds
 
         ds.init_distributed(dist_backend="gloo", verbose=False)
         engine, optimizer, *_ = ds.initialize(
-            model=model, optimizer=_optimizer(model), config=_deepspeed_config(stage)
+            model=model, optimizer=inner, config=_deepspeed_config(stage)
         )
 
     def step(seed: int) -> float:
@@ -212,10 +216,10 @@ def deepspeed(name: str, task: Task, stage: int) -> Contestant | None:
         return float(loss.detach())
 
     def tensors() -> Iterator[Any]:
-        yield from _all(model, getattr(optimizer, "optimizer", optimizer))
+        yield from _all(model, inner)
         yield from _within(vars(optimizer), set())
 
-    return Contestant(name, step, tensors, optimizer, task.blocks(model))
+    return Contestant(name, step, tensors, optimizer, model, inner)
 
 
 def _deepspeed_config(stage: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Options:
     networks: tuple[str, ...] = ("loopback", "0.3", "1", "3")
     """Rates such as 1gbit, or communication as a multiple of compute; they need root."""
     contestants: tuple[str, ...] = (*PEERS, *OURS)
-    rounds: int = 5
+    rounds: int = 3
     steps: int = 1
     """Timed steps of each turn."""
     batch: int = 0
@@ -133,7 +133,7 @@ def measure(options: Options, names: Sequence[str], shaped: bool, cache: str) ->
         for c in contestants
     }
     turns[COMMUNICATION] = _communication(count, world)
-    times = alternate(turns, options.rounds)
+    times = alternate(turns, options.rounds, warm_up=0)  # all have settled
     entries = {c.name: _entry(c, times[c.name], wire[c.name], peaks[c.name]) for c in contestants}
     leave()
     absent = [name for name, contestant in built.items() if contestant is None]
@@ -172,16 +172,21 @@ def _communication(count: int, world: World) -> Callable[[], float]:
     whole = [torch.zeros(size * world.size) for _ in range(pieces)]
     parts = [torch.zeros(size) for _ in range(pieces)]
 
+    def once() -> None:
+        pairs = list(zip(whole, parts, strict=True))
+        handles = [reduce_scatter(part, w, "sum", async_op=True) for w, part in pairs]
+        for handle in handles:
+            handle.wait()
+        handles = [all_gather(w, part, async_op=True) for w, part in pairs]
+        for handle in handles:
+            handle.wait()
+
     def turn() -> float:
         if world.size == 1:
             return 0.0
-        barrier()
+        once()  # connections that have been idle start slowly
         started = time.perf_counter()
-        pairs = list(zip(whole, parts, strict=True))
-        for handle in [reduce_scatter(part, w, "sum", async_op=True) for w, part in pairs]:
-            handle.wait()
-        for handle in [all_gather(w, part, async_op=True) for w, part in pairs]:
-            handle.wait()
+        once()
         return _slowest(time.perf_counter() - started)
 
     return turn

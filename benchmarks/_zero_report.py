@@ -1,0 +1,398 @@
+"""What `benchmarks.zero` makes of its measurements: theory, bars, the table and the picture.
+
+All of it is arithmetic on what ranks found; it starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks._harness import Bar, Report, Spread, at_least, at_most
+from benchmarks._zero_ranks import COMPUTE, Found
+
+REACHED = 0.95
+"""Share of a shaped rate that gloo reaches."""
+EQUAL = (0.75, 1.33)
+"""Communication over compute where the two count as about equal."""
+HIDEABLE = (0.25, 3.5)
+"""And where the bars for shaped links are held."""
+SHARDED_PEERS = ("FSDP2", "DeepSpeed 3")
+"""Peers of stage 3's class of memory."""
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Result:
+    """A contestant over all ranks.
+
+    Attributes:
+        step: seconds, of the slowest rank.
+        wire: bytes that a rank sent in a step, of the one that is farthest from theory.
+        held: bytes of model state between steps, of the fullest rank.
+        peak: and at most.
+        planned: what was predicted of that, for the same rank.
+        losses: mean over the ranks, by step.
+        chunk_mb: of ours.
+    """
+
+    step: Spread
+    wire: float | None = None
+    held: int = 0
+    peak: int = 0
+    planned: int | None = None
+    losses: tuple[float, ...] = ()
+    chunk_mb: float | None = None
+
+
+@dataclass(frozen=True)
+class Network:
+    """What was measured on one network.
+
+    Attributes:
+        name: ``loopback``, or its rate.
+        ranks: how many.
+        results: by contestant, with compute.
+        communication: seconds of a reduce-scatter and an all-gather, alone.
+        parameter_bytes: of the model.
+        absent: contestants that are not installed.
+        foreign: cores that other processes used meanwhile.
+    """
+
+    name: str
+    ranks: int
+    results: dict[str, Result]
+    communication: Spread
+    parameter_bytes: int
+    absent: list[str] = field(default_factory=list)
+    foreign: float = 0.0
+
+    @property
+    def shaped(self) -> bool:
+        """Whether the links have a rate."""
+        return self.name != "loopback"
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step without communication."""
+        return self.results[COMPUTE].step.median
+
+    @property
+    def ratio(self) -> float:
+        """Communication over compute."""
+        return self.communication.median / self.compute_s
+
+    def step_s(self, name: str) -> float:
+        """Seconds of a contestant's step."""
+        return self.results[name].step.median
+
+    def peers(self, among: Sequence[str] | None = None) -> list[str]:
+        """Contestants of others."""
+        names = [n for n in self.results if n != COMPUTE and not is_ours(n)]
+        return [n for n in names if among is None or n in among]
+
+    def ours(self, stages: Sequence[int] = (0, 1, 2, 3)) -> list[str]:
+        """Our contestants of some stages."""
+        return [n for n in self.results if is_ours(n) and stage_of(n) in stages]
+
+    def fastest(self, names: Sequence[str]) -> str:
+        """The one with the shortest step."""
+        return min(names, key=self.step_s)
+
+    def bound_s(self, name: str) -> float:
+        """The shortest step that there can be: compute, or communication, the other hidden."""
+        moves = (3 / 2) if stage_of(name) == 3 else 1.0
+        return max(self.compute_s, moves * self.communication.median)
+
+
+def is_ours(name: str) -> bool:
+    """Whether a contestant is Gulliver's."""
+    return name.startswith("ZeRO ")
+
+
+def stage_of(name: str) -> int | None:
+    """The stage of ZeRO that a contestant's name ends with."""
+    last = name.split()[-1]
+    return int(last) if is_ours(name) or name.startswith("DeepSpeed") else None
+
+
+def theory_bytes(stage: int, ranks: int, parameter_bytes: int) -> float:
+    """Bytes that a rank sends in a step: of all parameters' bytes, (n-1)/n for each move.
+
+    The gradients' reduce-scatter and the parameters' all-gather are two moves, stage 3 gathers for
+    backward again.
+    """
+    return (3 if stage == 3 else 2) * (ranks - 1) / ranks * parameter_bytes
+
+
+def rate_for(ratio: float, compute_s: float, ranks: int, parameter_bytes: int) -> str:
+    """The rate of links on which two moves take `ratio` times the compute."""
+    seconds = ratio * compute_s * REACHED
+    return f"{8 * theory_bytes(1, ranks, parameter_bytes) / seconds / 1e6:.0f}mbit"
+
+
+def joined(name: str, found: Sequence[Found], foreign: float) -> Network:
+    """Puts together what the ranks found."""
+    first = found[0]
+    results = {}
+    for contestant, entry in first.entries.items():
+        entries = [f.entries[contestant] for f in found]
+        fullest = max(entries, key=lambda e: e.peak)
+        theory = theory_bytes(stage_of(contestant) or 0, len(found), first.parameter_bytes)
+        sent = [e.wire for e in entries if e.wire is not None]
+        results[contestant] = Result(
+            entry.step,
+            max(sent, key=lambda b, t=theory: abs(b - t)) if sent else None,
+            max(e.held for e in entries),
+            fullest.peak,
+            fullest.planned,
+            tuple(sum(x) / len(x) for x in zip(*(e.losses for e in entries), strict=True)),
+            entry.chunk_mb,
+        )
+    communication, size = first.communication, first.parameter_bytes
+    return Network(name, len(found), results, communication, size, first.absent, foreign)
+
+
+def loss_differences(network: Network) -> dict[str, float]:
+    """How far each loss is from the first contestant's, after as many steps as all have done."""
+    trained = {n: r for n, r in network.results.items() if n != COMPUTE}
+    if not trained:
+        return {}
+    last = min(len(r.losses) for r in trained.values()) - 1
+    base = next(iter(trained.values())).losses[last]
+    return {name: abs(r.losses[last] / base - 1) for name, r in trained.items()}
+
+
+def bars(network: Network) -> list[Bar]:
+    """What must hold on a network."""
+    return [*_bytes_bars(network), *_loss_bars(network), *_time_bars(network)]
+
+
+def _bytes_bars(network: Network) -> list[Bar]:
+    found = []
+    for name in network.ours():
+        result = network.results[name]
+        theory = theory_bytes(stage_of(name) or 0, network.ranks, network.parameter_bytes)
+        if result.wire is not None:
+            off = abs(result.wire / theory - 1)
+            found.append(at_most(f"{name}: bytes sent, off theory", off, 0.03))
+        if result.planned:
+            off = abs(result.peak / result.planned - 1)
+            found.append(at_most(f"{name}: peak bytes of state, off the plan", off, 0.03))
+    return found
+
+
+def _loss_bars(network: Network) -> list[Bar]:
+    differences = loss_differences(network)
+    return [at_most(f"{n}: loss, off the others'", differences[n], 1e-5) for n in network.ours()]
+
+
+def _time_bars(network: Network) -> list[Bar]:
+    ours, peers = network.ours((0, 1, 2)), network.peers()
+    found = []
+    if network.shaped and HIDEABLE[0] <= network.ratio <= HIDEABLE[1]:
+        for name in network.ours((1, 2, 3)):
+            over = network.step_s(name) / network.bound_s(name)
+            found.append(at_most(f"{name}: step / max(compute, communication)", over, 1.10))
+    if ours and peers:
+        best, peer = network.fastest(ours), network.fastest(peers)
+        equal = network.shaped and EQUAL[0] <= network.ratio <= EQUAL[1]
+        gain = network.step_s(peer) / network.step_s(best)
+        found.append(at_least(f"{best}: times faster than {peer}", gain, 1.2 if equal else 1.0))
+    sharded, alike = network.ours((3,)), network.peers(SHARDED_PEERS)
+    if network.shaped and sharded and alike:
+        peer = network.fastest(alike)
+        gain = network.step_s(peer) / network.step_s(sharded[0])
+        found.append(at_least(f"{sharded[0]}: times faster than {peer}", gain, 1.5))
+    return found
+
+
+COLUMNS = (
+    *("", "step ms (quartiles)", "exposed", "/ bound", "/ best peer", "MB sent"),
+    *("state MiB: held, peak, plan", "chunk MiB", "loss off"),
+)
+
+
+def report(network: Network, claim: str, task: str, notes: Sequence[str]) -> Report:
+    """The table, the figures and the bars of a network."""
+    peers = network.peers()
+    base = network.step_s(network.fastest(peers)) if peers else network.compute_s
+    differences = loss_differences(network)
+    made = Report(
+        claim,
+        f"A training step of {task}, {network.ranks} ranks of one thread, {network.name}",
+        COLUMNS,
+        bars=bars(network),
+        notes=[*_notes(network), *notes],
+    )
+    for name, result in network.results.items():
+        made.rows.append(_row(network, name, result, base, differences.get(name)))
+        made.figures[name.lower().replace(" ", "_")] = _figures(result)
+    made.figures["communication_s"] = network.communication.median
+    made.figures["ratio"] = network.ratio
+    return made
+
+
+def _row(
+    network: Network, name: str, result: Result, base: float, difference: float | None
+) -> list[str]:
+    step = result.step
+    alone = name == COMPUTE
+    low, middle, high = (f"{1e3 * s:.0f}" for s in (step.low, step.median, step.high))
+    planned = f"{result.planned / MIB:.0f}" if result.planned else "-"
+    return [
+        name,
+        f"{middle} ({low} to {high})",
+        "" if alone else f"{1e3 * (step.median - network.compute_s):.0f}",
+        "" if alone else f"{step.median / network.bound_s(name):.2f}",
+        "" if alone else f"{step.median / base:.2f}",
+        "" if result.wire is None else f"{result.wire / 1e6:.1f}",
+        f"{result.held / MIB:.0f}, {result.peak / MIB:.0f}, {planned}",
+        f"{result.chunk_mb:.3g}" if result.chunk_mb else "",
+        "" if difference is None else f"{difference:.0e}",
+    ]
+
+
+def _figures(result: Result) -> dict[str, Any]:
+    return {
+        "step_s": result.step.median,
+        "quartiles_s": [result.step.low, result.step.high],
+        "sent_bytes": result.wire,
+        "state_bytes": result.held,
+        "peak_state_bytes": result.peak,
+        "planned_bytes": result.planned,
+        "chunk_mib": result.chunk_mb,
+    }
+
+
+def _notes(network: Network) -> list[str]:
+    moves = {stage: theory_bytes(stage, network.ranks, network.parameter_bytes) for stage in (2, 3)}
+    lines = [
+        f"{network.parameter_bytes // 4:,} parameters. Compute {1e3 * network.compute_s:.0f} ms: "
+        "the same step without communication, all ranks side by side. Communication alone, a "
+        f"reduce-scatter and an all-gather: {1e3 * network.communication.median:.0f} ms, "
+        f"{network.ratio:.2f} of it; stage 3 gathers twice.",
+        f"Theory: {moves[2] / 1e6:.1f} MB sent by a rank in a step, {moves[3] / 1e6:.1f} with "
+        "stage 3; bytes are payload, read from the interfaces' counters.",
+        "Exposed: ms of a step beyond compute. The bound is the longer of compute and "
+        "communication. State: parameters, gradients and the optimizer's, between steps and at "
+        "most, looked at around every layer and the update.",
+        f"Other processes used {network.foreign:.1f} cores meanwhile.",
+    ]
+    if network.absent:
+        lines.append(f"Not installed, so without: {', '.join(network.absent)}.")
+    return lines
+
+
+def picture(network: Network, path: Path, title: str) -> None:
+    """Steps as bars, split into compute and what of communication shows; writes a PNG."""
+    pyplot = _pyplot()
+    names = [n for n in network.results if n != COMPUTE]
+    names.sort(key=network.step_s, reverse=True)
+    compute, communication = 1e3 * network.compute_s, 1e3 * network.communication.median
+    steps = [1e3 * network.step_s(n) for n in names]
+    figure, axes = pyplot.subplots(figsize=(8, 0.9 + 0.36 * len(names)))
+    colours = ["tab:blue" if is_ours(n) else "tab:gray" for n in names]
+    axes.barh(names, [min(s, compute) for s in steps], color=colours)
+    shown = [max(0.0, s - compute) for s in steps]
+    axes.barh(names, shown, left=compute, color=colours, alpha=0.5, hatch="//", edgecolor="white")
+    for row, step in enumerate(steps):
+        axes.text(step, row, f" {step:.0f}", va="center", fontsize=8)
+    axes.axvline(compute, color="black", lw=1, label="compute")
+    axes.axvline(communication, color="black", lw=1, ls=":", label="communication, two moves")
+    axes.set(xlabel="ms of a step; hatched: exposed communication", title=title)
+    axes.margins(x=0.08)
+    axes.legend(loc="lower right", fontsize=8)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Weak scaling on links of one rate.
+
+    Attributes:
+        name: of the regime.
+        rate: of each rank's link.
+        networks: by number of ranks.
+    """
+
+    name: str
+    rate: str
+    networks: dict[int, Network]
+
+    def efficiency(self, contestant: str, ranks: int) -> float:
+        """A step of as many processes that do not talk, over one of the contestant."""
+        network = self.networks[ranks]
+        return network.compute_s / network.step_s(contestant)
+
+
+def weak_report(found: Sequence[Scaling], claim: str, task: str, hidden: str) -> Report:
+    """The table of efficiencies, and a bar for ours where the link could hide everything."""
+    made = Report(
+        claim,
+        f"Weak scaling of {task} per rank: step of as many lone processes / step",
+        ("", "ranks", "compute ms", "communication ms", "step ms", "efficiency"),
+    )
+    for regime in found:
+        for ranks, network in regime.networks.items():
+            for name in (n for n in network.results if n != COMPUTE):
+                share = regime.efficiency(name, ranks)
+                made.rows.append(
+                    [
+                        f"{regime.name}, {name}",
+                        str(ranks),
+                        f"{1e3 * network.compute_s:.0f}",
+                        f"{1e3 * network.communication.median:.0f}",
+                        f"{1e3 * network.step_s(name):.0f}",
+                        f"{share:.1%}",
+                    ]
+                )
+                made.figures[f"{regime.name}, {name}, {ranks}"] = share
+                most = max(regime.networks)
+                if regime.name == hidden and is_ours(name) and ranks == most:
+                    title = f"{name}, {most} ranks, {hidden}: efficiency"
+                    made.bars.append(at_least(title, share, 0.95))
+    made.notes = [
+        "The same batch on each rank. "
+        + " ".join(f"{r.name}: {r.rate} for each rank." for r in found),
+        "Other processes used "
+        + ", ".join(f"{n.foreign:.1f}" for r in found for n in r.networks.values())
+        + " cores meanwhile, run by run.",
+    ]
+    return made
+
+
+def weak_picture(found: Sequence[Scaling], path: Path, title: str) -> None:
+    """Efficiency over ranks; writes a PNG."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for style, regime in zip(("-", ":", "--", "-."), found, strict=False):
+        names = _trained(regime.networks)
+        for number, name in enumerate(names):
+            ranks = list(regime.networks)
+            values = [100 * regime.efficiency(name, n) for n in ranks]
+            label = f"{name}, {regime.name}"
+            axes.plot(ranks, values, f"o{style}", color=f"C{number}", label=label)
+    axes.axhline(95, color="black", lw=0.8)
+    axes.set(xlabel="ranks", ylabel="% of lone processes", title=title, ylim=(0, 105))
+    axes.set_xticks(list(found[0].networks))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def _trained(networks: Mapping[int, Network]) -> list[str]:
+    return [n for n in next(iter(networks.values())).results if n != COMPUTE]
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
