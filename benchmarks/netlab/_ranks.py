@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.netlab._net import Net, NetlabError, enter
+from gulliver.comm import adopt_world
 
 PORT = 29417
 """Of the store, in a namespace that nobody else is in."""
@@ -114,6 +115,8 @@ def _rank(
     # Ends with its parent, however that ends.
     ctypes.CDLL("libc.so.6").prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
+        # The parent may be a process that has made a world of its own.
+        adopt_world(None)
         if net is not None:
             enter(net.namespaces[rank])
             _namespaced = True
