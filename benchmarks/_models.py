@@ -37,7 +37,7 @@ class GPT(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Parameter(0.02 * torch.randn(length, width))
-        self.blocks = nn.ModuleList(Block(width, width // 64) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, max(1, width // 64)) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
@@ -80,9 +80,9 @@ def stdit(batch: int = 16, size: str = "tiny") -> Task:
     from gulliver.models import stdit3
 
     def model() -> nn.Module:
-        return stdit3(
-            size, in_channels=8, caption_channels=64, model_max_length=8, input_sq_size=32
-        )
+        # No captions dropped by chance: all contestants must see the same.
+        sizes = {"in_channels": 8, "caption_channels": 64, "model_max_length": 8}
+        return stdit3(size, **sizes, input_sq_size=32, class_dropout_prob=0.0)
 
     def loss(net: nn.Module, seed: int) -> Tensor:
         g = torch.Generator().manual_seed(seed)

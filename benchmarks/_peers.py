@@ -134,8 +134,7 @@ def plain(task: Task) -> Contestant:
     """The task with communication left out: every rank for itself."""
     model, optimizer = _made(task)
     step = _stepper(task, model, optimizer)
-    blocks = task.blocks(model)
-    return Contestant("compute", step, lambda: _all(model, optimizer), optimizer, blocks, optimizer)
+    return Contestant("compute", step, lambda: _all(model, optimizer), optimizer, model, optimizer)
 
 
 def boosted(name: str, task: Task, plugin: Plugin) -> Contestant:
