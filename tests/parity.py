@@ -314,6 +314,8 @@ def main(path: Path) -> None:
 
     start_server()
     pool = Pool()
+    # As the workers: in 16 bits the kernels' results depend on the number of threads.
+    torch.set_num_threads(1)
     rows = [
         row(pool, cell, stage, size, dtype, values)
         for cell in CELLS
