@@ -47,7 +47,10 @@ class Options:
     steps: int = 1
     """Timed steps of each turn."""
     batch: int = 0
-    """Sequences or clips on each rank; 0: 2 sequences, 16 clips."""
+    """Sequences or clips on each rank; 0: 16 clips, 2 sequences, with more ranks as many as those.
+
+    Sending costs time of the processors too: ranks that share them need more to compute.
+    """
     width: int = 512
     """Of the GPT."""
     depth: int = 8
@@ -65,7 +68,7 @@ class Options:
         """What is trained."""
         if self.model == "stdit":
             return stdit(self.batch or 16)
-        return gpt(self.width, self.depth, self.batch or 2, self.length)
+        return gpt(self.width, self.depth, self.batch or max(2, self.ranks), self.length)
 
     def chunk(self) -> float | str:
         """The size of our chunks, as the plugin takes it."""

@@ -118,7 +118,7 @@ def scale(options: Options) -> None:
 
 
 def checked(options: Options) -> Options:
-    """The options, with the contestants that weak scaling can have.
+    """The options; for weak scaling with what all its numbers of ranks can have.
 
     Raises:
         NetlabError: a contestant or a network that is not known.
@@ -132,7 +132,8 @@ def checked(options: Options) -> Options:
     if options.weak:
         # A rank alone has no group for the others.
         kept = tuple(n for n in options.contestants if n in ("DDP", "ZeRO 1", "ZeRO 2"))
-        return replace(options, contestants=kept)
+        sequences = max(WEAK_RANKS) if options.model == "gpt" else 0
+        return replace(options, contestants=kept, batch=options.batch or sequences)
     return options
 
 
