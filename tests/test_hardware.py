@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gulliver.cli._probe import proposed_axes
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
@@ -28,6 +27,7 @@ from gulliver.hardware import (
     point_to_point_seconds,
     probe_disk,
     probe_links,
+    proposed_axes,
     reduce_scatter_seconds,
     wire_bytes,
 )
@@ -78,8 +78,8 @@ def test_a_wrong_entry_is_one_clear_line(tmp_path: Path, old: str, new: str, mes
 def test_missing_files_and_descriptions_are_named(tmp_path: Path) -> None:
     with pytest.raises(GulliverError, match="gulliver probe"):
         Cluster.load(tmp_path / "none.yaml")
-    with pytest.raises(GulliverError, match="8xa100"):
-        described("8xa10")
+    with pytest.raises(GulliverError, match="8xa100-infiniband"):
+        described("8xa100")
 
 
 def test_formulas_give_what_counting_by_hand_gives() -> None:

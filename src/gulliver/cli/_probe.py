@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
+import itertools
 import platform
-import socket
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -13,19 +13,35 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gulliver.comm import gather_objects, init_world
+from gulliver.comm import (
+    Torus,
+    World,
+    all_gather,
+    all_reduce,
+    broadcast_object,
+    gather_objects,
+    init_world,
+    make_axes,
+    reduce_scatter,
+)
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
     Axis,
     Cluster,
+    Curve,
     Device,
-    Link,
-    group_into_nodes,
+    kept_path,
+    probe_collectives,
     probe_device,
     probe_disk,
     probe_links,
+    proposed_axes,
 )
-from gulliver.io import cache_folder
+
+BUSY = 0.5
+"""A spread above it is worth a remark."""
+Progress = Callable[[str], None]
+ONE_RANK = "link probing needs several ranks: torchrun --nproc-per-node 4 -m gulliver.cli probe"
 
 
 def probe(out: Path | None, folder: Path, again: bool) -> int:
@@ -33,31 +49,44 @@ def probe(out: Path | None, folder: Path, again: bool) -> int:
     world = init_world()
     path = out or kept_path(world.size)
     console = Console(stderr=True, quiet=not world.is_main)
-    if path.exists() and not again:
+    # Rank 0 looks for all: the ranks may see different file systems.
+    kept, refusal = broadcast_object(_looked_up(path, again) if world.is_main else None)
+    if refusal is not None:
+        raise GulliverError(refusal)
+    cluster = kept
+    if cluster is None:
+        with console.status("probing") as status:
+            cluster = measured_cluster(world, folder, lambda what: status.update(f"probing {what}"))
         if world.is_main:
-            cluster = Cluster.load(path)
-            show(cluster)
-            console.print(f"measured {cluster.date}, kept in {path}; --again measures anew")
-        return 0
+            cluster.save(path)
     if world.is_main:
-        _check_writable(path)
-    with console.status("probing") as status:
+        show(cluster)
+        done = f"measured {cluster.date}, kept in {path}; --again measures anew"
+        console.print(f"kept in {path}" if kept is None else done)
+        if world.size == 1:
+            console.print(ONE_RANK)
+    return 0
 
-        def progress(what: str) -> None:
-            status.update(f"probing: {what}")
 
-        device = probe_device(world.device, progress)
-        progress(f"disk of {folder}")
-        disk = probe_disk(folder) if world.is_main else None
-        # The slowest rank's device stands for all: a step waits for it.
-        devices: list[Device] = gather_objects(device)
-        device = min(devices, key=lambda d: d.matmul["float32"])
-        axes, order = (), None
-        if world.size > 1:
-            axes, order = proposed_axes(world.size, probe_links(progress))
-    if not world.is_main:
-        return 0
-    cluster = Cluster(
+def measured_cluster(world: World, folder: Path, progress: Progress = lambda _: None) -> Cluster:
+    """Measures device, disk and links; every rank calls it and gets the same.
+
+    Raises:
+        GulliverError: nothing can be written to the folder.
+    """
+    # All ranks at once: as in a step, they share the machine.
+    devices: list[Device] = gather_objects(probe_device(world.device, progress))
+    progress(f"disk of {folder}")
+    disk, refusal = broadcast_object(_disk(folder) if world.is_main else None)
+    if refusal is not None:
+        raise GulliverError(refusal)
+    axes, order = (), None
+    if world.size > 1:
+        axes, order = proposed_axes(world.size, probe_links(progress))
+        axes = _with_collectives(axes, order, world.device, progress)
+    # The slowest rank's device stands for all: a step waits for it.
+    device = min(devices, key=lambda d: d.matmul["float32"])
+    return Cluster(
         name=f"{world.size} x {device.name}",
         device=device,
         axes=axes,
@@ -68,76 +97,125 @@ def probe(out: Path | None, folder: Path, again: bool) -> int:
         versions={"python": platform.python_version(), "torch": torch.__version__},
         rank_order=order,
     )
-    cluster.save(path)
-    show(cluster)
-    console.print(f"kept in {path}")
-    if world.size == 1:
-        console.print("links: run it under torchrun, a rank per device, to measure them too")
-    return 0
-
-
-def proposed_axes(
-    size: int, links: dict[tuple[int, int], Link]
-) -> tuple[tuple[Axis, ...], tuple[int, ...] | None]:
-    """Axes for ranks with these links, and the order in which the ranks fill them."""
-    nodes = group_into_nodes(size, links)
-    inside = {(a, b) for node in nodes for a in node for b in node if a < b}
-    axes = []
-    if len(nodes) > 1:
-        axes.append(Axis("node", len(nodes), _slowest(links, set(links) - inside)))
-    if len(nodes[0]) > 1:
-        axes.append(Axis("local", len(nodes[0]), _slowest(links, inside)))
-    order = tuple(rank for node in nodes for rank in node)
-    return tuple(axes), None if order == tuple(range(size)) else order
-
-
-def kept_path(size: int) -> Path:
-    """Where the measurement of this machine with so many ranks is kept."""
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
-    hosts = sorted(set(gather_objects(socket.gethostname())))
-    what = [hosts, gpu, os.cpu_count(), torch.__version__, torch.get_num_threads(), size]
-    key = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
-    return cache_folder() / "clusters" / f"{key}.yaml"
 
 
 def show(cluster: Cluster) -> None:
-    """Prints a cluster as a table."""
+    """Prints a cluster as a table; a spread is between quartiles, or the largest error of a fit."""
     table = Table(title=cluster.name, title_justify="left")
     table.add_column("what")
     table.add_column("rate", justify="right")
-    for dtype, rate in cluster.device.matmul.items():
-        table.add_row(f"matrix product, {dtype}", f"{rate / 1e9:,.1f} GFLOP/s")
-    table.add_row("memory", f"{cluster.device.memory_rate / 1e9:,.1f} GB/s")
-    table.add_row("start of an operation", f"{1e6 * cluster.device.launch_s:,.1f} us")
+    table.add_column("spread", justify="right")
+    device, disk = cluster.device, cluster.disk
+    for dtype, rate in device.matmul.items():
+        curve = device.matmul_curves.get(dtype)
+        spread = _percent(curve and curve.spread)
+        table.add_row(f"matrix product, {dtype}", f"{rate / 1e9:,.1f} GFLOP/s", spread)
+    spread = _percent(device.memory_curve and device.memory_curve.spread)
+    table.add_row("memory", f"{device.memory_rate / 1e9:,.1f} GB/s", spread)
+    table.add_row("start of an operation", f"{1e6 * device.launch_s:,.1f} us")
     for name, rate in (
-        ("copy to the device", cluster.device.to_device_rate),
-        ("copy to the host", cluster.device.to_host_rate),
-        ("disk, writing", cluster.disk and cluster.disk.write_rate),
-        ("disk, reading", cluster.disk and cluster.disk.read_rate),
+        ("copy to the device", device.to_device_rate),
+        ("copy to the host", device.to_host_rate),
+        ("disk, writing", disk and disk.write_rate),
+        ("disk, reading", disk and disk.read_rate),
     ):
         if rate:
             table.add_row(name, f"{rate / 1e9:,.2f} GB/s")
     for axis in cluster.axes:
-        fit = "" if axis.link.error is None else f", fit {100 * axis.link.error:.0f} %"
+        link = axis.link
         table.add_row(
-            f"axis {axis.name} of {axis.size}",
-            f"{1e6 * axis.link.alpha_s:,.0f} us, {axis.link.bandwidth / 1e9:,.3f} GB/s{fit}",
+            f"{axis.name} x {axis.size}, messages",
+            f"{1e6 * link.alpha_s:,.0f} us, {link.bandwidth / 1e9:,.3f} GB/s",
+            _percent(link.error),
         )
+        for name, curve in link.collectives.items():
+            rate = curve.sizes[-1] / curve.seconds[-1] / 1e9
+            what = f"{axis.name} x {axis.size}, {name.replace('_', '-')}"
+            least = f"{1e6 * curve.seconds[0]:,.0f} us"
+            table.add_row(what, f"{least}, {rate:,.3f} GB/s", _percent(curve.spread))
     Console().print(table)
+    if max((curve.spread or 0.0 for curve in _curves(cluster)), default=0.0) > BUSY:
+        Console().print(
+            f"quartiles lie more than {100 * BUSY:.0f} % apart: the machine was busy, so probe it "
+            "--again when it is quiet"
+        )
+    if cluster.rank_order is not None:
+        Console().print(f"order of ranks along the axes: {list(cluster.rank_order)}")
 
 
-def _slowest(links: dict[tuple[int, int], Link], pairs: set[tuple[int, int]]) -> Link:
-    return max((links[p] for p in pairs), key=lambda link: link.alpha_s + 2**20 / link.bandwidth)
+def _curves(cluster: Cluster) -> list[Curve]:
+    memory = cluster.device.memory_curve
+    along = [axis.link.collectives.values() for axis in cluster.axes]
+    return [
+        *cluster.device.matmul_curves.values(),
+        *([memory] if memory else []),
+        *itertools.chain.from_iterable(along),
+    ]
 
 
-def _check_writable(path: Path) -> None:
+def _with_collectives(
+    axes: tuple[Axis, ...], order: tuple[int, ...] | None, device: torch.device, progress: Progress
+) -> tuple[Axis, ...]:
+    """The axes, with the collectives along each of them measured."""
+    named = make_axes({axis.name: axis.size for axis in axes}, order)
+    found = []
+    for axis in axes:
+        operations = _operations(named.torus(axis.name), device)
+        curves = probe_collectives(operations, axis.size, progress)
+        found.append(replace(axis, link=replace(axis.link, ranks=axis.size, collectives=curves)))
+    return tuple(found)
+
+
+def _operations(
+    torus: Torus, device: torch.device
+) -> dict[str, Callable[[int], Callable[[], object]]]:
+    """What runs each collective once along a torus, on so many bytes."""
+
+    def tensors(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.ones(count // 4, device=device)
+        return whole, torch.ones(whole.numel() // torus.size, device=device)
+
+    def reduce(count: int) -> Callable[[], object]:
+        # Zeros stay what they are, however often they are added up.
+        whole = tensors(count)[0].zero_()
+        return lambda: all_reduce(whole, group=torus)
+
+    def scatter(count: int) -> Callable[[], object]:
+        whole, part = tensors(count)
+        return lambda: reduce_scatter(part, whole, group=torus)
+
+    def gather(count: int) -> Callable[[], object]:
+        whole, part = tensors(count)
+        return lambda: all_gather(whole, part, group=torus)
+
+    return {"all_reduce": reduce, "reduce_scatter": scatter, "all_gather": gather}
+
+
+def _looked_up(path: Path, again: bool) -> tuple[Cluster | None, str | None]:
+    """What is kept, or else why nothing could be kept there."""
     try:
+        if path.exists() and not again:
+            return Cluster.load(path), None
         path.parent.mkdir(parents=True, exist_ok=True)
         with (path.parent / ".write").open("w"):
             pass
         (path.parent / ".write").unlink()
+    except GulliverError as error:
+        return None, f"{error}; --again measures anew"
     except OSError as error:
-        raise GulliverError(
+        return None, (
             f"cannot write {path}: {error.strerror}; choose another file with --out, or another "
             "folder with GULLIVER_CACHE"
-        ) from error
+        )
+    return None, None
+
+
+def _disk(folder: Path) -> tuple[object, str | None]:
+    try:
+        return probe_disk(folder), None
+    except GulliverError as error:
+        return None, str(error)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %"

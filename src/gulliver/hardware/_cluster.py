@@ -2,17 +2,21 @@
 
 A cluster is a file that people can read and edit: measured by ``gulliver probe``, shipped with the
 library for common machines (from published figures, and marked so), or written by hand for one that
-is not there yet.
+is not there yet. How a file is checked stands in `_reading.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, field, fields
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
 from gulliver.errors import GulliverError, nearest
+from gulliver.hardware._curve import Curve
+from gulliver.hardware._reading import read
 from gulliver.io import named_errors, to_yaml, write_text
 
 
@@ -23,11 +27,14 @@ class Device:
     Attributes:
         name: of the model.
         matmul: FLOP/s of large matrix products by dtype.
-        memory_rate: bytes/s read and written by an element-wise operation.
+        memory_rate: bytes/s read and written by a large element-wise operation.
         memory_bytes: of the device.
         launch_s: before an operation begins.
         to_device_rate: bytes/s of copies from pinned host memory.
         to_host_rate: and to it.
+        matmul_curves: seconds of square products by their operations, by dtype, where measured.
+        memory_curve: seconds of an element-wise operation by its bytes, where measured: what fits
+            a cache is faster.
     """
 
     name: str
@@ -37,6 +44,8 @@ class Device:
     launch_s: float = 0.0
     to_device_rate: float | None = None
     to_host_rate: float | None = None
+    matmul_curves: dict[str, Curve] = field(default_factory=dict)
+    memory_curve: Curve | None = None
 
 
 @dataclass(frozen=True)
@@ -47,19 +56,27 @@ class Link:
         alpha_s: seconds until the first byte is there.
         bandwidth: bytes/s afterwards.
         error: largest relative error of the fit, where it was measured.
+        ring: collectives pass from neighbour to neighbour, with a latency for each (NCCL), rather
+            than from each rank to all others at once (what Gulliver does over gloo).
+        ranks: along which collectives were measured.
+        collectives: seconds by bytes of the whole tensor, by name, along that many ranks.
     """
 
     alpha_s: float
     bandwidth: float
     error: float | None = None
+    ring: bool = False
+    ranks: int | None = None
+    collectives: dict[str, Curve] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder's file system: bytes/s, with writes synchronised."""
+    """A folder's file system: bytes/s with writes synchronised, and seconds for an empty file."""
 
     write_rate: float
     read_rate: float
+    latency_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,21 +114,33 @@ class Cluster:
     versions: dict[str, str] = field(default_factory=dict)
     rank_order: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        names = [axis.name for axis in self.axes]
+        if len(set(names)) < len(names):
+            raise GulliverError(f"axes {', '.join(names)} must have different names")
+        if self.rank_order is not None and sorted(self.rank_order) != list(range(self.size)):
+            raise GulliverError(f"rank_order must name each of the {self.size} ranks once")
+
     @property
     def size(self) -> int:
         """Ranks."""
-        count = 1
-        for axis in self.axes:
-            count *= axis.size
-        return count
+        return math.prod(axis.size for axis in self.axes)
 
     def links(self) -> list[tuple[int, Link]]:
         """Size and link of each axis, outer to inner, as the cost formulas take them."""
         return [(axis.size, axis.link) for axis in self.axes]
 
+    def resized(self, size: int) -> Cluster:
+        """The same machines for `size` ranks: inner axes stay full, or fewer of them are needed.
+
+        Ranks that fill no whole number of nodes are all charged to the outermost link.
+        """
+        axes = tuple(axis for axis in _fitted(self.axes, size) if axis.size > 1)
+        return replace(self, axes=axes, rank_order=None)
+
     def to_yaml(self) -> str:
-        """As a file."""
-        return to_yaml(asdict(self))
+        """As a file; what is not known is left out."""
+        return to_yaml(_known(asdict(self)))
 
     def save(self, path: Path) -> None:
         """Writes the file, whole or not at all."""
@@ -142,7 +171,7 @@ class Cluster:
             values = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise GulliverError(f"{where} is no YAML: {' '.join(str(error).split())}") from error
-        return _read(cls, values, where)
+        return read(cls, values, where)
 
 
 def described_names() -> list[str]:
@@ -163,49 +192,20 @@ def described(name: str) -> Cluster:
     return Cluster.from_yaml(file.read_text(encoding="utf-8"), name)
 
 
-_NESTED = {"device": Device, "disk": Disk, "link": Link}
-_POSITIVE = {"bandwidth", "memory_rate", "memory_bytes", "size", "write_rate", "read_rate"}
+def _fitted(axes: Sequence[Axis], size: int) -> tuple[Axis, ...]:
+    if not axes:
+        return ()
+    outer, *inner = axes
+    within = math.prod(axis.size for axis in inner)
+    if size % within == 0:
+        return (replace(outer, size=size // within), *inner)
+    return _fitted(inner, size) if size < within else (replace(outer, size=size),)
 
 
-def _read(kind: Any, values: Any, where: str) -> Any:
-    """Builds a dataclass from plain values, refusing what it does not know."""
-    if not isinstance(values, dict):
-        raise GulliverError(f"{where} holds no {kind.__name__.lower()}")
-    known = {f.name: f for f in fields(kind)}
-    for key in values:
-        if key not in known:
-            raise GulliverError(f"{where} has an unknown entry {key!r}: {nearest(key, known)}")
-    for name, entry in known.items():
-        if name not in values and entry.default is MISSING and entry.default_factory is MISSING:
-            raise GulliverError(f"{where} has no entry {name!r}")
-    found = {key: _entry(key, value, f"{where}: {key}") for key, value in values.items()}
-    return kind(**found)
-
-
-def _entry(key: str, value: Any, where: str) -> Any:
-    if key in _NESTED and value is not None:
-        return _read(_NESTED[key], value, where)
-    if key == "axes":
-        return tuple(_read(Axis, axis, f"{where} {n}") for n, axis in enumerate(value or ()))
-    if key == "rank_order" and value is not None:
-        return tuple(value)
-    if key == "matmul":
-        if not isinstance(value, dict):
-            raise GulliverError(f"{where} is {value!r}: it must name a rate for each dtype")
-        return {dtype: _number(rate, f"{where} {dtype}", True) for dtype, rate in value.items()}
-    if key in _POSITIVE or key in ("alpha_s", "launch_s"):
-        return _number(value, where, key in _POSITIVE)
-    return value
-
-
-def _number(value: Any, where: str, positive: bool) -> Any:
-    if isinstance(value, str):
-        # YAML reads 1e9 as a word: it asks for a point.
-        try:
-            value = float(value)
-        except ValueError:
-            raise GulliverError(f"{where} is {value!r}: it must be a number") from None
-    if not isinstance(value, int | float) or value < 0 or (positive and value == 0):
-        kind = "a positive number" if positive else "a number that is not negative"
-        raise GulliverError(f"{where} is {value!r}: it must be {kind}")
-    return value
+def _known(values: Any) -> Any:
+    if isinstance(values, dict):
+        pairs = ((key, _known(value)) for key, value in values.items())
+        return {key: value for key, value in pairs if value not in (None, {}, ())}
+    if isinstance(values, list | tuple) and not any(isinstance(v, int | float) for v in values):
+        return tuple(_known(value) for value in values)
+    return values

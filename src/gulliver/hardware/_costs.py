@@ -1,23 +1,35 @@
 """The cost formulas, all of them: seconds from bytes and operations.
 
-Messages follow Hockney's model, alpha + bytes / bandwidth. Collectives over several axes go step by
-step: the whole payload along the innermost axis, what is left of it along the next. Along one axis
-of n ranks a reduce-scatter and an all-gather are direct exchanges: every rank sends n-1 messages of
-1/n of the payload at once, so that latency is paid once and each link carries (n-1)/n of it.
+`axes` are pairs of size and link, outer to inner, as `Cluster.links` gives them; n is the size of
+an axis, alpha and B its link's latency and bandwidth. Messages follow Hockney's model (Parallel
+Computing 20, 1994). Collectives go axis by axis.
 
-`axes` are pairs of size and link, outer to inner, as `Cluster.links` gives them.
+| cost | along one axis | over several |
+|---|---|---|
+| point to point | alpha + bytes / B | |
+| reduce-scatter | h alpha + (n-1)/n bytes / B | inner to outer, 1/n of it goes on |
+| all-gather | the same | outer to inner, its mirror image |
+| all-reduce | a reduce-scatter and an all-gather | in, along the outer axes, out |
+| all-to-all | h alpha + (n-1)/n bytes / B | all bytes along every axis |
+| broadcast | ceil(log2 n) (alpha + bytes / B) | outer to inner |
+| broadcast, ring | (n-1) alpha + bytes / B | outer to inner |
+
+h is the number of latencies: 1 where every rank sends to all others at once (Gulliver over gloo),
+n-1 where parts go round a ring (NCCL; Thakur, Rabenseifner, Gropp 2005). What a link was measured
+to take for a collective along n ranks goes before the formula, at n ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware._cluster import Device, Disk, Link
 
 Axes = Sequence[tuple[int, Link]]
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
 def matmul_seconds(device: Device, m: int, k: int, n: int, dtype: str = "float32") -> float:
@@ -30,14 +42,18 @@ def matmul_seconds(device: Device, m: int, k: int, n: int, dtype: str = "float32
         raise GulliverError(
             f"{device.name} has no rate for {dtype}: {nearest(dtype, device.matmul)}"
         )
-    size = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}.get(dtype, 4)
-    moved = size * (m * k + k * n + m * n)
-    work = max(2 * m * k * n / device.matmul[dtype], moved / device.memory_rate)
-    return device.launch_s + work
+    size = ITEM_BYTES.get(dtype, 1 if dtype.startswith("float8") else 4)
+    moved = memory_seconds(device, size * (m * k + k * n + m * n))
+    operations = 2 * m * k * n
+    if dtype in device.matmul_curves:
+        return max(device.matmul_curves[dtype].at(operations), moved)
+    return max(device.launch_s + operations / device.matmul[dtype], moved)
 
 
 def memory_seconds(device: Device, count: int) -> float:
     """An operation that reads and writes `count` bytes together and computes little."""
+    if device.memory_curve is not None:
+        return device.memory_curve.at(count)
     return device.launch_s + count / device.memory_rate
 
 
@@ -54,8 +70,8 @@ def copy_seconds(device: Device, count: int, to_device: bool) -> float:
 
 
 def disk_seconds(disk: Disk, count: int, write: bool) -> float:
-    """Reading or writing `count` bytes of a large file."""
-    return count / (disk.write_rate if write else disk.read_rate)
+    """Writing a file of `count` bytes until it is on the disk, or reading it from there."""
+    return disk.latency_s + count / (disk.write_rate if write else disk.read_rate)
 
 
 def point_to_point_seconds(link: Link, count: int) -> float:
@@ -65,29 +81,80 @@ def point_to_point_seconds(link: Link, count: int) -> float:
 
 def reduce_scatter_seconds(axes: Axes, count: int) -> float:
     """Of `count` bytes, along the axes from the innermost outwards."""
+    return _shrinking("reduce_scatter", axes, count)
+
+
+def all_gather_seconds(axes: Axes, count: int) -> float:
+    """To `count` bytes, along the axes from the outermost inwards."""
+    return _shrinking("all_gather", axes, count)
+
+
+def all_reduce_seconds(axes: Axes, count: int) -> float:
+    """Of `count` bytes: reduce-scatters inwards, an all-reduce outermost, all-gathers back."""
+    total, left = 0.0, float(count)
+    several = [axis for axis in axes if axis[0] > 1]
+    for size, link in reversed(several[1:]):
+        total += _along("reduce_scatter", size, link, left)
+        total += _along("all_gather", size, link, left)
+        left /= size
+    return total + sum(_along("all_reduce", size, link, left) for size, link in several[:1])
+
+
+def all_to_all_seconds(axes: Axes, count: int) -> float:
+    """Of `count` bytes on each rank, a part of them for each: all cross every axis."""
+    return sum(_along("all_to_all", size, link, count) for size, link in axes if size > 1)
+
+
+def broadcast_seconds(axes: Axes, count: int) -> float:
+    """Of `count` bytes, first along the outermost axis."""
+    return sum(_along("broadcast", size, link, count) for size, link in axes if size > 1)
+
+
+def wire_bytes(axes: Axes, count: int, collective: Collective) -> list[float]:
+    """Bytes that each rank sends along each axis, in the order of `axes`.
+
+    Of a broadcast, those of the busiest rank, which is the root.
+
+    Raises:
+        GulliverError: an unknown collective.
+    """
+    if collective not in get_args(Collective):
+        raise GulliverError(
+            f"unknown collective {collective!r}: {nearest(collective, get_args(Collective))}"
+        )
+    if collective == "broadcast":
+        return [count * (1.0 if link.ring else _tree_depth(n)) * (n > 1) for n, link in axes]
+    sent, left = [], float(count)
+    for size, _ in reversed(axes):
+        sent.append(left * (size - 1) / size)
+        if collective != "all_to_all":
+            left /= size
+    times = 2 if collective == "all_reduce" else 1
+    return [times * amount for amount in reversed(sent)]
+
+
+def _shrinking(collective: Collective, axes: Axes, count: int) -> float:
     total, left = 0.0, float(count)
     for size, link in reversed(axes):
         if size > 1:
-            total += link.alpha_s + left * (size - 1) / size / link.bandwidth
+            total += _along(collective, size, link, left)
             left /= size
     return total
 
 
-def all_gather_seconds(axes: Axes, count: int) -> float:
-    """To `count` bytes, along the axes from the outermost inwards; as its mirror image."""
-    return reduce_scatter_seconds(axes, count)
-
-
-def all_reduce_seconds(axes: Axes, count: int) -> float:
-    """Of `count` bytes: a reduce-scatter and an all-gather."""
-    return reduce_scatter_seconds(axes, count) + all_gather_seconds(axes, count)
-
-
-def wire_bytes(axes: Axes, count: int, collective: Collective) -> list[float]:
-    """Bytes that each rank sends along each axis, in the order of `axes`."""
-    sent, left = [], float(count)
-    for size, _ in reversed(axes):
-        sent.append(left * (size - 1) / size)
-        left /= size
+def _along(collective: Collective, size: int, link: Link, count: float) -> float:
+    """A collective of `count` bytes along one axis."""
+    if link.ranks == size and collective in link.collectives:
+        return link.collectives[collective].at(count)
+    hops = size - 1 if link.ring else 1
+    if collective == "broadcast":
+        if link.ring:
+            return hops * link.alpha_s + count / link.bandwidth
+        return _tree_depth(size) * (link.alpha_s + count / link.bandwidth)
     times = 2 if collective == "all_reduce" else 1
-    return [times * amount for amount in reversed(sent)]
+    return times * (hops * link.alpha_s + (size - 1) / size * count / link.bandwidth)
+
+
+def _tree_depth(size: int) -> int:
+    """Rounds in which one rank's message reaches all, when those who have it pass it on."""
+    return (size - 1).bit_length()

@@ -1,8 +1,8 @@
-"""Measures what this machine can do: its processor or GPU, its disk, and the links between ranks.
+"""Measures what this machine can do: its processor or GPU, and a disk.
 
-Rates are medians of several runs after a warm-up. Links are measured pair by pair, in rounds of
-pairs that do not share a rank, so that n ranks take n - 1 rounds; alpha and bandwidth are fitted to
-messages of several sizes. Ranks whose links are as fast as the fastest make a node.
+Everything is a median of several turns after a warm-up; curves also keep how far the quartiles lie
+apart. Links between ranks are measured in `_links.py`. float32 products are measured as torch is
+set: with or without TF32.
 """
 
 from __future__ import annotations
@@ -12,192 +12,140 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import torch
-import torch.distributed as dist
 
 from gulliver.errors import GulliverError
-from gulliver.hardware._cluster import Device, Disk, Link
+from gulliver.hardware._cluster import Device, Disk
+from gulliver.hardware._curve import Curve
+from gulliver.hardware._timing import curve_of, in_turns, once
 
-MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 20, 4 << 20)
-NEAR = 2.0
-"""Links within this factor of a rank's best belong to its node."""
 Progress = Callable[[str], None]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Of square matrices; the row ends when a product takes longer than `LONGEST_S`."""
+LONGEST_S = 0.02
+TENSOR_BYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23, 1 << 25, 1 << 27)
+"""Of what an element-wise operation works on; it reads two such tensors and writes one."""
+BLOCK_BYTES = 1 << 22
 
 
 def probe_device(device: torch.device, progress: Progress = lambda _: None) -> Device:
-    """Measures rates of a device; takes a few seconds."""
-    matmul = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        progress(f"matrix product, {dtype}")
-        size = 4096 if device.type == "cuda" else 1024
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        took = _median_seconds(lambda a=a, b=b: a @ b, device)
-        matmul[str(dtype).removeprefix("torch.")] = 2 * size**3 / took
+    """Measures rates of a device; takes some seconds."""
+    curves = {}
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        progress(f"matrix product, {name}")
+        curves[name] = _matmul_curve(device, dtype)
     progress("memory")
-    x, y = (torch.ones(1 << 25, device=device) for _ in range(2))
-    rate = 3 * x.nbytes / _median_seconds(lambda: torch.add(x, y, out=y), device)
+    memory = _memory_curve(device)
     small = torch.ones(1, device=device)
-    launch_s = _median_seconds(lambda: small.add_(0.0), device)
-    if device.type != "cuda":
-        name = f"{_processor()}, {torch.get_num_threads()} threads"
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return Device(name, matmul, rate, pages, launch_s)
-    progress("copies")
-    host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
-    there = host.to(device)
-    up = host.nbytes / _median_seconds(lambda: there.copy_(host, non_blocking=True), device)
-    down = host.nbytes / _median_seconds(lambda: host.copy_(there, non_blocking=True), device)
-    properties = torch.cuda.get_device_properties(device)
-    return Device(properties.name, matmul, rate, properties.total_memory, launch_s, up, down)
+    launch_s = statistics.median(in_turns({0: lambda: small.add_(0.0)}, device)[0])
+    rates = {name: curve.sizes[-1] / curve.seconds[-1] for name, curve in curves.items()}
+    rate = memory.sizes[-1] / memory.seconds[-1]
+    up = down = None
+    if device.type == "cuda":
+        progress("copies")
+        up, down = _copy_rates(device)
+        properties = torch.cuda.get_device_properties(device)
+        kind, size = properties.name, properties.total_memory
+    else:
+        kind = f"{processor()}, {torch.get_num_threads()} threads"
+        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Device(kind, rates, rate, size, launch_s, up, down, curves, memory)
 
 
-def probe_disk(folder: Path, count: int = 1 << 28) -> Disk:
+def probe_disk(folder: Path, count: int = 1 << 27, turns: int = 3) -> Disk:
     """Measures a folder's file system with a file of `count` bytes, which is removed again.
 
     Raises:
-        GulliverError: nothing can be written there.
+        GulliverError: nothing can be written there, or there is no room.
     """
-    block = os.urandom(1 << 22)
+    writes, reads, empty = [], [], []
     try:
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
-            begun = time.perf_counter()
-            for _ in range(count // len(block)):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-            written = time.perf_counter() - begun
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            file.seek(0)
-            begun = time.perf_counter()
-            while file.read(len(block)):
-                pass
-            read = time.perf_counter() - begun
+        for _ in range(turns):
+            with tempfile.NamedTemporaryFile(dir=folder) as file:
+                empty.append(_written(file, 1))
+                writes.append(_written(file, count))
+                reads.append(_read_back(file))
     except OSError as error:
         raise GulliverError(
             f"cannot measure the disk in {folder}: {error.strerror}; name a folder that can be "
             "written"
         ) from error
-    return Disk(count / written, count / read)
+    latency = statistics.median(empty)
+    # What is written after an empty file's time; a disk too fast to tell keeps half of it.
+    took = statistics.median(writes)
+    return Disk(
+        count / max(took - latency, took / 2), count / statistics.median(reads), min(latency, took)
+    )
 
 
-def probe_links(progress: Progress = lambda _: None) -> dict[tuple[int, int], Link]:
-    """Measures the link of every pair of ranks; every rank calls it and gets all of them.
-
-    Raises:
-        GulliverError: there is one rank only.
-    """
-    if not dist.is_initialized() or dist.get_world_size() < 2:
-        raise GulliverError(
-            "links need several ranks: torchrun --nproc-per-node 2 -m gulliver.cli probe"
-        )
-    rank, size = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", torch.cuda.current_device()) if _nccl() else torch.device("cpu")
-    mine: dict[tuple[int, int], Link] = {}
-    rounds = pair_rounds(size)
-    for number, pairs in enumerate(rounds):
-        progress(f"links, round {number + 1} of {len(rounds)}")
-        dist.barrier()
-        for low, high in pairs:
-            if rank in (low, high):
-                mine[low, high] = _probe_pair(high if rank == low else low, device)
-    found: list[dict[tuple[int, int], Link]] = [{} for _ in range(size)]
-    dist.all_gather_object(found, mine)
-    # Both ends have measured: the slower one counts.
-    links: dict[tuple[int, int], Link] = {}
-    for part in found:
-        for pair, link in part.items():
-            known = links.get(pair)
-            links[pair] = link if known is None or link.bandwidth < known.bandwidth else known
-    return links
-
-
-def pair_rounds(size: int) -> list[list[tuple[int, int]]]:
-    """Every pair of ranks once, in rounds of pairs that share no rank: a round-robin tournament."""
-    ranks: list[int | None] = [*range(size), *([None] if size % 2 else [])]
-    rounds = []
-    for _ in range(len(ranks) - 1):
-        half = len(ranks) // 2
-        pairs = zip(ranks[:half], reversed(ranks[half:]), strict=True)
-        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
-        ranks = [ranks[0], ranks[-1], *ranks[1:-1]]
-    return rounds
-
-
-def fit_line(counts: Sequence[int], seconds: Sequence[float]) -> Link:
-    """Alpha and bandwidth by least squares of relative errors, and the largest that is left."""
-    # Weights 1 / seconds: a small message's microseconds count as much as a large one's.
-    weights = [1 / s for s in seconds]
-    a = sum(w * w for w in weights)
-    b = sum(w * w * c for w, c in zip(weights, counts, strict=True))
-    d = sum(w * w * c * c for w, c in zip(weights, counts, strict=True))
-    e, f = sum(weights), sum(w * c for w, c in zip(weights, counts, strict=True))
-    determinant = a * d - b * b
-    alpha = max(0.0, (e * d - b * f) / determinant)
-    slope = max((a * f - b * e) / determinant, 1e-15) if alpha else f / d
-    errors = [abs((alpha + slope * c) / s - 1) for c, s in zip(counts, seconds, strict=True)]
-    return Link(alpha, 1 / slope, max(errors))
-
-
-def group_into_nodes(size: int, links: dict[tuple[int, int], Link]) -> list[list[int]]:
-    """Ranks that are near each other, as nodes of one size, or all in one where none differ.
-
-    Near are ranks whose message of 1 MiB takes at most `NEAR` times as long as the fastest pair's.
-    """
-
-    def seconds(pair: tuple[int, int]) -> float:
-        return links[pair].alpha_s + (1 << 20) / links[pair].bandwidth
-
-    limit = NEAR * min(seconds(pair) for pair in links)
-    nodes: list[list[int]] = []
-    for rank in range(size):
-        for node in nodes:
-            if all(seconds((min(rank, peer), max(rank, peer))) <= limit for peer in node):
-                node.append(rank)
-                break
-        else:
-            nodes.append([rank])
-    regular = len({len(node) for node in nodes}) == 1
-    return nodes if regular else [list(range(size))]
-
-
-def _probe_pair(peer: int, device: torch.device) -> Link:
-    seconds = []
-    for count in MESSAGE_BYTES:
-        out = torch.ones(count, dtype=torch.uint8, device=device)
-        into = torch.empty_like(out)
-
-        def exchange(out: torch.Tensor = out, into: torch.Tensor = into) -> None:
-            operations = [dist.P2POp(dist.irecv, into, peer), dist.P2POp(dist.isend, out, peer)]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-
-        seconds.append(_median_seconds(exchange, device, runs=7))
-    return fit_line(MESSAGE_BYTES, seconds)
-
-
-def _median_seconds(run: Callable[[], object], device: torch.device, runs: int = 5) -> float:
-    found = []
-    for number in range(runs + 2):
-        begun = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        if number >= 2:
-            found.append(time.perf_counter() - begun)
-    return statistics.median(found)
-
-
-def _nccl() -> bool:
-    return torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
-
-
-def _processor() -> str:
+def processor() -> str:
+    """The model of this machine's processor."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
             if line.startswith("model name"):
                 return " ".join(line.split(":")[1].split())
     return platform.machine()
+
+
+def _matmul_curve(device: torch.device, dtype: torch.dtype) -> Curve:
+    """Seconds by operations."""
+    products: dict[int, Callable[[], object]] = {}
+    for side in SIDES:
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        products[2 * side**3] = lambda a=a, b=b, out=out: torch.mm(a, b, out=out)
+        if once(products[2 * side**3], device) > LONGEST_S and len(products) > 1:
+            break
+    return curve_of(in_turns(products, device, turns=15))
+
+
+def _memory_curve(device: torch.device) -> Curve:
+    """Seconds by bytes read and written."""
+    sums: dict[int, Callable[[], object]] = {}
+    for count in TENSOR_BYTES:
+        x, y = (torch.ones(count // 4, device=device) for _ in range(2))
+        sums[3 * count] = lambda x=x, y=y: torch.add(x, y, out=y)
+    return curve_of(in_turns(sums, device))
+
+
+def _copy_rates(device: torch.device) -> tuple[float, float]:
+    """Bytes/s to the device and to the host, between pinned memory and the device."""
+    host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
+    there = host.to(device)
+    times = in_turns(
+        {
+            "to device": lambda: there.copy_(host, non_blocking=True),
+            "to host": lambda: host.copy_(there, non_blocking=True),
+        },
+        device,
+    )
+    up, down = (host.nbytes / statistics.median(times[way]) for way in ("to device", "to host"))
+    return up, down
+
+
+def _written(file: IO[bytes], count: int) -> float:
+    """Seconds until `count` bytes are on the disk."""
+    block = os.urandom(min(count, BLOCK_BYTES))
+    begun = time.perf_counter()
+    for _ in range(-(-count // len(block))):
+        file.write(block)
+    file.flush()
+    os.fsync(file.fileno())
+    return time.perf_counter() - begun
+
+
+def _read_back(file: IO[bytes]) -> float:
+    """Seconds to read a file that the system's cache was asked to forget."""
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    file.seek(0)
+    begun = time.perf_counter()
+    while file.read(BLOCK_BYTES):
+        pass
+    return time.perf_counter() - begun

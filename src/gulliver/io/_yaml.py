@@ -1,4 +1,7 @@
-"""Writing YAML without a library: dicts, lists and plain values, in block style."""
+"""Writing YAML without a library: dicts, lists and plain values, in block style.
+
+A list of numbers stands on one line.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,22 @@ def _block(value: Any, depth: int) -> list[str]:
     entries = value.items() if isinstance(value, dict) else ((None, item) for item in value)
     for key, item in entries:
         head = f"{pad}-" if key is None else f"{pad}{_key(key)}:"
-        if isinstance(item, dict | list | tuple) and item:
+        if _row(item):
+            lines.append(f"{head} [{', '.join(_scalar(part) for part in item)}]")
+        elif isinstance(item, dict | list | tuple) and item:
             lines += [head, *_block(item, depth + 1)]
         else:
             lines.append(f"{head} {_scalar(item)}")
     return lines
+
+
+def _row(value: Any) -> bool:
+    """Whether a value is a list of numbers, which reads best on one line."""
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(part, int | float) for part in value)
+    )
 
 
 def _key(key: str) -> str:

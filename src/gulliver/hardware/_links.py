@@ -1,0 +1,215 @@
+"""Measures the links between ranks, and groups the ranks into nodes by what it found.
+
+Every pair of ranks exchanges messages of several sizes, both ways at once, in rounds of pairs that
+share no rank: n ranks take n - 1 rounds. All rounds are gone through several times, so that a busy
+moment meets each pair once; alpha and bandwidth are fitted to the medians. Then the collectives
+themselves are timed along each axis: many talk at once there, and a processor may be the link.
+
+Read `probe_links`, `pair_rounds`, `fit_line`, `group_into_nodes`, `proposed_axes`. There are nodes
+and ranks in them; that nodes lie in racks is not found out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from gulliver.errors import GulliverError
+from gulliver.hardware._cluster import Axis, Link
+from gulliver.hardware._curve import Curve
+from gulliver.hardware._timing import curve_of, once
+
+Pair = tuple[int, int]
+Progress = Callable[[str], None]
+MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
+COLLECTIVE_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 23)
+SWEEPS = 3
+NEAR = 2.0
+"""Nodes are seen where messages between them take at least so many times as long as within."""
+SEEN_BY = 1 << 20
+"""Bytes of the message that links are compared by."""
+
+
+def probe_links(progress: Progress = lambda _: None) -> dict[Pair, Link]:
+    """Measures the link of every pair of ranks; every rank calls it and gets all of them.
+
+    Raises:
+        GulliverError: there is one rank only.
+    """
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        raise GulliverError(
+            "links need several ranks: torchrun --nproc-per-node 2 -m gulliver.cli probe"
+        )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine: dict[Pair, dict[int, list[float]]] = {}
+    rounds = pair_rounds(size)
+    for number, pairs in enumerate(rounds * SWEEPS):
+        progress(f"links, round {number + 1} of {len(rounds) * SWEEPS}")
+        dist.barrier()
+        for pair in pairs:
+            if rank in pair:
+                times = mine.setdefault(pair, {count: [] for count in MESSAGE_BYTES})
+                _exchange(sum(pair) - rank, times)
+    found: list[dict[Pair, dict[int, list[float]]]] = [{} for _ in range(size)]
+    dist.all_gather_object(found, mine)
+    # Both ends have measured.
+    return {
+        (low, high): fit_line(
+            MESSAGE_BYTES,
+            [
+                statistics.median(found[low][low, high][count] + found[high][low, high][count])
+                for count in MESSAGE_BYTES
+            ],
+        )
+        for low, high in itertools.combinations(range(size), 2)
+    }
+
+
+def probe_collectives(
+    operations: Mapping[str, Callable[[int], Callable[[], object]]],
+    ranks: int,
+    progress: Progress = lambda _: None,
+    turns: int = 9,
+) -> dict[str, Curve]:
+    """Times collectives along an axis; every rank of the world calls it, and gets the same.
+
+    Args:
+        operations: by name; given a number of bytes, each makes what runs the collective once.
+        ranks: of the axis; the bytes are multiples of so many numbers of 4 bytes.
+        progress: told what is being measured.
+        turns: of each.
+    """
+    device, item = link_device(), 4 * ranks
+    made = {
+        (name, -(-count // item) * item): None for name in operations for count in COLLECTIVE_BYTES
+    }
+    runs = {(name, count): operations[name](count) for name, count in made}
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
+    for turn in range(turns + 1):
+        progress(f"collectives along {ranks} ranks, turn {turn} of {turns}")
+        for key, run in runs.items():
+            dist.barrier()
+            took = once(run, device)
+            if turn:  # the first warms up
+                times[key].append(took)
+    # The middle rank of every turn: who leaves a barrier first waits for who leaves it last.
+    all_times: list[dict[tuple[str, int], list[float]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(all_times, times)
+    middle = {
+        key: [statistics.median(turn) for turn in zip(*(t[key] for t in all_times), strict=True)]
+        for key in runs
+    }
+    return {
+        name: curve_of({count: middle[key, count] for key, count in runs if key == name})
+        for name in operations
+    }
+
+
+def pair_rounds(size: int) -> list[list[Pair]]:
+    """Every pair of ranks once, in rounds of pairs that share no rank: a round-robin tournament."""
+    ranks: list[int | None] = [*range(size), *([None] if size % 2 else [])]
+    rounds = []
+    for _ in range(len(ranks) - 1):
+        half = len(ranks) // 2
+        pairs = zip(ranks[:half], reversed(ranks[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        ranks = [ranks[0], ranks[-1], *ranks[1:-1]]
+    return rounds
+
+
+def fit_line(counts: Sequence[int], seconds: Sequence[float]) -> Link:
+    """Alpha and bandwidth by least squares of relative errors, and the largest that is left."""
+    # Weights 1 / seconds: a small message's microseconds count as much as a large one's.
+    weights = [1 / s for s in seconds]
+    a = sum(w * w for w in weights)
+    b = sum(w * w * c for w, c in zip(weights, counts, strict=True))
+    d = sum(w * w * c * c for w, c in zip(weights, counts, strict=True))
+    e, f = sum(weights), sum(w * c for w, c in zip(weights, counts, strict=True))
+    determinant = a * d - b * b
+    alpha = max(0.0, (e * d - b * f) / determinant)
+    slope = max((a * f - b * e) / determinant, 1e-15) if alpha else f / d
+    errors = [abs((alpha + slope * c) / s - 1) for c, s in zip(counts, seconds, strict=True)]
+    return Link(alpha, 1 / slope, max(errors))
+
+
+def group_into_nodes(size: int, links: Mapping[Pair, Link]) -> list[list[int]]:
+    """Ranks that are near each other, as nodes of one size; all in one where none differ.
+
+    Pairs are joined from the fastest on (single linkage). Of all the moments when the groups had
+    one size, the one counts at which messages between groups took longest in proportion to those
+    within, if that was at least `NEAR` times. A near pair that was measured as slow does no harm:
+    others join the two.
+    """
+    seconds = {pair: _seen_seconds(link) for pair, link in links.items()}
+    group_of = [[rank] for rank in range(size)]
+    best, best_ratio = [list(range(size))], NEAR
+    for low, high in sorted(seconds, key=lambda pair: seconds[pair]):
+        if group_of[low] is group_of[high]:
+            continue
+        joined = sorted(group_of[low] + group_of[high])
+        for rank in joined:
+            group_of[rank] = joined
+        groups = list({id(group): group for group in group_of}.values())
+        if len({len(group) for group in groups}) == 1 and len(groups) > 1:
+            ratio = _between_to_within(groups, seconds)
+            if ratio >= best_ratio:
+                best, best_ratio = groups, ratio
+    return [list(group) for group in best]
+
+
+def proposed_axes(
+    size: int, links: Mapping[Pair, Link]
+) -> tuple[tuple[Axis, ...], tuple[int, ...] | None]:
+    """Axes for ranks with these links, and the order in which the ranks fill them.
+
+    An axis is as fast as its slowest link.
+    """
+    nodes = group_into_nodes(size, links)
+    inside = {pair for node in nodes for pair in itertools.combinations(node, 2)}
+    axes = []
+    if len(nodes) > 1:
+        axes.append(Axis("node", len(nodes), _slowest(links, set(links) - inside)))
+    if len(nodes[0]) > 1:
+        axes.append(Axis("local", len(nodes[0]), _slowest(links, inside)))
+    order = tuple(rank for node in nodes for rank in node)
+    return tuple(axes), None if order == tuple(range(size)) else order
+
+
+def link_device() -> torch.device:
+    """Where tensors lie that travel between ranks."""
+    nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def _exchange(peer: int, times: dict[int, list[float]]) -> None:
+    """Messages both ways at once; the receive is posted first, or they would take turns."""
+    device = link_device()
+    for count, found in times.items():
+        out = torch.ones(count, dtype=torch.uint8, device=device)
+        into = torch.empty_like(out)
+
+        def exchange(out: torch.Tensor = out, into: torch.Tensor = into) -> None:
+            operations = [dist.P2POp(dist.irecv, into, peer), dist.P2POp(dist.isend, out, peer)]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+        once(exchange, device)
+        found += [once(exchange, device) for _ in range(2 if count > 1 << 17 else 7)]
+
+
+def _between_to_within(groups: Sequence[Sequence[int]], seconds: Mapping[Pair, float]) -> float:
+    inside = {pair for group in groups for pair in itertools.combinations(group, 2)}
+    within = statistics.median(seconds[pair] for pair in inside)
+    return statistics.median(s for pair, s in seconds.items() if pair not in inside) / within
+
+
+def _slowest(links: Mapping[Pair, Link], pairs: set[Pair]) -> Link:
+    return max((links[pair] for pair in pairs), key=_seen_seconds)
+
+
+def _seen_seconds(link: Link) -> float:
+    return link.alpha_s + SEEN_BY / link.bandwidth
