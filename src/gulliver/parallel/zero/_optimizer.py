@@ -464,9 +464,8 @@ class ZeroOptimizer(BoostedOptimizer):
         trained = [sharded.chunk.nbytes for sharded in self.chunks]
         if self.stage == 3:
             homes = sum(c.chunk.home.nbytes for c in self.everything if not _is_master(c))
-            whole = homes + min(whole, (self.ahead + 2) * max(sizes))
-        largest = max(trained) * (IN_FLIGHT + 1)
-        buffers = sum(trained) if self.stage < 2 else min(sum(trained), largest)
+            whole = homes + _most(sizes, self.ahead + 2)
+        buffers = sum(trained) if self.stage < 2 else _most(trained, IN_FLIGHT + 1)
         shards = sum(c.chunk.home.nbytes for c in self.chunks)
         if self.parts == 1:
             shards = sum(c.chunk.home.nbytes for c in self.chunks if _is_master(c))
@@ -477,6 +476,12 @@ class ZeroOptimizer(BoostedOptimizer):
         )
         state += sum(c.chunk.home.nbytes for c in self.chunks if _is_master(c))
         return {"parameters": whole, "gradients": buffers + shards, "optimizer_state": state}
+
+
+def _most(sizes: Sequence[int], neighbours: int) -> int:
+    """The largest sum of so many chunks that follow each other."""
+    count = max(1, len(sizes) - neighbours + 1)
+    return max(sum(sizes[start : start + neighbours]) for start in range(count))
 
 
 def _is_master(sharded: ShardedChunk) -> bool:
