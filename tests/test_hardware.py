@@ -1,37 +1,27 @@
-"""Clusters as files, the cost formulas against counting by hand, and the parts of the probe."""
+"""Clusters as files: written, edited, described, resized, kept for a machine."""
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
     Axis,
     Cluster,
+    Curve,
     Device,
     Disk,
     Link,
     all_reduce_seconds,
+    current_cluster,
     described,
     described_names,
-    fit_line,
-    group_into_nodes,
-    matmul_seconds,
-    pair_rounds,
-    point_to_point_seconds,
-    probe_disk,
-    probe_links,
-    proposed_axes,
-    reduce_scatter_seconds,
-    wire_bytes,
+    kept_path,
 )
-from tests.pool import Pool
+from gulliver.hardware._kept import digest
 
 SLOW, FAST = Link(1e-3, 12.5e6), Link(1e-4, 125e6)
 DEVICE = Device("d", {"float32": 1e11}, 1e10, 10**9, 1e-6)
@@ -63,6 +53,14 @@ def test_every_description_loads_and_says_that_it_was_not_measured() -> None:
         ("bandwidth: 12500000.0", "bandwidth: fast", "must be a number"),
         ("device:", "devise:", "'device'"),
         ("size: 2", "size: 0", "must be a positive number"),
+        ("size: 2", "size: 2.5", "must be a whole number"),
+        ("bandwidth: 12500000.0", "bandwidth: .inf", "must be a positive number"),
+        ("bandwidth: 12500000.0", "bandwidth: true", "must be a positive number"),
+        ("measured: false", "measured: perhaps", "must be true or false"),
+        ("measured: false", "measured: false\nrank_order: [0, 0]", "each of the 2 ranks once"),
+        ("measured: false", "measured: false\nrank_order: 3", "must be a list"),
+        ("ring: false", "collectives: {all_gather: {sizes: [2, 1], seconds: [1, 2]}}", "ascend"),
+        ("ring: false", "collectives: [1]", "a value to each name"),
     ],
 )
 def test_a_wrong_entry_is_one_clear_line(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -82,101 +80,81 @@ def test_missing_files_and_descriptions_are_named(tmp_path: Path) -> None:
         described("8xa100")
 
 
-def test_formulas_give_what_counting_by_hand_gives() -> None:
-    assert point_to_point_seconds(SLOW, 125_000) == pytest.approx(1e-3 + 0.01)
-    assert matmul_seconds(DEVICE, 100, 200, 300) == pytest.approx(1e-6 + 12e6 / 1e11)
-    # Thin products are bound by their bytes.
-    assert matmul_seconds(DEVICE, 1, 1000, 1000) == pytest.approx(1e-6 + 4 * 1_002_000 / 1e10)
-    with pytest.raises(GulliverError, match="float32"):
-        matmul_seconds(DEVICE, 1, 1, 1, "float23")
+def test_a_measured_cluster_is_read_back_with_its_curves(tmp_path: Path) -> None:
+    curve = Curve((8, 64), (1e-5, 2.5e-3), 0.0)
+    device = replace(DEVICE, matmul_curves={"float32": curve}, memory_curve=curve)
+    link = replace(SLOW, error=0.5, ring=True, ranks=2, collectives={"all_reduce": curve})
+    cluster = Cluster("c", device, (Axis("a", 2, link),), rank_order=(1, 0))
+    cluster.save(tmp_path / "c.yaml")
+    assert Cluster.load(tmp_path / "c.yaml") == cluster
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 50))
-def test_wire_bytes_are_those_of_messages_counted_one_by_one(sizes: list[int], part: int) -> None:
-    axes = [(size, SLOW if n == 0 else FAST) for n, size in enumerate(sizes)]
-    ranks = 1
-    for size in sizes:
-        ranks *= size
-    count = part * ranks
-    # Every place holds a set of parts; along an axis each peer gets those of its own coordinate.
-    held = list(itertools.product(*(range(s) for s in sizes)))
-    me = tuple(0 for _ in sizes)
-    sent = []
-    for axis in reversed(range(len(sizes))):
-        sent.append(part * sum(p[axis] != me[axis] for p in held))
-        held = [p for p in held if p[axis] == me[axis]]
-    assert wire_bytes(axes, count, "reduce_scatter") == pytest.approx(sent[::-1])
-    assert wire_bytes(axes, count, "all_reduce") == pytest.approx([2 * s for s in sent[::-1]])
-    expected = sum(
-        link.alpha_s + amount / link.bandwidth
-        for (size, link), amount in zip(axes, sent[::-1], strict=True)
-        if size > 1
-    )
-    assert reduce_scatter_seconds(axes, count) == pytest.approx(expected)
+def test_a_file_shows_what_is_known_and_rows_of_numbers_in_a_line() -> None:
+    text = Cluster("c", replace(DEVICE, memory_curve=Curve((8, 64), (1e-5, 2.5e-3)))).to_yaml()
+    assert "sizes: [8, 64]" in text
+    assert "seconds: [1.0e-05, 0.0025]" in text
+    for unknown in ("to_device_rate", "rank_order", "disk", "spread", "axes"):
+        assert unknown not in text
 
 
-@given(st.integers(2, 17))
-def test_rounds_hold_every_pair_once_and_share_no_rank(size: int) -> None:
-    rounds = pair_rounds(size)
-    for pairs in rounds:
-        ranks = [rank for pair in pairs for rank in pair]
-        assert len(ranks) == len(set(ranks))
-    assert sorted(p for pairs in rounds for p in pairs) == list(
-        itertools.combinations(range(size), 2)
-    )
-    assert len(rounds) == size - 1 + size % 2
+def test_what_people_write_by_hand_is_understood() -> None:
+    text = """
+name: ours
+device: {name: d, matmul: {float32: 1e12}, memory_rate: 1e11, memory_bytes: 1e10}
+axes: [{name: all, size: 2, link: {alpha_s: 0, bandwidth: 12.5e6}}]
+rank_order: [1, 0]
+date: 2026-01-02
+versions: {torch: 2.11}
+"""
+    cluster = Cluster.from_yaml(text, "ours.yaml")
+    assert cluster.device.memory_bytes == 10**10
+    assert cluster.date == "2026-01-02"
+    assert cluster.versions == {"torch": "2.11"}
+    assert cluster.rank_order == (1, 0)
 
 
-@given(st.floats(1e-6, 1e-2), st.floats(1e6, 1e11))
-def test_a_line_without_noise_is_found_again(alpha: float, bandwidth: float) -> None:
-    counts = (1 << 10, 1 << 16, 1 << 20, 4 << 20)
-    link = fit_line(counts, [alpha + c / bandwidth for c in counts])
-    for count in counts:
-        assert point_to_point_seconds(link, count) == pytest.approx(alpha + count / bandwidth, 1e-6)
-    assert link.error is not None
-    assert link.error < 1e-6
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (1, []),
+        (4, [("local", 4)]),
+        (8, [("local", 8)]),
+        (16, [("node", 2), ("local", 8)]),
+        (64, [("node", 8), ("local", 8)]),
+        (12, [("node", 12)]),
+    ],
+)
+def test_a_described_cluster_is_resized_node_by_node(
+    size: int, expected: list[tuple[str, int]]
+) -> None:
+    cluster = described("8xh100-infiniband").resized(size)
+    assert [(axis.name, axis.size) for axis in cluster.axes] == expected
+    assert cluster.size == size
 
 
-@given(st.permutations(range(6)), st.sampled_from([1, 2, 3, 6]))
-def test_nodes_are_found_however_ranks_are_numbered(order: list[int], nodes: int) -> None:
-    node_of = {rank: place // (6 // nodes) for place, rank in enumerate(order)}
-    links = {
-        (a, b): FAST if node_of[a] == node_of[b] else SLOW
-        for a, b in itertools.combinations(range(6), 2)
-    }
-    found = group_into_nodes(6, links)
-    if nodes in (1, 6):
-        assert found in ([list(range(6))], [[r] for r in range(6)])
-        return
-    assert {frozenset(n) for n in found} == {
-        frozenset(r for r in range(6) if node_of[r] == k) for k in range(nodes)
-    }
-    axes, filled = proposed_axes(6, links)
-    assert [axis.size for axis in axes] == [nodes, 6 // nodes]
-    assert [axis.link for axis in axes] == [SLOW, FAST]
-    assert sorted(filled or range(6)) == list(range(6))
+def test_the_present_cluster_is_described_until_it_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GULLIVER_CACHE", str(tmp_path))
+    guessed = current_cluster(4)
+    assert not guessed.measured
+    assert guessed.size == 4
+    measured = replace(guessed, name="measured here", measured=True)
+    measured.save(kept_path(4))
+    assert current_cluster(4) == measured
+    assert not current_cluster(2).measured
 
 
-def test_the_probe_refuses_what_it_cannot_measure(tmp_path: Path) -> None:
-    with pytest.raises(GulliverError, match="several ranks"):
-        probe_links()
-    with pytest.raises(GulliverError, match="folder that can be written"):
-        probe_disk(tmp_path / "none")
-
-
-def _links(world: World) -> dict[tuple[int, int], Link]:
-    return probe_links()
-
-
-def test_all_ranks_learn_the_links_of_all_pairs(pool: Pool) -> None:
-    first, *others = pool.run(_links, 3)
-    assert sorted(first) == [(0, 1), (0, 2), (1, 2)]
-    assert all(link.bandwidth > 0 and link.alpha_s >= 0 for link in first.values())
-    assert all(found == first for found in others)
-
-
-def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    disk = probe_disk(tmp_path, 1 << 22)
-    assert disk.write_rate > 0
-    assert disk.read_rate > 0
-    assert list(tmp_path.iterdir()) == []
+def test_a_measurement_is_forgotten_when_the_machine_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = kept_path(2)
+    assert kept_path(2) == before
+    assert kept_path(3) != before
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    assert kept_path(2) != before
+    facts = {"hosts": ["a", "b"], "processor": "p", "cores": 4, "gpus": [], "torch": "2.11"}
+    digests = {digest(facts)}
+    for name in facts:
+        digests.add(digest({**facts, name: "changed"}))
+    assert len(digests) == len(facts) + 1

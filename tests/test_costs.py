@@ -1,0 +1,233 @@
+"""The cost formulas against networks and collectives that are played through message by message."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gulliver.errors import GulliverError
+from gulliver.hardware import (
+    Curve,
+    Device,
+    Disk,
+    Link,
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    broadcast_seconds,
+    copy_seconds,
+    described,
+    disk_seconds,
+    matmul_seconds,
+    memory_seconds,
+    point_to_point_seconds,
+    reduce_scatter_seconds,
+    wire_bytes,
+)
+
+SLOW, FAST = Link(1e-3, 12.5e6), Link(1e-4, 125e6)
+DEVICE = Device("d", {"float32": 1e11, "float8_e4m3fn": 4e11}, 1e10, 10**9, 1e-6, 2e9, 1e9)
+SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+Place = tuple[int, ...]
+
+
+def axes_of(sizes: list[int], ring: bool = False) -> list[tuple[int, Link]]:
+    return [(n, replace(FAST if k else SLOW, ring=ring)) for k, n in enumerate(sizes)]
+
+
+def places(sizes: list[int]) -> list[Place]:
+    return list(itertools.product(*(range(n) for n in sizes)))
+
+
+def direct_exchange(ranks: int, part: float, link: Link) -> float:
+    """When the last message is there if all send one to each other, one after the other."""
+    there = [0.0]
+    for _ in range(ranks):
+        port_free = 0.0
+        for _ in range(ranks - 1):
+            port_free += part / link.bandwidth
+            there.append(port_free + link.alpha_s)
+    return max(there)
+
+
+def ring_exchange(ranks: int, part: float, link: Link) -> float:
+    """When the last rank has what went once round a ring."""
+    ready = [0.0] * ranks
+    for _ in range(ranks - 1):
+        ready = [
+            max(ready[r - 1], ready[r]) + link.alpha_s + part / link.bandwidth for r in range(ranks)
+        ]
+    return max(ready)
+
+
+def tree_broadcast(ranks: int, count: float, link: Link) -> tuple[float, int]:
+    """When all have it if everybody who has it sends it on, and how often the root sends."""
+    having, rounds = 1, 0
+    while having < ranks:
+        having, rounds = min(ranks, 2 * having), rounds + 1
+    return rounds * (link.alpha_s + count / link.bandwidth), rounds
+
+
+@given(st.integers(1, 9), st.integers(1, 10**7), st.booleans())
+def test_one_axis_takes_what_the_exchange_of_messages_takes(n: int, part: int, ring: bool) -> None:
+    link, count = replace(FAST, ring=ring), n * part
+    expected = (ring_exchange if ring else direct_exchange)(n, part, link)
+    axes = [(n, link)]
+    assert reduce_scatter_seconds(axes, count) == pytest.approx(expected)
+    assert all_gather_seconds(axes, count) == pytest.approx(expected)
+    assert all_to_all_seconds(axes, count) == pytest.approx(expected)
+    assert all_reduce_seconds(axes, count) == pytest.approx(2 * expected)
+
+
+@given(st.integers(1, 40), st.integers(1, 10**7))
+def test_a_broadcast_takes_the_rounds_of_a_tree(n: int, count: int) -> None:
+    seconds, sent = tree_broadcast(n, count, FAST)
+    assert broadcast_seconds([(n, FAST)], count) == pytest.approx(seconds)
+    assert wire_bytes([(n, FAST)], count, "broadcast") == [count * sent]
+
+
+def test_a_broadcast_along_a_ring_is_pipelined() -> None:
+    ring = replace(FAST, ring=True)
+    assert broadcast_seconds([(5, ring)], 125_000) == pytest.approx(4e-4 + 1e-3)
+    assert wire_bytes([(5, ring), (1, ring)], 10, "broadcast") == [10, 0]
+
+
+@given(SIZES, st.integers(1, 50), st.booleans())
+def test_parts_that_are_followed_through_a_torus_make_its_bytes_and_seconds(
+    sizes: list[int], part: int, ring: bool
+) -> None:
+    axes, count = axes_of(sizes, ring), part * math.prod(sizes)
+    # Along an axis each peer gets the parts of its own coordinate, and those alone go on.
+    held, me, sent, seconds = places(sizes), tuple(0 for _ in sizes), [], 0.0
+    exchange = ring_exchange if ring else direct_exchange
+    for k in reversed(range(len(sizes))):
+        sent.insert(0, part * sum(p[k] != me[k] for p in held))
+        seconds += exchange(sizes[k], part * len(held) / sizes[k], axes[k][1])
+        held = [p for p in held if p[k] == me[k]]
+    assert held == [me]
+    assert wire_bytes(axes, count, "reduce_scatter") == pytest.approx(sent)
+    assert wire_bytes(axes, count, "all_gather") == pytest.approx(sent)
+    assert wire_bytes(axes, count, "all_reduce") == pytest.approx([2 * s for s in sent])
+    assert reduce_scatter_seconds(axes, count) == pytest.approx(seconds)
+    assert all_gather_seconds(axes, count) == pytest.approx(seconds)
+    assert all_reduce_seconds(axes, count) == pytest.approx(2 * seconds)
+
+
+@given(SIZES, st.integers(1, 50))
+def test_messages_that_are_passed_on_along_every_axis_make_an_all_to_all(
+    sizes: list[int], part: int
+) -> None:
+    axes, everywhere = axes_of(sizes), places(sizes)
+    at = {place: [(place, goal) for goal in everywhere] for place in everywhere}
+    sent = []
+    for k in range(len(sizes)):
+        moved: dict[Place, list[tuple[Place, Place]]] = {place: [] for place in everywhere}
+        leaving = 0
+        for place, messages in at.items():
+            for source, goal in messages:
+                target = (*place[:k], goal[k], *place[k + 1 :])
+                moved[target].append((source, goal))
+                leaving += target != place
+        at = moved
+        sent.append(part * leaving / len(everywhere))
+    assert all(goal == place for place, messages in at.items() for _, goal in messages)
+    count = part * len(everywhere)
+    assert wire_bytes(axes, count, "all_to_all") == pytest.approx(sent)
+    expected = sum(
+        link.alpha_s + amount / link.bandwidth
+        for (n, link), amount in zip(axes, sent, strict=True)
+        if n > 1
+    )
+    assert all_to_all_seconds(axes, count) == pytest.approx(expected)
+
+
+def test_a_torus_over_nodes_beats_one_slow_axis_as_its_bytes_say() -> None:
+    torus, flat = [(2, SLOW), (4, FAST)], [(8, SLOW)]
+    count = 8 * 10**6
+    # 7/8 of the payload over the slow links, or half of a quarter of it.
+    ratio = all_reduce_seconds(flat, count) / all_reduce_seconds(torus, count)
+    by_hand = (2e-3 + 2 * 0.56) / (2e-3 + 2 * 0.08 + 2e-4 + 2 * 0.048)
+    assert ratio == pytest.approx(by_hand)
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e6, 1e11), st.integers(1 << 10, 1 << 22))
+def test_a_curve_is_exact_where_seconds_lie_on_a_line(
+    alpha: float, bandwidth: float, size: int
+) -> None:
+    sizes = (1 << 10, 1 << 16, 1 << 22)
+    curve = Curve(sizes, tuple(alpha + s / bandwidth for s in sizes))
+    assert curve.at(size) == pytest.approx(alpha + size / bandwidth)
+
+
+def test_a_curve_stays_flat_below_its_points_and_keeps_its_last_rate_beyond() -> None:
+    curve = Curve((10, 100), (1.0, 2.0))
+    assert curve.at(1) == 1.0
+    assert curve.at(1000) == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(("sizes", "seconds"), [((), ()), ((1, 2), (1.0,)), ((2, 1), (1.0, 1.0))])
+def test_a_curve_without_order_is_refused(sizes: tuple, seconds: tuple) -> None:
+    with pytest.raises(GulliverError, match="curve"):
+        Curve(sizes, seconds)
+
+
+def test_what_was_measured_goes_before_the_formula_along_as_many_ranks() -> None:
+    measured = {"all_gather": Curve((100, 1000), (1.0, 2.0)), "all_reduce": Curve((9,), (5.0,))}
+    link = replace(FAST, ranks=4, collectives=measured)
+    assert all_gather_seconds([(4, link)], 550) == pytest.approx(1.5)
+    assert all_gather_seconds([(8, link)], 550) == all_gather_seconds([(8, FAST)], 550)
+    assert reduce_scatter_seconds([(4, link)], 550) == reduce_scatter_seconds([(4, FAST)], 550)
+    # Outermost an all-reduce is one operation, within it is two.
+    assert all_reduce_seconds([(4, link)], 9) == 5.0
+    inner = reduce_scatter_seconds([(4, FAST)], 400) + 1.0
+    outer = all_reduce_seconds([(2, SLOW)], 100)
+    assert all_reduce_seconds([(2, SLOW), (4, link)], 400) == pytest.approx(
+        inner + outer + (measured["all_gather"].at(400) - 1.0)
+    )
+
+
+def test_axes_of_one_rank_cost_nothing() -> None:
+    for cost in (all_reduce_seconds, all_gather_seconds, all_to_all_seconds, broadcast_seconds):
+        assert cost([(1, SLOW), (1, FAST)], 10**6) == 0
+        assert cost([], 10**6) == 0
+        assert cost([(1, SLOW), (4, FAST)], 10**6) == cost([(4, FAST)], 10**6)
+
+
+def test_device_and_disk_give_what_counting_by_hand_gives() -> None:
+    assert point_to_point_seconds(SLOW, 125_000) == pytest.approx(1e-3 + 0.01)
+    assert memory_seconds(DEVICE, 10**7) == pytest.approx(1e-6 + 1e-3)
+    assert matmul_seconds(DEVICE, 100, 200, 300) == pytest.approx(1e-6 + 12e6 / 1e11)
+    # Thin products are bound by their bytes.
+    assert matmul_seconds(DEVICE, 1, 1000, 1000) == pytest.approx(1e-6 + 4 * 1_002_000 / 1e10)
+    assert matmul_seconds(DEVICE, 1, 1000, 1000, "float8_e4m3fn") == pytest.approx(
+        1e-6 + 1_002_000 / 1e10
+    )
+    assert copy_seconds(DEVICE, 10**9, to_device=True) == pytest.approx(0.5, rel=1e-4)
+    assert copy_seconds(DEVICE, 10**9, to_device=False) == pytest.approx(1.0, rel=1e-4)
+    disk = Disk(write_rate=1e8, read_rate=1e9, latency_s=1e-3)
+    assert disk_seconds(disk, 10**8, write=True) == pytest.approx(1.001)
+    assert disk_seconds(disk, 10**8, write=False) == pytest.approx(0.101)
+
+
+def test_measured_curves_of_a_device_go_before_its_rates() -> None:
+    products = {"float32": Curve((2 * 8**3, 2 * 64**3), (1e-5, 1e-4))}
+    device = replace(DEVICE, matmul_curves=products, memory_curve=Curve((10_000,), (1e-6,)))
+    assert matmul_seconds(device, 4, 8, 16) == pytest.approx(1e-5)
+    assert matmul_seconds(device, 32, 64, 128) == pytest.approx(1e-4)
+    # 200,000 operations on 800,000 bytes: the bytes decide.
+    assert matmul_seconds(device, 1, 100_000, 1) == pytest.approx(1e-6 * 80.0004)
+    assert memory_seconds(device, 20_000) == pytest.approx(2e-6)
+
+
+def test_costs_that_have_no_figure_are_refused_by_name() -> None:
+    with pytest.raises(GulliverError, match="float32"):
+        matmul_seconds(DEVICE, 1, 1, 1, "float23")
+    with pytest.raises(GulliverError, match="computes in host memory"):
+        copy_seconds(described("cpu-loopback").device, 1, to_device=True)
+    with pytest.raises(GulliverError, match="did you mean 'all_reduce'"):
+        wire_bytes([(2, FAST)], 1, "all_reduced")  # type: ignore[arg-type]

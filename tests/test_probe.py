@@ -1,0 +1,293 @@
+"""The probe: what it finds in made-up networks, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gulliver.cli import _probe as command
+from gulliver.comm import World, all_gather, init_world
+from gulliver.errors import GulliverError
+from gulliver.hardware import (
+    Cluster,
+    Curve,
+    Link,
+    _links,
+    _probe,
+    current_cluster,
+    fit_line,
+    group_into_nodes,
+    kept_path,
+    pair_rounds,
+    point_to_point_seconds,
+    probe_collectives,
+    probe_device,
+    probe_disk,
+    probe_links,
+    proposed_axes,
+)
+from tests.pool import Pool
+
+SLOW, FAST = Link(1e-3, 12.5e6), Link(1e-4, 125e6)
+
+
+@contextmanager
+def small_sizes() -> Iterator[None]:
+    """Measures little: what comes out is of no interest here."""
+    with (
+        patch.multiple(_probe, SIDES=(8, 16), TENSOR_BYTES=(1 << 10, 1 << 12), BLOCK_BYTES=1 << 16),
+        patch.multiple(_links, MESSAGE_BYTES=(1 << 8, 1 << 12), COLLECTIVE_BYTES=(1 << 8, 1 << 12)),
+        patch.object(command, "probe_disk", lambda folder: probe_disk(folder, 1 << 16)),
+    ):
+        yield
+
+
+# Pure parts
+
+
+@given(st.integers(2, 33))
+def test_rounds_hold_every_pair_once_and_share_no_rank(size: int) -> None:
+    rounds = pair_rounds(size)
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len(set(ranks))
+    assert sorted(p for pairs in rounds for p in pairs) == list(
+        itertools.combinations(range(size), 2)
+    )
+    assert len(rounds) == size - 1 + size % 2
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e6, 1e11))
+def test_a_line_without_noise_is_found_again(alpha: float, bandwidth: float) -> None:
+    counts = (1 << 10, 1 << 16, 1 << 20, 4 << 20)
+    link = fit_line(counts, [alpha + c / bandwidth for c in counts])
+    for count in counts:
+        assert point_to_point_seconds(link, count) == pytest.approx(alpha + count / bandwidth, 1e-6)
+    assert link.error is not None
+    assert link.error < 1e-6
+
+
+@given(st.lists(st.floats(0.9, 1.1), min_size=4, max_size=4))
+def test_the_error_of_a_fit_is_the_largest_that_is_left(noise: list[float]) -> None:
+    counts = (1 << 10, 1 << 16, 1 << 20, 4 << 20)
+    seconds = [f * (1e-4 + c / 1e8) for c, f in zip(counts, noise, strict=True)]
+    link = fit_line(counts, seconds)
+    left = [
+        abs(point_to_point_seconds(link, c) / s - 1) for c, s in zip(counts, seconds, strict=True)
+    ]
+    assert link.error == pytest.approx(max(left))
+    assert max(left) < 0.35
+
+
+def network(
+    node_of: list[int], noise: random.Random | None = None, spread: float = 1.0
+) -> dict[tuple[int, int], Link]:
+    """Links between ranks of nodes, each slower by up to `spread` times."""
+    links = {}
+    for a, b in itertools.combinations(range(len(node_of)), 2):
+        link = FAST if node_of[a] == node_of[b] else SLOW
+        slower = noise.uniform(1, spread) if noise else 1.0
+        links[a, b] = Link(link.alpha_s * slower, link.bandwidth / slower)
+    return links
+
+
+@given(st.sampled_from([(2, 2), (2, 4), (4, 2), (3, 3), (4, 4)]), st.randoms(use_true_random=False))
+def test_nodes_are_found_however_ranks_are_numbered_and_links_vary(
+    shape: tuple[int, int], chance: random.Random
+) -> None:
+    nodes, local = shape
+    node_of = [node for node in range(nodes) for _ in range(local)]
+    chance.shuffle(node_of)
+    links = network(node_of, chance, spread=1.9)
+    found = group_into_nodes(len(node_of), links)
+    expected = {frozenset(r for r, n in enumerate(node_of) if n == k) for k in range(nodes)}
+    assert {frozenset(group) for group in found} == expected
+    axes, order = proposed_axes(len(node_of), links)
+    assert [(axis.name, axis.size) for axis in axes] == [("node", nodes), ("local", local)]
+    filled = list(order or range(len(node_of)))
+    assert sorted(filled) == list(range(len(node_of)))
+    for start in range(0, len(filled), local):
+        assert len({node_of[rank] for rank in filled[start : start + local]}) == 1
+
+
+@given(st.integers(2, 9), st.randoms(use_true_random=False))
+def test_equal_links_make_one_axis(size: int, chance: random.Random) -> None:
+    links = network([0] * size, chance, spread=1.9)
+    assert group_into_nodes(size, links) == [list(range(size))]
+    axes, order = proposed_axes(size, links)
+    assert [(axis.name, axis.size) for axis in axes] == [("local", size)]
+    assert order is None
+    # As fast as the slowest.
+    assert axes[0].link.bandwidth == min(link.bandwidth for link in links.values())
+
+
+def test_one_disturbed_pair_does_not_hide_a_node() -> None:
+    links = network([0, 0, 0, 0, 1, 1, 1, 1])
+    links[0, 3] = Link(0.1, 1e6)
+    assert group_into_nodes(8, links) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_nodes_of_different_sizes_are_no_mesh() -> None:
+    assert group_into_nodes(5, network([0, 0, 0, 1, 1])) == [[0, 1, 2, 3, 4]]
+
+
+def test_a_rank_alone_on_each_node_makes_one_axis_of_nodes() -> None:
+    axes, order = proposed_axes(3, network([0, 1, 2]))
+    assert [axis.size for axis in axes] == [3]
+    assert axes[0].link == SLOW
+    assert order is None
+
+
+# Measuring
+
+
+def test_a_device_is_measured_in_every_dtype_with_rising_curves() -> None:
+    with small_sizes():
+        device = probe_device(torch.device("cpu"))
+    assert set(device.matmul) == set(device.matmul_curves)
+    assert {"float32", "bfloat16"} <= set(device.matmul)
+    for curve in (*device.matmul_curves.values(), device.memory_curve):
+        assert isinstance(curve, Curve)
+        assert list(curve.seconds) == sorted(curve.seconds)
+        assert curve.spread is not None
+    assert device.matmul_curves["float32"].sizes == (2 * 8**3, 2 * 16**3)
+    assert device.to_device_rate is None
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured_with_its_copies() -> None:
+    with small_sizes():
+        device = probe_device(torch.device("cuda", 0))
+    assert device.to_device_rate
+    assert device.to_host_rate
+    assert device.memory_bytes == torch.cuda.get_device_properties(0).total_memory
+
+
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    disk = probe_disk(tmp_path, 1 << 22)
+    assert disk.write_rate > 0
+    assert disk.read_rate > 0
+    assert disk.latency_s >= 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def _links_of(world: World) -> dict[tuple[int, int], Link]:
+    return probe_links()
+
+
+def test_all_ranks_learn_the_links_of_all_pairs(pool: Pool) -> None:
+    first, *others = pool.run(_links_of, 3)
+    assert sorted(first) == [(0, 1), (0, 2), (1, 2)]
+    assert all(link.bandwidth > 0 and link.alpha_s >= 0 for link in first.values())
+    assert all(found == first for found in others)
+
+
+def _collectives_of(world: World) -> dict[str, Curve]:
+    def gather(count: int):  # type: ignore[no-untyped-def]
+        whole, part = torch.ones(count // 4), torch.ones(count // 4 // world.size)
+        return lambda: all_gather(whole, part)
+
+    with small_sizes():
+        return probe_collectives({"all_gather": gather}, world.size, turns=2)
+
+
+def test_all_ranks_learn_the_same_curves_of_collectives(pool: Pool) -> None:
+    first, *others = pool.run(_collectives_of, 3)
+    assert list(first) == ["all_gather"]
+    # Multiples of three numbers of four bytes.
+    assert first["all_gather"].sizes == (264, 4104)
+    assert all(found == first for found in others)
+
+
+# The command
+
+
+def _command(world: World, out: Path, folder: Path, again: bool = False) -> int:
+    with small_sizes():
+        return command.probe(out, folder, again)
+
+
+def _current(world: World) -> tuple[Cluster, Path]:
+    path = kept_path(world.size)
+    if world.is_main:
+        with small_sizes():
+            Cluster("by hand", probe_device(world.device), measured=True).save(path)
+    return current_cluster(world.size), path
+
+
+def test_ranks_measure_links_and_collectives_into_one_file(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "c.yaml"
+    assert pool.run(_command, 4, path, tmp_path) == [0, 0, 0, 0]
+    cluster = Cluster.load(path)
+    assert cluster.measured
+    assert cluster.size == 4
+    for axis in cluster.axes:
+        assert axis.link.ranks == axis.size
+        assert set(axis.link.collectives) == {"all_reduce", "reduce_scatter", "all_gather"}
+    assert cluster.disk is not None
+    assert cluster.date
+    assert cluster.versions["torch"] == torch.__version__
+
+
+def test_ranks_refuse_together_what_rank_0_cannot_write(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(GulliverError, match="cannot write"):
+        pool.run(_command, 2, tmp_path / "file" / "c.yaml", tmp_path)
+    with pytest.raises(GulliverError, match="folder that can be written"):
+        pool.run(_command, 2, tmp_path / "c.yaml", tmp_path / "none")
+    assert not (tmp_path / "c.yaml").exists()
+
+
+def test_all_ranks_get_the_cluster_that_rank_0_finds(pool: Pool) -> None:
+    found = pool.run(_current, 2)
+    assert found[0] == found[1]
+    assert found[0][0].name == "by hand"
+
+
+def test_a_measurement_is_kept_and_shown_until_it_is_asked_for_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init_world().size == 1
+    path = tmp_path / "c.yaml"
+    with small_sizes():
+        assert command.probe(path, tmp_path, again=False) == 0
+    assert "link probing needs several ranks: torchrun" in " ".join(capsys.readouterr().err.split())
+    kept = path.read_text()
+    with patch.object(command, "probe_device", side_effect=AssertionError("measured")):
+        assert command.probe(path, tmp_path, again=False) == 0
+        assert "matrix product, float32" in capsys.readouterr().out
+        with pytest.raises(AssertionError, match="measured"):
+            command.probe(path, tmp_path, again=True)
+    assert path.read_text() == kept
+
+
+def test_nothing_is_measured_that_could_not_be_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        patch.object(command, "probe_device", side_effect=AssertionError("measured")),
+        pytest.raises(GulliverError, match=r"cannot write .*--out") as caught,
+    ):
+        command.probe(tmp_path / "file" / "c.yaml", tmp_path, again=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_kept_file_that_was_spoilt_says_how_to_get_another(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("name: [")
+    with pytest.raises(GulliverError, match="--again"):
+        command.probe(tmp_path / "c.yaml", tmp_path, again=False)
+
+
+def test_the_probe_refuses_what_it_cannot_measure(tmp_path: Path) -> None:
+    with pytest.raises(GulliverError, match="several ranks"):
+        probe_links()
+    with pytest.raises(GulliverError, match="folder that can be written"):
+        probe_disk(tmp_path / "none")
