@@ -191,6 +191,12 @@ def test_what_was_measured_goes_before_the_formula_along_as_many_ranks() -> None
     )
 
 
+def test_measured_messages_go_before_alpha_and_bandwidth() -> None:
+    link = replace(FAST, messages=Curve((100, 1000), (1.0, 2.0)))
+    assert point_to_point_seconds(link, 550) == pytest.approx(1.5)
+    assert point_to_point_seconds(link, 2000) == pytest.approx(4.0)
+
+
 def test_axes_of_one_rank_cost_nothing() -> None:
     for cost in (all_reduce_seconds, all_gather_seconds, all_to_all_seconds, broadcast_seconds):
         assert cost([(1, SLOW), (1, FAST)], 10**6) == 0

@@ -83,7 +83,8 @@ def test_missing_files_and_descriptions_are_named(tmp_path: Path) -> None:
 def test_a_measured_cluster_is_read_back_with_its_curves(tmp_path: Path) -> None:
     curve = Curve((8, 64), (1e-5, 2.5e-3), 0.0)
     device = replace(DEVICE, matmul_curves={"float32": curve}, memory_curve=curve)
-    link = replace(SLOW, error=0.5, ring=True, ranks=2, collectives={"all_reduce": curve})
+    link = replace(SLOW, error=0.5, ring=True, messages=curve, ranks=2)
+    link = replace(link, collectives={"all_reduce": curve})
     cluster = Cluster("c", device, (Axis("a", 2, link),), rank_order=(1, 0))
     cluster.save(tmp_path / "c.yaml")
     assert Cluster.load(tmp_path / "c.yaml") == cluster

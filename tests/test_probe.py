@@ -187,7 +187,11 @@ def _links_of(world: World) -> dict[tuple[int, int], Link]:
 def test_all_ranks_learn_the_links_of_all_pairs(pool: Pool) -> None:
     first, *others = pool.run(_links_of, 3)
     assert sorted(first) == [(0, 1), (0, 2), (1, 2)]
-    assert all(link.bandwidth > 0 and link.alpha_s >= 0 for link in first.values())
+    for link in first.values():
+        assert link.bandwidth > 0
+        assert link.alpha_s >= 0
+        assert link.messages is not None
+        assert link.messages.sizes == _links.MESSAGE_BYTES
     assert all(found == first for found in others)
 
 

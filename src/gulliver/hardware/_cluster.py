@@ -58,6 +58,7 @@ class Link:
         error: largest relative error of the fit, where it was measured.
         ring: collectives pass from neighbour to neighbour, with a latency for each (NCCL), rather
             than from each rank to all others at once (what Gulliver does over gloo).
+        messages: seconds by bytes, where measured: what is short may travel otherwise.
         ranks: along which collectives were measured.
         collectives: seconds by bytes of the whole tensor, by name, along that many ranks.
     """
@@ -66,6 +67,7 @@ class Link:
     bandwidth: float
     error: float | None = None
     ring: bool = False
+    messages: Curve | None = None
     ranks: int | None = None
     collectives: dict[str, Curve] = field(default_factory=dict)
 

@@ -15,8 +15,8 @@ Computing 20, 1994). Collectives go axis by axis.
 | broadcast, ring | (n-1) alpha + bytes / B | outer to inner |
 
 h is the number of latencies: 1 where every rank sends to all others at once (Gulliver over gloo),
-n-1 where parts go round a ring (NCCL; Thakur, Rabenseifner, Gropp 2005). What a link was measured
-to take for a collective along n ranks goes before the formula, at n ranks.
+n-1 where parts go round a ring (NCCL; Thakur, Rabenseifner, Gropp 2005). What was measured goes
+before a formula: curves of a device, of messages, and of a collective along n ranks, at n ranks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def disk_seconds(disk: Disk, count: int, write: bool) -> float:
 
 
 def point_to_point_seconds(link: Link, count: int) -> float:
-    """A message of `count` bytes."""
+    """A message of `count` bytes, with another coming back at the same time."""
+    if link.messages is not None:
+        return link.messages.at(count)
     return link.alpha_s + count / link.bandwidth
 
 

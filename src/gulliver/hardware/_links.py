@@ -14,12 +14,14 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from gulliver.errors import GulliverError
 from gulliver.hardware._cluster import Axis, Link
+from gulliver.hardware._costs import point_to_point_seconds
 from gulliver.hardware._curve import Curve
 from gulliver.hardware._timing import curve_of, once
 
@@ -56,17 +58,13 @@ def probe_links(progress: Progress = lambda _: None) -> dict[Pair, Link]:
                 _exchange(sum(pair) - rank, times)
     found: list[dict[Pair, dict[int, list[float]]]] = [{} for _ in range(size)]
     dist.all_gather_object(found, mine)
-    # Both ends have measured.
-    return {
-        (low, high): fit_line(
-            MESSAGE_BYTES,
-            [
-                statistics.median(found[low][low, high][count] + found[high][low, high][count])
-                for count in MESSAGE_BYTES
-            ],
-        )
-        for low, high in itertools.combinations(range(size), 2)
-    }
+    links = {}
+    for low, high in itertools.combinations(range(size), 2):
+        # Both ends have measured.
+        ends = found[low][low, high], found[high][low, high]
+        curve = curve_of({count: ends[0][count] + ends[1][count] for count in MESSAGE_BYTES})
+        links[low, high] = replace(fit_line(curve.sizes, curve.seconds), messages=curve)
+    return links
 
 
 def probe_collectives(
@@ -212,4 +210,4 @@ def _slowest(links: Mapping[Pair, Link], pairs: set[Pair]) -> Link:
 
 
 def _seen_seconds(link: Link) -> float:
-    return link.alpha_s + SEEN_BY / link.bandwidth
+    return point_to_point_seconds(link, SEEN_BY)
