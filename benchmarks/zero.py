@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import date
+from pathlib import Path
 
+import torch
 import tyro
 
 from benchmarks._harness import RESULTS, finish
@@ -41,6 +43,8 @@ HIDDEN = "links that can hide it"
 REGIMES = {HIDDEN: 0.5, "slow links": 2.0}
 """Communication over compute, with four ranks."""
 TIMEOUT_S = 3600.0
+COPIES, TUNED_COPIES = 4, 5
+"""Of the parameters that a contestant keeps in a rank, and more that tuning our chunks leaves."""
 
 
 def on_network(options: Options, rate: str, names: Sequence[str]) -> Network:
@@ -137,10 +141,38 @@ def checked(options: Options) -> Options:
     return options
 
 
+def needed_bytes(options: Options) -> int:
+    """Memory that all ranks need together, roughly."""
+    with torch.device("meta"):  # nothing is computed here: ranks are forked from this process
+        size = sum(p.nbytes for p in options.task().model().parameters())
+    copies = COPIES * (1 + len(options.contestants))
+    if options.chunk() == "auto":
+        copies += TUNED_COPIES * sum(name in OURS for name in options.contestants)
+    return options.ranks * copies * size
+
+
+def check_memory(options: Options) -> None:
+    """Refuses what would not fit, before the kernel ends some process or other.
+
+    Raises:
+        NetlabError: it needs more memory than there is.
+    """
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    needed = needed_bytes(options)
+    if needed > free:
+        raise NetlabError(
+            f"{len(options.contestants)} contestants in {options.ranks} ranks need about "
+            f"{needed / 2**30:.0f} GiB and {free / 2**30:.0f} are free: name fewer --contestants, "
+            "or set --chunk-mb to a number"
+        )
+
+
 def main() -> None:
     """Measures what the options say."""
     try:
         options = checked(tyro.cli(Options, description=__doc__))
+        check_memory(replace(options, ranks=max(WEAK_RANKS)) if options.weak else options)
         scale(options) if options.weak else compare(options)
     except NetlabError as error:
         sys.exit(f"benchmarks.zero: {error}")

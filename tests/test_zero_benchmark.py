@@ -26,7 +26,7 @@ from benchmarks._zero_report import (
     weak_report,
 )
 from benchmarks.netlab import NetlabError
-from benchmarks.zero import checked, is_ratio
+from benchmarks.zero import check_memory, checked, is_ratio, needed_bytes
 from torch import nn
 
 MODEL = 1_000_000
@@ -152,6 +152,18 @@ def test_networks_are_rates_or_multiples_of_compute() -> None:
 def test_options_that_cannot_run_are_refused(options: Options, message: str) -> None:
     with pytest.raises(NetlabError, match=message):
         checked(options)
+
+
+def test_more_than_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(ranks=4, width=64, depth=1, contestants=("DDP", "ZeRO 2"), chunk_mb="4")
+    size = sum(p.nbytes for p in options.task().model().parameters())
+    # The model without communication takes part as well.
+    assert needed_bytes(options) == 4 * 3 * 4 * size
+    assert needed_bytes(dataclasses.replace(options, chunk_mb="auto")) > needed_bytes(options)
+    check_memory(options)
+    monkeypatch.setattr("benchmarks.zero.needed_bytes", lambda _: 1 << 60)
+    with pytest.raises(NetlabError, match="name fewer --contestants"):
+        check_memory(options)
 
 
 def test_state_is_counted_once_for_each_storage_and_at_its_peak() -> None:
