@@ -191,9 +191,8 @@ def _swap(data: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def _without_curves(cluster: Cluster) -> Cluster:
-    bare = {"messages": None, "ranks": None, "collectives": {}}
-    axes = tuple(replace(axis, link=replace(axis.link, **bare)) for axis in cluster.axes)
-    return replace(cluster, axes=axes)
+    axes = [replace(a, link=replace(a.link, messages=None, along=())) for a in cluster.axes]
+    return replace(cluster, axes=tuple(axes))
 
 
 def _write(path: Path, size: int) -> float:

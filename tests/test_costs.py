@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
+    Along,
     Curve,
     Device,
     Disk,
@@ -178,7 +179,7 @@ def test_a_curve_without_order_is_refused(sizes: tuple, seconds: tuple) -> None:
 
 def test_what_was_measured_goes_before_the_formula_along_as_many_ranks() -> None:
     measured = {"all_gather": Curve((100, 1000), (1.0, 2.0)), "all_reduce": Curve((9,), (5.0,))}
-    link = replace(FAST, ranks=4, collectives=measured)
+    link = replace(FAST, along=(Along(4, measured), Along(9, {})))
     assert all_gather_seconds([(4, link)], 550) == pytest.approx(1.5)
     assert all_gather_seconds([(8, link)], 550) == all_gather_seconds([(8, FAST)], 550)
     assert reduce_scatter_seconds([(4, link)], 550) == reduce_scatter_seconds([(4, FAST)], 550)

@@ -9,6 +9,7 @@ import pytest
 
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
+    Along,
     Axis,
     Cluster,
     Curve,
@@ -59,8 +60,8 @@ def test_every_description_loads_and_says_that_it_was_not_measured() -> None:
         ("measured: false", "measured: perhaps", "must be true or false"),
         ("measured: false", "measured: false\nrank_order: [0, 0]", "each of the 2 ranks once"),
         ("measured: false", "measured: false\nrank_order: 3", "must be a list"),
-        ("ring: false", "collectives: {all_gather: {sizes: [2, 1], seconds: [1, 2]}}", "ascend"),
-        ("ring: false", "collectives: [1]", "a value to each name"),
+        ("ring: false", "messages: {sizes: [2, 1], seconds: [1, 2]}", "ascend"),
+        ("ring: false", "along: [{ranks: 2, collectives: 3}]", "a value to each name"),
     ],
 )
 def test_a_wrong_entry_is_one_clear_line(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -83,8 +84,8 @@ def test_missing_files_and_descriptions_are_named(tmp_path: Path) -> None:
 def test_a_measured_cluster_is_read_back_with_its_curves(tmp_path: Path) -> None:
     curve = Curve((8, 64), (1e-5, 2.5e-3), 0.0)
     device = replace(DEVICE, matmul_curves={"float32": curve}, memory_curve=curve)
-    link = replace(SLOW, error=0.5, ring=True, messages=curve, ranks=2)
-    link = replace(link, collectives={"all_reduce": curve})
+    link = replace(SLOW, error=0.5, ring=True, messages=curve)
+    link = replace(link, along=(Along(2, {"all_reduce": curve}), Along(8, {"all_reduce": curve})))
     cluster = Cluster("c", device, (Axis("a", 2, link),), rank_order=(1, 0))
     cluster.save(tmp_path / "c.yaml")
     assert Cluster.load(tmp_path / "c.yaml") == cluster

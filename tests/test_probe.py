@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gulliver.cli import _probe as command
-from gulliver.comm import World, all_gather, init_world
+from gulliver.comm import Chooser, World, all_gather, init_world
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
     Cluster,
@@ -235,11 +235,29 @@ def test_ranks_measure_links_and_collectives_into_one_file(pool: Pool, tmp_path:
     assert cluster.measured
     assert cluster.size == 4
     for axis in cluster.axes:
-        assert axis.link.ranks == axis.size
-        assert set(axis.link.collectives) == {"all_reduce", "reduce_scatter", "all_gather"}
+        assert axis.size in [measured.ranks for measured in axis.link.along]
+        for measured in axis.link.along:
+            assert set(measured.collectives) == {"all_reduce", "reduce_scatter", "all_gather"}
     assert cluster.disk is not None
     assert cluster.date
     assert cluster.versions["torch"] == torch.__version__
+
+
+def _command_over_nodes(world: World, out: Path, folder: Path) -> int:
+    with patch.object(command, "probe_links", lambda progress: network([0, 1, 0, 1])):
+        return _command(world, out, folder)
+
+
+def test_over_nodes_each_axis_is_measured_and_all_ranks_at_once(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(_command_over_nodes, 4, tmp_path / "c.yaml", tmp_path) == [0, 0, 0, 0]
+    cluster = Cluster.load(tmp_path / "c.yaml")
+    assert [(axis.name, axis.size) for axis in cluster.axes] == [("node", 2), ("local", 2)]
+    assert cluster.rank_order == (0, 2, 1, 3)
+    assert [[m.ranks for m in axis.link.along] for axis in cluster.axes] == [[2, 4], [2]]
+    chosen = Chooser.of_links(cluster.links())("all_gather", 1 << 12)
+    assert chosen.predicted_flat_s == cluster.axes[0].link.along[1].collectives["all_gather"].at(
+        1 << 12
+    )
 
 
 def test_ranks_refuse_together_what_rank_0_cannot_write(pool: Pool, tmp_path: Path) -> None:

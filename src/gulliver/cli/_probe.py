@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import platform
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gulliver.comm import (
+    Choice,
     Torus,
     World,
     all_gather,
@@ -26,6 +26,7 @@ from gulliver.comm import (
 )
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
+    Along,
     Axis,
     Cluster,
     Curve,
@@ -128,11 +129,15 @@ def show(cluster: Cluster) -> None:
             f"{1e6 * link.alpha_s:,.0f} us, {link.bandwidth / 1e9:,.3f} GB/s",
             _percent(link.error),
         )
-        for name, curve in link.collectives.items():
-            rate = curve.sizes[-1] / curve.seconds[-1] / 1e9
-            what = f"{axis.name} x {axis.size}, {name.replace('_', '-')}"
-            least = f"{1e6 * curve.seconds[0]:,.0f} us"
-            table.add_row(what, f"{least}, {rate:,.3f} GB/s", _percent(curve.spread))
+        for measured in link.along:
+            for name, curve in measured.collectives.items():
+                rate = curve.sizes[-1] / curve.seconds[-1] / 1e9
+                which = axis.name if measured.ranks == axis.size else "all"
+                table.add_row(
+                    f"{which} x {measured.ranks}, {name.replace('_', '-')}",
+                    f"{1e6 * curve.seconds[0]:,.0f} us, {rate:,.3f} GB/s",
+                    _percent(curve.spread),
+                )
     Console().print(table)
     if max((curve.spread or 0.0 for curve in _curves(cluster)), default=0.0) > BUSY:
         Console().print(
@@ -145,25 +150,37 @@ def show(cluster: Cluster) -> None:
 
 def _curves(cluster: Cluster) -> list[Curve]:
     memory = cluster.device.memory_curve
-    along = [axis.link.collectives.values() for axis in cluster.axes]
+    along = [measured for axis in cluster.axes for measured in axis.link.along]
     return [
         *cluster.device.matmul_curves.values(),
         *([memory] if memory else []),
-        *itertools.chain.from_iterable(along),
+        *(curve for measured in along for curve in measured.collectives.values()),
     ]
 
 
 def _with_collectives(
     axes: tuple[Axis, ...], order: tuple[int, ...] | None, device: torch.device, progress: Progress
 ) -> tuple[Axis, ...]:
-    """The axes, with the collectives along each of them measured."""
+    """The axes, with the collectives along each of them measured, and those of all at once."""
     named = make_axes({axis.name: axis.size for axis in axes}, order)
-    found = []
-    for axis in axes:
-        operations = _operations(named.torus(axis.name), device)
-        curves = probe_collectives(operations, axis.size, progress)
-        found.append(replace(axis, link=replace(axis.link, ranks=axis.size, collectives=curves)))
-    return tuple(found)
+
+    def measured(torus: Torus) -> Along:
+        return Along(
+            torus.size, probe_collectives(_operations(torus, device), torus.size, progress)
+        )
+
+    found = [[measured(named.torus(axis.name))] for axis in axes]
+    if len(axes) > 1:
+        found[0].append(measured(named.torus(choose=_flat)))
+    return tuple(
+        replace(axis, link=replace(axis.link, along=tuple(along)))
+        for axis, along in zip(axes, found, strict=True)
+    )
+
+
+def _flat(collective: str, nbytes: int) -> Choice:
+    """Whatever it costs."""
+    return Choice(collective, nbytes, "flat", 0.0, 0.0)
 
 
 def _operations(

@@ -1,6 +1,15 @@
 """What things cost: devices, links and disks, measured or described, and the formulas on them."""
 
-from gulliver.hardware._cluster import Axis, Cluster, Device, Disk, Link, described, described_names
+from gulliver.hardware._cluster import (
+    Along,
+    Axis,
+    Cluster,
+    Device,
+    Disk,
+    Link,
+    described,
+    described_names,
+)
 from gulliver.hardware._costs import (
     all_gather_seconds,
     all_reduce_seconds,
@@ -27,6 +36,7 @@ from gulliver.hardware._links import (
 from gulliver.hardware._probe import probe_device, probe_disk
 
 __all__ = [
+    "Along",
     "Axis",
     "Cluster",
     "Curve",

@@ -49,6 +49,19 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Along:
+    """Collectives as they were measured along a number of ranks.
+
+    Attributes:
+        ranks: that took part.
+        collectives: seconds by bytes of the whole tensor, by name.
+    """
+
+    ranks: int
+    collectives: dict[str, Curve]
+
+
+@dataclass(frozen=True)
 class Link:
     """What messages between two ranks of an axis travel on, in each direction at once.
 
@@ -59,8 +72,7 @@ class Link:
         ring: collectives pass from neighbour to neighbour, with a latency for each (NCCL), rather
             than from each rank to all others at once (what Gulliver does over gloo).
         messages: seconds by bytes, where measured: what is short may travel otherwise.
-        ranks: along which collectives were measured.
-        collectives: seconds by bytes of the whole tensor, by name, along that many ranks.
+        along: collectives that were measured; on the outermost link those of all ranks at once too.
     """
 
     alpha_s: float
@@ -68,8 +80,7 @@ class Link:
     error: float | None = None
     ring: bool = False
     messages: Curve | None = None
-    ranks: int | None = None
-    collectives: dict[str, Curve] = field(default_factory=dict)
+    along: tuple[Along, ...] = ()
 
 
 @dataclass(frozen=True)

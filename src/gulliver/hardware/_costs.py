@@ -96,20 +96,20 @@ def all_reduce_seconds(axes: Axes, count: int) -> float:
     total, left = 0.0, float(count)
     several = [axis for axis in axes if axis[0] > 1]
     for size, link in reversed(several[1:]):
-        total += _along("reduce_scatter", size, link, left)
-        total += _along("all_gather", size, link, left)
+        total += _one_axis("reduce_scatter", size, link, left)
+        total += _one_axis("all_gather", size, link, left)
         left /= size
-    return total + sum(_along("all_reduce", size, link, left) for size, link in several[:1])
+    return total + sum(_one_axis("all_reduce", size, link, left) for size, link in several[:1])
 
 
 def all_to_all_seconds(axes: Axes, count: int) -> float:
     """Of `count` bytes on each rank, a part of them for each: all cross every axis."""
-    return sum(_along("all_to_all", size, link, count) for size, link in axes if size > 1)
+    return sum(_one_axis("all_to_all", size, link, count) for size, link in axes if size > 1)
 
 
 def broadcast_seconds(axes: Axes, count: int) -> float:
     """Of `count` bytes, first along the outermost axis."""
-    return sum(_along("broadcast", size, link, count) for size, link in axes if size > 1)
+    return sum(_one_axis("broadcast", size, link, count) for size, link in axes if size > 1)
 
 
 def wire_bytes(axes: Axes, count: int, collective: Collective) -> list[float]:
@@ -139,15 +139,16 @@ def _shrinking(collective: Collective, axes: Axes, count: int) -> float:
     total, left = 0.0, float(count)
     for size, link in reversed(axes):
         if size > 1:
-            total += _along(collective, size, link, left)
+            total += _one_axis(collective, size, link, left)
             left /= size
     return total
 
 
-def _along(collective: Collective, size: int, link: Link, count: float) -> float:
+def _one_axis(collective: Collective, size: int, link: Link, count: float) -> float:
     """A collective of `count` bytes along one axis."""
-    if link.ranks == size and collective in link.collectives:
-        return link.collectives[collective].at(count)
+    for measured in link.along:
+        if measured.ranks == size and collective in measured.collectives:
+            return measured.collectives[collective].at(count)
     hops = size - 1 if link.ring else 1
     if collective == "broadcast":
         if link.ring:
