@@ -230,6 +230,7 @@ def _deepspeed_config(stage: int) -> dict[str, Any]:
             "reduce_bucket_size": DEEPSPEED_BUCKET,
             "allgather_bucket_size": DEEPSPEED_BUCKET,
         },
+        "gradient_clipping": 0.0,  # by default it clips at 1, which is not the task
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,

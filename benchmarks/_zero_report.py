@@ -185,8 +185,9 @@ def _bytes_bars(network: Network) -> list[Bar]:
 
 
 def _loss_bars(network: Network) -> list[Bar]:
-    differences = loss_differences(network)
-    return [at_most(f"{n}: loss, off the others'", differences[n], 1e-5) for n in network.ours()]
+    """For the peers too: one that trains something else would be no peer."""
+    base, *others = list(loss_differences(network).items()) or [("", 0.0)]
+    return [at_most(f"{name}: loss, off {base[0]}'s", off, 1e-5) for name, off in others]
 
 
 def _time_bars(network: Network) -> list[Bar]:
