@@ -27,9 +27,13 @@ from gulliver.hardware._timing import curve_of, once
 
 Pair = tuple[int, int]
 Progress = Callable[[str], None]
-MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
+MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 21)
 COLLECTIVE_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 23)
 SWEEPS = 3
+LONG_S, BUDGET_S = 0.3, 1.0
+"""A collective that takes so long is the largest; and what one of them may take in all."""
+EXCHANGES, EXCHANGES_S = 7, 0.05
+"""Of a size in a sweep: at most so many, in about so many seconds, but one at least."""
 NEAR = 2.0
 """Nodes are seen where messages between them take at least so many times as long as within."""
 SEEN_BY = 1 << 20
@@ -79,30 +83,30 @@ def probe_collectives(
         operations: by name; given a number of bytes, each makes what runs the collective once.
         ranks: of the axis; the bytes are multiples of so many numbers of 4 bytes.
         progress: told what is being measured.
-        turns: of each.
+        turns: of each; what takes long gets fewer, and nothing larger is measured.
     """
     device, item = link_device(), 4 * ranks
     made = {
         (name, -(-count // item) * item): None for name in operations for count in COLLECTIVE_BYTES
     }
     runs = {(name, count): operations[name](count) for name, count in made}
-    times: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
-    for turn in range(turns + 1):
-        progress(f"collectives along {ranks} ranks, turn {turn} of {turns}")
-        for key, run in runs.items():
-            dist.barrier()
-            took = once(run, device)
-            if turn:  # the first warms up
-                times[key].append(took)
+    turns_of = _warmed_up(runs, turns, progress)
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in turns_of}
+    for turn in range(turns):
+        progress(f"collectives along {ranks} ranks, turn {turn + 1} of {turns}")
+        for key in turns_of:
+            if turn < turns_of[key]:
+                dist.barrier()
+                times[key].append(once(runs[key], device))
     # The middle rank of every turn: who leaves a barrier first waits for who leaves it last.
     all_times: list[dict[tuple[str, int], list[float]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(all_times, times)
     middle = {
         key: [statistics.median(turn) for turn in zip(*(t[key] for t in all_times), strict=True)]
-        for key in runs
+        for key in times
     }
     return {
-        name: curve_of({count: middle[key, count] for key, count in runs if key == name})
+        name: curve_of({count: middle[key, count] for key, count in times if key == name})
         for name in operations
     }
 
@@ -195,8 +199,33 @@ def _exchange(peer: int, times: dict[int, list[float]]) -> None:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
 
-        once(exchange, device)
-        found += [once(exchange, device) for _ in range(2 if count > 1 << 17 else 7)]
+        took = once(exchange, device)
+        # Both must do as many: the lower rank says how many.
+        runs = torch.tensor([max(1, min(EXCHANGES, int(EXCHANGES_S / took)))], device=device)
+        if dist.get_rank() < peer:
+            dist.send(runs, peer)
+        else:
+            dist.recv(runs, peer)
+        found += [once(exchange, device) for _ in range(int(runs.item()))]
+
+
+def _warmed_up(
+    runs: Mapping[tuple[str, int], Callable[[], object]], turns: int, progress: Progress
+) -> dict[tuple[str, int], int]:
+    """How many turns each operation gets, after it has run once; all ranks agree."""
+    found: dict[tuple[str, int], int] = {}
+    too_long: set[str] = set()
+    for name, count in sorted(runs, key=lambda key: key[1]):
+        if name in too_long:
+            continue
+        progress(f"{name.replace('_', '-')} of {count} bytes")
+        dist.barrier()
+        took = [0.0] * dist.get_world_size()
+        dist.all_gather_object(took, once(runs[name, count], link_device()))
+        found[name, count] = max(3, min(turns, int(BUDGET_S / max(took))))
+        if max(took) > LONG_S:
+            too_long.add(name)
+    return found
 
 
 def _between_to_within(groups: Sequence[Sequence[int]], seconds: Mapping[Pair, float]) -> float:
