@@ -46,6 +46,7 @@ def relayout(optimizer: ZeroOptimizer, order: Sequence[str], chunk_bytes: int) -
     optimizer.take_writes()
     chunks = [_moved(optimizer, *found) for found in new]
     _move_state(optimizer, old, chunks)
+    optimizer.pool.clear()  # buffers of the old sizes are not asked for again
     optimizer.adopt(chunks)
     return True
 
