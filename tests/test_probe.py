@@ -212,6 +212,17 @@ def test_all_ranks_learn_the_same_curves_of_collectives(pool: Pool) -> None:
     assert all(found == first for found in others)
 
 
+def _long_collectives_of(world: World) -> dict[str, Curve]:
+    with patch.object(_links, "LONG_S", 0.0):
+        return _collectives_of(world)
+
+
+def test_collectives_larger_than_one_that_took_long_are_left_out(pool: Pool) -> None:
+    first, *others = pool.run(_long_collectives_of, 3)
+    assert first["all_gather"].sizes == (264,)
+    assert all(found == first for found in others)
+
+
 # The command
 
 
