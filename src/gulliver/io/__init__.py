@@ -11,14 +11,37 @@ from gulliver.io._atomic import (
     sync,
     write_text,
 )
+from gulliver.io._engine import (
+    BLOCK,
+    Counters,
+    Engine,
+    File,
+    IoError,
+    Page,
+    Ticket,
+    default_engine,
+)
+from gulliver.io._native import NativeEngine, native_problem
+from gulliver.io._twin import TwinEngine
 from gulliver.io._yaml import to_yaml
 
 __all__ = [
+    "BLOCK",
     "PARTIAL",
+    "Counters",
+    "Engine",
+    "File",
+    "IoError",
+    "NativeEngine",
+    "Page",
+    "Ticket",
+    "TwinEngine",
     "atomic_file",
     "cache_folder",
+    "default_engine",
     "finish_folder",
     "named_errors",
+    "native_problem",
     "remove_folder",
     "require_space",
     "sync",
