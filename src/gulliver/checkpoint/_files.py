@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -134,80 +133,3 @@ def read_json(path: Path) -> Any:
             return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise GulliverError(f"{path} is truncated or no JSON ({error})") from error
-
-
-def split_state(state: Any) -> tuple[dict[str, Tensor], Any]:
-    """Takes the tensors out of a nested state.
-
-    Args:
-        state: dicts, lists, tuples, tensors and plain values, nested; keys may be anything plain,
-            or tuples of that. Kinds derived from dict, list and tuple come back as these.
-
-    Returns:
-        The tensors by their path, and a skeleton of JSON values that says where each belongs.
-
-    Raises:
-        GulliverError: a value that is neither a tensor nor plain.
-    """
-    tensors: dict[str, Tensor] = {}
-    return tensors, _take(state, "state", tensors)
-
-
-def _take(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """The skeleton of `value`; its tensors are added to `tensors`."""
-    if isinstance(value, Tensor):
-        # Keys with dots in them, and 1 beside "1", can give two tensors the same path.
-        name = path if path not in tensors else f"{path}~{len(tensors)}"
-        tensors[name] = value
-        return {"tensor": name}
-    if isinstance(value, Mapping):
-        return {
-            "dict": [[_key(k, path), _take(v, f"{path}.{k}", tensors)] for k, v in value.items()]
-        }
-    if isinstance(value, list | tuple):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_take(item, f"{path}.{n}", tensors) for n, item in enumerate(value)]}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(float(value))}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise GulliverError(f"{path} is a {type(value).__name__}: it cannot be saved")
-
-
-def _key(key: Any, path: str) -> Any:
-    if isinstance(key, Tensor):
-        raise GulliverError(f"a key of {path} is a tensor: it cannot be saved")
-    return _take(key, f"a key of {path}", {})
-
-
-def join_state(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:
-    """The inverse of `split_state`.
-
-    Raises:
-        GulliverError: a tensor is missing, or the skeleton is none.
-    """
-    if not isinstance(skeleton, dict):
-        return skeleton
-    kind, content = _only_item(skeleton)
-    if kind == "tensor":
-        if content not in tensors:
-            raise GulliverError(f"tensor {content!r} is missing from the checkpoint")
-        return tensors[content]
-    if kind == "dict":
-        return {join_state(tensors, key): join_state(tensors, item) for key, item in content}
-    if kind in ("list", "tuple"):
-        items = [join_state(tensors, item) for item in content]
-        return items if kind == "list" else tuple(items)
-    if kind == "dtype":
-        return getattr(torch, content)
-    if kind == "float":
-        return float(content)
-    raise GulliverError(f"{kind!r} is no part of a saved state: it was written by something else")
-
-
-def _only_item(skeleton: dict[str, Any]) -> tuple[str, Any]:
-    if len(skeleton) != 1:
-        raise GulliverError(f"{sorted(skeleton)} is no part of a saved state: it is another file")
-    return next(iter(skeleton.items()))

@@ -2,26 +2,28 @@
 
 A step is written under a temporary name, forced to the disk, and renamed; `latest` is moved after
 that. A process killed at any moment leaves complete steps and at most some temporary folders, which
-the next save removes. A step is complete if all files that its manifest lists are there in the size
-that they had; what the files hold is not known here.
+the next save removes. Who writes what into a step is told in `_saving.py`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import re
 import shutil
-from collections.abc import Callable
+import socket
+import time
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from gulliver.checkpoint._files import read_json, write_json
-from gulliver.comm import World, gather_objects, group_rank
+from gulliver.checkpoint._manifest import is_complete
+from gulliver.comm import group_rank
 from gulliver.errors import GulliverError
 from gulliver.io import PARTIAL, finish_folder, named_errors, remove_folder, write_text
 
-FORMAT = 1
-LATEST = "latest"
-MANIFEST = "manifest.json"
+LATEST, LOCK = "latest", ".lock"
 STEP = re.compile(r"step-(\d{8,})")
 
 _log = logging.getLogger("gulliver")
@@ -33,19 +35,27 @@ class CheckpointFolder:
     Args:
         root: the folder; made when the first step is saved.
         keep: how many of the newest steps stay; 0 keeps all.
+        max_age_s: seconds after which a step goes, too; None keeps it however old it is. The newest
+            complete step stays in any case.
 
     Raises:
-        GulliverError: `keep` is negative.
+        GulliverError: `keep` is negative, or `max_age_s` not positive.
     """
 
-    def __init__(self, root: Path, keep: int = 3) -> None:
+    def __init__(self, root: Path, keep: int = 3, max_age_s: float | None = None) -> None:
         if keep < 0:
             raise GulliverError(f"{keep} checkpoints cannot be kept: give 1 or more, or 0 for all")
-        self.root, self.keep = Path(root), keep
+        if max_age_s is not None and not max_age_s > 0:
+            raise GulliverError(f"max_age_s must be positive, not {max_age_s}: None keeps all ages")
+        self.root, self.keep, self.max_age_s = Path(root), keep, max_age_s
 
     def path(self, step: int) -> Path:
         """Where a step lies."""
         return self.root / f"step-{step:08d}"
+
+    def partial(self, step: int) -> Path:
+        """Where a step lies while it is written."""
+        return self.root / f"{self.path(step).name}{PARTIAL}"
 
     def steps(self) -> list[int]:
         """The complete steps, lowest first.
@@ -53,11 +63,13 @@ class CheckpointFolder:
         Raises:
             GulliverError: a step was written by a newer version.
         """
+        return [step for step in self._numbers() if is_complete(self.path(step))]
+
+    def _numbers(self) -> list[int]:
         if not self.root.is_dir():
             return []
         found = (STEP.fullmatch(entry.name) for entry in self.root.iterdir())
-        numbers = sorted(int(match[1]) for match in found if match)
-        return [step for step in numbers if self._complete(self.path(step))]
+        return sorted(int(match[1]) for match in found if match)
 
     def latest(self) -> Path | None:
         """The newest complete step; says so where the file `latest` names one that is not.
@@ -65,95 +77,108 @@ class CheckpointFolder:
         Raises:
             GulliverError: a step was written by a newer version.
         """
-        steps = self.steps()
-        newest = self.path(steps[-1]) if steps else None
+        newest = None
+        for step in reversed(self._numbers()):
+            if is_complete(self.path(step)):
+                newest = self.path(step)
+                break
         pointer = self.root / LATEST
         named = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
-        if named and named not in {self.path(step).name for step in steps} and group_rank() == 0:
+        if named and group_rank() == 0 and not self._is_step(named):
             instead = newest.name if newest else "no other is there"
             _log.warning("checkpoint %s is not complete: taking %s", self.root / named, instead)
         return newest
 
-    def save(self, step: int, write: Callable[[Path], None], world: World | None = None) -> Path:
-        """Saves a step.
+    def _is_step(self, name: str) -> bool:
+        return STEP.fullmatch(name) is not None and is_complete(self.root / name)
 
-        Args:
-            step: its number; a step of that number is replaced.
-            write: fills the folder that it is given. With a world every rank calls it, on the same
-                folder, so that each may write its own files.
-            world: the ranks that save together; None for this process alone.
-
-        Returns:
-            The folder of the step.
+    def begin(self, step: int) -> Path:
+        """Removes what a killed process left half written, and makes the temporary folder.
 
         Raises:
-            Exception: what went wrong on this rank.
-            GulliverError: which other rank failed, and why. In both cases nothing half written
-                stays.
+            GulliverError: the place cannot be written.
         """
-        partial = self.root / f"{self.path(step).name}{PARTIAL}"
-        is_main = world is None or world.is_main
-        try:
-            _together(world, step, lambda: self._begin(partial), is_main)
-            _together(world, step, lambda: write(partial), True)
-            _together(world, step, lambda: self._publish(partial, step), is_main)
-        except Exception:
-            if is_main:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
-        return self.path(step)
-
-    def _begin(self, partial: Path) -> None:
-        """Removes what a killed process left half written, and makes the temporary folder."""
+        partial = self.partial(step)
         with named_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             for entry in self.root.glob(f"*{PARTIAL}"):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             partial.mkdir()
+        return partial
 
-    def _publish(self, partial: Path, step: int) -> None:
-        files = {
-            str(found.relative_to(partial)): found.stat().st_size
-            for found in sorted(partial.rglob("*"))
-            if found.is_file()
-        }
-        write_json(partial / MANIFEST, {"format": FORMAT, "step": step, "files": files})
-        finish_folder(partial, self.path(step))
+    def publish(self, step: int) -> None:
+        """Gives a step its final name, moves `latest` to it, and removes what is not kept."""
+        finish_folder(self.partial(step), self.path(step))
         write_text(self.root / LATEST, self.path(step).name + "\n")
-        if self.keep:
-            for old in self.steps()[: -self.keep]:
-                if old != step:
-                    remove_folder(self.path(old))
+        for old in self._outlived():
+            if old != step:
+                remove_folder(self.path(old))
 
-    def _complete(self, folder: Path) -> bool:
-        try:
-            manifest = read_json(folder / MANIFEST)
-            written, files = manifest["format"], manifest["files"].items()
-        except (GulliverError, TypeError, KeyError, AttributeError):
-            return False
-        if written > FORMAT:
-            raise GulliverError(
-                f"{folder} was written by a newer version (format {written}, this one reads up to "
-                f"{FORMAT}): update gulliver"
-            )
-        return all(
-            (folder / name).is_file() and (folder / name).stat().st_size == size
-            for name, size in files
-        )
+    def discard(self, step: int) -> None:
+        """Removes what was written of a step that failed."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def _outlived(self) -> list[int]:
+        """Steps that go: too many, or too old; never the newest."""
+        steps = self.steps()
+        gone = set(steps[: -self.keep]) if self.keep else set()
+        if self.max_age_s is not None:
+            before = time.time() - self.max_age_s
+            gone |= {step for step in steps if self.path(step).stat().st_mtime < before}
+        return sorted(gone - set(steps[-1:]))
 
 
-def _together(world: World | None, step: int, action: Callable[[], None], acts: bool) -> None:
-    """Runs `action` on the ranks that act; all ranks go on only if it went well on all of them."""
-    failure: Exception | None = None
-    if acts:
-        try:
-            action()
-        except Exception as error:
-            failure = error
-    reason = None if failure is None else f"{failure}" or type(failure).__name__
-    reasons = [reason] if world is None else gather_objects(reason)
-    if failure is not None:
-        raise failure
-    for rank, other in enumerate(reasons):
-        if other is not None:
-            raise GulliverError(f"step {step} was not saved: rank {rank} failed ({other})")
+class FolderLock:
+    """Keeps a second job from writing the same folder, for as long as this process has it.
+
+    The system releases it when the process ends, however it ends.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.path = Path(root) / LOCK
+        self._handle: int | None = None
+
+    def take(self) -> None:
+        """Takes it; having it already is fine.
+
+        Raises:
+            GulliverError: another process has it, or the folder cannot be written.
+        """
+        if self._handle is not None:
+            return
+        with named_errors(self.path.parent):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.read(handle, 200).decode("utf-8", "replace").strip() or "another process"
+                os.close(handle)
+                raise GulliverError(
+                    f"{self.path.parent} is being written by {owner}: choose another folder, or "
+                    "end that job first"
+                ) from None
+            except OSError:
+                os.close(handle)
+                raise
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._handle = handle
+
+    def release(self) -> None:
+        """Gives it back; a second time does nothing."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def __enter__(self) -> Self:
+        self.take()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()

@@ -3,7 +3,16 @@
 from gulliver.memory._awaited import arrived, await_parameter
 from gulliver.memory._buffers import BufferPool
 from gulliver.memory._chunk import Chunk
+from gulliver.memory._claims import (
+    Claim,
+    add_claim,
+    before_any_write,
+    before_write,
+    drop_claim,
+    storage_of,
+)
 from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
+from gulliver.memory._parts import Part
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
 
 __all__ = [
@@ -11,11 +20,18 @@ __all__ = [
     "BufferPool",
     "Chunk",
     "ChunkLayout",
+    "Claim",
+    "Part",
     "Piece",
     "ReducedGradient",
     "Slot",
+    "add_claim",
     "arrived",
     "await_parameter",
+    "before_any_write",
+    "before_write",
+    "drop_claim",
     "plan_chunks",
     "reduced_gradient",
+    "storage_of",
 ]

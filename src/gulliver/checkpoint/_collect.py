@@ -1,0 +1,150 @@
+"""What a rank writes of a state: its tensors by entry, and who writes those that all ranks have."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.checkpoint._image import CODES
+from gulliver.checkpoint._tree import Leaf, split_state
+from gulliver.errors import GulliverError
+from gulliver.memory import Part
+
+SMALL = 2**16
+"""Bytes: smaller tensors are copied at once, which is cheaper than to look after them."""
+ALIKE = 2**20
+"""Bytes: smaller tensors that every rank has are written by rank 0, as it has them."""
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """Marks an entry of a state that every rank has a value of its own for.
+
+    The value is given back to the rank of that number, whatever the number of ranks is then.
+    """
+
+    value: Any
+
+
+@dataclass
+class Collected:
+    """What one rank writes.
+
+    Attributes:
+        tensors: by entry and name.
+        skeletons: by entry, of what all ranks have.
+        own: skeletons by entry, of what this rank alone has.
+        digest: of what all ranks have to have in common.
+    """
+
+    tensors: dict[str, dict[str, Leaf]] = field(default_factory=dict)
+    skeletons: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
+
+
+def own_entry(entry: str, rank: int) -> str:
+    """What a rank's own values of an entry are called among the files and tensors."""
+    return f"{entry}@{rank}"
+
+
+def collect(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> Collected:
+    """Takes a state apart.
+
+    Args:
+        state: by entry: values that `split_state` takes, and objects that have a `state_dict`.
+            Tensors are taken to be the same on every rank, `Part`s and `PerRank` values are not.
+        rank: that writes.
+        world_size: ranks that write together.
+
+    Raises:
+        GulliverError: an entry's name cannot be a file's, or a value cannot be saved.
+    """
+    found = Collected()
+    common: dict[str, dict[str, Tensor]] = {}
+    for entry, value in state.items():
+        if not isinstance(entry, str) or not entry or set(entry) & set("/\\@\0") or entry[0] == ".":
+            raise GulliverError(f"{entry!r} is no name for an entry: use letters, digits and _")
+        alone = isinstance(value, PerRank)
+        leaves, skeleton = split_state(_content(value.value if alone else value))
+        leaves = {name: _leaf(entry, name, leaf) for name, leaf in leaves.items()}
+        if alone:
+            found.tensors[own_entry(entry, rank)] = leaves
+            found.own[entry] = skeleton
+            continue
+        found.skeletons[entry] = skeleton
+        found.tensors[entry] = {n: v for n, v in leaves.items() if isinstance(v, Part)}
+        common[entry] = {n: v for n, v in leaves.items() if not isinstance(v, Part)}  # type: ignore[misc]
+    found.digest = _digest(common)
+    _share_out(common, found, rank, world_size)
+    return found
+
+
+def _content(value: Any) -> Any:
+    """What there is to save of an object."""
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _leaf(entry: str, name: str, leaf: Leaf) -> Leaf:
+    where = f"{entry}: tensor {name!r}"
+    if isinstance(leaf, Part):
+        _check(where, leaf.value)
+        return leaf
+    if hasattr(leaf, "device_mesh"):
+        return _local(where, leaf)
+    _check(where, leaf)
+    # Views that are conjugated or negated only by a flag would be written without it.
+    return leaf.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _check(where: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in CODES:
+        kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
+        raise GulliverError(f"{where} is {kind}: the safetensors format cannot hold it")
+
+
+def _local(where: str, tensor: Any) -> Leaf:
+    """A DTensor as what this rank has of it."""
+    placements, mesh = tensor.placements, tensor.device_mesh
+    local = tensor.to_local().detach()
+    _check(where, local)
+    if all(placement.is_replicate() for placement in placements):
+        return local.contiguous()
+    if mesh.ndim != 1 or not placements[0].is_shard(0):
+        raise GulliverError(
+            f"{where} is a DTensor placed {placements} on a mesh of {mesh.ndim} axes: Replicate "
+            "on any, or Shard(0) on one axis can be saved; call full_tensor() on it first"
+        )
+    rows = tensor.shape[0]
+    # Rows are dealt as `torch.chunk` deals them.
+    start = min(rows, mesh.get_local_rank() * math.ceil(rows / mesh.size()))
+    row = math.prod(tensor.shape[1:])
+    return Part(local.contiguous().reshape(-1), tuple(tensor.shape), start * row)
+
+
+def _share_out(
+    common: Mapping[str, Mapping[str, Tensor]], found: Collected, rank: int, world_size: int
+) -> None:
+    """Gives every tensor that all ranks have to the rank that has least to write so far."""
+    loads = [0] * world_size
+    for entry, tensors in common.items():
+        for name, tensor in tensors.items():
+            writer = 0 if tensor.nbytes < ALIKE else loads.index(min(loads))
+            loads[writer] += tensor.nbytes
+            if writer == rank:
+                found.tensors[entry][name] = tensor
+
+
+def _digest(common: Mapping[str, Mapping[str, Tensor]]) -> str:
+    lines: Sequence[str] = [
+        f"{entry}/{name} {tensor.dtype} {tuple(tensor.shape)}"
+        for entry, tensors in common.items()
+        for name, tensor in tensors.items()
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

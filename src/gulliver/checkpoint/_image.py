@@ -1,0 +1,177 @@
+"""A safetensors file as a plan: its header, and which memory goes to which place in it.
+
+The file is cut into pages of equal size, each gathered from the tensors that lie in it, so that
+every write but the last is aligned whatever the sizes of the tensors are.
+
+Format: https://github.com/huggingface/safetensors, read as of version 0.8.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+
+CODES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+"""What the format can hold, and how it calls that."""
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+MAX_HEADER = 100_000_000
+"""Bytes; readers refuse more."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Image:
+    """A file to be: a header, and tensors one behind the other.
+
+    Args:
+        tensors: contiguous, by name.
+        metadata: text beside them.
+
+    Raises:
+        GulliverError: a dtype that the format cannot hold, or too many tensors for its header.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        for name, tensor in tensors.items():
+            if tensor.dtype not in CODES:
+                raise GulliverError(
+                    f"tensor {name!r} is {tensor.dtype}: the safetensors format cannot hold it"
+                )
+        # The largest elements first: then each is aligned to its own size.
+        order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+        entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        end = 0
+        for name in order:
+            begin, end = end, end + tensors[name].nbytes
+            entries[name] = {
+                "dtype": CODES[tensors[name].dtype],
+                "shape": list(tensors[name].shape),
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+        text += b" " * (-len(text) % 8)
+        if len(text) > MAX_HEADER:
+            raise GulliverError(
+                f"{len(tensors)} tensors need a header of {len(text)} bytes, the safetensors "
+                f"format allows {MAX_HEADER}: save them in several entries"
+            )
+        # Kept by this object: pages are gathered from its memory, too.
+        self.header = torch.frombuffer(
+            bytearray(struct.pack("<Q", len(text)) + text), dtype=torch.uint8
+        )
+        self.sources: list[Tensor] = [self.header, *(tensors[name] for name in order)]
+        self.names: list[str | None] = [None, *order]
+        self.nbytes = self.header.nbytes + end
+
+    def pages(self, page_bytes: int) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
+        """The file page by page.
+
+        Yields:
+            Where the page begins, and its runs: number of the source, first byte in that, bytes.
+        """
+        runs: list[tuple[int, int, int]] = []
+        offset = filled = 0
+        for number, source in enumerate(self.sources):
+            done, size = 0, source.nbytes
+            while done < size:
+                count = min(size - done, page_bytes - filled)
+                runs.append((number, done, count))
+                done, filled = done + count, filled + count
+                if filled == page_bytes:
+                    yield offset, runs
+                    runs, offset, filled = [], offset + page_bytes, 0
+        if runs:
+            yield offset, runs
+
+
+def read_slots(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
+    """The tensors in a safetensors file, and the text beside them; reads the header only.
+
+    Raises:
+        GulliverError: it is missing, truncated, or no safetensors file.
+    """
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+            if not 2 <= length <= min(MAX_HEADER, size - 8):
+                raise GulliverError(f"{path} is truncated or no safetensors file")
+            entries = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise GulliverError(f"{path} does not exist") from None
+    except OSError as error:
+        raise GulliverError(f"{path} cannot be read: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise GulliverError(f"{path} is truncated or no safetensors file ({error})") from error
+    try:
+        metadata = entries.pop("__metadata__", {})
+        slots = {
+            name: _slot(path, name, entry, 8 + length, size) for name, entry in entries.items()
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, GulliverError):
+            raise
+        raise GulliverError(f"{path} has a broken header ({error!r})") from error
+    return slots, metadata
+
+
+def _slot(path: Path, name: str, entry: Mapping[str, Any], base: int, size: int) -> Slot:
+    code, (begin, end) = entry["dtype"], entry["data_offsets"]
+    if code not in DTYPES:
+        raise GulliverError(f"tensor {name!r} in {path} is of dtype {code}, which is not known")
+    slot = Slot(name, DTYPES[code], tuple(int(n) for n in entry["shape"]), base + begin)
+    if slot.nbytes != end - begin or begin < 0:
+        raise GulliverError(f"{path} has a broken header: tensor {name!r} does not fit its place")
+    if base + end > size:
+        raise GulliverError(
+            f"{path} is truncated: tensor {name!r} ends at byte {base + end}, the file at {size}"
+        )
+    return slot

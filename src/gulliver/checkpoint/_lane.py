@@ -1,0 +1,193 @@
+"""Copies from a device into the engine's pages, on a stream of their own.
+
+The stream begins after what had been queued when the snapshot was taken. Whoever is about to change
+a source makes its own stream wait for the copy; no thread waits for the device, but this one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.io import Engine, File, Page, Ticket
+
+
+class Lane:
+    """Copies between a device and the host, in the order in which they are asked for.
+
+    This one is host memory's own, where every copy has ended when it returns.
+    """
+
+    def prepare(self, regions: Iterable[tuple[int, int]]) -> None:
+        """Makes the pool's memory fit for copies that do not wait; knows what it has seen."""
+
+    def begin(self) -> None:
+        """What is copied from now on is what the sources hold once the work queued so far ends."""
+
+    def queue(self) -> AbstractContextManager[Any]:
+        """Where copies are asked for."""
+        return nullcontext()
+
+    def mark(self) -> Any:
+        """An event after the copies asked for so far."""
+        return None
+
+    def order(self, event: Any) -> None:
+        """Lets the work that the caller queues next wait for an event."""
+
+    def wait(self, event: Any) -> None:
+        """Waits for an event."""
+
+
+class CudaLane(Lane):
+    """Copies on a stream of their own, from memory that is page-locked for them.
+
+    Args:
+        device: that the sources are on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._locked: set[int] = set()
+
+    def prepare(self, regions: Iterable[tuple[int, int]]) -> None:
+        """Page-locks the pool, once."""
+        for address, nbytes in regions:
+            if address in self._locked:
+                continue
+            code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # pyright: ignore[reportAttributeAccessIssue]
+            if int(code) != 0:
+                raise GulliverError(
+                    f"{nbytes} bytes of host memory could not be page-locked (CUDA error "
+                    f"{int(code)}): free some, or save with mode='ring'"
+                )
+            self._locked.add(address)
+
+    def begin(self) -> None:
+        """The copies come after what is queued on the caller's stream."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def queue(self) -> AbstractContextManager[Any]:
+        """The stream."""
+        return torch.cuda.stream(self.stream)
+
+    def mark(self) -> Any:
+        """An event on the stream."""
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def order(self, event: Any) -> None:
+        """The caller's stream waits, the caller does not."""
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def wait(self, event: Any) -> None:
+        """The calling thread waits; without the GIL."""
+        event.synchronize()
+
+
+class LaneTicket:
+    """A page that is copied by a lane and then written; waits as an engine's ticket does."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        file: File,
+        offset: int,
+        sources: Sequence[tuple[Tensor, int, int]],
+    ) -> None:
+        self.lane, self.file, self.offset, self.sources = lane, file, offset, sources
+        self._issued, self._written = threading.Event(), threading.Event()
+        self._event: Any = None
+        self._ticket: Ticket | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the page."""
+        return sum(count for _, _, count in self.sources)
+
+    @property
+    def checksum(self) -> int | None:
+        """Of what was written."""
+        return None if self._ticket is None else self._ticket.checksum
+
+    def copy(self, page: Page) -> None:
+        """Asks for the copies."""
+        target, position = torch.from_numpy(page.array), 0
+        with self.lane.queue():
+            for source, begin, count in self.sources:
+                run = source.detach().reshape(-1).view(torch.uint8)[begin : begin + count]
+                target[position : position + count].copy_(run, non_blocking=True)
+                position += count
+            self._event = self.lane.mark()
+        self._issued.set()
+
+    def write(self, engine: Engine, page: Page) -> None:
+        """Waits for the copies, and has the page written."""
+        self.lane.wait(self._event)
+        self._ticket = engine.write_page(self.file, self.offset, page, self.nbytes)
+        self._written.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Lets whoever waits know that it will not come."""
+        self._error = error
+        self._issued.set()
+        self._written.set()
+
+    def wait_copied(self) -> None:
+        """The caller's next work on the device comes after the copies."""
+        self._issued.wait()
+        if self._event is not None:
+            self.lane.order(self._event)
+
+    def wait(self) -> None:
+        """Waits until the page is written.
+
+        Raises:
+            GulliverError: it could not be copied or written.
+        """
+        self._written.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._ticket is not None
+        self._ticket.wait()
+
+
+def pump(engine: Engine, tickets: Sequence[LaneTicket]) -> None:
+    """Copies page after page, as many ahead as the pool has, and has them written in order.
+
+    Raises:
+        Exception: what a copy failed with; tickets that are left fail with it.
+    """
+    copying: deque[tuple[LaneTicket, Page]] = deque()
+    left = deque(tickets)
+    try:
+        while left or copying:
+            page = _page(engine, wait=not copying) if left else None
+            if page is None:
+                ticket, copied = copying.popleft()
+                ticket.write(engine, copied)
+                continue
+            ticket = left.popleft()
+            copying.append((ticket, page))
+            ticket.copy(page)
+    except BaseException as error:
+        for ticket in (*(ticket for ticket, _ in copying), *left):
+            ticket.fail(error)
+        raise
+
+
+def _page(engine: Engine, wait: bool) -> Page | None:
+    try:
+        return engine.acquire(None if wait else 0.0)
+    except TimeoutError:
+        return None

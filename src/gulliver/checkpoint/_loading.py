@@ -1,0 +1,186 @@
+"""Loading a step into a program's objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.checkpoint._collect import PerRank
+from gulliver.checkpoint._folder import CheckpointFolder
+from gulliver.checkpoint._manifest import MANIFEST
+from gulliver.checkpoint._reader import Mismatch, StepReader
+from gulliver.checkpoint._tree import Leaf
+from gulliver.comm import group_rank
+from gulliver.errors import GulliverError
+from gulliver.memory import Part, before_write
+
+
+@dataclass
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+        step: that it was.
+        values: by entry, of what is no object with a state of its own.
+        mismatches: by entry, where something did not match; empty if all did.
+        absent: entries that are wanted and not in the checkpoint.
+    """
+
+    step: int
+    values: dict[str, Any] = field(default_factory=dict)
+    mismatches: dict[str, Mismatch] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{entry}: {found}" for entry, found in self.mismatches.items()]
+        lines += [f"{entry}: not in the checkpoint" for entry in self.absent]
+        return "\n".join(lines) or "everything matched"
+
+
+def step_folder(path: Path | str, step: int | None = None) -> Path:
+    """A step's folder, of a run's folder or of itself.
+
+    Args:
+        path: of a step, or of a run.
+        step: of the run; None for the newest complete one.
+
+    Raises:
+        GulliverError: there is none.
+    """
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return path
+    if not path.is_dir():
+        raise GulliverError(f"{path} does not exist: give the folder of a run or of a step")
+    folder = CheckpointFolder(path)
+    if step is not None:
+        if step not in folder.steps():
+            raise GulliverError(f"{path} has no complete step {step}: it has {folder.steps()}")
+        return folder.path(step)
+    newest = folder.latest()
+    if newest is None:
+        raise GulliverError(f"{path} holds no complete checkpoint")
+    return newest
+
+
+def load(
+    path: Path | str,
+    state: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    strict: bool = True,
+    prefix: str = "",
+) -> Loaded:
+    """Loads a step, at any number of ranks.
+
+    Modules, tensors and parts are filled in place, with only their bytes read; values are converted
+    to their dtype. Other objects are given their whole state by `load_state_dict`.
+
+    Args:
+        path: of a run, or of one of its steps.
+        state: by entry, as for `AsyncCheckpointer.save`; what is not in it is not loaded. None
+            loads everything into new tensors.
+        step: of the run; None for the newest complete one.
+        strict: refuse what does not match, before anything is changed; else it is reported.
+        prefix: of names in the checkpoint, before those of the state: ``"encoder."`` loads a
+            model's encoder alone.
+
+    Raises:
+        GulliverError: there is no such step; something does not match; a file is broken.
+    """
+    with StepReader(step_folder(path, step)) as reader:
+        loaded = Loaded(reader.manifest.step)
+        if state is None:
+            for entry in reader.entries:
+                rank = group_rank() if reader.is_per_rank(entry) else None
+                loaded.values[entry] = reader.value(entry, rank)
+            return loaded
+        wanted = _present(reader, state, loaded, strict)
+        targets = {entry: _targets(value) for entry, value in wanted.items()}
+        for entry, leaves in targets.items():
+            if leaves is not None:
+                _check(reader, entry, leaves, prefix, strict, loaded)
+        for entry, value in wanted.items():
+            _take(reader, entry, value, targets[entry], prefix, loaded)
+        return loaded
+
+
+def _present(
+    reader: StepReader, state: Mapping[str, Any], loaded: Loaded, strict: bool
+) -> dict[str, Any]:
+    """What of a state is in the checkpoint."""
+    found = {}
+    for entry, value in state.items():
+        if entry in reader.entries:
+            found[entry] = value
+        elif strict:
+            raise GulliverError(
+                f"{reader.folder} has no entry {entry!r}: it has {', '.join(reader.entries)}"
+            )
+        else:
+            loaded.absent.append(entry)
+    return found
+
+
+def _targets(value: Any) -> dict[str, Leaf] | None:
+    """What is filled in place; None where a value is given as a whole."""
+    if isinstance(value, nn.Module):
+        return {n: v for n, v in value.state_dict().items() if isinstance(v, Tensor)}
+    if isinstance(value, Mapping) and value and all(_is_leaf(v) for v in value.values()):
+        return dict(value)
+    return None
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor | Part)
+
+
+def _check(
+    reader: StepReader,
+    entry: str,
+    leaves: dict[str, Leaf],
+    prefix: str,
+    strict: bool,
+    loaded: Loaded,
+) -> None:
+    odd = reader.match(entry, leaves, prefix)
+    if prefix:
+        odd.unexpected = []
+    if odd.unlike or (strict and odd) or (leaves and len(odd.missing) == len(leaves)):
+        raise GulliverError(f"{reader.folder}, entry {entry!r}, does not fit: {odd}")
+    for name in odd.missing:
+        del leaves[name]
+    if odd:
+        loaded.mismatches[entry] = odd
+
+
+@torch.no_grad()
+def _take(
+    reader: StepReader,
+    entry: str,
+    value: Any,
+    leaves: dict[str, Leaf] | None,
+    prefix: str,
+    loaded: Loaded,
+) -> None:
+    if leaves is not None:
+        before_write(v if isinstance(v, Tensor) else v.value for v in leaves.values())
+        reader.read_into(entry, leaves, prefix)
+        if not isinstance(value, nn.Module):
+            loaded.values[entry] = value
+        return
+    rank = group_rank() if isinstance(value, PerRank) or reader.is_per_rank(entry) else None
+    if rank is not None and rank >= reader.manifest.world_size:
+        # More ranks than saved it: a new one has no value of its own.
+        loaded.absent.append(entry)
+        return
+    held = value.value if isinstance(value, PerRank) else value
+    content = reader.value(entry, rank)
+    if hasattr(held, "load_state_dict"):
+        held.load_state_dict(content)
+    else:
+        loaded.values[entry] = content

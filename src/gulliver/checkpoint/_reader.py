@@ -1,0 +1,392 @@
+"""Reading a step: only the bytes that are wanted, every page of them checked.
+
+Read `StepReader.read_into`: it finds which pages of which files hold what is wanted, wherever the
+ranks that saved have left it, and lets the engine read a few of them ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gulliver.checkpoint._collect import own_entry
+from gulliver.checkpoint._files import read_json
+from gulliver.checkpoint._image import Slot, read_slots
+from gulliver.checkpoint._manifest import STATE, FileEntry, TensorEntry, read_manifest
+from gulliver.checkpoint._tree import Leaf, join_state, names_in
+from gulliver.errors import GulliverError
+from gulliver.io import Engine, File, IoError, Page, Ticket, default_engine
+from gulliver.memory import Part
+
+AHEAD = 8
+"""Pages that are read at once."""
+
+
+@dataclass
+class _Sink:
+    """A tensor to be filled, and how much of it is still to come."""
+
+    target: Tensor
+    bytes: Tensor
+    left: int
+    staged: Tensor | None = None
+
+    def arrived(self, count: int) -> None:
+        """Notes bytes; the last of them finish the tensor."""
+        self.left -= count
+        if self.left == 0 and self.staged is not None:
+            self.target.copy_(self.staged.view(self.target.shape))
+            self.staged = None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Bytes of a file, and where they go."""
+
+    begin: int
+    stop: int
+    sink: _Sink
+    at: int
+    name: str
+
+
+@dataclass
+class Mismatch:
+    """What of an entry did not match.
+
+    Attributes:
+        missing: names that are wanted and not in the checkpoint.
+        unexpected: names that are in the checkpoint and not wanted.
+        unlike: names whose shapes differ, with both.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    unlike: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.unlike)
+
+    def __str__(self) -> str:
+        said = [_listed("missing from it", self.missing), _listed("left over", self.unexpected)]
+        for name, (theirs, ours) in list(self.unlike.items())[:1]:
+            said.append(
+                f"{len(self.unlike)} of other shapes ({name} is {theirs} there, {ours} here)"
+            )
+        return "; ".join(text for text in said if text)
+
+
+def _listed(what: str, names: list[str]) -> str:
+    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return f"{len(names)} {what} ({shown})" if names else ""
+
+
+class StepReader:
+    """A saved step.
+
+    Args:
+        folder: of the step.
+        engine: that reads; None for one of its own.
+
+    Raises:
+        GulliverError: it is no complete step, or of another format.
+    """
+
+    def __init__(self, folder: Path | str, engine: Engine | None = None) -> None:
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        content = read_json(self.folder / STATE)
+        self._entries: dict[str, Any] = content["entries"]
+        self._ranks: list[dict[str, Any]] = content["ranks"]
+        self._slots: dict[str, dict[str, Slot]] = {}
+        self._given, self._engine = engine, engine
+        self.bytes_read = 0
+        """From the disk, so far."""
+
+    @property
+    def entries(self) -> list[str]:
+        """What was saved."""
+        return list(self._entries) + [e for e in self._own_entries() if e not in self._entries]
+
+    def _own_entries(self) -> list[str]:
+        return sorted({entry for own in self._ranks for entry in own})
+
+    def is_per_rank(self, entry: str) -> bool:
+        """Whether every rank has a value of its own for an entry."""
+        return entry in self._own_entries()
+
+    def tensors(self, entry: str) -> Mapping[str, TensorEntry]:
+        """The tensors of an entry, by name."""
+        return self.manifest.tensors.get(entry, {})
+
+    def skeleton(self, entry: str) -> Any:
+        """Where the tensors of an entry belong.
+
+        Raises:
+            GulliverError: there is no such entry.
+        """
+        if entry not in self._entries:
+            raise GulliverError(f"{self.folder} has no entry {entry!r}: it has {self.entries}")
+        return self._entries[entry]
+
+    def value(self, entry: str, rank: int | None = None) -> Any:
+        """An entry as it was saved, its tensors in host memory.
+
+        Args:
+            entry: its name.
+            rank: whose value, of an entry that every rank has its own of.
+
+        Raises:
+            GulliverError: there is no such entry, or a file is broken.
+        """
+        if rank is not None:
+            if rank >= len(self._ranks) or entry not in self._ranks[rank]:
+                raise GulliverError(f"{self.folder} has no entry {entry!r} of rank {rank}")
+            skeleton, entry = self._ranks[rank][entry], own_entry(entry, rank)
+        else:
+            skeleton = self.skeleton(entry)
+        saved = self.tensors(entry)
+        whole = {
+            name: torch.empty(saved[name].shape, dtype=saved[name].dtype)
+            for name in names_in(skeleton)
+            if name in saved
+        }
+        self.read_into(entry, whole)
+        return join_state(whole, skeleton)
+
+    def match(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> Mismatch:
+        """What of an entry is not as wanted; see `read_into`."""
+        saved = {
+            n[len(prefix) :]: t for n, t in self.tensors(entry).items() if n.startswith(prefix)
+        }
+        found = Mismatch(
+            missing=sorted(wanted.keys() - saved.keys()),
+            unexpected=sorted(saved.keys() - wanted.keys()),
+        )
+        for name, leaf in wanted.items():
+            shape = leaf.shape if isinstance(leaf, Part) else tuple(leaf.shape)
+            if name in saved and saved[name].shape != tuple(shape):
+                found.unlike[name] = (saved[name].shape, tuple(shape))
+        return found
+
+    def read_into(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> None:
+        """Fills tensors, and parts of tensors, in place; converts to their dtype.
+
+        Args:
+            entry: that they are of.
+            wanted: by name; each has its name in the entry, after `prefix`.
+            prefix: that the names in the entry begin with.
+
+        Raises:
+            GulliverError: a name is not there or of another shape; a file is broken, then some
+                tensors may have been filled.
+        """
+        odd = self.match(entry, wanted, prefix)
+        if odd.missing or odd.unlike:
+            odd.unexpected = []
+            raise GulliverError(f"{self.folder}, entry {entry!r}: {odd}")
+        runs: dict[str, list[_Run]] = {}
+        for name, leaf in wanted.items():
+            for file, run in self._runs(entry, prefix + name, leaf):
+                runs.setdefault(file, []).append(run)
+        with torch.no_grad():
+            for file, found in runs.items():
+                self._read_file(file, sorted(found, key=lambda run: run.begin))
+
+    def _runs(self, entry: str, name: str, leaf: Leaf) -> Iterator[tuple[str, _Run]]:
+        """Where in which files the elements of a leaf are."""
+        saved = self.tensors(entry)[name]
+        target = leaf.value.detach() if isinstance(leaf, Part) else leaf.detach()
+        first = leaf.start if isinstance(leaf, Part) else 0
+        last, size = first + target.numel(), saved.dtype.itemsize
+        staged = None
+        if target.dtype != saved.dtype or not target.is_contiguous():
+            staged = torch.empty(target.numel(), dtype=saved.dtype)
+        flat = (target if staged is None else staged).reshape(-1).view(torch.uint8)
+        sink = _Sink(target, flat, (last - first) * size, staged)
+        for part in saved.parts:
+            low, high = max(first, part.start), min(last, part.stop)
+            if low >= high:
+                continue
+            begin = self._slot(part.file, name).offset + (low - part.start) * size
+            at = (low - first) * size
+            yield part.file, _Run(begin, begin + (high - low) * size, sink, at, name)
+
+    def _slot(self, file: str, name: str) -> Slot:
+        if file not in self._slots:
+            self._slots[file], _ = read_slots(self.folder / file)
+        if name not in self._slots[file]:
+            raise GulliverError(f"{self.folder / file} has no tensor {name!r}: it is another file")
+        return self._slots[file][name]
+
+    def _read_file(self, name: str, runs: list[_Run]) -> None:
+        entry = self._file(name)
+        size = entry.page_bytes
+        # The header tells where everything lies, so its page is checked whatever is wanted.
+        wanted = sorted({0} | {n for r in runs for n in range(r.begin // size, _last(r, size) + 1)})
+        first = 0
+        with self._opened(name) as file:
+            for number, page in self._pages(file, entry, wanted):
+                low, high = number * size, min((number + 1) * size, entry.nbytes)
+                content = torch.from_numpy(page.array)
+                while first < len(runs) and runs[first].stop <= low:
+                    first += 1
+                for run in runs[first:]:
+                    if run.begin >= high:
+                        break
+                    begin, stop = max(low, run.begin), min(high, run.stop)
+                    if begin >= stop:
+                        continue
+                    at = run.at + begin - run.begin
+                    source = content[begin - low : stop - low]
+                    run.sink.bytes[at : at + stop - begin].copy_(source)
+                    run.sink.arrived(stop - begin)
+
+    def _file(self, name: str) -> FileEntry:
+        path = self.folder / name
+        if name not in self.manifest.files:
+            raise GulliverError(f"{self.folder} does not list {name}: its manifest is broken")
+        entry = self.manifest.files[name]
+        if not path.is_file():
+            raise GulliverError(f"{path} does not exist: take another checkpoint")
+        if path.stat().st_size != entry.nbytes:
+            raise GulliverError(
+                f"{path} has {path.stat().st_size} bytes, not {entry.nbytes}: it is truncated or "
+                f"another file{self._holding(name, path.stat().st_size, entry.nbytes)}"
+            )
+        return entry
+
+    def _pages(
+        self, file: File, entry: FileEntry, numbers: Iterable[int]
+    ) -> Iterator[tuple[int, Page]]:
+        """Pages of a file, checked, in order; each is good until the next."""
+        engine = self._ready_engine(entry.page_bytes)
+        left, reading = deque(numbers), deque[tuple[int, Page, Ticket]]()
+        try:
+            while left or reading:
+                while left and len(reading) < AHEAD:
+                    number = left.popleft()
+                    offset = number * entry.page_bytes
+                    count = min(entry.page_bytes, entry.nbytes - offset)
+                    page = engine.acquire()
+                    ticket = engine.read(file, offset, page.address, count, checksum=True)
+                    reading.append((number, page, ticket))
+                    self.bytes_read += count
+                number, page, ticket = reading.popleft()
+                try:
+                    ticket.wait()
+                    if ticket.checksum != entry.crc32[number]:
+                        begin = number * entry.page_bytes
+                        stop = min(begin + entry.page_bytes, entry.nbytes)
+                        raise GulliverError(
+                            f"{file.path} is corrupted between bytes {begin} and {stop}"
+                            f"{self._holding(file.path.name, begin, stop)}: take another checkpoint"
+                        )
+                    yield number, page
+                finally:
+                    engine.release(page)
+        finally:
+            for _, page, ticket in reading:
+                _ended(ticket)
+                engine.release(page)
+
+    def _holding(self, file: str, begin: int, stop: int) -> str:
+        """Which tensors lie between two bytes of a file, for a message."""
+        names = [
+            f"{entry}: {name}"
+            for entry, tensors in self.manifest.tensors.items()
+            for name, tensor in tensors.items()
+            if any(part.file == file for part in tensor.parts)
+        ]
+        try:
+            slots = self._slots.get(file) or read_slots(self.folder / file)[0]
+        except GulliverError:
+            return f", which holds {_shown(names)}"
+        touched = [
+            name
+            for name in names
+            if (slot := slots.get(name.split(": ", 1)[1]))
+            and slot.offset < stop
+            and slot.offset + slot.nbytes > begin
+        ]
+        return f", in {_shown(touched)}" if touched else ", in the header"
+
+    def verify(self) -> Iterator[tuple[str, int]]:
+        """Reads every page of every file and checks it.
+
+        Yields:
+            File and bytes, page by page.
+
+        Raises:
+            GulliverError: naming file, bytes and tensors that are broken.
+        """
+        for name, entry in self.manifest.files.items():
+            self._file(name)
+            numbers = range(math.ceil(entry.nbytes / entry.page_bytes))
+            with self._opened(name) as file:
+                for number, _ in self._pages(file, entry, numbers):
+                    yield name, min(entry.page_bytes, entry.nbytes - number * entry.page_bytes)
+            if name.endswith(".safetensors"):
+                read_slots(self.folder / name)
+
+    def _ready_engine(self, page_bytes: int) -> Engine:
+        if self._engine is None or self._engine.page_bytes < page_bytes:
+            aligned = -(-page_bytes // 4096) * 4096
+            if self._engine is not None and self._engine is not self._given:
+                self._engine.close()
+            self._engine = default_engine(page_bytes=aligned, pages=AHEAD + 1)
+        return self._engine
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[File]:
+        entry = self.manifest.files[name]
+        engine = self._ready_engine(entry.page_bytes)
+        try:
+            file = engine.open(self.folder / name)
+        except IoError as error:
+            raise GulliverError(str(error)) from error
+        try:
+            yield file
+        finally:
+            engine.close_file(file)
+
+    def close(self) -> None:
+        """Ends the threads of the engine, if it is its own."""
+        if self._engine is not None and self._engine is not self._given:
+            self._engine.close()
+        self._engine = self._given
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _last(run: _Run, size: int) -> int:
+    return (run.stop - 1) // size
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _ended(ticket: Ticket) -> None:
+    try:
+        ticket.wait()
+    except GulliverError:
+        return

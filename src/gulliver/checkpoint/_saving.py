@@ -1,0 +1,540 @@
+"""Saving while training goes on: `AsyncCheckpointer`.
+
+Read `AsyncCheckpointer.save`, then `_finish`, which is what happens behind the training's back.
+
+[Note: ranks] `save` and `wait` are called by all ranks together, which then agree on what has
+happened so far. Between them every rank's thread works for itself: it leaves what it wrote in a
+small file of the unfinished step, and rank 0 finishes the step when all of these are there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from gulliver.checkpoint._collect import collect
+from gulliver.checkpoint._files import read_json, write_json
+from gulliver.checkpoint._folder import CheckpointFolder, FolderLock
+from gulliver.checkpoint._lane import CudaLane, Lane
+from gulliver.checkpoint._manifest import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    file_to_json,
+)
+from gulliver.checkpoint._snapshot import Snapshot, merge_parts
+from gulliver.checkpoint._tree import merge_skeletons
+from gulliver.comm import gather_objects, group_rank, group_size
+from gulliver.errors import GulliverError, nearest
+from gulliver.io import Engine, default_engine, sync
+from gulliver.memory import add_claim, before_any_write, before_write, drop_claim
+
+MODES = ("shadow", "ring")
+BUSY = ("wait", "skip")
+ON_ERROR = ("raise", "warn")
+PATIENCE_S = 1800.0
+"""How long rank 0 waits for the files of the others, from when its own are written."""
+POLL_S = 0.02
+PAGE = 4 * 2**20
+GROWTH = 32
+"""Pages by which the shadow grows at a time, so that the first are used while others are made."""
+
+_log = logging.getLogger("gulliver")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save went.
+
+    Attributes:
+        step: that was saved.
+        nbytes: that this rank wrote.
+        stall_s: for which training was held up: in `save`, and until it could change the state.
+        copied_s: from the beginning until the state could change again.
+        total_s: from the beginning until the step was complete.
+    """
+
+    step: int
+    nbytes: int
+    stall_s: float
+    copied_s: float
+    total_s: float
+
+
+class AsyncCheckpointer:
+    """Saves a program's state while the program goes on.
+
+    `save` returns at once. The state is copied by native threads while the next forward and
+    backward run; an optimizer's step waits, by itself, for just what it is about to change. Code
+    that changes the state in another way calls `wait_copied` before.
+
+    Args:
+        folder: of the run; every step becomes a folder in it.
+        keep: steps that stay, the newest; 0 keeps all.
+        max_age_s: seconds after which a step goes, too; None never. The newest stays in any case.
+        mode: ``shadow`` holds a copy of the whole state in host memory, which is made with the
+            first save and used again: training is free as soon as memory has been copied. ``ring``
+            holds `ring_mb` only: training is held up where the disk is slower than a step.
+        ring_mb: MiB of the ring.
+        on_error: ``raise`` lets the next call raise what went wrong, ``warn`` logs it and goes on.
+        when_busy: what `save` does while a step is still being written: ``wait`` or ``skip``.
+        group: ranks that save together; None for all.
+        engine: that moves the bytes; None for the best that this machine has. With one of yours,
+            the pool is as large as you made it.
+        about: what else the manifest is to say: JSON values.
+
+    Raises:
+        GulliverError: an option that is not known.
+
+    Example:
+        >>> checkpointer = AsyncCheckpointer("checkpoints")
+        >>> checkpointer.save(step, {"model": model, "optimizer": optimizer})
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        keep: int = 3,
+        max_age_s: float | None = None,
+        mode: Literal["shadow", "ring"] = "shadow",
+        ring_mb: int = 64,
+        on_error: Literal["raise", "warn"] = "raise",
+        when_busy: Literal["wait", "skip"] = "wait",
+        group: dist.ProcessGroup | None = None,
+        engine: Engine | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        for name, value, choices in (
+            ("mode", mode, MODES),
+            ("on_error", on_error, ON_ERROR),
+            ("when_busy", when_busy, BUSY),
+        ):
+            if value not in choices:
+                raise GulliverError(
+                    f"{name}={value!r} is not known: {nearest(str(value), choices)}"
+                )
+        if ring_mb * 2**20 < 2 * PAGE:
+            raise GulliverError(f"ring_mb={ring_mb} is too small: at least {2 * PAGE // 2**20}")
+        self.folder = CheckpointFolder(Path(folder), keep, max_age_s)
+        self.mode, self.on_error, self.when_busy = mode, on_error, when_busy
+        self.about = dict(about or {})
+        self.last: Saved | None = None
+        self.rank, self.world_size = group_rank(group), group_size(group)
+        self._group = group
+        if self.world_size > 1 and dist.get_backend(group) != "gloo":
+            # What is agreed on is in host memory: a group of the device would wait for its work.
+            self._group = dist.new_group(
+                None if group is None else dist.get_process_group_ranks(group), backend="gloo"
+            )
+        self._ring_pages = max(2, ring_mb * 2**20 // PAGE)
+        self._given = engine
+        self._engine = engine
+        self._lane: Lane | None = None
+        self._lock = FolderLock(self.folder.root)
+        self._thread: threading.Thread | None = None
+        self._snapshot: Snapshot | None = None
+        self._failure: Exception | None = None
+        self._stalled = 0.0
+        self._finalize = weakref.finalize(self, self._lock.release)
+        _install_hooks()
+
+    def save(self, step: int, state: Mapping[str, Any]) -> bool:
+        """Begins to save a step; all ranks call it.
+
+        Args:
+            step: its number; a step of that number is replaced when the new one is complete.
+            state: by entry, such as ``{"model": model, "optimizer": optimizer, "epoch": 3}``:
+                objects that have a ``state_dict``, or tensors, numbers, text and dicts, lists and
+                tuples of them. Tensors are taken to be the same on all ranks, and are shared out
+                among them, but for `Part`s, DTensors and `PerRank` values.
+
+        Returns:
+            Whether it was begun: False where a save was under way and ``when_busy`` is ``skip``.
+
+        Raises:
+            GulliverError: what went wrong with the save before (``on_error="raise"``), the folder
+                cannot be written or another job has it, or something in the state cannot be saved.
+        """
+        begun = time.perf_counter()
+        if step < 0:
+            raise GulliverError(f"step {step} cannot be saved: steps count from 0")
+        busy = self._thread is not None and self._thread.is_alive()
+        if busy and self.when_busy == "wait":
+            self._join()
+            waited = time.perf_counter() - begun
+            _log.warning(
+                "step %d waited %.1f s: the step before was still being written", step, waited
+            )
+        failure = None if self.when_busy == "skip" and busy else self._take_failure()
+        collected, problem = None, None
+        if failure is None:
+            try:
+                collected = collect(state, self.rank, self.world_size)
+                if self.rank == 0 and not (busy and self.when_busy == "skip"):
+                    self._lock.take()
+                    self.folder.begin(step)
+            except GulliverError as error:
+                problem = error
+        digest = "" if collected is None else collected.digest
+        verdict = self._agree(step, busy, failure, problem, digest)
+        if verdict == "skip":
+            _log.warning("step %d is not saved: the step before is still being written", step)
+            return False
+        assert collected is not None
+        snapshot = self._snapshot = Snapshot(collected, self.rank, self.world_size)
+        engine = self._ready_engine(snapshot)
+        lane = self._ready_lane(snapshot)
+        started: Exception | None = None
+        add_claim(snapshot)
+        try:
+            snapshot.submit(engine, self.folder.partial(step), lane)
+        except GulliverError as error:
+            # The other ranks are on their way already: they learn of it with the next call.
+            started = error
+        skeletons = {"entries": collected.skeletons, "own": collected.own}
+        self._thread = threading.Thread(
+            target=self._finish,
+            args=(step, snapshot, engine, skeletons, started, begun),
+            name=f"gulliver-save-{step}",
+        )
+        self._thread.start()
+        snapshot.stall_s += time.perf_counter() - begun
+        return True
+
+    def _agree(
+        self,
+        step: int,
+        busy: bool,
+        failure: Exception | None,
+        problem: Exception | None,
+        digest: str,
+    ) -> str:
+        """What all ranks do: skip, save, or raise what went wrong on any of them."""
+        mine = (
+            busy and self.when_busy == "skip",
+            None if failure is None else str(failure),
+            None if problem is None else str(problem),
+            digest,
+        )
+        every = [mine] if self.world_size == 1 else gather_objects(mine, self._group)
+        if any(skip for skip, *_ in every):
+            # One that had begun the step alone takes that back.
+            if self.rank == 0 and not mine[0]:
+                self.folder.discard(step)
+            return "skip"
+        first = next(((r, e[1]) for r, e in enumerate(every) if e[1] is not None), None)
+        other = next(((r, e[2]) for r, e in enumerate(every) if e[2] is not None), None)
+        if first is None and other is None and len({e[3] for e in every}) > 1:
+            other = (0, "ranks save different states; mark what differs with PerRank")
+        if (first or other) and self.rank == 0:
+            self.folder.discard(step)
+        if first is not None:
+            # Reported once; the next call saves again.
+            raise failure or GulliverError(f"rank {first[0]} failed: {first[1]}")
+        if other is not None:
+            raise problem or GulliverError(f"step {step}: rank {other[0]}: {other[1]}")
+        return "save"
+
+    def _ready_engine(self, snapshot: Snapshot) -> Engine:
+        if self._engine is None:
+            self._engine = default_engine(
+                page_bytes=PAGE, pages=self._ring_pages, queue=2**30 // PAGE * 1024
+            )
+            if self.rank == 0:
+                _log.info(
+                    "checkpoints: %s, %s of host memory",
+                    self._engine.kind,
+                    f"a ring of {self._ring_pages * PAGE / 2**20:.0f} MiB"
+                    if self.mode == "ring"
+                    else f"a shadow of {snapshot.nbytes / 2**20:.0f} MiB per rank",
+                )
+        return self._engine
+
+    def _ready_lane(self, snapshot: Snapshot) -> Lane | None:
+        devices = snapshot.devices
+        if not devices:
+            return None
+        if len(devices) > 1 or next(iter(devices)).type != "cuda":
+            raise GulliverError(
+                f"tensors on {', '.join(sorted(map(str, devices)))} cannot be saved together: one "
+                "CUDA device and host memory can"
+            )
+        if self._lane is None:
+            self._lane = CudaLane(next(iter(devices)))
+        self._lane.begin()
+        return self._lane
+
+    def _finish(
+        self,
+        step: int,
+        snapshot: Snapshot,
+        engine: Engine,
+        skeletons: dict[str, Any],
+        started: Exception | None,
+        begun: float,
+    ) -> None:
+        """All that happens behind the training's back."""
+        partial = self.folder.partial(step)
+        problem = started
+        try:
+            if problem is None:
+                problem = self._write(snapshot, engine, partial, skeletons)
+            if problem is not None:
+                # Rank 0 stops waiting for this rank.
+                self._leave(partial, {"error": str(problem)})
+            if self.rank == 0:
+                self._publish(step, partial)
+        except Exception as error:
+            problem = problem or error
+        finally:
+            drop_claim(snapshot)
+        if problem is not None:
+            self._failure = _named(step, problem)
+            if self.rank == 0:
+                self.folder.discard(step)
+            return
+        self.last = Saved(
+            step,
+            snapshot.nbytes,
+            snapshot.stall_s,
+            snapshot.copied_s or 0.0,
+            time.perf_counter() - begun,
+        )
+
+    def _write(
+        self, snapshot: Snapshot, engine: Engine, partial: Path, skeletons: dict[str, Any]
+    ) -> Exception | None:
+        """Sees the files to the disk, and leaves word of them; what went wrong, if anything."""
+        try:
+            self._grow(engine, snapshot)
+            if self._lane is not None:
+                self._lane.prepare(engine.regions)
+                snapshot.pump(engine)
+            snapshot.wait_copied()
+            drop_claim(snapshot)
+            files = snapshot.finish(engine)
+            word = {
+                **skeletons,
+                "files": {name: file_to_json(entry) for name, entry in files.items()},
+                "parts": snapshot.parts,
+            }
+            self._leave(partial, word)
+        except Exception as error:
+            snapshot.release(None)
+            snapshot.close_files(engine)
+            return error
+        return None
+
+    def _grow(self, engine: Engine, snapshot: Snapshot) -> None:
+        """Makes the shadow as large as the state; its first pages are in use meanwhile."""
+        if self.mode == "ring" or self._given is not None:
+            return
+        wanted = snapshot.pages(engine.page_bytes)
+        while engine.pages < wanted:
+            engine.grow(min(GROWTH, wanted - engine.pages))
+
+    def _leave(self, partial: Path, word: dict[str, Any]) -> None:
+        """Leaves word for rank 0."""
+        write_json(partial / _word(self.rank), word)
+
+    def _publish(self, step: int, partial: Path) -> None:
+        """Waits for the word of all ranks, and makes the step of it."""
+        words = [self._await_word(partial, rank) for rank in range(self.world_size)]
+        for rank, word in enumerate(words):
+            if "error" in word:
+                raise GulliverError(f"rank {rank}: {word['error']}")
+        entries: dict[str, list[Any]] = {}
+        for word in words:
+            for entry, skeleton in word["entries"].items():
+                entries.setdefault(entry, []).append(skeleton)
+        tensors = merge_parts([word["parts"] for word in words])
+        state = {
+            "entries": {entry: merge_skeletons(found) for entry, found in entries.items()},
+            "ranks": [word["own"] for word in words],
+        }
+        files = {name: entry for word in words for name, entry in word["files"].items()}
+        write_json(partial / STATE, state)
+        files[STATE] = _checksummed(partial / STATE)
+        for name, index in self._indices(tensors, files).items():
+            write_json(partial / name, index)
+            files[name] = _checksummed(partial / name)
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "world_size": self.world_size,
+            "about": {**_versions(), **self.about},
+            "files": files,
+            "tensors": tensors,
+        }
+        for rank in range(self.world_size):
+            (partial / _word(rank)).unlink()
+        write_json(partial / MANIFEST, manifest)
+        sync(partial)
+        self.folder.publish(step)
+
+    def _indices(self, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, Any]:
+        """Hugging Face's index of a model that lies whole in several files."""
+        found = {}
+        for entry, named in tensors.items():
+            whole = named and all(len(tensor["parts"]) == 1 for tensor in named.values())
+            if entry != "model" or self.world_size == 1 or not whole:
+                continue
+            places = {name: tensor["parts"][0][0] for name, tensor in named.items()}
+            total = sum(files[name]["bytes"] for name in set(places.values()))
+            found[f"{entry}.safetensors.index.json"] = {
+                "metadata": {"total_size": total},
+                "weight_map": places,
+            }
+        return found
+
+    def _await_word(self, partial: Path, rank: int) -> dict[str, Any]:
+        path, deadline = partial / _word(rank), time.monotonic() + PATIENCE_S
+        while not path.exists():
+            if not partial.is_dir():
+                raise GulliverError(f"{partial} vanished while it was written")
+            if time.monotonic() > deadline:
+                raise GulliverError(f"rank {rank} has not written its files in {PATIENCE_S:.0f} s")
+            time.sleep(POLL_S)
+        return read_json(path)
+
+    def wait_copied(self) -> None:
+        """Waits until the state may be changed by anybody, in any way."""
+        if self._snapshot is not None:
+            self._snapshot.release(None)
+
+    def wait(self) -> None:
+        """Waits until the step that is being saved is complete; all ranks call it.
+
+        Raises:
+            GulliverError: it could not be saved (``on_error="raise"``).
+        """
+        self._join()
+        failure = self._take_failure()
+        mine = None if failure is None else str(failure)
+        every = [mine] if self.world_size == 1 else gather_objects(mine, self._group)
+        for rank, reason in enumerate(every):
+            if reason is not None:
+                raise failure or GulliverError(f"rank {rank} failed: {reason}")
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._snapshot = None
+
+    def _take_failure(self) -> Exception | None:
+        """What went wrong before, once; only a warning where that was wanted."""
+        failure, self._failure = self._failure, None
+        if failure is not None and self.on_error == "warn":
+            _log.warning("%s; training goes on without it", failure)
+            return None
+        return failure
+
+    def close(self) -> None:
+        """Waits for what is under way, and frees memory and folder; all ranks call it.
+
+        Raises:
+            GulliverError: the last save failed (``on_error="raise"``).
+        """
+        try:
+            self.wait()
+        finally:
+            if self._engine is not None and self._given is None:
+                self._engine.close()
+                self._engine = None
+            self._finalize()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # Ranks may have parted ways: what is under way is finished, but nothing is agreed on.
+        self._join()
+        self._finalize()
+
+
+def _word(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def _named(step: int, problem: Exception) -> GulliverError:
+    text = str(problem) or type(problem).__name__
+    error = GulliverError(f"step {step} was not saved: {text}")
+    error.__cause__ = problem
+    return error
+
+
+def _checksummed(path: Path) -> dict[str, Any]:
+    import zlib
+
+    content = path.read_bytes()
+    size = max(1, len(content))
+    return {"bytes": len(content), "page_bytes": size, "crc32": [f"{zlib.crc32(content):08x}"]}
+
+
+def _versions() -> dict[str, Any]:
+    import gulliver
+
+    return {
+        "gulliver": gulliver.__version__,
+        "torch": torch.__version__,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "id": uuid.uuid4().hex,
+        "process": os.getpid(),
+    }
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found = [p for group in optimizer.param_groups for p in group["params"]]
+    for state in optimizer.state.values():
+        found += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return found
+
+
+_hooked: list[Callable[[], None]] = []
+
+
+def _install_hooks() -> None:
+    """Lets the step of every torch optimizer wait for what it changes; once per process."""
+    if _hooked:
+        return
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        before_write(_lazily(optimizer))
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # What follows a step changes the rest: averages of weights, statistics, counters.
+        before_any_write()
+
+    _hooked.append(register_optimizer_step_pre_hook(before).remove)
+    _hooked.append(register_optimizer_step_post_hook(after).remove)
+
+
+def _lazily(optimizer: torch.optim.Optimizer) -> Any:
+    """Costs nothing while nothing is being saved: `before_write` does not look then."""
+    yield from _tensors_of(optimizer)

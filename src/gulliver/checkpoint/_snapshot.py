@@ -1,0 +1,253 @@
+"""A rank's files of one step, on their way from the tensors through the engine's pages to the disk.
+
+[Note: who waits for what] `submit` hands over addresses and returns; the engine's threads gather
+page after page and write them. Until its pages are gathered a tensor must not change: `release`
+waits for that, and is called by whoever is about to write (`gulliver.memory.before_write`), and by
+hooks of every torch optimizer's step. What changes without asking is noticed by its version
+counter, and fails the save rather than making a checkpoint of two steps.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gulliver.checkpoint._collect import SMALL, Collected
+from gulliver.checkpoint._image import CODES, Image
+from gulliver.checkpoint._lane import Lane, LaneTicket, pump
+from gulliver.checkpoint._manifest import FileEntry
+from gulliver.checkpoint._tree import Leaf
+from gulliver.errors import GulliverError
+from gulliver.io import Engine, File, Ticket
+from gulliver.memory import Part, storage_of
+
+WHOLE_FILE = ".safetensors"
+
+
+def file_name(entry: str, rank: int, world_size: int) -> str:
+    """Of a rank's tensors of an entry."""
+    if world_size == 1 or "@" in entry:
+        return f"{entry.replace('@', '-rank-')}{WHOLE_FILE}"
+    return f"{entry}-{rank + 1:05d}-of-{world_size:05d}{WHOLE_FILE}"
+
+
+class Snapshot:
+    """What a rank saves of one step.
+
+    Args:
+        collected: its tensors.
+        rank: of the process.
+        world_size: ranks that save together.
+    """
+
+    def __init__(self, collected: Collected, rank: int = 0, world_size: int = 1) -> None:
+        self.stall_s = 0.0
+        self.copied_s: float | None = None
+        """Seconds from the beginning until no source was needed any more."""
+        self._begun = time.perf_counter()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._violation: str | None = None
+        self._versions: dict[int, list[tuple[str, Tensor, int]]] = {}
+        self._waiting: dict[int, list[Ticket | LaneTicket]] = {}
+        self._tickets: dict[str, list[Ticket | LaneTicket]] = {}
+        self._lane_tickets: list[LaneTicket] = []
+        self._files: dict[str, File] = {}
+        self.images: dict[str, Image] = {}
+        self.parts: dict[str, dict[str, dict[str, Any]]] = {}
+        for entry, leaves in collected.tensors.items():
+            if not leaves and "@" not in entry:
+                continue
+            name = file_name(entry, rank, world_size)
+            self.images[name] = Image(
+                {key: self._source(f"{entry}: {key}", leaf) for key, leaf in leaves.items()},
+                {"format": "pt"},
+            )
+            self.parts[entry] = {key: _part(name, leaf) for key, leaf in leaves.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(image.nbytes for image in self.images.values())
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the sources are, other than in host memory."""
+        return {s.device for i in self.images.values() for s in i.sources if not s.is_cpu}
+
+    def _source(self, name: str, leaf: Leaf) -> Tensor:
+        """The memory to copy from; small tensors are copied now, and need no looking after."""
+        value = leaf.value.detach() if isinstance(leaf, Part) else leaf
+        if isinstance(leaf, Tensor) and value.is_cpu and value.nbytes <= SMALL:
+            return value.clone()
+        if isinstance(leaf, Tensor):
+            # Whoever has parts of tensors asks before writing them.
+            noted = (name, value, value._version)
+            self._versions.setdefault(storage_of(value), []).append(noted)
+        # What is a part in the file is a row there.
+        return value if not isinstance(leaf, Part) or leaf.is_whole else value.reshape(-1)
+
+    def pages(self, page_bytes: int) -> int:
+        """Pages that all files have together."""
+        return sum(-(-image.nbytes // page_bytes) for image in self.images.values())
+
+    def submit(self, engine: Engine, folder: Path, lane: Lane | None = None) -> None:
+        """Makes the files and hands their pages to the engine.
+
+        Args:
+            engine: that writes.
+            folder: where the files go.
+            lane: copies from a device; None where all sources are in host memory. With one, call
+                `pump` in another thread.
+
+        Raises:
+            GulliverError: a file cannot be made; those that were are closed.
+        """
+        try:
+            for name, image in self.images.items():
+                self._files[name] = engine.create(folder / name, image.nbytes)
+        except GulliverError:
+            self.close_files(engine)
+            raise
+        for name, image in self.images.items():
+            addresses = [source.data_ptr() for source in image.sources]
+            storages = [storage_of(source) for source in image.sources]
+            tickets = self._tickets[name] = []
+            for offset, runs in image.pages(engine.page_bytes):
+                if lane is None:
+                    table = np.array([(addresses[n] + begin, count) for n, begin, count in runs])
+                    ticket = engine.stage(self._files[name], offset, table)
+                else:
+                    sources = [(image.sources[n], begin, count) for n, begin, count in runs]
+                    ticket = LaneTicket(lane, self._files[name], offset, sources)
+                    self._lane_tickets.append(ticket)
+                tickets.append(ticket)
+                for storage in {storages[n] for n, _, _ in runs}:
+                    self._waiting.setdefault(storage, []).append(ticket)
+
+    def pump(self, engine: Engine) -> None:
+        """Copies from the device into pages, and has them written, until all are under way."""
+        pump(engine, self._lane_tickets)
+
+    def release(self, storages: set[int] | None) -> None:
+        """Waits until the memory of these storages, or of all, has been copied."""
+        begun = time.perf_counter()
+        with self._lock:
+            if self._closed:
+                return
+            wanted = self._waiting.keys() & storages if storages is not None else self._waiting
+            waited = {key: self._waiting.pop(key) for key in tuple(wanted)}
+        for tickets in waited.values():
+            for ticket in tickets:
+                _wait_copied(ticket)
+        for key in waited:
+            self._check_versions(self._versions.pop(key, []))
+        if waited:
+            self.stall_s += time.perf_counter() - begun
+
+    def wait_copied(self) -> None:
+        """Waits in the background until everything has been copied; nobody is held up by that."""
+        for tickets in self._tickets.values():
+            for ticket in tickets:
+                _wait_copied(ticket)
+        with self._lock:
+            self._closed = True
+            self._waiting.clear()
+        for noted in self._versions.values():
+            self._check_versions(noted)
+        self._versions.clear()
+        self.copied_s = time.perf_counter() - self._begun
+
+    def _check_versions(self, noted: list[tuple[str, Tensor, int]]) -> None:
+        for name, tensor, version in noted:
+            if tensor._version != version and self._violation is None:
+                self._violation = name
+
+    def finish(self, engine: Engine) -> dict[str, FileEntry]:
+        """Waits until all is on the disk; the files of the step.
+
+        Raises:
+            GulliverError: writing failed, or a tensor changed before it was copied.
+        """
+        entries = {}
+        try:
+            for name, image in self.images.items():
+                for ticket in self._tickets[name]:
+                    ticket.wait()
+                engine.sync(self._files[name]).wait()
+                checksums = tuple(int(ticket.checksum or 0) for ticket in self._tickets[name])
+                entries[name] = FileEntry(image.nbytes, engine.page_bytes, checksums)
+        finally:
+            self.close_files(engine)
+        if self._violation is not None:
+            raise GulliverError(
+                f"{self._violation} was changed while it was being saved, and not by an optimizer: "
+                "call the checkpointer's wait_copied() before changing it"
+            )
+        return entries
+
+    def close_files(self, engine: Engine) -> None:
+        """Closes what is open."""
+        for name in tuple(self._files):
+            engine.close_file(self._files.pop(name))
+
+
+def _wait_copied(ticket: Ticket | LaneTicket) -> None:
+    try:
+        ticket.wait_copied()
+    except GulliverError:
+        # It is told when the save ends; the source is free in any case.
+        return
+
+
+def _part(file: str, leaf: Leaf) -> dict[str, Any]:
+    if isinstance(leaf, Part):
+        shape, start, stop, value = leaf.shape, leaf.start, leaf.stop, leaf.value
+    else:
+        shape, start, stop, value = tuple(leaf.shape), 0, leaf.numel(), leaf
+    return {"dtype": CODES[value.dtype], "shape": list(shape), "parts": [[file, start, stop]]}
+
+
+def merge_parts(
+    every: list[Mapping[str, Mapping[str, Mapping[str, Any]]]],
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """The tensors of a step from what each rank has of them, and a check that they are whole.
+
+    Raises:
+        GulliverError: a part is missing or there twice.
+    """
+    merged: dict[str, dict[str, dict[str, Any]]] = {}
+    for tensors_by_entry in every:
+        for entry, tensors in tensors_by_entry.items():
+            for name, found in tensors.items():
+                known = merged.setdefault(entry, {}).setdefault(name, {**found, "parts": []})
+                if (known["dtype"], known["shape"]) != (found["dtype"], found["shape"]):
+                    raise GulliverError(f"{entry}: {name} has another shape or dtype on each rank")
+                known["parts"] = sorted([*known["parts"], *found["parts"]], key=_start)
+    for entry, tensors in merged.items():
+        for name, found in tensors.items():
+            position = 0
+            for _, start, stop in found["parts"]:
+                if start != position:
+                    raise GulliverError(
+                        f"{entry}: element {position} of {name} is missing or there twice: do all "
+                        "ranks save the same state?"
+                    )
+                position = stop
+            if position != math.prod(found["shape"]):
+                raise GulliverError(
+                    f"{entry}: {name} ends at element {position}: do all ranks save the same state?"
+                )
+    return merged
+
+
+def _start(part: list[Any]) -> int:
+    return part[1]

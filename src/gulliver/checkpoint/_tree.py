@@ -1,0 +1,134 @@
+"""Nested states: the tensors taken out by name, all else as JSON that says where they belong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.memory import Part
+
+Leaf = Tensor | Part
+
+
+def split_state(state: Any) -> tuple[dict[str, Leaf], Any]:
+    """Takes the tensors out of a nested state.
+
+    Args:
+        state: dicts, lists, tuples, tensors, parts of tensors and plain values, nested; keys may be
+            anything plain, or tuples of that. Kinds derived from dict, list and tuple come back as
+            these.
+
+    Returns:
+        The tensors by their path, and a skeleton of JSON values that says where each belongs.
+
+    Raises:
+        GulliverError: a value that is neither a tensor nor plain.
+    """
+    tensors: dict[str, Leaf] = {}
+    return tensors, _take(state, "", tensors)
+
+
+def _take(value: Any, path: str, tensors: dict[str, Leaf]) -> Any:
+    """The skeleton of `value`; its tensors are added to `tensors`."""
+    if isinstance(value, Tensor | Part):
+        path = path or "value"
+        # Keys with dots in them, and 1 beside "1", can give two tensors the same path.
+        name = path if path not in tensors else f"{path}~{len(tensors)}"
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        return {
+            "dict": [[_key(k, path), _take(v, _below(path, k), tensors)] for k, v in value.items()]
+        }
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_take(item, _below(path, n), tensors) for n, item in enumerate(value)]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(float(value))}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise GulliverError(
+        f"{path or 'the state'} is a {type(value).__name__}: it cannot be saved; tensors, numbers, "
+        "text, and dicts, lists and tuples of them can"
+    )
+
+
+def _below(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _key(key: Any, path: str) -> Any:
+    if isinstance(key, Tensor):
+        raise GulliverError(f"a key of {path} is a tensor: it cannot be saved")
+    return _take(key, f"a key of {path}", {})
+
+
+def join_state(tensors: Mapping[str, Any], skeleton: Any) -> Any:
+    """The inverse of `split_state`.
+
+    Raises:
+        GulliverError: a tensor is missing, or the skeleton is none.
+    """
+    if not isinstance(skeleton, dict):
+        return skeleton
+    kind, content = _only_item(skeleton)
+    if kind == "tensor":
+        if content not in tensors:
+            raise GulliverError(f"tensor {content!r} is missing from the checkpoint")
+        return tensors[content]
+    if kind == "dict":
+        return {join_state(tensors, key): join_state(tensors, item) for key, item in content}
+    if kind in ("list", "tuple"):
+        items = [join_state(tensors, item) for item in content]
+        return items if kind == "list" else tuple(items)
+    if kind == "dtype":
+        return getattr(torch, content)
+    if kind == "float":
+        return float(content)
+    raise GulliverError(f"{kind!r} is no part of a saved state: it was written by something else")
+
+
+def _only_item(skeleton: dict[str, Any]) -> tuple[str, Any]:
+    if len(skeleton) != 1:
+        raise GulliverError(f"{sorted(skeleton)} is no part of a saved state: it is another file")
+    return next(iter(skeleton.items()))
+
+
+def merge_skeletons(skeletons: Sequence[Any]) -> Any:
+    """One skeleton out of those of several ranks: dicts are joined, else the first rank's counts.
+
+    Ranks that hold other parts of a state, such as the optimizer's of other parameters, have dicts
+    with other keys.
+    """
+    first = skeletons[0]
+    if not all(isinstance(s, dict) and s.keys() == {"dict"} for s in skeletons):
+        return first
+    found: dict[str, list[Any]] = {}
+    keys: dict[str, Any] = {}
+    for skeleton in skeletons:
+        for key, item in skeleton["dict"]:
+            mark = repr(key)
+            keys[mark] = key
+            found.setdefault(mark, []).append(item)
+    return {"dict": [[keys[mark], merge_skeletons(items)] for mark, items in found.items()]}
+
+
+def names_in(skeleton: Any) -> list[str]:
+    """The tensors that a skeleton refers to."""
+    if not isinstance(skeleton, dict):
+        return []
+    kind, content = _only_item(skeleton)
+    if kind == "tensor":
+        return [content]
+    if kind == "dict":
+        return [name for _, item in content for name in names_in(item)]
+    if kind in ("list", "tuple"):
+        return [name for item in content for name in names_in(item)]
+    return []
