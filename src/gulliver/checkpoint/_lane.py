@@ -63,7 +63,8 @@ class CudaLane(Lane):
         for address, nbytes in regions:
             if address in self._locked:
                 continue
-            code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # pyright: ignore[reportAttributeAccessIssue]
+            runtime: Any = torch.cuda.cudart()
+            code = runtime.cudaHostRegister(address, nbytes, 0)
             if int(code) != 0:
                 raise GulliverError(
                     f"{nbytes} bytes of host memory could not be page-locked (CUDA error "

@@ -137,7 +137,7 @@ class AsyncCheckpointer:
         self.about = dict(about or {})
         self.last: Saved | None = None
         self.rank, self.world_size = group_rank(group), group_size(group)
-        self._group = group
+        self._group: Any = group
         if self.world_size > 1 and dist.get_backend(group) != "gloo":
             # What is agreed on is in host memory: a group of the device would wait for its work.
             self._group = dist.new_group(

@@ -24,7 +24,8 @@ class Part:
 
     def __post_init__(self) -> None:
         assert self.value.is_contiguous(), "a part is contiguous"
-        assert 0 <= self.start and self.stop <= math.prod(self.shape), "a part lies in its whole"
+        assert self.start >= 0, "a part lies in its whole"
+        assert self.stop <= math.prod(self.shape), "a part lies in its whole"
 
     @property
     def stop(self) -> int:
