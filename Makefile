@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What the extension is built from: it is built anew when one of them changes.
+NATIVE := CMakeLists.txt $(wildcard native/*.*)
 DOCS_STAMP := $(VENV)/.installed-docs
 BENCHMARKS := $(basename $(notdir $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))))
 
@@ -11,7 +13,7 @@ BENCHMARKS := $(basename $(notdir $(filter-out benchmarks/_%,$(wildcard benchmar
 install: $(STAMP)
 
 # torch goes first and alone: with it in place, nothing that follows pulls another build of it.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[all]'
@@ -49,4 +51,4 @@ docs: $(DOCS_STAMP)
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build site .coverage
+	rm -rf $(VENV) build site .coverage src/gulliver/io/*.so

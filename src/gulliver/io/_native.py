@@ -35,6 +35,8 @@ from gulliver.io._engine import (
 )
 
 Result = TypeVar("Result")
+INTERFACE = 1
+"""Of the extension; both sides count up when their calls change."""
 HEARING_S = 0.1
 """Seconds that a call into the extension waits before signals are looked at."""
 
@@ -42,9 +44,11 @@ HEARING_S = 0.1
 def native_problem() -> str | None:
     """Why there is no native engine; None where there is one."""
     try:
-        _extension()
+        built = _extension().INTERFACE
     except ImportError as error:
         return f"its extension is not built ({error})"
+    if built != INTERFACE:
+        return "its extension is of another version: pip install -e . builds it anew"
     return None
 
 
@@ -340,5 +344,5 @@ def _refusals() -> Iterator[None]:
         yield
     except (GulliverError, TimeoutError):
         raise
-    except (ValueError, MemoryError) as error:
+    except (RuntimeError, ValueError, MemoryError) as error:
         raise GulliverError(str(error)) from error

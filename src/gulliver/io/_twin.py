@@ -667,7 +667,7 @@ class TwinEngine(Engine):
         self._pending -= 1
         self._counted -= request.counted
         file.pending -= 1
-        self._room.notify()
+        self._room.notify_all()
         self._quiet.notify_all()
 
     # The end

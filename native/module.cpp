@@ -1,0 +1,200 @@
+// The engine for Python: gulliver.io._core. Every call that may wait releases the GIL.
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <unistd.h>
+
+#include "crc32.hpp"
+#include "engine.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace gulliver {
+namespace {
+
+using Address = std::uint64_t;
+using FailureTuple = std::tuple<std::string, std::int64_t, int>;
+using FileRef = std::shared_ptr<File>;
+using TicketRef = std::shared_ptr<Ticket>;
+using Table = nb::ndarray<const std::int64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+using Release = nb::call_guard<nb::gil_scoped_release>;
+
+char* pointer(Address address) { return reinterpret_cast<char*>(address); }
+
+std::optional<FailureTuple> tuple_of(const std::optional<Failure>& failure) {
+  if (!failure) return std::nullopt;
+  return FailureTuple{failure->action, failure->offset, failure->number};
+}
+
+// Ends the engine with its last reference; in a forked child, whose threads are gone, it is left.
+class Owner {
+ public:
+  Owner(std::uint64_t page_bytes, int pages, int copiers, int writers, int queue, bool direct,
+        bool io_uring)
+      : process_(getpid()),
+        engine_(std::make_unique<Engine>(page_bytes, pages, copiers, writers, queue, direct,
+                                         io_uring)) {}
+  ~Owner() {
+    if (getpid() != process_) {
+      static_cast<void>(engine_.release());
+      return;
+    }
+    nb::gil_scoped_release release;
+    engine_.reset();
+  }
+  Owner(const Owner&) = delete;
+  Owner& operator=(const Owner&) = delete;
+  Engine* operator->() const { return engine_.get(); }
+
+ private:
+  pid_t process_;
+  std::unique_ptr<Engine> engine_;
+};
+
+// A place in the line for a page.
+struct Wanted {
+  Owner* owner;
+  std::shared_ptr<Request> request;
+
+  std::pair<int, std::uintptr_t> page(int index) const {
+    return {index, index < 0 ? 0 : (*owner)->address(index)};
+  }
+};
+
+using OpenedTuple = std::tuple<FileRef, std::uint64_t, std::optional<FailureTuple>>;
+
+OpenedTuple tuple_of(Opened opened) {
+  const std::uint64_t nbytes = opened.file ? opened.file->nbytes : 0;
+  return {std::move(opened.file), nbytes, tuple_of(opened.failure)};
+}
+
+std::string path_of(const nb::bytes& path) { return {path.c_str(), path.size()}; }
+
+TicketRef stage(Owner& owner, const FileRef& file, std::uint64_t offset, Table table,
+                std::int64_t priority) {
+  std::vector<Segment> segments(table.shape(0));
+  for (std::size_t k = 0; k < segments.size(); ++k)
+    segments[k] = {pointer(static_cast<Address>(table(k, 0))),
+                   static_cast<std::uint64_t>(table(k, 1))};
+  nb::gil_scoped_release release;
+  return owner->stage(file, offset, std::move(segments), priority);
+}
+
+void inject(Owner& owner, const std::string& call, std::uint64_t nth, int number,
+            std::int64_t limit, std::uint64_t times) {
+  static const char* const names[] = {"open", "fallocate", "write", "read", "fsync", "truncate"};
+  for (int k = 0; k < 6; ++k)
+    if (call == names[k]) return owner->inject(static_cast<Call>(k), nth, number, limit, times);
+  throw Refusal("unknown call " + call);
+}
+
+}  // namespace
+}  // namespace gulliver
+
+NB_MODULE(_core, m) {
+  using namespace gulliver;
+  // Engines live until the interpreter's end: that is no leak worth a message.
+  nb::set_leak_warnings(false);
+  m.attr("INTERFACE") = 1;
+
+  nb::class_<File>(m, "File");
+
+  nb::class_<Ticket>(m, "Ticket")
+      .def_prop_ro("copied", &Ticket::copied)
+      .def_prop_ro("done", &Ticket::done)
+      .def_prop_ro("checksum", &Ticket::checksum)
+      .def_prop_ro("failure", [](const Ticket& ticket) { return tuple_of(ticket.failure()); })
+      .def("wait_copied", &Ticket::wait_copied, Release())
+      .def("wait", &Ticket::wait, Release());
+
+  nb::class_<Wanted>(m, "Wanted")
+      .def("wait", [](Wanted& w, double seconds) { return w.request->ticket->wait(seconds); },
+           Release())
+      .def_prop_ro("page", [](Wanted& w) { return w.page((*w.owner)->granted(w.request)); });
+
+  nb::class_<Owner>(m, "Engine")
+      .def(nb::init<std::uint64_t, int, int, int, int, bool, bool>(), Release())
+      .def_prop_ro("kind", [](Owner& e) { return e->kind(); })
+      .def_prop_ro("ring_errno", [](Owner& e) { return e->ring_errno(); })
+      .def_prop_ro("pages", [](Owner& e) { return e->pages(); })
+      .def_prop_ro("regions", [](Owner& e) { return e->regions(); })
+      .def_prop_ro("counters",
+                   [](Owner& e) {
+                     const Counters c = e->counters();
+                     return std::make_tuple(c.written, c.read, c.direct, c.pending, c.free_pages);
+                   })
+      .def("grow", [](Owner& e, int pages) { e->grow(pages); }, Release())
+      .def("create",
+           [](Owner& e, const nb::bytes& name, std::uint64_t nbytes) {
+             const std::string path = path_of(name);
+             nb::gil_scoped_release release;
+             return tuple_of(e->create(path, nbytes));
+           })
+      .def("open",
+           [](Owner& e, const nb::bytes& name) {
+             const std::string path = path_of(name);
+             nb::gil_scoped_release release;
+             return tuple_of(e->open(path));
+           })
+      .def("owns", [](Owner& e, const File& file) { return e->owns(file); })
+      .def("quiet", [](Owner& e, const FileRef& file, double s) { return e->quiet(file, s); },
+           Release())
+      .def("close_file", [](Owner& e, const FileRef& file) { return e->close_file(file); },
+           Release())
+      .def("stage", &stage)
+      .def("write_page",
+           [](Owner& e, const FileRef& file, std::uint64_t offset, int page, std::uint64_t nbytes,
+              std::int64_t priority) {
+             return e->write_page(file, offset, page, nbytes, priority);
+           },
+           Release())
+      .def("read",
+           [](Owner& e, const FileRef& file, std::uint64_t offset, Address address,
+              std::uint64_t nbytes, std::int64_t priority, bool checked) {
+             return e->read(file, offset, pointer(address), nbytes, priority, checked);
+           },
+           Release())
+      .def("write",
+           [](Owner& e, const FileRef& file, std::uint64_t offset, Address address,
+              std::uint64_t nbytes, std::int64_t priority) {
+             return e->write(file, offset, pointer(address), nbytes, priority);
+           },
+           Release())
+      .def("sync", [](Owner& e, const FileRef& file) { return e->sync(file); }, Release())
+      .def("prefetch",
+           [](Owner& e, const FileRef& file, std::uint64_t offset, std::uint64_t nbytes) {
+             e->prefetch(file, offset, nbytes);
+           },
+           Release())
+      .def("wait_room", [](Owner& e, double seconds) { e->wait_room(seconds); }, Release())
+      .def("want",
+           [](Owner& e, std::int64_t priority) { return Wanted{&e, e->want(priority)}; },
+           nb::keep_alive<0, 1>(), Release())
+      .def("give_up",
+           [](Owner& e, const Wanted& w) { return w.page(e->give_up(w.request)); }, Release())
+      .def("release", [](Owner& e, int page) { e->release(page); }, Release())
+      .def("begin_close", [](Owner& e) { e->begin_close(); }, Release())
+      .def("idle", [](Owner& e, double seconds) { return e->idle(seconds); }, Release())
+      .def("stop", [](Owner& e) { e->stop(); }, Release())
+      .def("inject", &inject)
+      .def("hold", [](Owner& e, bool held) { e->hold(held); }, Release());
+
+  m.def("crc32",
+        [](Address address, std::uint64_t nbytes, std::uint32_t crc, bool tables) {
+          const auto call = tables ? crc32_tables : crc32;
+          return call(crc, pointer(address), nbytes);
+        },
+        "address"_a, "nbytes"_a, "crc"_a = 0, "tables"_a = false, Release());
+}
