@@ -1,7 +1,9 @@
-"""Feeding: clips, where they come from, and which of them meet in a step."""
+"""Feeding: clips, where they come from, which meet in a step, and how they get to the device."""
 
+from gulliver.data._arena import ArenaStatistics, PinnedArena
 from gulliver.data._clips import BrokenClip, Bucket, Clip, ClipBatch, ClipDataset, collate
 from gulliver.data._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, sentence
+from gulliver.data._loader import DataLoader, LoaderStatistics
 from gulliver.data._prefetch import prefetch
 from gulliver.data._sampler import BucketSampler, Step
 from gulliver.data._table import ClipTable, Probe, choose_bucket, probe_file, resize_and_crop
@@ -11,6 +13,7 @@ __all__ = [
     "DIGITS",
     "DIRECTIONS",
     "FPS",
+    "ArenaStatistics",
     "BrokenClip",
     "Bucket",
     "BucketSampler",
@@ -18,7 +21,10 @@ __all__ = [
     "ClipBatch",
     "ClipDataset",
     "ClipTable",
+    "DataLoader",
+    "LoaderStatistics",
     "MovingDigits",
+    "PinnedArena",
     "Probe",
     "Step",
     "WordEncoder",

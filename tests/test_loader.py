@@ -1,0 +1,1065 @@
+"""The arena that lends host memory, and the loader that resumes exactly and feeds a device."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import random
+import threading
+import weakref
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils import data as torch_data
+
+from gulliver.data import Bucket, BucketSampler, DataLoader, PinnedArena
+from gulliver.data import _loader as loader_module
+from gulliver.data import _transfer as transfer
+from gulliver.errors import GulliverError
+from gulliver.solve import PAGE, Extents, size_class
+
+RESOLUTIONS = ((144, 256), (240, 426), (360, 640), (480, 854), (720, 1280))
+LENGTHS = (1, 17, 33, 51)
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.uint8,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+]
+
+
+class FakeEvent:
+    """Stands for a device's: happens when the test says so."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = True
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def mixed_table(scale: int = 8) -> list[dict[str, Tensor]]:
+    """Five resolutions x four lengths, each side divided by `scale`, and text beside them."""
+    return [
+        {
+            "video": meta(2, 3, frames, height // scale, width // scale),
+            "text": meta(2, 1, 30, 64, dtype=torch.bfloat16),
+            "mask": meta(2, 30, dtype=torch.bool),
+        }
+        for height, width in RESOLUTIONS
+        for frames in LENGTHS
+    ]
+
+
+# --- placing blocks ---
+
+
+@given(st.integers(1, 2**40))
+def test_a_size_class_wastes_less_than_an_eighth_and_a_page(size: int) -> None:
+    block = size_class(size)
+    assert block % PAGE == 0
+    assert size <= block < size * 9 / 8 + PAGE
+    assert size_class(block) == block
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 2**16)), max_size=120),
+)
+def test_extents_place_where_a_model_of_single_cells_says(
+    slabs: list[int], moves: list[tuple[bool, int]]
+) -> None:
+    extents, cells = Extents(), {n: [False] * size for n, size in enumerate(slabs)}
+    for number, size in enumerate(slabs):
+        extents.add(number, size)
+    living: list[tuple[int, int, int]] = []
+
+    def holes() -> list[tuple[int, int, int]]:
+        found = []
+        for number, row in cells.items():
+            start = None
+            for place, taken in enumerate([*row, True]):
+                if not taken and start is None:
+                    start = place
+                if taken and start is not None:
+                    found.append((place - start, number, start))
+                    start = None
+        return sorted(found)
+
+    for gives, draw in moves:
+        if gives and living:
+            slab, start, size = living.pop(draw % len(living))
+            extents.give(slab, start, size)
+            cells[slab][start : start + size] = [False] * size
+        else:
+            size = draw % 12 + 1
+            best = next((hole for hole in holes() if hole[0] >= size), None)
+            found = extents.take(size)
+            assert found == (None if best is None else best[1:])
+            if found is not None:
+                slab, start = found
+                assert not any(cells[slab][start : start + size])
+                cells[slab][start : start + size] = [True] * size
+                living.append((slab, start, size))
+    for block in living:
+        extents.give(*block)
+    assert extents.free == sum(slabs)
+    assert all(map(extents.is_empty, range(len(slabs))))
+
+
+# --- the arena ---
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(8, 64),
+    st.lists(
+        st.tuples(st.sampled_from("abdeh"), st.integers(0, 2**16), st.integers(1, 40_000)),
+        max_size=60,
+    ),
+)
+def test_any_order_of_requests_drops_and_events_keeps_the_arena_sound(
+    pages: int, moves: list[tuple[str, int, int]]
+) -> None:
+    limit = pages * PAGE
+    arena = PinnedArena(limit)
+    living: list[tuple[Tensor, int]] = []
+    events: list[FakeEvent] = []
+    for number, (move, draw, size) in enumerate(moves):
+        if move in "ab":
+            # Another byte for each, so that an overlap is seen.
+            mark = number % 251
+            parts = [size] if move == "a" else [size, size // 3 + 1]
+            copies = arena.copy_all(
+                [torch.full((part,), mark, dtype=torch.uint8) for part in parts]
+            )
+            living += [(copy, mark) for copy in copies]
+            del copies
+        elif move == "d" and living:
+            living.pop(draw % len(living))
+        elif move == "h" and living:
+            # Copied to a device: our own reference goes, the event keeps the memory.
+            events.append(FakeEvent())
+            arena.hold([living.pop(draw % len(living))[0]], events[-1])
+        elif move == "e" and events:
+            events[draw % len(events)].done = True
+        assert all((tensor == mark).all() for tensor, mark in living)
+        found = arena.statistics()
+        assert found.in_use <= found.high_water <= found.capacity <= limit
+        assert found.in_use < found.asked * 9 / 8 + PAGE * (len(living) + len(events)) + 1
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel()) for t, _ in living)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    for event in events:
+        event.done = True
+    living.clear()
+    found = arena.statistics()
+    assert (found.in_use, found.asked) == (0, 0)
+    assert found.hits + found.misses == sum({"a": 1, "b": 2}.get(m, 0) for m, *_ in moves)
+
+
+def test_a_mixed_stream_never_misses_after_warm_up_whatever_is_kept_and_dropped() -> None:
+    table, in_flight = mixed_table(), 4
+    arena = PinnedArena(2**28)
+    arena.warm_up(table, in_flight)
+    taken = arena.statistics().slabs_taken
+    draw = random.Random(0)
+    alive: list[Any] = []
+    for step in range(400):
+        shapes = table[draw.randrange(len(table))]
+        batch = dict(zip(shapes, arena.empty_all(list(shapes.values())), strict=True))
+        batch["video"].view(-1)[0] = step
+        alive.append(batch)
+        if len(alive) == in_flight:
+            # Any of them goes; of another only a part, in the next round the rest.
+            alive.pop(draw.randrange(len(alive)))
+            alive[0].pop(draw.choice(list(alive[0])), None)
+            alive = [kept for kept in alive if kept]
+    found = arena.statistics()
+    assert found.hit_rate == 1.0
+    assert found.hits == 3 * 400
+    assert found.slabs_taken == taken == in_flight
+    largest = max(sum(size_class(t.nbytes) for t in batch.values()) for batch in table)
+    assert found.capacity == in_flight * largest
+    del batch, alive
+    assert arena.statistics().in_use == 0
+
+
+def test_ten_thousand_dropped_batches_leak_nothing() -> None:
+    arena = PinnedArena(2**20)
+    example = {"a": torch.ones(1000), "b": [torch.ones(8, dtype=torch.int64)]}
+    arena.warm_up([example], in_flight=3)
+    capacity = arena.statistics().capacity
+    for step in range(10_000):
+        kept = arena.copy_all([example["a"], example["b"][0]])
+        if step % 3:
+            event = FakeEvent()
+            arena.hold(kept, event)
+            event.done = True
+    del kept
+    found = arena.statistics()
+    assert (found.in_use, found.capacity, found.hit_rate) == (0, capacity, 1.0)
+    assert found.high_water <= capacity
+
+
+def test_a_view_keeps_its_block_and_the_last_one_frees_it() -> None:
+    arena = PinnedArena(2**20)
+    tensor = arena.copy(torch.arange(100.0))
+    view, storage = tensor.view(10, 10)[2:4, ::3].t(), None
+    array = tensor[50:60].numpy()
+    del tensor
+    assert arena.statistics().in_use == PAGE
+    others = [arena.copy(torch.zeros(100)) for _ in range(20)]
+    assert view.flatten().tolist() == [20, 30, 23, 33, 26, 36, 29, 39]
+    storage = view.untyped_storage()
+    del view, others
+    assert arena.statistics().in_use == PAGE
+    assert array.tolist() == list(range(50, 60))
+    del storage
+    assert arena.statistics().in_use == PAGE
+    del array
+    assert arena.statistics().in_use == 0
+
+
+def test_copies_of_an_arena_tensor_do_not_keep_its_block() -> None:
+    import copy
+    import pickle
+
+    arena = PinnedArena(2**20)
+    tensor = arena.copy(torch.arange(64))
+    copies = [copy.deepcopy(tensor), pickle.loads(pickle.dumps(tensor)), tensor.clone()]
+    del tensor
+    assert arena.statistics().in_use == 0
+    arena.copy(torch.zeros(64, dtype=torch.int64))
+    assert all(c.tolist() == list(range(64)) for c in copies)
+
+
+def test_memory_outlives_the_arena_that_lent_it() -> None:
+    arena = PinnedArena(2**20)
+    tensor, event = arena.copy(torch.arange(50)), FakeEvent()
+    arena.hold([arena.copy(torch.ones(3))], event)
+    gone = weakref.ref(arena)
+    del arena
+    gc.collect()
+    assert gone() is None
+    assert event.done, "a copy under way is waited for"
+    assert tensor.tolist() == list(range(50))
+
+
+def test_a_block_in_use_by_the_device_is_not_lent_again() -> None:
+    arena, event = PinnedArena(PAGE * 2), FakeEvent()
+    first = arena.copy(torch.ones(PAGE // 4))
+    address = first.data_ptr()
+    arena.hold([first], event)
+    del first
+    second = arena.copy(torch.ones(PAGE // 4))
+    assert second.data_ptr() != address
+    event.done = True
+    assert arena.copy(torch.ones(PAGE // 4)).data_ptr() == address
+
+
+def test_beyond_the_limit_memory_is_plain_and_counted() -> None:
+    arena = PinnedArena(4 * PAGE)
+    kept = [arena.copy(torch.full((PAGE,), n, dtype=torch.uint8)) for n in range(6)]
+    found = arena.statistics()
+    assert (found.grown, found.plain, found.hits) == (4, 2, 0)
+    assert found.capacity == 4 * PAGE
+    assert [t[0].item() for t in kept] == list(range(6))
+    del kept
+    assert arena.statistics().in_use == 0
+    # Small slabs give way to one that is large enough.
+    big = arena.copy(torch.ones(3 * PAGE, dtype=torch.uint8))
+    found = arena.statistics()
+    assert (found.plain, found.grown) == (2, 5)
+    assert found.capacity <= 4 * PAGE
+    del big
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_copies_equal_their_tensors_bit_for_bit(dtype: torch.dtype) -> None:
+    arena = PinnedArena(2**22)
+    raw = torch.randint(0, 2, (3, 4, 5, 6), dtype=torch.uint8).to(dtype)
+    sources = [
+        raw,
+        raw.to(memory_format=torch.channels_last),
+        raw.permute(3, 1, 0, 2),
+        raw[:, 1:3, ::2],
+        raw[:1].expand(3, 4, 5, 6),
+        raw[0, 0, 0, 0],
+        raw[:0],
+        raw.conj() if dtype.is_complex else raw[1],
+    ]
+    for source, copy in zip(sources, arena.copy_all(sources), strict=True):
+        assert torch.equal(copy.contiguous().view(-1), source.contiguous().view(-1))
+        assert (copy.shape, copy.dtype) == (source.shape, source.dtype)
+        assert copy.data_ptr() != source.data_ptr() or not source.numel()
+        assert copy.data_ptr() % PAGE == 0
+    assert arena.copy(sources[1]).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_is_no_plain_host_tensor_goes_around_the_arena() -> None:
+    class Own(Tensor):
+        pass
+
+    arena = PinnedArena(2**20)
+    others = [torch.eye(3).to_sparse(), torch.ones(3).as_subclass(Own), meta(3)]
+    assert all(a is b for a, b in zip(arena.copy_all(others), others, strict=True))
+    assert arena.statistics().capacity == 0
+
+
+def test_threads_share_an_arena() -> None:
+    arena = PinnedArena(2**22)
+    wrong: list[int] = []
+
+    def work(mark: int) -> None:
+        draw, kept = random.Random(mark), []
+        for _ in range(300):
+            kept.append(arena.copy(torch.full((draw.randrange(1, 9000),), mark)))
+            if len(kept) > 5:
+                kept.pop(draw.randrange(len(kept)))
+            wrong.extend(1 for tensor in kept if not (tensor == mark).all())
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert arena.statistics().in_use == 0
+
+
+def test_an_arena_says_what_is_wrong() -> None:
+    with pytest.raises(GulliverError, match="less than a page"):
+        PinnedArena(100)
+    with pytest.raises(GulliverError, match=r"3 batches of 8192 bytes need 24576 .* is 16384"):
+        PinnedArena(4 * PAGE).warm_up([torch.ones(PAGE + 1, dtype=torch.uint8)], 3)
+    if not torch.cuda.is_available():
+        with pytest.raises(GulliverError, match="needs CUDA"):
+            PinnedArena(pin=True)
+
+
+# --- data ---
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: Tensor
+    name: str
+    twice: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "twice", self.x * 2)
+
+
+class Numbers(torch_data.Dataset):
+    """Item i is i."""
+
+    def __init__(self, length: int = 23) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, index**2])
+
+
+class Augmented(Numbers):
+    """Item i and a draw of every generator."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {
+            "index": index,
+            "python": random.random(),
+            "numpy": np.random.rand(),
+            "torch": torch.rand(3),
+        }
+
+
+def noisy(samples: list[Any]) -> Any:
+    """Collates, and draws as well."""
+    batch = torch_data.default_collate(samples)
+    batch["noise"] = torch.randn(2)
+    return batch
+
+
+class Counted(Augmented):
+    """Counts what is loaded, here in this process."""
+
+    loaded = 0
+
+    def __getitem__(self, index: int) -> Any:
+        type(self).loaded += 1
+        return super().__getitem__(index)
+
+
+class Lines(torch_data.IterableDataset):
+    """A stream of numbers with noise, sharded over workers."""
+
+    def __init__(self, length: int = 23) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch_data.get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        assert info is None or isinstance(info.dataset, Lines)
+        for index in range(first, self.length, step):
+            yield {"index": index, "torch": torch.rand(2), "numpy": np.random.rand()}
+
+
+class StatefulLines(Lines):
+    """A stream that can go on where it was."""
+
+    def __init__(self, length: int = 23) -> None:
+        super().__init__(length)
+        self.place, self.made = 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < self.length:
+            self.place += 1
+            self.made += 1
+            yield {"index": self.place - 1, "torch": torch.rand(2)}
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def flat(batch: Any) -> list[Any]:
+    """A batch in a form that can be compared, bits and all."""
+    if isinstance(batch, Tensor):
+        return [str(batch.dtype), batch.tolist()]
+    if isinstance(batch, dict):
+        return [[key, flat(value)] for key, value in batch.items()]
+    if isinstance(batch, Sample):
+        return [flat(batch.x), batch.name, flat(batch.twice)]
+    if isinstance(batch, list | tuple):
+        return [type(batch).__name__, *map(flat, batch)]
+    return [batch]
+
+
+# --- the loader beside torch's ---
+
+
+def nested(samples: list[Tensor]) -> Any:
+    x = torch.stack(samples)
+    return {
+        "pair": Pair(x, x.double()),
+        "list": [x[:, 0], (x[:, 1].bool(), "text")],
+        "ordered": OrderedDict(a=x, b=None),
+        "default": defaultdict(list, c=x),
+        "sample": Sample(x, "name"),
+        "number": 3.5,
+        "array": np.arange(3).tolist(),
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("pin", [False, True])
+def test_batches_equal_those_of_torch(workers: int, pin: bool) -> None:
+    def options() -> dict[str, Any]:
+        return {
+            "batch_size": 4,
+            "shuffle": True,
+            "collate_fn": nested,
+            "num_workers": workers,
+            "generator": torch.Generator().manual_seed(7),
+        }
+
+    arena = PinnedArena(2**22) if pin else None
+    ours, theirs = (
+        DataLoader(Numbers(), arena=arena, **options()),
+        torch_data.DataLoader(Numbers(), **options()),
+    )
+    assert len(ours) == len(theirs) == 6
+    for _ in range(2):
+        found, expected = list(ours), list(theirs)
+        assert list(map(flat, found)) == list(map(flat, expected))
+        for one, other in zip(found, expected, strict=True):
+            assert [type(v) for v in one.values()] == [type(v) for v in other.values()]
+            assert one["default"].default_factory is list
+    if arena is not None:
+        del found, one
+        assert arena.statistics().in_use == 0
+        assert arena.statistics().plain == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": None},
+        {"batch_size": 5, "drop_last": True},
+        {"batch_sampler": [[3, 1], [2], [5, 4, 0]]},
+        {"sampler": [5, 3, 1], "batch_size": 2},
+    ],
+    ids=str,
+)
+def test_all_ways_of_sampling_equal_torch(options: dict[str, Any]) -> None:
+    found, expected = DataLoader(Numbers(), **options), torch_data.DataLoader(Numbers(), **options)
+    assert list(map(flat, found)) == list(map(flat, expected))
+    assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [None, 4])
+def test_streams_equal_torch(workers: int, size: int | None) -> None:
+    options: dict[str, Any] = {"batch_size": size, "num_workers": workers}
+    found = [flat(b["index"]) for b in DataLoader(Lines(), **options)]
+    assert found == [flat(b["index"]) for b in torch_data.DataLoader(Lines(), **options)]
+
+
+def test_a_loader_leaves_the_generators_of_training_alone() -> None:
+    draws = []
+    for loads in (False, True):
+        torch.manual_seed(3), np.random.seed(3), random.seed(3)
+        if loads:
+            list(DataLoader(Augmented(), 4, shuffle=True))
+            list(DataLoader(Numbers(), 4, sampler=torch_data.RandomSampler(Numbers())))
+        draws.append((torch.rand(3).tolist(), np.random.rand(), random.random()))
+    assert draws[0] == draws[1]
+
+
+def test_objects_that_lock_their_own_memory_are_left_to_it() -> None:
+    class Locked:
+        def pin_memory(self) -> Locked:
+            raise AssertionError("nothing is page-locked here")
+
+    batch = next(iter(DataLoader(Numbers(), 2, arena=_unlocked(), collate_fn=lambda _: [Locked()])))
+    assert isinstance(batch[0], Locked)
+
+
+def _unlocked() -> PinnedArena:
+    return PinnedArena(2**22, pin=False)
+
+
+# --- resuming ---
+
+
+def sampled(kind: str) -> dict[str, Any]:
+    """A sampling of `Augmented(23)`, fresh every time, as another process would have it."""
+    data = Augmented()
+    generator = torch.Generator().manual_seed(11)
+    return {
+        "shuffle": {"shuffle": True, "batch_size": 4},
+        "generator": {"shuffle": True, "batch_size": 4, "generator": generator},
+        "in order": {"batch_size": 5, "drop_last": True},
+        "distributed": {
+            "sampler": torch_data.DistributedSampler(data, 2, 1, seed=5),
+            "batch_size": 3,
+        },
+        "weighted": {
+            "sampler": torch_data.WeightedRandomSampler([1.0, 2.0] * 11 + [3.0], 23),
+            "batch_size": 4,
+        },
+        "buckets": {
+            "batch_sampler": BucketSampler(
+                [Bucket(1, 8, 8) if n % 3 else Bucket(5, 8, 8) for n in range(23)], 4, seed=3
+            )
+        },
+    }[kind]
+
+
+KINDS = ("shuffle", "generator", "in order", "distributed", "weighted", "buckets")
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "persistent"),
+    [
+        *((kind, 0, False) for kind in KINDS),
+        ("shuffle", 2, False),
+        ("generator", 2, True),
+        ("buckets", 2, False),
+        ("weighted", 2, False),
+    ],
+)
+def test_resuming_anywhere_gives_the_uninterrupted_sequence(
+    kind: str, workers: int, persistent: bool
+) -> None:
+    def make() -> DataLoader:
+        return DataLoader(
+            Augmented(),
+            **sampled(kind),
+            num_workers=workers,
+            persistent_workers=persistent,
+            collate_fn=noisy,
+            seed=9,
+        )
+
+    states, batches, loader = [], [], make()
+    for _ in range(3):
+        states.append(json.dumps(loader.state_dict()))
+        for batch in loader:
+            batches.append(flat(batch))
+            states.append(json.dumps(loader.state_dict()))
+        # Between epochs as well: the same place in the sequence as the last of the epoch.
+        states.append(json.dumps(loader.state_dict()))
+    epoch = len(batches) // 3
+    assert batches[:epoch] != batches[epoch : 2 * epoch]
+    # Number of batches handed out at each state.
+    done = [e * epoch + n for e in range(3) for n in (*range(epoch + 1), epoch)]
+    places = range(len(states)) if not workers else (2, epoch, epoch + 4)
+    for place in places:
+        resumed, found = make(), []
+        torch.rand(place)
+        resumed.load_state_dict(json.loads(states[place]))
+        while resumed.epoch < 3:
+            found += map(flat, resumed)
+        assert found == batches[done[place] :], place
+
+
+def test_the_number_of_workers_does_not_matter() -> None:
+    runs = [
+        list(map(flat, DataLoader(Augmented(), 4, shuffle=True, num_workers=n, collate_fn=noisy)))
+        for n in (0, 1, 3)
+    ]
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_resuming_loads_nothing_that_it_skips() -> None:
+    loader = DataLoader(Counted(), 4, shuffle=True)
+    state = next((loader.state_dict() for n, _ in enumerate(loader) if n == 3), {})
+    assert state["done"] == 4
+    Counted.loaded = 0
+    resumed = DataLoader(Counted(), 4, shuffle=True)
+    resumed.load_state_dict(state)
+    assert len(list(resumed)) == 2
+    assert Counted.loaded == 23 - 16
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_without_a_state_is_passed_over_aloud(
+    workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> DataLoader:
+        return DataLoader(Lines(40), 4, num_workers=workers, seed=2)
+
+    loader = make()
+    whole = list(map(flat, loader))
+    assert len(whole) > 6
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    resumed = make()
+    state = loader.state_dict()
+    assert (state["epoch"], state["done"]) == (1, 3)
+    rest = list(map(flat, iterator))
+    with caplog.at_level(logging.INFO, logger="gulliver"):
+        resumed.load_state_dict(state)
+        assert list(map(flat, resumed)) == rest
+    assert "3 batches of the stream are loaded and passed over" in caplog.text
+
+
+def test_a_stream_with_a_state_goes_on_by_itself() -> None:
+    loader = DataLoader(StatefulLines(), 4)
+    batches, states = [], [json.dumps(loader.state_dict())]
+    for batch in loader:
+        batches.append(flat(batch))
+        states.append(json.dumps(loader.state_dict()))
+    for place, state in enumerate(states):
+        data = StatefulLines()
+        resumed = DataLoader(data, 4)
+        resumed.load_state_dict(json.loads(state))
+        assert list(map(flat, resumed)) == batches[place:]
+        assert data.made == 23 - min(23, 4 * place)
+
+
+def test_an_epoch_that_was_set_is_kept_when_resuming_into_it() -> None:
+    loader = DataLoader(Numbers(), 4, shuffle=True)
+    loader.set_epoch(5)
+    fifth = list(map(flat, loader))
+    loader.set_epoch(5)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    resumed = DataLoader(Numbers(), 4, shuffle=True)
+    resumed.load_state_dict(loader.state_dict())
+    resumed.set_epoch(5)
+    assert list(map(flat, resumed)) == fifth[2:]
+    assert resumed.epoch == 6
+    resumed.set_epoch(5)
+    assert list(map(flat, resumed)) == fifth
+
+
+def test_a_sampler_that_is_told_of_the_epoch_itself_is_heard() -> None:
+    def order(epoch: int) -> list[Any]:
+        sampler = torch_data.DistributedSampler(Numbers(), 1, 0)
+        sampler.set_epoch(epoch)
+        return [flat(b) for b in torch_data.DataLoader(Numbers(), 4, sampler=sampler)]
+
+    sampler = torch_data.DistributedSampler(Numbers(), 1, 0)
+    loader = DataLoader(Numbers(), 4, sampler=sampler)
+    sampler.set_epoch(4)
+    assert list(map(flat, loader)) == order(4)
+    assert list(map(flat, loader)) == order(5), "and moves on where nobody says anything"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seed": 8}, r"seed 7, this loader has 8"),
+        ({"batch_size": 3}, r"batch size 4, this loader has 3"),
+        ({"world_size": 4}, r"world size 2, this loader has 4"),
+        ({"dataset": Numbers(99)}, r"dataset length 23, this loader has 99"),
+        ({"drop_last": True}, r"number of batches 6, this loader has 5"),
+        ({"generator": torch.Generator()}, r"0 generators .* has 1"),
+    ],
+    ids=str,
+)
+def test_a_state_of_something_else_is_refused(changed: dict[str, Any], message: str) -> None:
+    usual: dict[str, Any] = {
+        "dataset": Numbers(), "batch_size": 4, "seed": 7, "world_size": 2, "shuffle": True
+    }  # fmt: skip
+    state = DataLoader(**usual).state_dict()
+    with pytest.raises(GulliverError, match=message):
+        DataLoader(**usual | changed).load_state_dict(state)
+
+
+def test_the_generator_of_another_rank_is_refused() -> None:
+    loaders = [
+        DataLoader(Numbers(), 4, shuffle=True, rank=r, world_size=2, generator=torch.Generator())
+        for r in range(2)
+    ]
+    with pytest.raises(GulliverError, match="generator of rank 0, this is rank 1"):
+        loaders[1].load_state_dict(loaders[0].state_dict())
+    with pytest.raises(GulliverError, match="not the state of a data loader"):
+        loaders[0].load_state_dict({"model": 1})
+
+
+# --- randomness ---
+
+
+@pytest.mark.parametrize("data", [Augmented(40), Lines(40)], ids=["map", "stream"])
+def test_no_two_ranks_workers_batches_or_epochs_draw_the_same(data: Any) -> None:
+    draws: list[float] = []
+    for rank in range(2):
+        loader = DataLoader(data, 5, num_workers=2, rank=rank, world_size=2)
+        for batch in (*loader, *loader):
+            draws += batch["numpy"].tolist() + batch["torch"].flatten().tolist()
+            draws += batch["python"].tolist() if "python" in batch else []
+    assert len(set(draws)) == len(draws) >= 2 * 2 * 40 * 3
+
+
+# --- bad days ---
+
+
+class Broken(Numbers):
+    """Sample 9 cannot be read."""
+
+    error: Any = KeyError
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 9:
+            raise self.error("sample nine is broken")
+        return super().__getitem__(index)
+
+
+class Stopping(Broken):
+    error = StopIteration
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_surfaces_at_its_batch_with_its_traceback(workers: int) -> None:
+    loader, found = DataLoader(Broken(), 4, num_workers=workers, ahead=3), []
+    with pytest.raises(KeyError) as caught:
+        found.extend(batch[:, 0].tolist() for batch in loader)
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert loader.state_dict()["done"] == 2
+    frames = [str(entry.path) for entry in caught.traceback]
+    text = str(caught.value) + "".join(frames)
+    assert "test_loader.py" in text
+    assert "sample nine is broken" in text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stop_iteration_in_a_sample_is_an_error_not_the_end(workers: int) -> None:
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        list(DataLoader(Stopping(), 4, num_workers=workers))
+
+
+def bad_collate(samples: list[Any]) -> Any:
+    raise ValueError("cannot collate")
+
+
+def test_errors_of_collation_and_of_moving_surface_too() -> None:
+    with pytest.raises(ValueError, match="cannot collate"):
+        list(DataLoader(Numbers(), 4, num_workers=1, collate_fn=bad_collate))
+
+    class Unbuildable(list):
+        def __init__(self, parts: Any = ()) -> None:
+            if parts:
+                raise RuntimeError("not to be built")
+            super().__init__()
+            self.append(torch.ones(2))
+
+    loader = DataLoader(Numbers(), 4, arena=_unlocked(), collate_fn=lambda _: Unbuildable())
+    with pytest.raises(RuntimeError, match="not to be built"):
+        list(loader)
+
+
+def _ended(threads: set[threading.Thread]) -> None:
+    for thread in set(threading.enumerate()) - threads:
+        if thread.name == "gulliver-loader":
+            thread.join()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_leaving_a_loop_early_ends_the_thread_and_gives_the_memory_back(persistent: bool) -> None:
+    before, arena = set(threading.enumerate()), PinnedArena(2**22)
+    loader = DataLoader(
+        Numbers(64), 2, num_workers=2, persistent_workers=persistent, arena=arena, shuffle=True
+    )
+    for batch in loader:
+        assert batch.shape == (2, 2)
+        break
+    del batch
+    _ended(before)
+    assert arena.statistics().in_use == 0
+    # An epoch of its own follows, as with torch's.
+    assert loader.state_dict()["done"] == 1
+    assert sorted(i for b in loader for i in b[:, 0].tolist()) == list(range(64))
+    iterator = iter(loader)
+    next(iterator)
+    gone = weakref.ref(iterator)
+    del iterator
+    assert gone() is None
+    _ended(before)
+    assert arena.statistics().in_use == 0
+
+
+def test_a_newer_iteration_ends_the_older_one() -> None:
+    loader = DataLoader(Numbers(), 4, num_workers=1)
+    older = iter(loader)
+    first = next(older)
+    assert torch.equal(next(iter(loader)), first)
+    with pytest.raises(GulliverError, match="ended by a newer one"):
+        next(older)
+
+
+def test_an_iterator_at_its_end_stays_there() -> None:
+    iterator = iter(DataLoader(Numbers(3), 4, num_workers=1))
+    assert len(list(iterator)) == 1
+    assert next(iterator, None) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_worker": 2}, "no argument 'num_worker': did you mean 'num_workers'"),
+        ({"ahed": 2}, "no argument 'ahed': did you mean 'ahead'"),
+        ({"ahead": 0}, "at least 1"),
+        ({"seed": -1}, "whole number from 0 on, not -1"),
+        ({"seed": 1.5}, "whole number"),
+        ({"rank": 3, "world_size": 2}, "rank 3 is not one of 2"),
+        ({"num_workers": -1}, "non-negative"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"device": "cuda:x"}, "no device"),
+        ({"device": "meta"}, "'cpu' or 'cuda'"),
+        ({"warm_up": [meta(3)]}, "no arena is used"),
+        ({"arena": PinnedArena(PAGE), "arena_limit": 9}, "has its limit"),
+        ({"pin_memory": True, "warm_up": [meta(PAGE)], "arena_limit": 5 * PAGE}, "raise it"),
+        ({"shuffle": True, "sampler": [1]}, "mutually exclusive"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_end_with_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(GulliverError, match=message) as caught:
+        DataLoader(Numbers(), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_cuda_a_cuda_device_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(GulliverError, match="no CUDA device"):
+        DataLoader(Numbers(), device="cuda")
+
+
+def test_batches_out_of_order_have_no_position() -> None:
+    with pytest.raises(GulliverError, match="in_order"):
+        DataLoader(Numbers(), num_workers=1, in_order=False).state_dict()
+
+
+# --- memory and devices ---
+
+
+class Clips(torch_data.Dataset):
+    """Small clips of all shapes of the table."""
+
+    def __init__(self, table: list[dict[str, Tensor]], length: int) -> None:
+        self.table, self.length = table, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        like = self.table[random.randrange(len(self.table))]
+        return {k: torch.full(t.shape, index % 2, dtype=t.dtype) for k, t in like.items()}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_never_misses_after_warm_up(workers: int) -> None:
+    table = mixed_table(scale=24)
+    loader = DataLoader(
+        Clips(table, 120), None, num_workers=workers, ahead=3, pin_memory=True, warm_up=table
+    )
+    assert loader.arena is not None
+    for number, batch in enumerate(loader):
+        assert batch["video"][0, 0, 0, 0, 0] == number % 2
+        assert batch["video"].data_ptr() % PAGE == 0
+    found = loader.statistics()
+    assert found.arena is not None
+    assert found.batches == 120
+    assert (found.arena.hit_rate, found.arena.hits, found.arena.slabs_taken) == (1.0, 360, 5)
+    assert "100.00% of 360 tensors" in str(found)
+
+
+def test_batches_for_the_host_pass_through_untouched() -> None:
+    loader = DataLoader(Numbers(), 4, device="cpu", num_workers=1)
+    assert loader.arena is None
+    assert [b[:, 0].tolist() for b in loader][:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert loader.statistics().arena is None
+
+
+class FakeLane:
+    """A device whose copies are made, and whose events happen, only when it is told."""
+
+    def __init__(self) -> None:
+        self.under_way: list[tuple[list[Tensor], list[Tensor], FakeEvent]] = []
+        self.received: list[FakeEvent] = []
+
+    def send(self, leaves: list[Any]) -> tuple[list[Any], FakeEvent]:
+        there = [torch.full_like(leaf, -1) for leaf in leaves]
+        self.under_way.append((leaves, there, FakeEvent()))
+        if len(self.under_way) > 2:
+            self.finish()
+        return there, self.under_way[-1][2]
+
+    def finish(self) -> None:
+        # Read now: whoever lent this memory to somebody else meanwhile is found out.
+        sources, there, event = self.under_way.pop(0)
+        for source, result in zip(sources, there, strict=True):
+            result.copy_(source)
+        event.done = True
+
+    def receive(self, leaves: list[Any], event: Any) -> None:
+        self.received.append(event)
+        while not event.done:
+            self.finish()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_memory_is_not_lent_again_before_the_device_has_read_it(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeLane()
+    monkeypatch.setattr(loader_module, "lane", lambda device, ahead: fake)
+    example = [torch.empty(4, 2, dtype=torch.int64)]
+    loader = DataLoader(
+        Numbers(64), 4, arena=PinnedArena(2**20), warm_up=example, num_workers=workers
+    )
+    expected = [b.tolist() for b in torch_data.DataLoader(Numbers(64), 4)]
+    assert [batch.tolist() for batch in loader] == expected
+    assert len(fake.received) == len(set(fake.received)) == 16
+    found = loader.statistics().arena
+    assert found is not None
+    assert (found.hit_rate, found.in_use) == (1.0, 0)
+
+
+def test_the_copy_is_ordered_on_its_stream_and_before_its_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            calls.append(f"in {self.name}")
+
+        def __exit__(self, *_: object) -> None:
+            calls.append(f"out of {self.name}")
+
+        def wait_event(self, event: Any) -> None:
+            calls.append(f"{self.name} waits")
+
+    class Event(FakeEvent):
+        def record(self, stream: Stream) -> None:
+            calls.append(f"recorded on {stream.name}")
+
+        def synchronize(self) -> None:
+            calls.append("host waits for the oldest")
+            super().synchronize()
+
+    class Travelling:
+        def to(self, device: Any, non_blocking: bool) -> Travelling:
+            assert non_blocking
+            calls.append("copy")
+            return self
+
+        def record_stream(self, stream: Stream) -> None:
+            calls.append(f"kept for {stream.name}")
+
+    side, main = Stream("side"), Stream("main")
+    fake = SimpleNamespace(
+        Stream=lambda device: side,
+        Event=Event,
+        stream=lambda stream: stream,
+        device=lambda device: Stream("device"),
+        current_stream=lambda device: main,
+    )
+    monkeypatch.setattr(transfer.torch, "cuda", fake)
+    lane = transfer.CudaLane(torch.device("cuda", 0), depth=1)
+    sent, event = lane.send([Travelling()])
+    lane.receive(sent, event)
+    once = ["in device", "in side", "copy", "recorded on side", "out of side", "out of device"]
+    assert calls == [*once, "main waits", "kept for main"]
+    calls.clear()
+    lane.send([Travelling()])
+    assert calls == ["host waits for the oldest", *once]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_arrive_on_a_gpu_as_they_were(workers: int) -> None:
+    table = mixed_table(scale=16)
+    loader = DataLoader(
+        Clips(table, 200), None, device="cuda", num_workers=workers, warm_up=table, seed=1
+    )
+    expected = DataLoader(Clips(table, 200), None, seed=1)
+    for found, other in zip(loader, expected, strict=True):
+        assert all(tensor.is_cuda for tensor in found.values())
+        assert all(torch.equal(found[name].cpu(), other[name]) for name in other)
+    torch.cuda.synchronize()
+    arena = loader.statistics().arena
+    assert arena is not None
+    assert (arena.is_pinned, arena.hit_rate, arena.in_use) == (True, 1.0, 0)
+    assert PinnedArena(2**20).copy(torch.ones(5)).is_pinned()
