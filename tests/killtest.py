@@ -14,6 +14,8 @@ disk itself forgets, as when the power fails, cannot be tried here.
 
 from __future__ import annotations
 
+import ctypes
+import json
 import math
 import mmap
 import multiprocessing as mp
@@ -21,7 +23,6 @@ import os
 import random
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import threading
@@ -31,9 +32,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,9 @@ from tests.pool import start_server
 KEEP = 2
 RING_MB = 8
 START_S = 60.0
-"""Seconds that a child may take to begin its first save."""
+"""Seconds that a child may take to begin a save, or to end."""
+SAVE_S = 0.04
+"""About what a save takes: random delays are of this order."""
 
 
 class Phase(IntEnum):
@@ -123,7 +125,9 @@ class State:
     def become(self, number: int) -> None:
         """Takes the values of a number."""
         self.number = number
-        for index, (tensor, pattern) in enumerate(zip(self._tensors(), self._patterns, strict=True)):
+        for index, (tensor, pattern) in enumerate(
+            zip(self._tensors(), self._patterns, strict=True)
+        ):
             values = pattern + number * (2 * index + 1) % 256
             if tensor.dtype == torch.bool:
                 values &= 1
@@ -165,6 +169,8 @@ class Child:
     mode: Literal["shadow", "ring"]
     marks: str
     """A file: a byte for each rank, its `Phase`."""
+    reports: str
+    """A file: a line of JSON for everything that is told."""
     store: str
     first: int
     """The number that the first save has; the others count on."""
@@ -174,24 +180,21 @@ class Child:
     """It kills itself when so many bytes have been written; None leaves that to the parent."""
 
 
-def save_for_ever(child: Child, reports: Connection) -> None:
+def tell(child: Child, kind: str, *content: Any) -> None:
+    """Reports; one write, which a killed process has made or has not."""
+    with open(child.reports, "ab", buffering=0) as file:
+        file.write(json.dumps([kind, *content]).encode() + b"\n")
+
+
+def save_for_ever(child: Child, state: State) -> None:
     """A rank that saves until it is killed; rank 0 reports."""
-    try:
-        _save_for_ever(child, reports)
-    except BaseException as error:
-        reports.send(("failed", f"rank {child.rank}: {type(error).__name__}: {error}"))
-        raise
-
-
-def _save_for_ever(child: Child, reports: Connection) -> None:
-    torch.set_num_threads(1)
     if child.ranks > 1:
         import torch.distributed as dist
 
         store = dist.FileStore(child.store, child.ranks)
         dist.init_process_group("gloo", store=store, rank=child.rank, world_size=child.ranks)
     mark = _marker(child)
-    state, number = State(), child.first
+    number = child.first
     checkpointer = AsyncCheckpointer(child.root, keep=KEEP, mode=child.mode, ring_mb=RING_MB)
     if child.bytes_to_live is not None and child.rank == 0:
         watch = (checkpointer, child.bytes_to_live)
@@ -202,14 +205,14 @@ def _save_for_ever(child: Child, reports: Connection) -> None:
         step = number if child.same_step is None else child.same_step
         mark(Phase.BEGINNING)
         if child.rank == 0:
-            reports.send(("begun", step, number))
+            tell(child, "begun", step, number)
         checkpointer.save(step, {**state.entries(), "rank": PerRank(child.rank)})
         # What training does meanwhile: the next values, as soon as these have been copied.
         checkpointer.wait_copied()
         state.become(number + 1)
         checkpointer.wait()
         if child.rank == 0:
-            reports.send(("complete", step, number))
+            tell(child, "complete", step, number)
         number += 1
 
 
@@ -246,6 +249,58 @@ def _end_after(checkpointer: AsyncCheckpointer, nbytes: int) -> None:
     while checkpointer._engine is None or checkpointer._engine.counters.written < nbytes:
         time.sleep(20e-6)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+# Between them: a process that has imported and made everything, and forks children in no time
+
+
+def serve(connection: Connection) -> None:
+    """Answers until the connection is closed.
+
+    To a `Child`, by forking it, with its number; to a number, by killing that; to seconds (a
+    float), with whether all have ended by then.
+    """
+    torch.set_num_threads(1)
+    state = State()
+    living: dict[int, None] = {}
+    while True:
+        try:
+            asked = connection.recv()
+        except EOFError:
+            os._exit(0)
+        if isinstance(asked, Child):
+            pid = os.fork() or _run_child(asked, state)
+            living[pid] = None
+            connection.send(pid)
+        elif isinstance(asked, int):
+            # One that is not reaped yet: the number is nobody else's.
+            if asked in living:
+                os.kill(asked, signal.SIGKILL)
+            connection.send(None)
+        else:
+            connection.send(_reaped(living, asked))
+
+
+def _run_child(child: Child, state: State) -> NoReturn:
+    # The kernel ends it when its parent ends.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    try:
+        save_for_ever(child, state)
+    except BaseException as error:
+        tell(child, "failed", f"rank {child.rank}: {type(error).__name__}: {error}")
+    os._exit(1)
+
+
+def _reaped(living: dict[int, None], patience_s: float) -> bool:
+    """Whether all children have ended, perhaps after waiting for them a while."""
+    end = time.monotonic() + patience_s
+    while True:
+        for pid in tuple(living):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del living[pid]
+        if not living or time.monotonic() >= end:
+            return not living
+        time.sleep(1e-4)
 
 
 # The parent
@@ -292,10 +347,13 @@ class Trial:
         self.tally = Tally()
         self._scratch = root
         self._draw = random.Random(options.seed)
-        self._context = mp.get_context("forkserver")
         self._loaded, self._wanted = State(), State()
         self._nbytes = sum(t.nbytes for t in self._wanted._tensors())
-        self._seconds = [0.05]
+        context = mp.get_context("forkserver")
+        self._nursery, there = context.Pipe()
+        self._server = context.Process(target=serve, args=(there,), daemon=True)
+        self._server.start()
+        there.close()
         self._number, self._known = 0, set[int]()
         """The number, and the steps, that were last known to be complete."""
         self._begun = 0
@@ -303,40 +361,42 @@ class Trial:
     def kill_once(self) -> None:
         """Lets a job save, kills it, and checks what it has left."""
         way = self._draw.choice(["after a delay", "in a phase", "after bytes"])
-        marks = self._scratch / f"marks-{self.tally.kills}"
-        marks.write_bytes(bytes(self.options.ranks))
         saves = self._draw.randint(1, 3)
         newest = max(self._known, default=None)
-        begun = time.perf_counter()
-        processes, reports = self._start(
+        marks, reports = self._scratch / "marks", self._scratch / "reports"
+        marks.write_bytes(bytes(self.options.ranks))
+        reports.write_bytes(b"")
+        with open(marks, "r+b") as file:
+            shared = mmap.mmap(file.fileno(), self.options.ranks)
+        pids = self._start(
             marks,
+            reports,
             self._draw.choice([None, None, newest]),
             self._random_bytes(saves) if way == "after bytes" else None,
         )
-        with open(marks, "r+b") as file:
-            shared = mmap.mmap(file.fileno(), self.options.ranks)
-        told = self._wait_and_kill(way, saves, processes, reports, shared)
+        told = self._wait_and_kill(way, saves, pids, reports, shared)
         # The killed do not unmap: what they marked last is there.
-        self.tally.phases[Phase(shared[0])] += 1
+        phase = Phase(shared[0])
+        self.tally.phases[phase] += 1
         self.tally.ways[way] += 1
         self.tally.kills += 1
-        marks.unlink()
         for problem in self._problems(told):
-            seconds = time.perf_counter() - begun
-            self.tally.failures.append(
-                f"kill {self.tally.kills} ({way}, {Phase(shared[0]).name}, {seconds:.2f} s): "
-                f"{problem}"
-            )
+            where = f"kill {self.tally.kills} ({way}, {phase.name})"
+            self.tally.failures.append(f"{where}: {problem}")
+
+    def close(self) -> None:
+        """Ends the process that children are forked from."""
+        self._nursery.close()
+        self._server.join()
 
     def _random_bytes(self, saves: int) -> int:
-        return int((saves - 1 + self._draw.random()) * self._nbytes)
+        return int((saves - 1 + self._draw.random()) * self._nbytes / self.options.ranks)
 
     def _start(
-        self, marks: Path, same_step: int | None, bytes_to_live: int | None
-    ) -> tuple[list[BaseProcess], Connection]:
-        here, there = self._context.Pipe(duplex=False)
+        self, marks: Path, reports: Path, same_step: int | None, bytes_to_live: int | None
+    ) -> list[int]:
         store = str(self._scratch / f"store-{self.tally.kills}")
-        processes = []
+        pids = []
         for rank in range(self.options.ranks):
             child = Child(
                 rank,
@@ -344,67 +404,57 @@ class Trial:
                 str(self.root),
                 self.options.mode,
                 str(marks),
+                str(reports),
                 store,
                 self._begun + 1,
                 same_step,
                 bytes_to_live,
             )
-            process = self._context.Process(target=save_for_ever, args=(child, there), daemon=True)
-            process.start()
-            processes.append(process)
-        there.close()
-        return processes, here
+            self._nursery.send(child)
+            pids.append(self._nursery.recv())
+        return pids
+
+    def _all_ended(self, patience_s: float = 0.0) -> bool:
+        self._nursery.send(patience_s)
+        return self._nursery.recv()
 
     def _wait_and_kill(
-        self,
-        way: str,
-        saves: int,
-        processes: list[BaseProcess],
-        reports: Connection,
-        shared: mmap.mmap,
-    ) -> list[tuple[Any, ...]]:
+        self, way: str, saves: int, pids: list[int], reports: Path, shared: mmap.mmap
+    ) -> list[list[Any]]:
         """Everything that the job has told when it is dead."""
-        told: list[tuple[Any, ...]] = []
-        left = saves
-        while left and processes[0].is_alive() and reports.poll(START_S):
-            try:
-                told.append(reports.recv())
-            except EOFError:
-                break
-            left -= told[-1][0] == "begun"
-            if told[-1][0] == "failed":
-                break
-        else:
-            if left and processes[0].is_alive():
-                told.append(("failed", f"nothing was saved in {START_S:.0f} s"))
+        stuck = not self._wait_for(saves, reports)
         begun = time.perf_counter()
         if way == "in a phase":
             wanted = self._draw.choice(list(Phase)[1:])
             # Processes are fast: a sleep here would miss the short phases.
             while shared[0] != wanted and time.perf_counter() - begun < 0.5:
                 pass
-            _spin(self._draw.uniform(0.0, 2e-3))
+            _spin(self._draw.choice([0.0, self._draw.uniform(0.0, 5e-3)]))
         elif way == "after a delay":
-            _spin(self._draw.uniform(0.0, 1.3 * statistics.median(self._seconds)))
+            _spin(self._draw.uniform(0.0, 1.3 * SAVE_S))
         else:
-            processes[0].join(1.0)
-        order = list(processes)
-        self._draw.shuffle(order)
-        for process in order:
-            process.kill()
+            self._all_ended(1.0)
+        self._draw.shuffle(pids)
+        for pid in pids:
+            self._nursery.send(pid)
+            self._nursery.recv()
             if self._draw.random() < 0.5:
                 _spin(self._draw.uniform(0.0, 5e-3))
-        for process in processes:
-            process.join()
-        while reports.poll():
-            try:
-                told.append(reports.recv())
-            except EOFError:
-                break
-        reports.close()
-        return told
+        assert self._all_ended(START_S)
+        told = _told(reports)
+        return [*told, ["failed", f"nothing was saved in {START_S:.0f} s"]] if stuck else told
 
-    def _problems(self, told: list[tuple[Any, ...]]) -> list[str]:
+    def _wait_for(self, saves: int, reports: Path) -> bool:
+        """Whether a job began its saves, or ended, in time."""
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            kinds = [kind for kind, *_ in _told(reports)]
+            if kinds.count("begun") >= saves or "failed" in kinds or self._all_ended():
+                return True
+            time.sleep(1e-4)
+        return False
+
+    def _problems(self, told: list[list[Any]]) -> list[str]:
         """What is wrong with what a job has left."""
         failed = [text for kind, text, *_ in told if kind == "failed"]
         complete = [report for report in told if report[0] == "complete"]
@@ -455,6 +505,12 @@ class Trial:
         return number, self._loaded.difference(self._wanted)
 
 
+def _told(reports: Path) -> list[list[Any]]:
+    lines = reports.read_bytes().split(b"\n")
+    # What follows the last line's end is nothing, or a line that is being written.
+    return [json.loads(line) for line in lines[:-1]]
+
+
 def _spin(seconds: float) -> None:
     """Waits more precisely than a sleep."""
     end = time.perf_counter() + seconds
@@ -467,10 +523,13 @@ def run_kills(
 ) -> Tally:
     """Kills as often as the options say, in a folder; what was found."""
     trial = Trial(options, root)
-    for _ in range(options.kills):
-        trial.kill_once()
-        if after_each is not None:
-            after_each(trial.tally)
+    try:
+        for _ in range(options.kills):
+            trial.kill_once()
+            if after_each is not None:
+                after_each(trial.tally)
+    finally:
+        trial.close()
     return trial.tally
 
 
