@@ -26,10 +26,15 @@ namespace {
 
 using Address = std::uint64_t;
 using FailureTuple = std::tuple<std::string, std::int64_t, int>;
-using FileRef = std::shared_ptr<File>;
 using TicketRef = std::shared_ptr<Ticket>;
 using Table = nb::ndarray<const std::int64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
 using Release = nb::call_guard<nb::gil_scoped_release>;
+
+// By reference: a shared_ptr made from a Python object would need the GIL where it is dropped, and
+// that may be a thread of the engine, which holds the engine's mutex.
+struct Handle {
+  std::shared_ptr<File> file;
+};
 
 char* pointer(Address address) { return reinterpret_cast<char*>(address); }
 
@@ -73,23 +78,24 @@ struct Wanted {
   }
 };
 
-using OpenedTuple = std::tuple<FileRef, std::uint64_t, std::optional<FailureTuple>>;
+using OpenedTuple = std::tuple<std::optional<Handle>, std::uint64_t, std::optional<FailureTuple>>;
 
 OpenedTuple tuple_of(Opened opened) {
-  const std::uint64_t nbytes = opened.file ? opened.file->nbytes : 0;
-  return {std::move(opened.file), nbytes, tuple_of(opened.failure)};
+  if (!opened.file) return {std::nullopt, 0, tuple_of(opened.failure)};
+  const std::uint64_t nbytes = opened.file->nbytes;
+  return {Handle{std::move(opened.file)}, nbytes, std::nullopt};
 }
 
 std::string path_of(const nb::bytes& path) { return {path.c_str(), path.size()}; }
 
-TicketRef stage(Owner& owner, const FileRef& file, std::uint64_t offset, Table table,
+TicketRef stage(Owner& owner, const Handle& handle, std::uint64_t offset, Table table,
                 std::int64_t priority) {
   std::vector<Segment> segments(table.shape(0));
   for (std::size_t k = 0; k < segments.size(); ++k)
     segments[k] = {pointer(static_cast<Address>(table(k, 0))),
                    static_cast<std::uint64_t>(table(k, 1))};
   nb::gil_scoped_release release;
-  return owner->stage(file, offset, std::move(segments), priority);
+  return owner->stage(handle.file, offset, std::move(segments), priority);
 }
 
 void inject(Owner& owner, const std::string& call, std::uint64_t nth, int number,
@@ -109,7 +115,7 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);
   m.attr("INTERFACE") = 1;
 
-  nb::class_<File>(m, "File");
+  nb::class_<Handle>(m, "File");
 
   nb::class_<Ticket>(m, "Ticket")
       .def_prop_ro("copied", &Ticket::copied)
@@ -148,34 +154,34 @@ NB_MODULE(_core, m) {
              nb::gil_scoped_release release;
              return tuple_of(e->open(path));
            })
-      .def("owns", [](Owner& e, const File& file) { return e->owns(file); })
-      .def("quiet", [](Owner& e, const FileRef& file, double s) { return e->quiet(file, s); },
+      .def("owns", [](Owner& e, const Handle& handle) { return e->owns(*handle.file); })
+      .def("quiet", [](Owner& e, const Handle& handle, double s) { return e->quiet(handle.file, s); },
            Release())
-      .def("close_file", [](Owner& e, const FileRef& file) { return e->close_file(file); },
+      .def("close_file", [](Owner& e, const Handle& handle) { return e->close_file(handle.file); },
            Release())
       .def("stage", &stage)
       .def("write_page",
-           [](Owner& e, const FileRef& file, std::uint64_t offset, int page, std::uint64_t nbytes,
+           [](Owner& e, const Handle& handle, std::uint64_t offset, int page, std::uint64_t nbytes,
               std::int64_t priority) {
-             return e->write_page(file, offset, page, nbytes, priority);
+             return e->write_page(handle.file, offset, page, nbytes, priority);
            },
            Release())
       .def("read",
-           [](Owner& e, const FileRef& file, std::uint64_t offset, Address address,
+           [](Owner& e, const Handle& handle, std::uint64_t offset, Address address,
               std::uint64_t nbytes, std::int64_t priority, bool checked) {
-             return e->read(file, offset, pointer(address), nbytes, priority, checked);
+             return e->read(handle.file, offset, pointer(address), nbytes, priority, checked);
            },
            Release())
       .def("write",
-           [](Owner& e, const FileRef& file, std::uint64_t offset, Address address,
+           [](Owner& e, const Handle& handle, std::uint64_t offset, Address address,
               std::uint64_t nbytes, std::int64_t priority) {
-             return e->write(file, offset, pointer(address), nbytes, priority);
+             return e->write(handle.file, offset, pointer(address), nbytes, priority);
            },
            Release())
-      .def("sync", [](Owner& e, const FileRef& file) { return e->sync(file); }, Release())
+      .def("sync", [](Owner& e, const Handle& handle) { return e->sync(handle.file); }, Release())
       .def("prefetch",
-           [](Owner& e, const FileRef& file, std::uint64_t offset, std::uint64_t nbytes) {
-             e->prefetch(file, offset, nbytes);
+           [](Owner& e, const Handle& handle, std::uint64_t offset, std::uint64_t nbytes) {
+             e->prefetch(handle.file, offset, nbytes);
            },
            Release())
       .def("wait_room", [](Owner& e, double seconds) { e->wait_room(seconds); }, Release())

@@ -98,7 +98,10 @@ class TwinTicket(Ticket):
 class TwinFile(File):
     """Its descriptors, and what is under way on it (under the engine's lock)."""
 
-    def __init__(self, path: Path, nbytes: int, buffered: int, direct: int | None) -> None:
+    def __init__(
+        self, owner: Engine, path: Path, nbytes: int, buffered: int, direct: int | None
+    ) -> None:
+        self.owner = owner
         self.path = path
         self.nbytes = nbytes
         self.buffered = buffered
@@ -322,7 +325,7 @@ class TwinEngine(Engine):
             os.close(buffered)
             path.unlink(missing_ok=True)
             raise
-        return self._add_file(TwinFile(path, nbytes, buffered, direct))
+        return self._add_file(TwinFile(self, path, nbytes, buffered, direct))
 
     def open(self, path: str | Path) -> File:
         self._check_process()
@@ -337,7 +340,7 @@ class TwinEngine(Engine):
         except BaseException:
             os.close(buffered)
             raise
-        return self._add_file(TwinFile(path, status.st_size, buffered, direct))
+        return self._add_file(TwinFile(self, path, status.st_size, buffered, direct))
 
     def _open(self, path: Path, flags: int, action: str) -> int:
         def call() -> int:
@@ -382,7 +385,7 @@ class TwinEngine(Engine):
 
     def close_file(self, file: File) -> None:
         self._check_process()
-        assert isinstance(file, TwinFile)
+        file = self._of(file)
         with self._lock:
             if file.closed:
                 return
@@ -455,7 +458,7 @@ class TwinEngine(Engine):
             self._check_open(request.file)
             request.file.prefetched = True
             # A hint: where there is no room, it is dropped.
-            if self._counted < self._queue and hasattr(os, "posix_fadvise"):
+            if self._counted < self._queue and nbytes and hasattr(os, "posix_fadvise"):
                 self._submit(request, self._moves)
 
     def sync(self, file: File) -> Ticket:
@@ -466,9 +469,12 @@ class TwinEngine(Engine):
     ) -> _Request:
         self._check_process()
         check_range(offset, nbytes)
-        if not isinstance(file, TwinFile):
+        return _Request(kind, self._of(file), offset, address, nbytes, priority, -1)
+
+    def _of(self, file: File) -> TwinFile:
+        if not isinstance(file, TwinFile) or file.owner is not self:
             raise GulliverError(f"{file} was not opened by this I/O engine")
-        return _Request(kind, file, offset, address, nbytes, priority, -1)
+        return file
 
     def _submit(self, request: _Request, line: list | None) -> Ticket:
         """Puts a request into a line; None: it moves nothing, and is done."""
