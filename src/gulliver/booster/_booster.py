@@ -6,7 +6,10 @@ written and read in `_states.py`.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster._autocast import autocast_calls, check_precision
+from gulliver.booster._checkpoint import (
+    OPTIMIZER,
+    RANDOM,
+    boosted_state,
+    load_boosted,
+    restore_random,
+)
 from gulliver.booster._plugins import Plugin, TorchDDPPlugin, unwrapped
 from gulliver.booster._states import (
     on_main,
@@ -25,8 +35,9 @@ from gulliver.booster._states import (
     write_optimizer,
     write_scheduler,
 )
+from gulliver.checkpoint import AsyncCheckpointer, Loaded, StepReader, load, step_folder
 from gulliver.comm import broadcast_object, init_world
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, nearest
 from gulliver.parallel import BoostedOptimizer
 from gulliver.plan import Plan
 
@@ -57,6 +68,8 @@ class Booster:
         self.plugin = plugin or TorchDDPPlugin()
         self.mixed_precision = mixed_precision
         self._plan: Plan | None = None
+        self._checkpointers: dict[str, AsyncCheckpointer] = {}
+        self._options: dict[str, dict[str, Any]] = {}
         self._optimizers: WeakKeyDictionary[nn.Module, BoostedOptimizer] = WeakKeyDictionary()
 
     @property
@@ -127,6 +140,132 @@ class Booster:
                 raise GulliverError("no_sync needs a model that this booster has boosted")
             optimizer = self._optimizers[model]
         return _boosted(optimizer).no_sync()
+
+    def save(
+        self,
+        folder: Path | str,
+        step: int,
+        model: nn.Module,
+        optimizer: BoostedOptimizer | None = None,
+        lr_scheduler: Any = None,
+        state: Mapping[str, Any] | None = None,
+        use_async: bool = True,
+        **options: Any,
+    ) -> bool:
+        """Saves everything of a step as one checkpoint while training goes on; every rank calls it.
+
+        Each rank writes what it has of the state; nothing is gathered. It loads at any number of
+        ranks, stage and chunk size, and with any plugin.
+
+        Args:
+            folder: of the run's checkpoints.
+            step: its number.
+            model: boosted by this booster, or plain.
+            optimizer: that `boost` returned; None saves the model without.
+            lr_scheduler: or None.
+            state: what else belongs to the run, by entry: the average of the weights, the loader's
+                position, numbers; see `gulliver.checkpoint.AsyncCheckpointer.save`.
+            use_async: False returns when the step is complete.
+            options: of `gulliver.checkpoint.AsyncCheckpointer`, for this folder; the first save
+                settles them.
+
+        Returns:
+            Whether it was begun; False where one was under way and ``when_busy="skip"`` was given.
+
+        Raises:
+            GulliverError: what went wrong with the save before; it cannot be saved.
+        """
+        if optimizer is not None:
+            _boosted(optimizer)
+        holder = optimizer or self._optimizers.get(model)
+        if optimizer is None and holder is not None:
+            content = boosted_state(model, holder, lr_scheduler, state)
+            del content[OPTIMIZER]
+        else:
+            content = boosted_state(model, optimizer, lr_scheduler, state)
+        checkpointer = self._checkpointer(Path(folder), options)
+        if self._plan is not None:
+            checkpointer.about["plan"] = asdict(self._plan)
+        begun = checkpointer.save(step, content)
+        if not use_async:
+            checkpointer.wait()
+        return begun
+
+    def load(
+        self,
+        folder: Path | str,
+        model: nn.Module | None = None,
+        optimizer: BoostedOptimizer | None = None,
+        lr_scheduler: Any = None,
+        state: Mapping[str, Any] | None = None,
+        step: int | None = None,
+        strict: bool = True,
+        prefix: str = "",
+        random: bool = True,
+    ) -> Loaded:
+        """Loads what `save` saved, at any number of ranks; every rank calls it.
+
+        Args:
+            folder: of the run's checkpoints, or of one step.
+            model: to fill in place; what is None is not loaded.
+            optimizer: to fill in place.
+            lr_scheduler: to fill in place.
+            state: what else to load, by entry; see `gulliver.checkpoint.load`.
+            step: None for the newest complete one.
+            strict: refuse what does not match, before anything is changed; else it is reported.
+            prefix: of the model's names in the checkpoint.
+            random: take up the random generators too, where an optimizer is loaded and this rank
+                has them in the checkpoint.
+
+        Returns:
+            The step, the values of `state`, and what did not match.
+
+        Raises:
+            GulliverError: there is no such step; something does not match; a file is broken.
+        """
+        holder = optimizer if model is None else self._optimizers.get(model, optimizer)
+        where = step_folder(folder, step)
+        with StepReader(where) as reader:
+            loaded = load_boosted(reader, model, optimizer, holder, lr_scheduler, strict, prefix)
+            if random and optimizer is not None and not restore_random(reader):
+                loaded.absent.append(RANDOM)
+        if state:
+            rest = load(where, state, strict=strict)
+            loaded.values |= rest.values
+            loaded.mismatches |= rest.mismatches
+            loaded.absent += rest.absent
+        return loaded
+
+    def wait(self) -> None:
+        """Waits until every step that is being saved is complete; every rank calls it.
+
+        Raises:
+            GulliverError: one could not be saved.
+        """
+        for checkpointer in self._checkpointers.values():
+            checkpointer.wait()
+
+    def close(self) -> None:
+        """Waits as `wait` does, and frees the memory that saving has needed."""
+        while self._checkpointers:
+            _, checkpointer = self._checkpointers.popitem()
+            checkpointer.close()
+
+    def _checkpointer(self, folder: Path, options: Mapping[str, Any]) -> AsyncCheckpointer:
+        known_names = inspect.signature(AsyncCheckpointer).parameters
+        for name in options:
+            if name not in known_names:
+                raise GulliverError(f"save has no option {name!r}: {nearest(name, known_names)}")
+        key = str(folder.absolute())
+        known = self._options.setdefault(key, dict(options))
+        if options and known != options:
+            raise GulliverError(
+                f"{folder} is being saved with {known or 'the defaults'}: the first save settles "
+                "its options"
+            )
+        if key not in self._checkpointers:
+            self._checkpointers[key] = AsyncCheckpointer(folder, **options)
+        return self._checkpointers[key]
 
     def save_model(self, model: nn.Module, path: Path | str) -> None:
         """Writes the model's state dict, whole and under its own names, as one safetensors file.

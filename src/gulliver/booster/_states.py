@@ -89,7 +89,8 @@ def write_optimizer(optimizer: BoostedOptimizer, state: Any, folder: Path) -> No
     tensors, skeleton = split_state({"state": state, "groups": groups})
     # Both files carry the mark, so that halves of two saves are never taken for one.
     mark = uuid.uuid4().hex
-    write_tensors(folder / TENSORS, tensors, {"mark": mark})
+    values = {name: leaf for name, leaf in tensors.items() if isinstance(leaf, Tensor)}
+    write_tensors(folder / TENSORS, values, {"mark": mark})
     name = type(optimizer.inner).__name__
     write_json(folder / SKELETON, {"optimizer": name, "mark": mark, "state": skeleton})
 
@@ -107,7 +108,7 @@ def read_optimizer(optimizer: BoostedOptimizer, folder: Path) -> None:
             f"{TENSORS} and {SKELETON} in {folder} are not of one save: take another checkpoint"
         )
     saved = join_state(read_tensors(folder / TENSORS), content["state"])
-    _check_groups(optimizer, saved["groups"], folder)
+    check_groups(optimizer, saved["groups"], folder)
     try:
         optimizer.import_state(saved["state"])
     except GulliverError as error:
@@ -116,7 +117,8 @@ def read_optimizer(optimizer: BoostedOptimizer, folder: Path) -> None:
         group.update(entry["options"])
 
 
-def _check_groups(optimizer: BoostedOptimizer, saved: list[Any], folder: Path) -> None:
+def check_groups(optimizer: BoostedOptimizer, saved: list[Any], folder: Path) -> None:
+    """Refuses groups of other parameters."""
     theirs, ours = [set(group["names"]) for group in saved], optimizer.group_names()
     if len(theirs) != len(ours):
         raise GulliverError(f"{folder} has {len(theirs)} parameter groups, not {len(ours)}")
@@ -131,7 +133,7 @@ def _check_groups(optimizer: BoostedOptimizer, saved: list[Any], folder: Path) -
 
 def write_scheduler(lr_scheduler: Any, path: Path) -> None:
     """Writes a scheduler's numbers as JSON."""
-    tensors, skeleton = split_state(_numbers(lr_scheduler))
+    tensors, skeleton = split_state(scheduler_numbers(lr_scheduler))
     if tensors:
         raise GulliverError(f"{type(lr_scheduler).__name__} keeps tensors: it cannot be saved")
     write_json(path, {"scheduler": type(lr_scheduler).__name__, "state": skeleton})
@@ -152,7 +154,7 @@ def read_scheduler(lr_scheduler: Any, path: Path) -> None:
     lr_scheduler.load_state_dict(own)
 
 
-def _numbers(lr_scheduler: Any) -> dict[str, Any]:
+def scheduler_numbers(lr_scheduler: Any) -> dict[str, Any]:
     """A scheduler's state without its functions, which are the program's."""
     return {k: v for k, v in lr_scheduler.state_dict().items() if not _is_code(v)}
 

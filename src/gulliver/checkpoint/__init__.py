@@ -1,6 +1,15 @@
 """Saving and loading, whole or not at all."""
 
 from gulliver.checkpoint._collect import PerRank
+from gulliver.checkpoint._compare import (
+    Comparison,
+    Difference,
+    Problem,
+    any_step,
+    compare,
+    run_steps,
+    verify,
+)
 from gulliver.checkpoint._files import (
     read_json,
     read_metadata,
@@ -9,29 +18,53 @@ from gulliver.checkpoint._files import (
     write_tensors,
 )
 from gulliver.checkpoint._folder import CheckpointFolder
+from gulliver.checkpoint._interchange import (
+    Weights,
+    export_huggingface,
+    import_huggingface,
+    is_step_or_run,
+    load_huggingface,
+    open_weights,
+    save_huggingface,
+)
 from gulliver.checkpoint._loading import Loaded, load, step_folder
 from gulliver.checkpoint._manifest import Manifest, read_manifest
 from gulliver.checkpoint._reader import Mismatch, StepReader
 from gulliver.checkpoint._saving import AsyncCheckpointer, Saved
-from gulliver.checkpoint._tree import join_state, split_state
+from gulliver.checkpoint._tree import join_state, names_in, split_state
 
 __all__ = [
     "AsyncCheckpointer",
     "CheckpointFolder",
+    "Comparison",
+    "Difference",
     "Loaded",
     "Manifest",
     "Mismatch",
     "PerRank",
+    "Problem",
     "Saved",
     "StepReader",
+    "Weights",
+    "any_step",
+    "compare",
+    "export_huggingface",
+    "import_huggingface",
+    "is_step_or_run",
     "join_state",
     "load",
+    "load_huggingface",
+    "names_in",
+    "open_weights",
     "read_json",
     "read_manifest",
     "read_metadata",
     "read_tensors",
+    "run_steps",
+    "save_huggingface",
     "split_state",
     "step_folder",
+    "verify",
     "write_json",
     "write_tensors",
 ]

@@ -44,7 +44,7 @@ from gulliver.checkpoint._tree import merge_skeletons
 from gulliver.comm import gather_objects, group_rank, group_size
 from gulliver.errors import GulliverError, nearest
 from gulliver.io import Engine, default_engine, sync
-from gulliver.memory import add_claim, before_any_write, before_write, drop_claim
+from gulliver.memory import ASKS, add_claim, before_any_write, before_write, drop_claim
 
 MODES = ("shadow", "ring")
 BUSY = ("wait", "skip")
@@ -525,7 +525,9 @@ def _install_hooks() -> None:
         return
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        before_write(_lazily(optimizer))
+        # One that updates part by part asks before each.
+        if not getattr(optimizer, ASKS, False):
+            before_write(_lazily(optimizer))
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # What follows a step changes the rest: averages of weights, statistics, counters.

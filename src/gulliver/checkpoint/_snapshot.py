@@ -88,9 +88,9 @@ class Snapshot:
         value = leaf.value.detach() if isinstance(leaf, Part) else leaf
         if isinstance(leaf, Tensor) and value.is_cpu and value.nbytes <= SMALL:
             return value.clone()
-        if isinstance(leaf, Tensor):
-            # Whoever has parts of tensors asks before writing them.
-            noted = (name, value, value._version)
+        owner = leaf.owner if isinstance(leaf, Part) else value
+        if owner is not None:
+            noted = (name, owner, owner._version)
             self._versions.setdefault(storage_of(value), []).append(noted)
         # What is a part in the file is a row there.
         return value if not isinstance(leaf, Part) or leaf.is_whole else value.reshape(-1)

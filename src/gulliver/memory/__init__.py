@@ -4,6 +4,7 @@ from gulliver.memory._awaited import arrived, await_parameter
 from gulliver.memory._buffers import BufferPool
 from gulliver.memory._chunk import Chunk
 from gulliver.memory._claims import (
+    ASKS,
     Claim,
     add_claim,
     before_any_write,
@@ -17,6 +18,7 @@ from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
 
 __all__ = [
     "ADVICE",
+    "ASKS",
     "BufferPool",
     "Chunk",
     "ChunkLayout",

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError
 from gulliver.memory._awaited import arrived
 from gulliver.memory._buffers import BufferPool
+from gulliver.memory._claims import before_write
 from gulliver.memory._layout import ChunkLayout
 from gulliver.memory._reduced import ReducedGradient, reduced_gradient
 
@@ -122,6 +123,7 @@ class Chunk:
         if not written:
             return
         if not self.home_is_view:
+            before_write([self.home])
             for piece in self.layout.pieces(self.part):
                 if piece.name in written:
                     self.home[piece.start : piece.end] = self.shard[piece.start : piece.end]

@@ -11,6 +11,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+ASKS = "asks_before_write"
+"""Attribute of an optimizer that calls `before_write` itself, part by part."""
+
 
 class Claim(Protocol):
     """Something that reads memory for a while."""

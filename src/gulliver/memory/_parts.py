@@ -16,11 +16,14 @@ class Part:
         value: the elements; contiguous.
         shape: of the whole tensor.
         start: of the first element.
+        owner: whose version counter tells of writes to the elements; None where the writer asks
+            `before_write` first.
     """
 
     value: Tensor
     shape: tuple[int, ...]
     start: int = 0
+    owner: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.value.is_contiguous(), "a part is contiguous"

@@ -1,6 +1,13 @@
 """Exact parallel primitives."""
 
-from gulliver.parallel._optimizer import BoostedOptimizer, named_trainables
+from gulliver.parallel._optimizer import BoostedOptimizer, Counter, named_trainables
 from gulliver.parallel.zero import BucketTuner, ZeroOptimizer, state_tensors
 
-__all__ = ["BoostedOptimizer", "BucketTuner", "ZeroOptimizer", "named_trainables", "state_tensors"]
+__all__ = [
+    "BoostedOptimizer",
+    "BucketTuner",
+    "Counter",
+    "ZeroOptimizer",
+    "named_trainables",
+    "state_tensors",
+]

@@ -5,15 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
+from gulliver.memory import Part
 
+Leaf = Tensor | Part
 State = dict[str, dict[str, Any]]
 """Optimizer state by parameter name and kind: whole tensors, and counters."""
+
+Saved = dict[str, dict[str, Any]]
+"""Optimizer state by parameter name and kind, as far as a rank has it: leaves, and counters."""
 
 COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 """State that torch's optimizers keep once per parameter, not per element."""
@@ -24,6 +30,40 @@ def is_counter(key: str, value: Any, parameter: Tensor) -> bool:
     if not isinstance(value, Tensor):
         return value is not None
     return value.ndim == 0 and (parameter.ndim > 0 or key in COUNTERS)
+
+
+@dataclass(frozen=True)
+class Counter:
+    """One value of an optimizer's state that belongs to a parameter as a whole.
+
+    Args:
+        value: the number.
+        dtype: of the tensor that holds it; None for a plain number.
+    """
+
+    value: float | int | bool
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Of a number, or of a tensor with one element."""
+        return cls(value.item(), value.dtype) if isinstance(value, Tensor) else cls(value)
+
+    def to_value(self, device: torch.device | None = None) -> Any:
+        """As the optimizer keeps it."""
+        if self.dtype is None:
+            return self.value
+        return torch.tensor(self.value, dtype=self.dtype, device=device)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a model's state has, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer.detach()
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 class BoostedOptimizer(torch.optim.Optimizer):
@@ -184,6 +224,61 @@ class BoostedOptimizer(torch.optim.Optimizer):
         trained["state"] = {numbers[p]: state[n] for p, n in self.names.items() if n in state}
         # torch's own loader places every entry where the optimizer wants it.
         self.inner.load_state_dict(trained)
+
+    def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
+        """The model's state as far as this rank has it, by the names of its `state_dict`."""
+        state = model.state_dict()
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                raise GulliverError(
+                    f"{name!r} of the model is a {type(value).__name__}: only tensors can be saved"
+                )
+        return dict(state)
+
+    def state_leaves(self) -> Saved:
+        """The optimizer's state as far as this rank has it."""
+        return {
+            name: {
+                key: Counter.of(value) if is_counter(key, value, p) else value
+                for key, value in self.inner.state[p].items()
+                if value is not None
+            }
+            for p, name in self.names.items()
+            if p in self.inner.state
+        }
+
+    def make_state(self, entries: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Leaf]:
+        """Gives the optimizer state of the kinds that a checkpoint has, to be filled.
+
+        Args:
+            entries: by parameter and kind; `Counter`s, or what has a tensor's shape and dtype.
+
+        Returns:
+            The tensors to fill, by parameter and kind.
+        """
+        state: State = {
+            name: {
+                key: value.to_value()
+                if isinstance(value, Counter)
+                else torch.empty(value.shape, dtype=value.dtype)
+                for key, value in entries[name].items()
+            }
+            for name in self.names.values()
+            if name in entries
+        }
+        self._import_state(state)
+        return {
+            (name, key): self.inner.state[p][key]
+            for p, name in self.names.items()
+            for key, value in entries.get(name, {}).items()
+            if not isinstance(value, Counter)
+        }
+
+    def before_model_load(self) -> None:
+        """Lets nothing be under way while the model is filled."""
+
+    def after_model_load(self) -> None:
+        """Lets all ranks have what was filled; every rank calls it."""
 
     def group_names(self) -> list[list[str]]:
         """Names of the trained parameters of each group."""

@@ -25,11 +25,27 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from gulliver._compat import step_hooks, step_without_hooks
 from gulliver.comm import Group, all_gather, all_reduce, broadcast, group_rank, group_size
 from gulliver.errors import GulliverError
-from gulliver.memory import BufferPool, Chunk, ChunkLayout, plan_chunks, reduced_gradient
-from gulliver.parallel._optimizer import BoostedOptimizer, State
+from gulliver.memory import (
+    ASKS,
+    BufferPool,
+    Chunk,
+    ChunkLayout,
+    before_write,
+    plan_chunks,
+    reduced_gradient,
+)
+from gulliver.parallel._optimizer import BoostedOptimizer, Leaf, Saved, State
 from gulliver.parallel.zero._elementwise import check_elementwise, state_tensors
 from gulliver.parallel.zero._gatherer import Gatherer
 from gulliver.parallel.zero._reducer import IN_FLIGHT, GradientReducer
+from gulliver.parallel.zero._saved import (
+    after_model_load,
+    before_model_load,
+    make_state,
+    model_leaves,
+    state_leaves,
+    take_finished_writes,
+)
 from gulliver.parallel.zero._scaler import LossScaler
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._state import gather_state, scatter_state
@@ -202,6 +218,10 @@ class ZeroOptimizer(BoostedOptimizer):
         return [[mine[name] for name in members if name in mine] for members in self._members]
 
     def _watch_inner(self) -> None:
+        setattr(self.inner, ASKS, True)
+        self._refuse_inner()
+
+    def _refuse_inner(self) -> None:
         """Loops that go on using the optimizer from before boost must not do nothing silently."""
 
         def refuse(*_: Any) -> None:
@@ -316,6 +336,7 @@ class ZeroOptimizer(BoostedOptimizer):
                 whole = sharded.gradient_shard if piece.name in used else None
                 owned.grad = None if whole is None else whole[piece.start : piece.end]
             self._give_groups(number)
+            before_write(self._written(sharded))
             begun = time.perf_counter()
             step_without_hooks(self.inner)
             self.update_s += time.perf_counter() - begun
@@ -324,6 +345,14 @@ class ZeroOptimizer(BoostedOptimizer):
         if timed:
             self._mark("stepped")
             self.gatherer.finish_all()
+
+    def _written(self, sharded: ShardedChunk) -> Iterator[Tensor]:
+        """What a step of a chunk writes; a checkpoint may be copying it."""
+        yield sharded.chunk.home
+        for _, owned in sharded.pieces:
+            for value in self.inner.state.get(owned, {}).values():
+                if isinstance(value, Tensor):
+                    yield value
 
     def _give_groups(self, number: int | None) -> None:
         """Shows the inner optimizer one chunk's pieces, or all."""
@@ -435,6 +464,27 @@ class ZeroOptimizer(BoostedOptimizer):
     def _import_state(self, state: State) -> None:
         self.take_writes()
         scatter_state(self.inner, self.chunks, state)
+
+    def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
+        """The model's state as far as this rank has it; nothing is gathered or waited for."""
+        take_finished_writes(self)
+        return model_leaves(self, model)
+
+    def state_leaves(self) -> Saved:
+        """The optimizer's state as far as this rank has it."""
+        return state_leaves(self)
+
+    def make_state(self, entries: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Leaf]:
+        """Gives the optimizer state of the kinds that a checkpoint has, to be filled."""
+        return make_state(self, entries)
+
+    def before_model_load(self) -> None:
+        """Lets nothing be under way while the shards are filled."""
+        before_model_load(self)
+
+    def after_model_load(self) -> None:
+        """Sends what the shards hold now to all ranks; every rank calls it."""
+        after_model_load(self)
 
     def state_dtype(self, parameter: Tensor) -> torch.dtype:
         """Of the state that belongs to a parameter."""

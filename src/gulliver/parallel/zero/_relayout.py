@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from gulliver.memory import Chunk
+from gulliver.memory import Chunk, before_any_write
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._state import MASTER, stream_state
 
@@ -43,6 +43,7 @@ def relayout(optimizer: ZeroOptimizer, order: Sequence[str], chunk_bytes: int) -
     optimizer.chunk_bytes = chunk_bytes
     if [found[0] for found in new] == [c.chunk.layout for c in old]:
         return False
+    before_any_write()  # buffers change hands, which a checkpoint may be copying
     optimizer.take_writes()
     chunks = [_moved(optimizer, *found) for found in new]
     _move_state(optimizer, old, chunks)

@@ -1,0 +1,296 @@
+"""One state out of a boosted model, its optimizer and what belongs to them, and back.
+
+What is saved knows neither the number of ranks nor how the model was sharded; see
+`BoostedOptimizer.model_leaves` for what a rank gives of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter as Counts
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gulliver.booster._plugins import unwrapped
+from gulliver.booster._states import check_groups, scheduler_numbers
+from gulliver.checkpoint import Loaded, Mismatch, PerRank, StepReader, join_state, names_in
+from gulliver.comm import gather_objects, group_rank, init_world
+from gulliver.errors import GulliverError
+from gulliver.memory import Part
+from gulliver.parallel import BoostedOptimizer, Counter
+
+MODEL, OPTIMIZER, SCHEDULER, RANDOM = "model", "optimizer", "lr_scheduler", "random"
+RESERVED = (MODEL, OPTIMIZER, SCHEDULER, RANDOM)
+
+
+def boosted_state(
+    model: nn.Module,
+    optimizer: BoostedOptimizer | None,
+    lr_scheduler: Any,
+    state: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """All that is saved of a training run, by entry.
+
+    Raises:
+        GulliverError: an entry of `state` has a name that is taken, or something cannot be saved.
+    """
+    found: dict[str, Any] = {}
+    plain = unwrapped(model)
+    found[MODEL] = plain if optimizer is None else optimizer.model_leaves(plain)
+    if optimizer is not None:
+        found[OPTIMIZER] = {
+            "optimizer": type(optimizer.inner).__name__,
+            "groups": [
+                {"names": names, "options": {k: v for k, v in group.items() if k != "params"}}
+                for names, group in zip(
+                    optimizer.group_names(), optimizer.param_groups, strict=True
+                )
+            ],
+            "state": {
+                name: {key: _plain(value) for key, value in entries.items()}
+                for name, entries in optimizer.state_leaves().items()
+            },
+        }
+    if lr_scheduler is not None:
+        kind = type(lr_scheduler).__name__
+        found[SCHEDULER] = {"kind": kind, "state": scheduler_numbers(lr_scheduler)}
+    found[RANDOM] = PerRank(random_state())
+    for entry, value in (state or {}).items():
+        if entry in RESERVED:
+            raise GulliverError(f"state[{entry!r}] is taken: the booster saves that itself")
+        found[entry] = value
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A counter as JSON has it; leaves as they are."""
+    if not isinstance(value, Counter):
+        return value
+    return {"value": value.value, "dtype": value.dtype}
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """Stands for a tensor that has not been read yet."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def load_boosted(
+    reader: StepReader,
+    model: nn.Module | None,
+    optimizer: BoostedOptimizer | None,
+    holder: BoostedOptimizer | None,
+    lr_scheduler: Any,
+    strict: bool,
+    prefix: str,
+) -> Loaded:
+    """Loads a step in place, at any number of ranks; every rank calls it.
+
+    Args:
+        reader: of the step.
+        model: to fill, or None.
+        optimizer: to fill, or None.
+        holder: the optimizer that the model was boosted with, whether it is filled or not.
+        lr_scheduler: to fill, or None.
+        strict: refuse what does not match, before anything is changed.
+        prefix: of the names in the checkpoint, before the model's.
+
+    Raises:
+        GulliverError: something does not match, or a file is broken, on any rank.
+    """
+    loaded = Loaded(reader.manifest.step)
+    entries: dict[str, Any] = {}
+
+    def check() -> None:
+        for entry, wanted in ((MODEL, model), (OPTIMIZER, optimizer), (SCHEDULER, lr_scheduler)):
+            if wanted is not None:
+                reader.skeleton(entry)
+        if model is not None:
+            _check_model(reader, model, holder, strict, prefix, loaded)
+        if optimizer is not None:
+            entries.update(_check_optimizer(reader, optimizer))
+        if lr_scheduler is not None:
+            _check_scheduler(reader, lr_scheduler)
+
+    agreed(check)
+    if model is not None:
+        plain = unwrapped(model)
+        if holder is not None:
+            holder.before_model_load()
+        odd = loaded.mismatches.get(MODEL, Mismatch())
+        leaves = _model_leaves(plain, holder)
+        wanted = {name: leaf for name, leaf in leaves.items() if name not in odd.missing}
+        agreed(lambda: reader.read_into(MODEL, wanted, prefix))
+        if holder is not None:
+            holder.after_model_load()
+    if optimizer is not None:
+        boosted = optimizer
+        agreed(lambda: _fill_optimizer(reader, boosted, entries))
+    if lr_scheduler is not None:
+        fill_scheduler(lr_scheduler, reader.value(SCHEDULER)["state"])
+    return loaded
+
+
+def _model_leaves(model: nn.Module, holder: BoostedOptimizer | None) -> dict[str, Tensor | Part]:
+    return dict(model.state_dict()) if holder is None else holder.model_leaves(model)
+
+
+def _check_model(
+    reader: StepReader,
+    model: nn.Module,
+    holder: BoostedOptimizer | None,
+    strict: bool,
+    prefix: str,
+    loaded: Loaded,
+) -> None:
+    leaves = _model_leaves(unwrapped(model), holder)
+    names = {name for name, _ in unwrapped(model).named_parameters(remove_duplicate=False)}
+    odd = reader.match(MODEL, leaves, prefix)
+    # What this rank has no part of, others fill.
+    odd.unexpected = [name for name in odd.unexpected if name not in names and not prefix]
+    if odd.unlike or (strict and odd) or (leaves and len(odd.missing) == len(leaves)):
+        raise GulliverError(f"{reader.folder} is of another model: {odd}")
+    if odd:
+        loaded.mismatches[MODEL] = odd
+
+
+def _check_optimizer(reader: StepReader, optimizer: BoostedOptimizer) -> dict[str, Any]:
+    """The optimizer's entry, with stand-ins for tensors."""
+    tensors, skeleton = reader.tensors(OPTIMIZER), reader.skeleton(OPTIMIZER)
+    refs: dict[str, Any] = {
+        name: _Ref(name, tensors[name].shape, tensors[name].dtype)
+        for name in names_in(skeleton)
+        if name in tensors
+    }
+    content = join_state(refs, skeleton)
+    if not isinstance(content, dict) or not {"optimizer", "groups", "state"} <= content.keys():
+        raise GulliverError(f"{reader.folder} holds no state of a boosted optimizer")
+    ours = type(optimizer.inner).__name__
+    if content["optimizer"] != ours:
+        raise GulliverError(
+            f"{reader.folder} is of {content['optimizer']}, the optimizer is {ours}"
+        )
+    check_groups(optimizer, content["groups"], reader.folder)
+    shapes = {name: tuple(p.shape) for p, name in optimizer.names.items()}
+    for name, entries in content["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, _Ref) and value.shape != shapes.get(name, value.shape):
+                raise GulliverError(
+                    f"{reader.folder}: the optimizer state of {name!r} does not fit: {key} is "
+                    f"{value.shape}, the parameter {shapes[name]}"
+                )
+    return content
+
+
+def _fill_optimizer(
+    reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
+) -> None:
+    entries = {
+        name: {
+            key: value if isinstance(value, _Ref) else Counter(value["value"], value["dtype"])
+            for key, value in found.items()
+        }
+        for name, found in content["state"].items()
+    }
+    targets = optimizer.make_state(entries)
+    wanted = {content["state"][name][key].name: leaf for (name, key), leaf in targets.items()}
+    reader.read_into(OPTIMIZER, wanted)
+    for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
+        options = saved["options"]
+        refs = {v.name: torch.empty(v.shape, dtype=v.dtype) for v in options.values() if _is_ref(v)}
+        reader.read_into(OPTIMIZER, refs)
+        group.update({k: refs[v.name] if _is_ref(v) else v for k, v in options.items()})
+
+
+def _is_ref(value: Any) -> bool:
+    return isinstance(value, _Ref)
+
+
+def _check_scheduler(reader: StepReader, lr_scheduler: Any) -> None:
+    kind, ours = reader.value(SCHEDULER)["kind"], type(lr_scheduler).__name__
+    if kind != ours:
+        raise GulliverError(f"{reader.folder} is of {kind}, the scheduler is {ours}")
+
+
+def fill_scheduler(lr_scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Gives a scheduler the numbers that were saved."""
+    own = lr_scheduler.state_dict()
+    for key, value in state.items():
+        # JSON knows plain dicts only; a step schedule counts its milestones.
+        own[key] = Counts(value) if isinstance(own.get(key), Counts) else value
+    lr_scheduler.load_state_dict(own)
+
+
+def agreed(action: Callable[[], None]) -> None:
+    """Runs something on every rank; none goes on where one could not.
+
+    Raises:
+        Exception: what went wrong here.
+        GulliverError: what went wrong on another rank.
+    """
+    failure: Exception | None = None
+    try:
+        action()
+    except Exception as error:
+        failure = error
+    reasons = gather_objects(None if failure is None else str(failure) or type(failure).__name__)
+    if failure is not None:
+        raise failure
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise GulliverError(f"rank {rank} failed: {reason}")
+
+
+def random_state() -> dict[str, Any]:
+    """The generators of this process: torch's, Python's and numpy's."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {
+            "version": version,
+            "numbers": torch.tensor(numbers, dtype=torch.int64),
+            "gauss": gauss,
+        },
+        "numpy": {
+            "kind": kind,
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+    }
+    if init_world().device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(init_world().device)
+    return found
+
+
+def restore_random(reader: StepReader) -> bool:
+    """Takes up the generators of this rank; False where it has none in the checkpoint."""
+    rank = group_rank()
+    if not reader.is_per_rank(RANDOM) or rank >= reader.manifest.world_size:
+        return False
+    state = reader.value(RANDOM, rank)
+    torch.set_rng_state(state["torch"])
+    python, numbers = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+    np.random.set_state(
+        (
+            numbers["kind"],
+            numbers["keys"].numpy().astype(np.uint32),
+            numbers["position"],
+            numbers["has_gauss"],
+            numbers["cached"],
+        )
+    )
+    if "cuda" in state and init_world().device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], init_world().device)
+    return True

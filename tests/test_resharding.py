@@ -1,0 +1,315 @@
+"""One checkpoint of a run, saved while it goes on, loads at any number of ranks, stage and size."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from gulliver.booster import Booster, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+from gulliver.checkpoint import StepReader, load, read_manifest
+from gulliver.comm import World, adopt_world
+from gulliver.errors import GulliverError
+from tests.pool import Pool
+
+GLOBAL_BATCH, SAVED_AT, STEPS = 12, 5, 15
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    adopt_world(World(0, 1, 0, torch.device("cpu")))
+    yield
+    adopt_world(None)
+
+
+class Net(nn.Module):
+    """Tied, frozen, and with buffers; one parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 5)
+        self.back = nn.Linear(5, 7, bias=False)
+        self.back.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.register_buffer("scale", torch.tensor([1.5, 0.5]))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x)) * self.scale[0]
+        return self.back(self.last(hidden)) + self.nothing.sum()
+
+
+def plugin(kind: str) -> Plugin:
+    if kind == "DDP":
+        return TorchDDPPlugin(verbose=False)
+    stage, _, rest = kind.partition(" ")
+    size, _, precision = rest.partition(" ")
+    return LowLevelZeroPlugin(
+        stage=int(stage), chunk_mb=float(size or 0.0003), precision=precision or None, verbose=False
+    )
+
+
+class Job:
+    """A run, made anew as a restarted program would."""
+
+    def __init__(self, world: World, kind: str) -> None:
+        torch.manual_seed(3)
+        model = Net() if "bf16" in kind else Net().double()
+        named = dict(model.named_parameters())
+        groups = [
+            {"params": [named["first.weight"]], "lr": 1e-2},
+            {"params": [p for n, p in named.items() if n != "first.weight"], "lr": 3e-3},
+        ]
+        inner = torch.optim.AdamW(groups, weight_decay=0.1)
+        self.world, self.plain = world, model
+        self.booster = Booster(plugin(kind))
+        self.scheduler = torch.optim.lr_scheduler.StepLR(inner, 4, 0.5)
+        self.model, self.optimizer, *_ = self.booster.boost(model, inner)
+
+    def run(self, first: int, last: int, folder: Path | None = None) -> dict[str, Tensor]:
+        """Steps; saves after step `SAVED_AT`, and goes on at once."""
+        for step in range(first, last):
+            whole = torch.randn(GLOBAL_BATCH, 5, generator=torch.Generator().manual_seed(step))
+            mine = whole.chunk(self.world.size)[self.world.rank].to(self.plain.scale.dtype)
+            self.booster.backward(self.model(mine).square().mean(), self.optimizer)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.plain.calls += 1
+            if step + 1 == SAVED_AT and folder is not None:
+                self.booster.save(
+                    folder, SAVED_AT, self.model, self.optimizer, self.scheduler, {"epoch": 2}
+                )
+        self.booster.close()
+        return {n: v.detach().clone() for n, v in self.plain.state_dict().items()}
+
+    def load(self, folder: Path) -> Any:
+        return self.booster.load(
+            folder, self.model, self.optimizer, self.scheduler, state={"epoch": None}
+        )
+
+
+def train_and_save(world: World, kind: str, folder: Path) -> dict[str, Tensor]:
+    return Job(world, kind).run(0, STEPS, folder)
+
+
+def resume(world: World, kind: str, folder: Path) -> tuple[dict[str, Tensor], Any]:
+    job = Job(world, kind)
+    loaded = job.load(folder)
+    assert loaded.step == SAVED_AT
+    return job.run(SAVED_AT, STEPS), loaded
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor], bound: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        scale = value.double().abs().max() if value.numel() else 1.0
+        difference = (found[name].double() - value.double()).abs()
+        assert difference.numel() == 0 or float(difference.max() / scale) <= bound, name
+
+
+TARGETS = [(1, "DDP"), (1, "3"), (2, "1 0.001"), (3, "3 0.0005"), (3, "DDP"), (4, "2"), (2, "0")]
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(4, "2"), (3, "3"), (2, "DDP"), (2, "0")])
+def test_the_next_steps_are_those_of_the_run_that_went_on(
+    pool: Pool, tmp_path: Path, ranks: int, kind: str
+) -> None:
+    wanted = pool.run(train_and_save, ranks, kind, tmp_path)[0]
+    for other, target in TARGETS:
+        for found, loaded in pool.run(resume, other, target, tmp_path):
+            same(found, wanted, 1e-12)
+            assert loaded.values == {"epoch": 2}
+            assert not loaded.mismatches
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "2 0.0003 bf16"), (3, "3 0.0003 bf16")])
+def test_float32_copies_survive_a_change_of_ranks(
+    pool: Pool, tmp_path: Path, ranks: int, kind: str
+) -> None:
+    wanted = pool.run(train_and_save, ranks, kind, tmp_path)[0]
+    # The same ranks add up gradients alike, so that only what was saved can differ.
+    for found, _ in pool.run(resume, ranks, kind, tmp_path):
+        same(found, wanted, 0.0)
+    for other in (1, 2):
+        for found, _ in pool.run(resume, other, "1 0.0003 bf16", tmp_path):
+            same(found, wanted, 2e-2)
+    reader = StepReader(tmp_path / f"step-{SAVED_AT:08d}")
+    assert reader.tensors("model")["first.weight"].dtype == torch.float32
+
+
+def test_any_safetensors_reader_opens_every_file(pool: Pool, tmp_path: Path) -> None:
+    pool.run(train_and_save, 3, "2", tmp_path)
+    folder = tmp_path / f"step-{SAVED_AT:08d}"
+    manifest = read_manifest(folder)
+    whole = load(tmp_path).values["model"]
+    rebuilt: dict[str, list[tuple[int, Tensor]]] = {}
+    for name, tensor in manifest.tensors["model"].items():
+        for part in tensor.parts:
+            with safe_open(folder / part.file, "pt") as file:
+                piece = file.get_tensor(name).reshape(-1)
+            assert piece.numel() == part.stop - part.start
+            rebuilt.setdefault(name, []).append((part.start, piece))
+    assert rebuilt.keys() == Net().state_dict().keys()
+    for name, pieces in rebuilt.items():
+        values = torch.cat([piece for _, piece in sorted(pieces, key=lambda p: p[0])])
+        assert torch.equal(values, whole[name].reshape(-1))
+    assert not list(folder.glob("*.pkl")) + list(folder.glob("*.pt"))
+    assert manifest.world_size == 3
+    assert manifest.about["plan"]["stage"] == 2
+
+
+def test_a_replicated_model_lies_in_a_hugging_face_layout(pool: Pool, tmp_path: Path) -> None:
+    pool.run(train_and_save, 2, "DDP", tmp_path)
+    folder = tmp_path / f"step-{SAVED_AT:08d}"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == Net().state_dict().keys()
+    for name, file in index["weight_map"].items():
+        with safe_open(folder / file, "pt") as opened:
+            assert opened.get_tensor(name).shape == Net().state_dict()[name].shape
+
+
+def slow_save(world: World, kind: str, folder: Path) -> tuple[bool, dict[str, Tensor]]:
+    """Saves onto a disk that hangs, so that training has long gone on when it is written."""
+    from gulliver.io import TwinEngine
+
+    job = Job(world, kind)
+    job.run(0, 3)
+    engine = TwinEngine(pages=64)
+    job.booster.save(folder, 3, job.model, job.optimizer, job.scheduler, engine=engine)
+    engine.hold(True)
+    before = {n: v.detach().clone() for n, v in job.plain.state_dict().items()}
+    for step in range(3, 8):
+        whole = torch.randn(GLOBAL_BATCH, 5, generator=torch.Generator().manual_seed(step))
+        mine = whole.chunk(world.size)[world.rank].double()
+        job.booster.backward(job.model(mine).square().mean(), job.optimizer)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    moved = not torch.equal(job.plain.state_dict()["last.weight"], before["last.weight"])
+    engine.hold(False)
+    job.booster.close()
+    engine.close()
+    return moved, before
+
+
+@pytest.mark.parametrize("kind", ["1", "3", "DDP"])
+def test_what_is_saved_is_the_step_although_training_goes_on(
+    pool: Pool, tmp_path: Path, kind: str
+) -> None:
+    moved, before = pool.run(slow_save, 2, kind, tmp_path)[0]
+    assert moved
+    saved = load(tmp_path).values["model"]
+    for name, value in before.items():
+        assert torch.equal(saved[name], value), name
+
+
+def test_only_the_bytes_of_a_rank_are_read(tmp_path: Path) -> None:
+    from gulliver.checkpoint import AsyncCheckpointer
+    from gulliver.memory import Part
+
+    table = torch.arange(8 * 2**20, dtype=torch.float32).reshape(1024, -1)
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": {"table": table, "other": torch.ones(4, 2**20)}})
+    with StepReader(tmp_path / "step-00000001") as reader:
+        part = torch.empty(1000)
+        reader.read_into("model", {"table": Part(part, tuple(table.shape), 6 * 2**20 + 7)})
+        assert torch.equal(part, table.reshape(-1)[6 * 2**20 + 7 :][:1000])
+        assert reader.bytes_read <= 3 * 4 * 2**20, "the header's page, and those around the part"
+
+
+def wrong_model(world: World, folder: Path) -> list[str]:
+    said = []
+    job = Job(world, "2")
+    other = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)).double()
+    booster = Booster(plugin("1"))
+    model, optimizer, *_ = booster.boost(other, torch.optim.SGD(other.parameters(), 0.1))
+    for call in (
+        lambda: booster.load(folder, model),
+        lambda: booster.load(folder, None, optimizer),
+        lambda: job.booster.load(folder, job.model, step=77),
+        lambda: job.booster.load(folder / "nowhere", job.model),
+        lambda: job.booster.save(folder, 1, job.model, state={"model": 1}),
+        lambda: job.booster.save(folder, 1, job.model, kept=3),
+    ):
+        with pytest.raises(GulliverError) as info:
+            call()
+        said.append(str(info.value))
+    return said
+
+
+def test_what_does_not_fit_is_refused_in_one_line(pool: Pool, tmp_path: Path) -> None:
+    pool.run(train_and_save, 2, "2", tmp_path)
+    for said in pool.run(wrong_model, 2, tmp_path):
+        assert "of another model" in said[0]
+        assert "is of AdamW, the optimizer is SGD" in said[1]
+        assert "no complete step 77: it has [5]" in said[2]
+        assert "does not exist" in said[3]
+        assert "is taken" in said[4]
+        assert "did you mean 'keep'?" in said[5]
+
+
+def test_part_of_a_model_loads_by_prefix(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level(logging.WARNING)
+    job = Job(World(0, 1, 0, torch.device("cpu")), "DDP")
+    job.run(0, SAVED_AT, tmp_path)
+    layer = nn.Linear(7, 5).double()
+    loaded = load(tmp_path, {"model": layer}, prefix="last.")
+    assert torch.equal(layer.weight, job.plain.last.weight)
+    assert not loaded.mismatches
+    wider = nn.ModuleDict({"last": nn.Linear(7, 5).double(), "new": nn.Linear(2, 2)})
+    loaded = load(tmp_path, {"model": wider, "ema": {}}, strict=False)
+    assert torch.equal(wider["last"].bias, job.plain.last.bias)
+    assert loaded.mismatches["model"].missing == ["new.bias", "new.weight"]
+    assert loaded.absent == ["ema"]
+    assert "missing from it (new.bias, new.weight)" in str(loaded)
+    with pytest.raises(GulliverError, match="does not fit"):
+        load(tmp_path, {"model": wider})
+
+
+def step_against_a_hanging_disk(world: World, kind: str, folder: Path) -> dict[str, Tensor]:
+    """Steps while most of the state waits for a page of the pool, until the disk comes back."""
+    import threading
+
+    from gulliver.io import TwinEngine
+
+    torch.manual_seed(world.rank)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)).double()
+    booster = Booster(plugin(kind))
+    inner = torch.optim.AdamW(model.parameters(), 1e-2)
+    boosted, optimizer, *_ = booster.boost(model, inner)
+    engine = TwinEngine(page_bytes=4096, pages=2)
+    for step in range(3):
+        booster.backward(boosted(torch.ones(2, 64).double()).square().mean(), optimizer)
+        if step == 2:
+            engine.hold(True)
+            average = {"first": model[0].weight.detach().clone()}
+            booster.save(folder, 2, boosted, optimizer, state={"ema": average}, engine=engine)
+            before = {n: v.detach().clone() for n, v in model.state_dict().items()}
+            wanted = before | {"ema": average["first"].clone()}
+            threading.Timer(0.3, lambda: engine.hold(False)).start()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            average["first"].mul_(2)
+    assert not torch.equal(model.state_dict()["0.weight"], wanted["0.weight"])
+    booster.close()
+    engine.close()
+    return wanted
+
+
+@pytest.mark.parametrize("kind", ["0 0.01", "1 0.01", "2 0.01", "3 0.01", "DDP"])
+def test_a_step_waits_for_what_it_is_about_to_change(pool: Pool, tmp_path: Path, kind: str) -> None:
+    wanted = pool.run(step_against_a_hanging_disk, 2, kind, tmp_path)[0]
+    saved = load(tmp_path)
+    assert torch.equal(saved.values["ema"]["first"], wanted.pop("ema"))
+    for name, value in wanted.items():
+        assert torch.equal(saved.values["model"][name], value), name
