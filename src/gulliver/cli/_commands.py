@@ -13,6 +13,7 @@ import tyro
 
 from gulliver import __version__
 from gulliver.checkpoint import read_json, write_json
+from gulliver.cli._checkpoint import CheckpointConfig, checkpoint_command
 from gulliver.comm import default_ranks, launch, under_launcher
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError, nearest
@@ -226,6 +227,11 @@ COMMANDS: dict[str, tuple[type, Callable[[Any, list[str]], int], str]] = {
     "train": (TrainConfig, train_command, "train a text-to-video model"),
     "generate": (GenerateConfig, generate_command, "make clips from sentences"),
     "evaluate": (EvaluateConfig, evaluate_command, "judge what a model shows"),
+    "checkpoint": (
+        CheckpointConfig,
+        checkpoint_command,
+        "list, verify, compare, convert checkpoints",
+    ),
     "probe": (ProbeConfig, probe_command, "measure what the machine and its links can do"),
     "demo": (DemoConfig, demo_command, "train, generate and judge, and show the result"),
 }
