@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import multiprocessing
 import random
 import threading
 import weakref
@@ -787,6 +788,7 @@ class Stopping(Broken):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_surfaces_at_its_batch_with_its_traceback(workers: int) -> None:
+    before = set(threading.enumerate())
     loader, found = DataLoader(Broken(), 4, num_workers=workers, ahead=3), []
     with pytest.raises(KeyError) as caught:
         found.extend(batch[:, 0].tolist() for batch in loader)
@@ -796,6 +798,9 @@ def test_an_error_surfaces_at_its_batch_with_its_traceback(workers: int) -> None
     text = str(caught.value) + "".join(frames)
     assert "test_loader.py" in text
     assert "sample nine is broken" in text
+    # Even while the error is looked at: it holds frames, and they must not hold torch's iterator.
+    _ended(before)
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

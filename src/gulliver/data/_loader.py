@@ -20,6 +20,7 @@ import logging
 import queue
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -420,6 +421,7 @@ class _Batches:
         if isinstance(entry, Moved):
             return self._loader._hand_out(entry, time.perf_counter() - started)
         self._ended = True
+        self._feed.close()
         if entry is None:
             self._loader._finish_epoch()
             raise StopIteration
@@ -526,6 +528,10 @@ def _run(source: list[Iterator[Any]], move: Callable[[Any], Moved], channel: _Ch
         if channel.closed.is_set():
             break
         entry = next(entries, None)
+        if isinstance(entry, BaseException):
+            # Keeps the lines, lets go of the variables: torch's iterator is among them, and has to
+            # end here, not in a garbage collection, where it waits in vain for its workers.
+            traceback.clear_frames(entry.__traceback__)
         channel.entries.put(entry)
         if not isinstance(entry, Moved):
             break
@@ -538,19 +544,33 @@ def _run(source: list[Iterator[Any]], move: Callable[[Any], Moved], channel: _Ch
 
 def _moved(batches: Iterator[Any], move: Callable[[Any], Moved]) -> Iterator[Moved | BaseException]:
     """Batches on their way; last, in the place of one that could not be made, its error."""
-    while True:
-        try:
-            batch = next(batches)
-            moved = move(batch)
+    try:
+        while True:
+            batch, error = _attempt(next, batches)
+            if isinstance(error, StopIteration):
+                return
+            moved = None
+            if error is None:
+                moved, error = _attempt(move, batch)
             # Not to be held while the next one is made.
             del batch
-        except StopIteration:
-            return
-        except BaseException as error:
-            yield error
-            return
-        yield moved
-        del moved
+            if error is not None:
+                yield error
+                return
+            assert moved is not None
+            yield moved
+            del moved
+    finally:
+        # Frames that an error remembers hold this one.
+        batches, error = iter(()), None
+
+
+def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, BaseException | None]:
+    """What a function returned, and what it raised."""
+    try:
+        return function(argument), None
+    except BaseException as error:
+        return None, error
 
 
 def _after(batches: Iterator[Any], count: int, work: Orders | Stream) -> Iterator[Any]:
