@@ -8,7 +8,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.*)
 DOCS_STAMP := $(VENV)/.installed-docs
 BENCHMARKS := $(basename $(notdir $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))))
 
-.PHONY: demo test lint types contracts bench parity docs clean install
+.PHONY: demo test stress lint types contracts bench parity docs clean install
 
 install: $(STAMP)
 
@@ -28,6 +28,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+
+# The native I/O engine under ThreadSanitizer and AddressSanitizer, at length.
+stress: $(STAMP)
+	$(BIN)/python -m tests.native_stress
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks

@@ -25,6 +25,9 @@ from hypothesis import strategies as st
 from gulliver.errors import GulliverError
 from gulliver.io import Engine, IoError, NativeEngine, TwinEngine, default_engine, native_problem
 from gulliver.io import _engine as engine_module
+from tests.native_stress import SANITIZERS, CannotBuild
+from tests.native_stress import build as build_stress
+from tests.native_stress import run as run_stress
 
 PAGE = 16384
 KINDS = ("python", "threads", "io_uring")
@@ -772,3 +775,19 @@ def test_environment_chooses_the_engine(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv("GULLIVER_IO", "threads")
         with default_engine(page_bytes=4096, pages=1) as engine:
             assert engine.kind == "native threads"
+
+
+# The native threads under sanitizers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_stress_without_python_leaves_the_sanitizer_nothing_to_report(
+    sanitizer: str, tmp_path: Path
+) -> None:
+    try:
+        program = build_stress(tmp_path, sanitizer)
+    except CannotBuild as error:
+        pytest.skip(f"cannot build with -fsanitize={sanitizer}: {error}")
+    done = run_stress(program, tmp_path, rounds=3)
+    assert (done.stdout, done.stderr, done.returncode) == ("ok\n", "", 0)
