@@ -19,12 +19,9 @@ from gulliver.checkpoint._files import (
 )
 from gulliver.checkpoint._folder import CheckpointFolder
 from gulliver.checkpoint._interchange import (
-    Weights,
     export_huggingface,
     import_huggingface,
-    is_step_or_run,
     load_huggingface,
-    open_weights,
     save_huggingface,
 )
 from gulliver.checkpoint._loading import Loaded, load, step_folder
@@ -32,6 +29,7 @@ from gulliver.checkpoint._manifest import Manifest, read_manifest
 from gulliver.checkpoint._reader import Mismatch, StepReader
 from gulliver.checkpoint._saving import AsyncCheckpointer, Saved
 from gulliver.checkpoint._tree import join_state, names_in, split_state
+from gulliver.checkpoint._weights import Weights, is_step_or_run, open_weights
 
 __all__ = [
     "AsyncCheckpointer",

@@ -19,17 +19,17 @@ from torch import Tensor
 
 from gulliver.checkpoint._folder import STEP
 from gulliver.checkpoint._image import MAX_HEADER, read_slots
-from gulliver.checkpoint._interchange import (
+from gulliver.checkpoint._interchange import Progress
+from gulliver.checkpoint._loading import step_folder
+from gulliver.checkpoint._manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from gulliver.checkpoint._weights import (
     Batch,
-    Progress,
     StepWeights,
     TensorInfo,
     Weights,
     batches,
     open_weights,
 )
-from gulliver.checkpoint._loading import step_folder
-from gulliver.checkpoint._manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from gulliver.errors import GulliverError
 from gulliver.io import Engine, IoError, Page, Ticket, default_engine
 
@@ -143,6 +143,10 @@ def _verify_file(
         what = f"the file has {size} bytes, not {entry.nbytes}"
         begin, stop = sorted((size, entry.nbytes))
         yield Problem(name, begin, stop, _held(folder, manifest, name, begin, stop), what)
+    if entry.page_bytes < 1 or len(entry.crc32) != math.ceil(entry.nbytes / entry.page_bytes):
+        what = "its checksums in the manifest are incomplete"
+        yield Problem(name, 0, entry.nbytes, _held(folder, manifest, name), what)
+        return
     checked = _mislabelled(folder, manifest, name)
     for number, failure in _broken_pages(engine, folder / name, entry, min(size, entry.nbytes)):
         begin = number * entry.page_bytes

@@ -227,11 +227,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any, list[str]], int], str]] = {
     "train": (TrainConfig, train_command, "train a text-to-video model"),
     "generate": (GenerateConfig, generate_command, "make clips from sentences"),
     "evaluate": (EvaluateConfig, evaluate_command, "judge what a model shows"),
-    "checkpoint": (
-        CheckpointConfig,
-        checkpoint_command,
-        "list, verify, compare, convert checkpoints",
-    ),
+    "checkpoint": (CheckpointConfig, checkpoint_command, "list, check and convert checkpoints"),
     "probe": (ProbeConfig, probe_command, "measure what the machine and its links can do"),
     "demo": (DemoConfig, demo_command, "train, generate and judge, and show the result"),
 }

@@ -1,0 +1,416 @@
+"""Steps, Hugging Face folders, single safetensors files and tensors in memory as one thing.
+
+Each is a `Weights`: tensors by name, read run by run of elements. `batches` cuts them into runs
+that fit `BATCH`, and a `Batch` is the memory that they are read into, again and again.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gulliver.checkpoint._files import read_json
+from gulliver.checkpoint._folder import LATEST, STEP
+from gulliver.checkpoint._image import CODES, Slot, read_slots
+from gulliver.checkpoint._loading import step_folder
+from gulliver.checkpoint._manifest import MANIFEST
+from gulliver.checkpoint._reader import StepReader
+from gulliver.checkpoint._tree import Leaf
+from gulliver.errors import GulliverError
+from gulliver.io import Engine, File, Ticket, default_engine
+from gulliver.memory import Part
+
+BATCH = 32 * 2**20
+"""Bytes that are read at once."""
+ALIGNMENT = 64
+"""Of tensors in a batch's memory: no dtype has larger elements."""
+SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
+STEMS = ("model", "diffusion_pytorch_model")
+"""What files of weights are called where a folder holds several kinds."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a tensor before it is read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.numel * self.dtype.itemsize
+
+    def as_dtype(self, dtype: torch.dtype | None) -> TensorInfo:
+        """What it becomes where numbers are converted: only floating point is."""
+        if dtype is None or not self.dtype.is_floating_point:
+            return self
+        return TensorInfo(dtype, self.shape)
+
+
+class Weights(ABC):
+    """Tensors by name, read piece by piece.
+
+    Attributes:
+        path: where they are.
+        files: that they are in; none for those in memory.
+        infos: what each of them is, in the order in which they are stored or were made.
+    """
+
+    path: Path
+    files: list[Path]
+    infos: dict[str, TensorInfo]
+
+    @abstractmethod
+    def read(self, wanted: Mapping[str, Part]) -> None:
+        """Fills parts of tensors, in host memory and of the stored dtype.
+
+        Raises:
+            GulliverError: a file is broken.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes files and ends threads."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class StepWeights(Weights):
+    """An entry of a saved step, or all of its entries; every page that is read is checked.
+
+    Args:
+        path: of a step, or of a run.
+        entry: whose tensors; None for those of all, named ``entry: name``.
+        step: of the run; None for the newest complete one.
+
+    Raises:
+        GulliverError: there is no such step or entry, or it holds no tensors.
+    """
+
+    def __init__(self, path: Path, entry: str | None = "model", step: int | None = None) -> None:
+        self.path = step_folder(path, step)
+        self.reader = StepReader(self.path)
+        saved = self.reader.manifest.tensors
+        self.files = [self.path / name for name in self.reader.manifest.files]
+        if entry is not None and not saved.get(entry):
+            having = [name for name, tensors in saved.items() if tensors]
+            raise GulliverError(f"{self.path}, entry {entry!r}, has no tensors: {_of(having)}")
+        self._places = {
+            f"{which}: {name}" if entry is None else name: (which, name)
+            for which, tensors in saved.items()
+            if entry is None or which == entry
+            for name in tensors
+        }
+        self.infos = {
+            public: TensorInfo(saved[which][name].dtype, saved[which][name].shape)
+            for public, (which, name) in self._places.items()
+        }
+
+    def read(self, wanted: Mapping[str, Part]) -> None:
+        by_entry: dict[str, dict[str, Leaf]] = {}
+        for public, part in wanted.items():
+            entry, name = self._places[public]
+            by_entry.setdefault(entry, {})[name] = part
+        for entry, leaves in by_entry.items():
+            self.reader.read_into(entry, leaves)
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+class FileWeights(Weights):
+    """Safetensors files: a single one, or those of a Hugging Face folder.
+
+    Where a file's text says of a name that it is another one's tensor (as `save_huggingface` and
+    `safetensors.torch.save_model` write), it is there under both.
+
+    Args:
+        path: of the file or the folder.
+
+    Raises:
+        GulliverError: there are none, a file that the index names is missing or broken, or a
+            tensor that it names is not in its file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._engine: Engine | None = None
+        self._files: dict[Path, File] = {}
+        self._slots: dict[str, tuple[Path, Slot]] = {}
+        single, index = _locate(self.path)
+        if index is None:
+            assert single is not None
+            self.files = [single]
+            self._add(single)
+        else:
+            self._add_indexed(index)
+        self.infos = {
+            name: TensorInfo(slot.dtype, slot.shape) for name, (_, slot) in self._slots.items()
+        }
+
+    def _add_indexed(self, index: Path) -> None:
+        content = read_json(index)
+        places = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
+            raise GulliverError(f"{index} has no weight_map: it is no index of Hugging Face's")
+        names = sorted(set(places.values()))
+        self.files = [index.parent / name for name in names]
+        absent = [name for name, file in zip(names, self.files, strict=True) if not file.is_file()]
+        if absent:
+            raise GulliverError(
+                f"{index.parent} lacks {len(absent)} of the {len(names)} files that {index.name} "
+                f"names: {', '.join(absent[:4])}{', ...' if len(absent) > 4 else ''}"
+            )
+        for file in self.files:
+            self._add(file, places)
+        lost = [name for name in places if name not in self._slots]
+        if lost:
+            raise GulliverError(
+                f"{index.parent / places[lost[0]]} has no tensor {lost[0]!r}, though {index.name} "
+                f"says so{f', as of {len(lost) - 1} more' if lost[1:] else ''}: get the files again"
+            )
+
+    def _add(self, file: Path, places: Mapping[str, str] | None = None) -> None:
+        slots, metadata = read_slots(file)
+        aliases = {
+            name: slots[kept]
+            for name, kept in metadata.items()
+            if name != "format" and kept in slots and name not in slots
+        }
+        for name, slot in (*slots.items(), *aliases.items()):
+            if places is None or places.get(name, file.name) == file.name:
+                self._slots.setdefault(name, (file, slot))
+
+    def read(self, wanted: Mapping[str, Part]) -> None:
+        if self._engine is None:
+            # Reads go straight into memory: its pages are never used.
+            self._engine = default_engine(page_bytes=4096, pages=1)
+        tickets = []
+        for name, part in wanted.items():
+            file, slot = self._slots[name]
+            if file not in self._files:
+                self._files[file] = self._engine.open(file)
+            value = part.value
+            offset = slot.offset + part.start * slot.dtype.itemsize
+            tickets.append(
+                self._engine.read(self._files[file], offset, value.data_ptr(), value.nbytes)
+            )
+        _await(tickets)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            self._files.clear()
+
+
+class MemoryWeights(Weights):
+    """Tensors of this process, on any device; what shares its memory with another is there once.
+
+    Args:
+        tensors: by name.
+        last: names that give way to others of the same memory.
+
+    Raises:
+        GulliverError: a tensor that the format cannot hold.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], last: Iterable[str] = ()) -> None:
+        self.path, self.files = Path(), []
+        self._tensors: dict[str, Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        """Names left out, and which name has their values."""
+        yielding, kept = set(last), dict[Any, str]()
+        for name in sorted(tensors, key=lambda name: name in yielding):
+            tensor = _whole(name, tensors[name])
+            same = identity(tensor)
+            if same in kept:
+                self.aliases[name] = kept[same]
+            else:
+                self._tensors[name] = tensor
+                if same is not None:
+                    kept[same] = name
+        self.infos = {
+            name: TensorInfo(self._tensors[name].dtype, tuple(self._tensors[name].shape))
+            for name in tensors
+            if name in self._tensors
+        }
+        self._flat: tuple[str, Tensor] | None = None
+
+    def read(self, wanted: Mapping[str, Part]) -> None:
+        for name, part in wanted.items():
+            # Kept for the next part: flattening what is not contiguous copies it.
+            if self._flat is None or self._flat[0] != name:
+                self._flat = name, self._tensors[name].reshape(-1)
+            part.value.copy_(self._flat[1][part.start : part.stop])
+
+    def close(self) -> None:
+        self._flat = None
+
+
+def _whole(name: str, tensor: Tensor) -> Tensor:
+    if isinstance(tensor, Part) or hasattr(tensor, "device_mesh"):
+        raise GulliverError(
+            f"tensor {name!r} is spread over ranks: save a step with AsyncCheckpointer, and make a "
+            "Hugging Face folder of it with export_huggingface or `gulliver checkpoint convert`"
+        )
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in CODES:
+        kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
+        raise GulliverError(f"tensor {name!r} is {kind}: the safetensors format cannot hold it")
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def identity(tensor: Tensor) -> Any:
+    """The same for tensors that are the same memory in the same shape; None where it has none."""
+    if tensor.nbytes == 0 or tensor.is_meta:
+        return None
+    place = (tensor.device, tensor.data_ptr(), tensor.dtype)
+    return *place, tuple(tensor.shape), tuple(tensor.stride())
+
+
+def open_weights(path: Path | str, entry: str | None = "model", step: int | None = None) -> Weights:
+    """Finds out what a path is: a run, a step, a safetensors file or a Hugging Face folder.
+
+    Args:
+        path: of any of these.
+        entry: of a step; None for all of its entries.
+        step: of a run; None for the newest complete one.
+
+    Raises:
+        GulliverError: it is none of these, or broken.
+    """
+    path = Path(path)
+    if is_step_or_run(path):
+        return StepWeights(path, entry, step)
+    if step is not None:
+        raise GulliverError(f"{path} is no run: only a run has a step {step}")
+    return FileWeights(path)
+
+
+def is_step_or_run(path: Path) -> bool:
+    """Whether a path is a step's folder, or a run's folder with a step in it.
+
+    Raises:
+        GulliverError: it does not exist.
+    """
+    if not path.exists():
+        raise GulliverError(f"{path} does not exist")
+    if path.is_file():
+        return False
+    found = {entry.name for entry in path.iterdir()}
+    return MANIFEST in found or LATEST in found or any(STEP.fullmatch(name) for name in found)
+
+
+def _locate(path: Path) -> tuple[Path | None, Path | None]:
+    """The single file, or the index, that holds the weights of a file or folder."""
+    if path.is_file():
+        return (None, path) if path.name.endswith(INDEX) else (path, None)
+    if not path.is_dir():
+        raise GulliverError(f"{path} does not exist")
+    for stem in STEMS:
+        if (path / f"{stem}{INDEX}").is_file():
+            return None, path / f"{stem}{INDEX}"
+        if (path / f"{stem}{SUFFIX}").is_file():
+            return path / f"{stem}{SUFFIX}", None
+    indices = sorted(path.glob(f"*{INDEX}"))
+    singles = sorted(path.glob(f"*{SUFFIX}"))
+    if len(indices) == 1 or (not indices and len(singles) == 1):
+        return (None, indices[0]) if indices else (singles[0], None)
+    if indices or singles:
+        found = ", ".join(file.name for file in (*indices, *singles)[:4])
+        raise GulliverError(f"{path} holds several safetensors files and no index of them: {found}")
+    if any(path.glob("*.bin")):
+        raise GulliverError(
+            f"{path} holds its weights as pickles (*.bin), which are not read: they may run code. "
+            "Get its safetensors files"
+        )
+    raise GulliverError(f"{path} holds no checkpoint and no safetensors file")
+
+
+def batches(
+    infos: Mapping[str, TensorInfo], limit: int | None = None
+) -> Iterator[list[tuple[str, int, int]]]:
+    """Cuts tensors into runs of elements to be read together.
+
+    Args:
+        infos: in the order in which they are wanted.
+        limit: bytes of a batch; None for `BATCH`.
+
+    Yields:
+        Name, first element and one past the last of each run; a name once in each batch.
+    """
+    limit = limit or BATCH
+    found: list[tuple[str, int, int]] = []
+    filled = 0
+    for name, info in infos.items():
+        size, start = info.dtype.itemsize, 0
+        while start < info.numel:
+            if limit - filled < max(size, ALIGNMENT):
+                yield found
+                found, filled = [], 0
+            stop = min(info.numel, start + (limit - filled) // size)
+            found.append((name, start, stop))
+            filled += -(-(stop - start) * size // ALIGNMENT) * ALIGNMENT
+            start = stop
+    if found:
+        yield found
+
+
+class Batch:
+    """Memory that batch after batch is read into."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, weights: Weights, runs: list[tuple[str, int, int]]) -> dict[str, Part]:
+        """Reads runs of elements; they are good until the next call."""
+        infos = [weights.infos[name] for name, _, _ in runs]
+        sizes = [(b - a) * i.dtype.itemsize for (_, a, b), i in zip(runs, infos, strict=True)]
+        needed = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+        if self._memory.numel() < needed:
+            self._memory = torch.empty(needed, dtype=torch.uint8)
+        parts, at = dict[str, Part](), 0
+        for (name, start, _), size, info in zip(runs, sizes, infos, strict=True):
+            parts[name] = Part(self._memory[at : at + size].view(info.dtype), info.shape, start)
+            at += -(-size // ALIGNMENT) * ALIGNMENT
+        weights.read(parts)
+        return parts
+
+
+def _await(tickets: Iterable[Ticket]) -> None:
+    """Waits for all, even if one has failed: until then their memory is in use."""
+    failure = None
+    for ticket in tickets:
+        try:
+            ticket.wait()
+        except GulliverError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _of(names: Iterable[str]) -> str:
+    return "choose from " + ", ".join(repr(name) for name in names)
