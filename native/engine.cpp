@@ -116,7 +116,7 @@ void Ticket::finish(std::optional<Failure> failure) {
 Engine::Engine(std::uint64_t page_bytes, int pages, int copiers, int writers, int queue,
                bool direct, bool io_uring)
     : page_bytes_(page_bytes), queue_(static_cast<std::uint64_t>(queue)), direct_(direct) {
-  add_pages(pages);
+  add_pages(map_pages(pages));
   if (io_uring) ring_ = Ring::make(kRingDepth, ring_errno_);
   const SignalsBlocked blocked;
   try {
@@ -187,7 +187,7 @@ const char* Engine::kind() const { return ring_errno_ == 0 ? "native io_uring" :
 
 // The pool
 
-void Engine::add_pages(int count) {
+std::pair<char*, std::uint64_t> Engine::map_pages(int count) const {
   const std::uint64_t nbytes = static_cast<std::uint64_t>(count) * page_bytes_;
   void* start = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (start == MAP_FAILED)
@@ -198,17 +198,23 @@ void Engine::add_pages(int count) {
 #endif
   // Touched now: the first use of fresh memory is several times slower than the next.
   std::memset(start, 0, nbytes);
-  regions_.emplace_back(static_cast<char*>(start), nbytes);
-  for (int k = 0; k < count; ++k) {
+  return {static_cast<char*>(start), nbytes};
+}
+
+void Engine::add_pages(std::pair<char*, std::uint64_t> region) {
+  regions_.push_back(region);
+  for (std::uint64_t from = 0; from < region.second; from += page_bytes_) {
     free_.push_back(static_cast<int>(pages_.size()));
-    pages_.push_back(static_cast<char*>(start) + static_cast<std::uint64_t>(k) * page_bytes_);
+    pages_.push_back(region.first + from);
   }
 }
 
 void Engine::grow(int pages) {
+  const auto region = map_pages(pages);
   Lock lock(mutex_);
+  if (closing_) munmap(region.first, region.second);
   check_open(nullptr);
-  add_pages(pages);
+  add_pages(region);
   grant();
 }
 

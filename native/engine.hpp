@@ -200,7 +200,8 @@ class Engine {
   };
   enum class Next { again, finished };
 
-  void add_pages(int count);
+  std::pair<char*, std::uint64_t> map_pages(int count) const;
+  void add_pages(std::pair<char*, std::uint64_t> region);
   void grant();
   void take_back(int page);
   Hit injected(Call call);

@@ -1,4 +1,6 @@
-// The engine for Python: gulliver.io._core. Every call that may wait releases the GIL.
+// The engine for Python: gulliver.io._core. Calls that wait, copy or open release the GIL. Those that
+// submit keep it: they take a mutex that is never held for long, and to get the GIL back from a busy
+// thread takes 5 ms each time.
 #include <memory>
 #include <string>
 #include <tuple>
@@ -94,7 +96,6 @@ TicketRef stage(Owner& owner, const Handle& handle, std::uint64_t offset, Table 
   for (std::size_t k = 0; k < segments.size(); ++k)
     segments[k] = {pointer(static_cast<Address>(table(k, 0))),
                    static_cast<std::uint64_t>(table(k, 1))};
-  nb::gil_scoped_release release;
   return owner->stage(handle.file, offset, std::move(segments), priority);
 }
 
@@ -122,8 +123,17 @@ NB_MODULE(_core, m) {
       .def_prop_ro("done", &Ticket::done)
       .def_prop_ro("checksum", &Ticket::checksum)
       .def_prop_ro("failure", [](const Ticket& ticket) { return tuple_of(ticket.failure()); })
-      .def("wait_copied", &Ticket::wait_copied, Release())
-      .def("wait", &Ticket::wait, Release());
+      .def("wait_copied",
+           [](Ticket& ticket, double seconds) {
+             if (ticket.copied()) return true;
+             nb::gil_scoped_release release;
+             return ticket.wait_copied(seconds);
+           })
+      .def("wait", [](Ticket& ticket, double seconds) {
+        if (ticket.done()) return true;
+        nb::gil_scoped_release release;
+        return ticket.wait(seconds);
+      });
 
   nb::class_<Wanted>(m, "Wanted")
       .def("wait", [](Wanted& w, double seconds) { return w.request->ticket->wait(seconds); },
@@ -155,47 +165,46 @@ NB_MODULE(_core, m) {
              return tuple_of(e->open(path));
            })
       .def("owns", [](Owner& e, const Handle& handle) { return e->owns(*handle.file); })
-      .def("quiet", [](Owner& e, const Handle& handle, double s) { return e->quiet(handle.file, s); },
+      .def("quiet",
+           [](Owner& e, const Handle& handle, double seconds) {
+             return e->quiet(handle.file, seconds);
+           },
            Release())
-      .def("close_file", [](Owner& e, const Handle& handle) { return e->close_file(handle.file); },
-           Release())
+      .def("close_file",
+           [](Owner& e, const Handle& handle) { return e->close_file(handle.file); }, Release())
       .def("stage", &stage)
       .def("write_page",
            [](Owner& e, const Handle& handle, std::uint64_t offset, int page, std::uint64_t nbytes,
               std::int64_t priority) {
              return e->write_page(handle.file, offset, page, nbytes, priority);
-           },
-           Release())
+           })
       .def("read",
            [](Owner& e, const Handle& handle, std::uint64_t offset, Address address,
               std::uint64_t nbytes, std::int64_t priority, bool checked) {
              return e->read(handle.file, offset, pointer(address), nbytes, priority, checked);
-           },
-           Release())
+           })
       .def("write",
            [](Owner& e, const Handle& handle, std::uint64_t offset, Address address,
               std::uint64_t nbytes, std::int64_t priority) {
              return e->write(handle.file, offset, pointer(address), nbytes, priority);
-           },
-           Release())
-      .def("sync", [](Owner& e, const Handle& handle) { return e->sync(handle.file); }, Release())
+           })
+      .def("sync", [](Owner& e, const Handle& handle) { return e->sync(handle.file); })
       .def("prefetch",
            [](Owner& e, const Handle& handle, std::uint64_t offset, std::uint64_t nbytes) {
              e->prefetch(handle.file, offset, nbytes);
-           },
-           Release())
+           })
       .def("wait_room", [](Owner& e, double seconds) { e->wait_room(seconds); }, Release())
       .def("want",
            [](Owner& e, std::int64_t priority) { return Wanted{&e, e->want(priority)}; },
-           nb::keep_alive<0, 1>(), Release())
+           nb::keep_alive<0, 1>())
       .def("give_up",
-           [](Owner& e, const Wanted& w) { return w.page(e->give_up(w.request)); }, Release())
-      .def("release", [](Owner& e, int page) { e->release(page); }, Release())
-      .def("begin_close", [](Owner& e) { e->begin_close(); }, Release())
+           [](Owner& e, const Wanted& w) { return w.page(e->give_up(w.request)); })
+      .def("release", [](Owner& e, int page) { e->release(page); })
+      .def("begin_close", [](Owner& e) { e->begin_close(); })
       .def("idle", [](Owner& e, double seconds) { return e->idle(seconds); }, Release())
       .def("stop", [](Owner& e) { e->stop(); }, Release())
       .def("inject", &inject)
-      .def("hold", [](Owner& e, bool held) { e->hold(held); }, Release());
+      .def("hold", [](Owner& e, bool held) { e->hold(held); });
 
   m.def("crc32",
         [](Address address, std::uint64_t nbytes, std::uint32_t crc, bool tables) {

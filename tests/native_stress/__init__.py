@@ -38,11 +38,8 @@ def build(folder: Path, sanitizer: str) -> Path:
     if able.returncode:
         raise CannotBuild(able.stderr.strip().splitlines()[-1])
     sources = [str(ROOT / name) for name in (*SOURCES, "tests/native_stress/stress.cpp")]
-    subprocess.run(
-        [compiler(), *options, "-Wall", "-Wextra", "-I", str(ROOT / "native"), *sources]
-        + ["-o", str(program)],
-        check=True,
-    )
+    options += ["-Wall", "-Wextra", "-I", str(ROOT / "native"), "-o", str(program)]
+    subprocess.run([compiler(), *options, *sources], check=True)
     return program
 
 
