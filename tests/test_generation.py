@@ -76,10 +76,10 @@ def test_a_clip_depends_on_its_own_request_only(model: VideoModel) -> None:
 
 
 def test_the_averaged_weights_are_used(run: Path, model: VideoModel) -> None:
-    from gulliver.checkpoint import read_tensors
+    from gulliver.checkpoint import load
     from gulliver.video._run import Run
 
-    saved = read_tensors(Run(run).newest_checkpoint() / "ema.safetensors")
+    saved = load(Run(run).newest_checkpoint()).values["ema"]
     for name, value in model.model.state_dict().items():
         assert torch.equal(value, saved[name])
 

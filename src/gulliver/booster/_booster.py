@@ -236,6 +236,16 @@ class Booster:
             loaded.absent += rest.absent
         return loaded
 
+    @property
+    def saves(self) -> int:
+        """Checkpoints that were begun."""
+        return sum(checkpointer.saves for checkpointer in self._checkpointers.values())
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which checkpoints have held up training so far."""
+        return sum(checkpointer.stall_s for checkpointer in self._checkpointers.values())
+
     def wait(self) -> None:
         """Waits until every step that is being saved is complete; every rank calls it.
 

@@ -151,9 +151,15 @@ class AsyncCheckpointer:
         self._thread: threading.Thread | None = None
         self._snapshot: Snapshot | None = None
         self._failure: Exception | None = None
+        self.saves = 0
         self._stalled = 0.0
         self._finalize = weakref.finalize(self, self._lock.release)
         _install_hooks()
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which saves have held up training so far."""
+        return self._stalled + (0.0 if self._snapshot is None else self._snapshot.stall_s)
 
     def save(self, step: int, state: Mapping[str, Any]) -> bool:
         """Begins to save a step; all ranks call it.
@@ -198,6 +204,7 @@ class AsyncCheckpointer:
             _log.warning("step %d is not saved: the step before is still being written", step)
             return False
         assert collected is not None
+        self._stalled, self.saves = self.stall_s, self.saves + 1
         snapshot = self._snapshot = Snapshot(collected, self.rank, self.world_size)
         engine = self._ready_engine(snapshot)
         lane = self._ready_lane(snapshot)
@@ -436,8 +443,7 @@ class AsyncCheckpointer:
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
-            self._snapshot = None
+            self._stalled, self._thread, self._snapshot = self.stall_s, None, None
 
     def _take_failure(self) -> Exception | None:
         """What went wrong before, once; only a warning where that was wanted."""

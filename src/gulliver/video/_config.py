@@ -133,6 +133,8 @@ class TrainConfig:
     """Steps between checkpoints."""
     keep: int = 3
     """Checkpoints kept."""
+    async_save: bool = True
+    """Write checkpoints while training goes on; off: training waits until each is on the disk."""
     log_every: int = 10
     """Steps between lines of the log."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -144,6 +146,7 @@ class TrainConfig:
 
 MAY_CHANGE = frozenset(
     {"out", "ranks", "resume", "plugin", "stage", "save_every", "keep", "log_every"}
+    | {"async_save"}
     | {"autoencoder.path"}
 )
 """What may differ between a run and its resumption: it changes where and how, not what."""

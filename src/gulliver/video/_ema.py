@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from gulliver.memory import before_write
 
 
 class ExponentialAverage:
@@ -21,6 +23,7 @@ class ExponentialAverage:
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Moves the average towards the model's present values."""
+        before_write(self.shadow.values())
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         values = model.state_dict()
@@ -33,9 +36,3 @@ class ExponentialAverage:
         for name, value in values.items():
             if not value.is_floating_point():
                 self.shadow[name].copy_(value)
-
-    def load(self, shadow: dict[str, Tensor], updates: int) -> None:
-        """Takes over a saved average, name by name."""
-        for name, value in self.shadow.items():
-            value.copy_(shadow[name])
-        self.updates = updates

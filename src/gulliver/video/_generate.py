@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from gulliver.checkpoint import read_json, read_tensors
+from gulliver.checkpoint import StepReader, load
 from gulliver.data import Bucket, WordEncoder
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder
@@ -79,15 +79,16 @@ class VideoModel:
         run = Run(folder)
         config = run.read_config()
         checkpoint = run.newest_checkpoint()
-        state = read_json(checkpoint / "state.json")
-        changed = differences(state["config"], resolved(config))
+        with StepReader(checkpoint) as reader:
+            trained = reader.value("run")["config"]
+        changed = differences(trained, resolved(config))
         if changed:
             raise GulliverError(
                 f"{checkpoint} was made with another configuration: {'; '.join(changed)}"
             )
         autoencoder = load_autoencoder(run.autoencoder_path)
-        model = build_model(from_plain(state["config"]), autoencoder.latent_channels)
-        _load_average(model, checkpoint / "ema.safetensors")
+        model = build_model(from_plain(trained), autoencoder.latent_channels)
+        load(checkpoint, {"ema": model})
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return cls(config, model.to(device), autoencoder.to(device))
 
@@ -256,11 +257,3 @@ def extend(
 def _noise(seed: int, shape: tuple[int, ...]) -> Tensor:
     generator = torch.Generator().manual_seed(derive(seed, 4))
     return torch.randn(shape, generator=generator)
-
-
-def _load_average(model: STDiT3, path: Path) -> None:
-    try:
-        model.load_state_dict(read_tensors(path))
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise GulliverError(f"{path} holds the weights of another model: {reason}") from error

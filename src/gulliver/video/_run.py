@@ -6,7 +6,7 @@ run/
   autoencoder.safetensors
   log.jsonl                a line per logged step
   tensorboard/
-  checkpoints/step-*/      model, ema, optimizer, scheduler, state
+  checkpoints/step-*/      model, optimizer, schedule, average of the weights, position in the data
 """
 
 from __future__ import annotations

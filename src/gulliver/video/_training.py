@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin, TorchDDPPlugin
-from gulliver.checkpoint import read_json, read_tensors, write_json, write_tensors
 from gulliver.comm import World, all_reduce, barrier, gather_objects, guard, init_world
 from gulliver.data import ClipTable, WordEncoder
 from gulliver.errors import GulliverError
@@ -205,6 +204,7 @@ class Trainer:
                     self.save()
                 if stopping or last:
                     break
+        self._finish_saving()
         self._list_unreadable()
         if stopping and not last and main:
             console().print(
@@ -212,6 +212,16 @@ class Trainer:
                 f"continue with --resume --out {self.run.folder}"
             )
         return Outcome(self.step_number, last, self.seconds)
+
+    def _finish_saving(self) -> None:
+        """Waits for the last checkpoint, and says what checkpoints have cost."""
+        stall, saves = self.booster.stall_s, self.booster.saves
+        self.booster.close()
+        if self.world.is_main and saves:
+            console().print(
+                f"{saves} checkpoints held training up for {stall:.2f} s in all, the newest is "
+                f"{self.run.checkpoints.latest()}"
+            )
 
     def _list_unreadable(self) -> None:
         """Says which clips of a table broke when their turn came; every rank calls it."""
@@ -290,6 +300,7 @@ class Trainer:
         return loss_sum
 
     def _refuse_divergence(self, loss: float, norm: float) -> None:
+        self.booster.wait()  # one may be under way
         newest = self.run.checkpoints.latest()
         kept = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
         raise GulliverError(
@@ -322,32 +333,36 @@ class Trainer:
             scalars(f"train/{name}", line[name], self.step_number)
 
     def save(self) -> None:
-        """Writes a complete checkpoint of this step; every rank calls it."""
-        self.run.checkpoints.save(self.step_number, self._write, self.world)
-
-    def _write(self, folder: Path) -> None:
-        self.booster.save_model(self.model, folder / "model.safetensors")
-        self.booster.save_optimizer(self.optimizer, folder / "optimizer")
-        self.booster.save_lr_scheduler(self.scheduler, folder / "scheduler.json")
-        if not self.world.is_main:
-            return
-        write_tensors(folder / "ema.safetensors", self.average.shadow)
-        self.booster.plan.save(folder / "plan.yaml")
-        state = {
+        """Begins a checkpoint of this step, or makes it whole; every rank calls it."""
+        run = {
             "step": self.step_number,
             "ema_updates": self.average.updates,
             "sampler": self.sampler_state,
             "config": resolved(self.config),
         }
-        write_json(folder / "state.json", state)
+        self.booster.save(
+            self.run.checkpoints.root,
+            self.step_number,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            state={"ema": self.average.shadow, "run": run},
+            use_async=self.config.async_save,
+            keep=self.config.keep,
+        )
 
     def restore(self, folder: Path) -> None:
         """Takes up the state of a checkpoint; every rank calls it."""
-        state = read_json(folder / "state.json")
-        self.booster.load_model(self.model, folder / "model.safetensors")
-        self.booster.load_optimizer(self.optimizer, folder / "optimizer")
-        self.booster.load_lr_scheduler(self.scheduler, folder / "scheduler.json")
-        self.average.load(read_tensors(folder / "ema.safetensors"), state["ema_updates"])
+        loaded = self.booster.load(
+            folder,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            state={"ema": self.average.shadow, "run": None},
+            random=False,  # every step draws from seeds of its own
+        )
+        state = loaded.values["run"]
+        self.average.updates = state["ema_updates"]
         self.sampler.load_state_dict(state["sampler"])
         self.sampler_state = state["sampler"]
         self.step_number = state["step"]
