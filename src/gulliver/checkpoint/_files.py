@@ -11,32 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gulliver.checkpoint._image import CODES
 from gulliver.errors import GulliverError
 from gulliver.io import atomic_file, named_errors, write_text
-
-_DTYPES = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.uint16,
-        torch.int32,
-        torch.uint32,
-        torch.int64,
-        torch.uint64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2fnuz,
-    }
-)
-"""What the format can hold."""
 
 
 def write_tensors(
@@ -76,7 +53,7 @@ def write_tensors(
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
     """The values of a tensor as contiguous bytes in host memory."""
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _DTYPES:
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in CODES:
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         raise GulliverError(f"tensor {name!r} is {kind}: the safetensors format cannot hold it")
     # Views that are conjugated or negated only by a flag would be written without it.
