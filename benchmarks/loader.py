@@ -182,7 +182,7 @@ def overhead(rounds: int) -> dict[str, tuple[Spread, Spread, Spread]]:
         ("16 MiB, 2 workers", 2**19, 2, 240),
     ):
         data = Ready(torch.ones(numel), length)
-        arena = PinnedArena(2**28)
+        arena = PinnedArena(2**28, pin=False)
         arena.warm_up([torch.empty(8, numel, device="meta")], IN_FLIGHT)
         options: dict[str, Any] = {"batch_size": 8, "num_workers": workers}
         makes: dict[str, Callable[[], Any]] = {

@@ -496,7 +496,7 @@ def test_batches_equal_those_of_torch(workers: int, pin: bool) -> None:
             "generator": torch.Generator().manual_seed(7),
         }
 
-    arena = PinnedArena(2**22) if pin else None
+    arena = _unlocked() if pin else None
     ours, theirs = (
         DataLoader(Numbers(), arena=arena, **options()),
         torch_data.DataLoader(Numbers(), **options()),
@@ -705,6 +705,8 @@ def test_an_epoch_that_was_set_is_kept_when_resuming_into_it() -> None:
     resumed.set_epoch(5)
     assert list(map(flat, resumed)) == fifth[2:]
     assert resumed.epoch == 6
+    with pytest.raises(GulliverError, match="whole number from 0 on, not -1"):
+        resumed.set_epoch(-1)
     resumed.set_epoch(5)
     assert list(map(flat, resumed)) == fifth
 
@@ -837,7 +839,7 @@ def _ended(threads: set[threading.Thread]) -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_leaving_a_loop_early_ends_the_thread_and_gives_the_memory_back(persistent: bool) -> None:
-    before, arena = set(threading.enumerate()), PinnedArena(2**22)
+    before, arena = set(threading.enumerate()), _unlocked()
     loader = DataLoader(
         Numbers(64), 2, num_workers=2, persistent_workers=persistent, arena=arena, shuffle=True
     )
@@ -888,9 +890,10 @@ def test_an_iterator_at_its_end_stays_there() -> None:
         ({"device": "cuda:x"}, "no device"),
         ({"device": "meta"}, "'cpu' or 'cuda'"),
         ({"warm_up": [meta(3)]}, "no arena is used"),
-        ({"arena": PinnedArena(PAGE), "arena_limit": 9}, "has its limit"),
-        ({"pin_memory": True, "warm_up": [meta(PAGE)], "arena_limit": 5 * PAGE}, "raise it"),
+        ({"arena": PinnedArena(PAGE, pin=False), "arena_limit": 9}, "has its limit"),
+        ({"arena": PinnedArena(PAGE, pin=False), "warm_up": [meta(PAGE)]}, "raise it"),
         ({"shuffle": True, "sampler": [1]}, "mutually exclusive"),
+        ({"world_size": 0}, "not one of 0 ranks"),
     ],
     ids=str,
 )
@@ -933,7 +936,12 @@ class Clips(torch_data.Dataset):
 def test_a_loader_never_misses_after_warm_up(workers: int) -> None:
     table = mixed_table(scale=24)
     loader = DataLoader(
-        Clips(table, 120), None, num_workers=workers, ahead=3, pin_memory=True, warm_up=table
+        Clips(table, 120),
+        None,
+        num_workers=workers,
+        ahead=3,
+        arena=PinnedArena(2**26, pin=False),
+        warm_up=table,
     )
     assert loader.arena is not None
     for number, batch in enumerate(loader):
@@ -951,6 +959,15 @@ def test_batches_for_the_host_pass_through_untouched() -> None:
     assert loader.arena is None
     assert [b[:, 0].tolist() for b in loader][:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert loader.statistics().arena is None
+
+
+def test_without_an_arena_locking_is_left_to_torch() -> None:
+    class Lockable:
+        def pin_memory(self) -> str:
+            return "locked"
+
+    moved = transfer.Mover(None, None, locks=True).move({"a": [Lockable(), 3]})
+    assert moved.batch == {"a": ["locked", 3]}
 
 
 class FakeLane:
@@ -987,9 +1004,7 @@ def test_memory_is_not_lent_again_before_the_device_has_read_it(
     fake = FakeLane()
     monkeypatch.setattr(loader_module, "lane", lambda device, ahead: fake)
     example = [torch.empty(4, 2, dtype=torch.int64)]
-    loader = DataLoader(
-        Numbers(64), 4, arena=PinnedArena(2**20), warm_up=example, num_workers=workers
-    )
+    loader = DataLoader(Numbers(64), 4, arena=_unlocked(), warm_up=example, num_workers=workers)
     expected = [b.tolist() for b in torch_data.DataLoader(Numbers(64), 4)]
     assert [batch.tolist() for batch in loader] == expected
     assert len(fake.received) == len(set(fake.received)) == 16
@@ -1068,3 +1083,12 @@ def test_batches_arrive_on_a_gpu_as_they_were(workers: int) -> None:
     assert arena is not None
     assert (arena.is_pinned, arena.hit_rate, arena.in_use) == (True, 1.0, 0)
     assert PinnedArena(2**20).copy(torch.ones(5)).is_pinned()
+
+
+@pytest.mark.gpu
+def test_without_a_device_page_locked_memory_is_torchs() -> None:
+    loader = DataLoader(Numbers(), 4, pin_memory=True, num_workers=1)
+    assert loader.arena is None
+    assert all(batch.is_pinned() for batch in loader)
+    with pytest.raises(GulliverError, match="give the loader a device"):
+        DataLoader(Numbers(), 4, arena=PinnedArena(2**20))

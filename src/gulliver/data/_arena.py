@@ -119,8 +119,10 @@ class PinnedArena:
     """Pre-allocated host memory that is lent as tensors and comes back by itself.
 
     A block is free again when the last tensor that looks at it is gone and the events of the device
-    copies from it have happened. Any thread may use an arena. Blocks begin on a page and waste less
-    than an eighth of their tensor, besides the rest of a page.
+    copies from it have happened. The loader says which these are; who copies to a device without
+    waiting by himself tells `hold`, or keeps the tensor until then. Any thread may use an arena.
+    Blocks begin on a page and waste less than an eighth of their tensor, besides the rest of a
+    page.
 
     Args:
         limit: most bytes of slabs. What does not fit is ordinary memory, counted as a miss; an
@@ -357,10 +359,11 @@ def batch_bytes(batch: Any) -> int:
     """Bytes that a batch takes of an arena."""
     total = 0
 
-    def count(leaf: Any) -> None:
+    def count(leaf: Any) -> Any:
         nonlocal total
         if isinstance(leaf, Tensor) and leaf.numel():
             total += size_class(leaf.numel() * leaf.element_size())
+        return leaf
 
     map_leaves(batch, count)
     return total

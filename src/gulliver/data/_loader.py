@@ -76,7 +76,8 @@ class DataLoader(torch_data.DataLoader):
       Without `generator` so does the order. The training's own generators are left alone.
     - `state_dict` says which batch comes next; one that loads it goes on there, to the bit.
     - For a device batches go through a `PinnedArena` and arrive ahead of use, on a side stream.
-      On the host they pass through as they are; with `pin_memory` or an `arena` they lie in it.
+      On the host they pass through as they are. With `pin_memory` torch locks their pages, for you
+      to copy them; without CUDA they are then copied into an arena, as they are into one given.
 
     An error surfaces at the batch that it belongs to, and the state then says that batch. Leaving a
     loop early ends the thread and the workers. Each iteration is an epoch of its own; the next one
@@ -85,6 +86,7 @@ class DataLoader(torch_data.DataLoader):
     Args:
         dataset: map-style or iterable.
         batch_size: samples of a batch.
+        shuffle: another order in each epoch.
         device: where batches shall be; None leaves them on the host.
         ahead: batches made ready before their time, 1 or more.
         seed: of all that is drawn, the same on all ranks.
@@ -95,8 +97,8 @@ class DataLoader(torch_data.DataLoader):
             memory is then taken now. Otherwise it is taken as batches come, up to `arena_limit`.
         arena_limit: most bytes of the arena that is made here; None: what `warm_up` needs, else
             1 GiB.
-        options: further arguments of torch's DataLoader, such as `shuffle`, `num_workers`,
-            `sampler`, `batch_sampler` (a `BucketSampler` too) and `collate_fn`.
+        options: further arguments of torch's DataLoader, such as `num_workers`, `sampler`,
+            `batch_sampler` (a `BucketSampler` too) and `collate_fn`.
 
     Raises:
         GulliverError: an argument that does not exist or that torch refuses; an arena too small.
@@ -106,6 +108,7 @@ class DataLoader(torch_data.DataLoader):
         self,
         dataset: Any,
         batch_size: int | None = 1,
+        shuffle: bool | None = None,
         *,
         device: torch.device | str | None = None,
         ahead: int = 2,
@@ -122,7 +125,9 @@ class DataLoader(torch_data.DataLoader):
             raise GulliverError(f"{ahead} batches ahead are none: `ahead` must be at least 1")
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
-        self.world_size = world_size or (dist.get_world_size() if grouped else 1)
+        if world_size is None:
+            world_size = dist.get_world_size() if grouped else 1
+        self.world_size = world_size
         if not 0 <= self.rank < self.world_size:
             raise GulliverError(f"rank {self.rank} is not one of {self.world_size} ranks")
         self.seed, self.ahead, self.device = check_seed(seed), ahead, _device(device)
@@ -130,14 +135,15 @@ class DataLoader(torch_data.DataLoader):
         self._own = None if options.get("generator") is not None else torch.Generator()
         options["generator"] = options.get("generator") or self._own
         try:
-            super().__init__(dataset, batch_size, **options)
+            super().__init__(dataset, batch_size, shuffle, **options)
         except (ValueError, TypeError) as error:
             raise GulliverError(f"data loader: {error}") from error
         self._is_iterable = isinstance(dataset, torch_data.IterableDataset)
         self._stateful = self._find_stateful()
         self._inner, self._work = self._make_inner()
         self.arena = self._make_arena(arena, warm_up, arena_limit)
-        self._mover = Mover(self.arena, lane(self.device, ahead))
+        locks = self.pin_memory and self.arena is None
+        self._mover = Mover(self.arena, lane(self.device, ahead), locks)
         self._feed: _Feed | _Inline = _Inline(iter(()), self._mover.move, 0)
         # The position, see the note above; generators only between loading and beginning.
         self._epoch = self._done = 0
@@ -159,6 +165,8 @@ class DataLoader(torch_data.DataLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of an epoch; to the one that a loaded state is in, to its position."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise GulliverError(f"an epoch must be a whole number from 0 on, not {epoch!r}")
         if self._resumes and epoch == self._epoch:
             return
         self._feed.close()
@@ -272,10 +280,11 @@ class DataLoader(torch_data.DataLoader):
 
     def _user_generators(self) -> list[torch.Generator]:
         """Those that an order is drawn from, each once."""
+        if self._stateful is not None:
+            return []
         inside = getattr(self.batch_sampler, "sampler", None)
         found: list[torch.Generator] = []
-        owners = () if self._stateful is not None else (self, self.batch_sampler, inside)
-        for owner in (*owners, self.sampler) if owners else ():
+        for owner in (self, self.batch_sampler, inside, self.sampler):
             generator = getattr(owner, "generator", None)
             is_known = any(generator is other for other in (*found, self._own))
             if isinstance(generator, torch.Generator) and not is_known:
@@ -339,7 +348,15 @@ class DataLoader(torch_data.DataLoader):
         self, arena: PinnedArena | None, warm_up: Iterable[Any] | None, limit: int | None
     ) -> PinnedArena | None:
         on_device = self.device is not None and self.device.type != "cpu"
-        if arena is None and not (on_device or self.pin_memory):
+        if arena is not None and arena.is_pinned and not on_device:
+            raise GulliverError(
+                "nobody would tell this page-locked arena when copies from it are done: give the "
+                "loader a device, or leave the arena out"
+            )
+        # Where there is CUDA and no device is given, users copy by themselves, and only torch's own
+        # allocator sees when they have done.
+        aligned = self.pin_memory and not torch.cuda.is_available()
+        if arena is None and not (on_device or aligned):
             if warm_up is not None or limit is not None:
                 raise GulliverError(
                     "batches pass through as they are and no arena is used: give a device, "

@@ -79,40 +79,29 @@ class Mover:
     Args:
         arena: None leaves host tensors where they are.
         lane: None leaves batches on the host.
+        locks: without an arena, let torch lock the pages of tensors.
     """
 
-    def __init__(self, arena: PinnedArena | None, lane: Lane | None) -> None:
-        self._arena, self._lane = arena, lane
+    def __init__(self, arena: PinnedArena | None, lane: Lane | None, locks: bool = False) -> None:
+        self._arena, self._lane, self._locks = arena, lane, locks
 
     def move(self, batch: Any) -> Moved:
         """Copies a batch; starts its copy to the device."""
-        if self._arena is None and self._lane is None:
+        if self._arena is None and self._lane is None and not self._locks:
             return Moved(batch, [], None)
         leaves: list[Any] = []
 
         def collect(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) or hasattr(leaf, "pin_memory"):
+            if _is_moved(leaf):
                 leaves.append(leaf)
             return leaf
 
         map_leaves(batch, collect)
-        staged = leaves if self._arena is None else self._stage(self._arena, leaves)
-        sent, event = staged, None
+        sent, event = self._stage(leaves), None
         if self._lane is not None:
-            travelling = [place for place, leaf in enumerate(staged) if hasattr(leaf, "to")]
-            arrived, event = self._lane.send([staged[place] for place in travelling])
-            sent = list(staged)
-            for place, leaf in zip(travelling, arrived, strict=True):
-                sent[place] = leaf
-            if self._arena is not None:
-                self._arena.hold([leaf for leaf in staged if isinstance(leaf, Tensor)], event)
+            sent, event = self._send(self._lane, sent)
         moved = iter(sent)
-        rebuilt = map_leaves(
-            batch,
-            lambda leaf: (
-                next(moved) if isinstance(leaf, Tensor) or hasattr(leaf, "pin_memory") else leaf
-            ),
-        )
+        rebuilt = map_leaves(batch, lambda leaf: next(moved) if _is_moved(leaf) else leaf)
         return Moved(rebuilt, sent, event)
 
     def receive(self, moved: Moved) -> Any:
@@ -121,13 +110,29 @@ class Mover:
             self._lane.receive(moved.leaves, moved.event)
         return moved.batch
 
-    @staticmethod
-    def _stage(arena: PinnedArena, leaves: list[Any]) -> list[Any]:
+    def _stage(self, leaves: list[Any]) -> list[Any]:
         """Host tensors go into the arena; objects lock their own memory, where locking is on."""
-        tensors = iter(arena.copy_all([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
+        if self._arena is None:
+            return [leaf.pin_memory() for leaf in leaves] if self._locks else leaves
+        tensors = iter(self._arena.copy_all([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
         return [
             next(tensors)
             if isinstance(leaf, Tensor)
-            else (leaf.pin_memory() if arena.is_pinned else leaf)
+            else (leaf.pin_memory() if self._arena.is_pinned else leaf)
             for leaf in leaves
         ]
+
+    def _send(self, lane: Lane, staged: list[Any]) -> tuple[list[Any], Event]:
+        """What can travel does; its sources are kept until the device has read them."""
+        places = [place for place, leaf in enumerate(staged) if hasattr(leaf, "to")]
+        arrived, event = lane.send([staged[place] for place in places])
+        sent = list(staged)
+        for place, leaf in zip(places, arrived, strict=True):
+            sent[place] = leaf
+        if self._arena is not None:
+            self._arena.hold([leaf for leaf in staged if isinstance(leaf, Tensor)], event)
+        return sent, event
+
+
+def _is_moved(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) or hasattr(leaf, "pin_memory")
