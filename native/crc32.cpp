@@ -1,6 +1,6 @@
-// Two ways to the same number, chosen at run time: carry-less multiplication (Gopal et al., "Fast CRC
-// Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009), and tables, sixteen
-// bytes at a time (Kounavis and Berry, "A Systematic Approach to Building High Performance,
+// Two ways to the same number, chosen at run time: carry-less multiplication (Gopal et al., "Fast
+// CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009), and tables,
+// sixteen bytes at a time (Kounavis and Berry, "A Systematic Approach to Building High Performance,
 // Software-based, CRC Generators", 2005).
 #include "crc32.hpp"
 
