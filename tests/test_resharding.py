@@ -313,3 +313,49 @@ def test_a_step_waits_for_what_it_is_about_to_change(pool: Pool, tmp_path: Path,
     assert torch.equal(saved.values["ema"]["first"], wanted.pop("ema"))
     for name, value in wanted.items():
         assert torch.equal(saved.values["model"][name], value), name
+
+
+def save_file(world: World, kind: str, path: Path, use_async: bool) -> tuple[Any, Any]:
+    job = Job(world, kind)
+    job.run(0, 2)
+    before = {n: v.detach().clone() for n, v in job.plain.state_dict().items()}
+    job.booster.save_model(job.model, path, use_async=use_async)
+    job.run(2, 4)
+    job.booster.wait()
+    # Reading goes on as before.
+    job.booster.load_model(job.model, path)
+    return before, {n: v.detach().clone() for n, v in job.plain.state_dict().items()}
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("kind", ["DDP", "1", "3", "2 0.0003 bf16"])
+def test_a_model_is_one_file_at_every_stage(
+    pool: Pool, tmp_path: Path, kind: str, use_async: bool
+) -> None:
+    from gulliver.checkpoint import read_tensors
+
+    path = tmp_path / "model.safetensors"
+    for before, after in pool.run(save_file, 2, kind, path, use_async):
+        for name, value in before.items():
+            assert torch.equal(after[name], value), name
+    saved = read_tensors(path)
+    assert saved.keys() == before.keys()
+    assert all(torch.equal(saved[name], value) for name, value in before.items())
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def fail_to_save_file(world: World, path: Path) -> list[str]:
+    job = Job(world, "1")
+    said = []
+    for use_async in (False, True):
+        with pytest.raises(GulliverError) as info:
+            job.booster.save_model(job.model, path / "file" / "m", use_async=use_async)
+        said.append(str(info.value))
+    return said
+
+
+def test_a_file_that_cannot_be_written_fails_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    main, other = pool.run(fail_to_save_file, 2, tmp_path)
+    assert all("cannot be written" in text for text in main)
+    assert other == ["rank 0 could not write: see its error"] * 2

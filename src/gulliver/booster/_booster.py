@@ -31,14 +31,22 @@ from gulliver.booster._states import (
     read_model,
     read_optimizer,
     read_scheduler,
-    write_model,
+    whole_model,
     write_optimizer,
     write_scheduler,
 )
-from gulliver.checkpoint import AsyncCheckpointer, Loaded, StepReader, load, step_folder
+from gulliver.checkpoint import (
+    AsyncCheckpointer,
+    FileSaver,
+    Loaded,
+    StepReader,
+    load,
+    step_folder,
+    write_tensors,
+)
 from gulliver.comm import broadcast_object, init_world
 from gulliver.errors import GulliverError, nearest
-from gulliver.parallel import BoostedOptimizer
+from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
 from gulliver.plan import Plan
 
 
@@ -68,6 +76,7 @@ class Booster:
         self.plugin = plugin or TorchDDPPlugin()
         self.mixed_precision = mixed_precision
         self._plan: Plan | None = None
+        self._file: FileSaver | None = None
         self._checkpointers: dict[str, AsyncCheckpointer] = {}
         self._options: dict[str, dict[str, Any]] = {}
         self._optimizers: WeakKeyDictionary[nn.Module, BoostedOptimizer] = WeakKeyDictionary()
@@ -254,9 +263,11 @@ class Booster:
         """
         for checkpointer in self._checkpointers.values():
             checkpointer.wait()
+        self._await_file()
 
     def close(self) -> None:
         """Waits as `wait` does, and frees the memory that saving has needed."""
+        self._await_file()
         while self._checkpointers:
             _, checkpointer = self._checkpointers.popitem()
             checkpointer.close()
@@ -277,16 +288,46 @@ class Booster:
             self._checkpointers[key] = AsyncCheckpointer(folder, **options)
         return self._checkpointers[key]
 
-    def save_model(self, model: nn.Module, path: Path | str) -> None:
+    def save_model(self, model: nn.Module, path: Path | str, use_async: bool = False) -> None:
         """Writes the model's state dict, whole and under its own names, as one safetensors file.
 
         Every rank calls it; rank 0 writes, buffers as it has them. Any world size and any
         safetensors reader loads it.
 
+        Args:
+            model: boosted or not.
+            path: of the file.
+            use_async: write it while training goes on; `wait`, or the next save of a model, says
+                if that failed. Sharded parameters are gathered, and copied, before this returns.
+
         Raises:
             GulliverError: it cannot be written; nothing is left behind then.
         """
-        on_main(lambda: write_model(unwrapped(model), Path(path)))
+        plain, place = unwrapped(model), Path(path)
+        self._await_file()
+        state = whole_model(plain)
+        if not use_async:
+            on_main(lambda: write_tensors(place, state))
+            return
+        holder = self._optimizers.get(model)
+        if isinstance(holder, ZeroOptimizer) and holder.stage == 3:
+            # What was gathered is given back; rank 0 keeps a copy.
+            state = {n: v.clone() for n, v in state.items()} if init_world().is_main else {}
+
+        def begin() -> None:
+            self._file = FileSaver(place, state)
+
+        on_main(begin)
+
+    def _await_file(self) -> None:
+        """Lets a file of a model that is under way be finished; every rank calls it."""
+
+        def finish() -> None:
+            saver, self._file = self._file, None
+            if saver is not None:
+                saver.wait()
+
+        on_main(finish)
 
     def load_model(self, model: nn.Module, path: Path | str, strict: bool = True) -> list[str]:
         """Reads a state dict into the model in place; every rank calls it.

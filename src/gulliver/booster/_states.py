@@ -51,13 +51,13 @@ def on_main(write: Callable[[], None]) -> None:
     barrier()
 
 
-def write_model(model: nn.Module, path: Path) -> None:
-    """Writes a state dict as one safetensors file."""
+def whole_model(model: nn.Module) -> dict[str, Tensor]:
+    """A model's state dict; every rank calls it, for sharded parameters come from all of them."""
     state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise GulliverError(f"{name!r} of the model is a {type(value).__name__}, not a tensor")
-    write_tensors(path, state)
+    return dict(state)
 
 
 def read_model(model: nn.Module, path: Path, strict: bool) -> list[str]:

@@ -28,6 +28,7 @@ from gulliver.checkpoint._loading import Loaded, load, step_folder
 from gulliver.checkpoint._manifest import Manifest, read_manifest
 from gulliver.checkpoint._reader import Mismatch, StepReader
 from gulliver.checkpoint._saving import AsyncCheckpointer, Saved
+from gulliver.checkpoint._single import FileSaver
 from gulliver.checkpoint._tree import join_state, names_in, split_state
 from gulliver.checkpoint._weights import Weights, is_step_or_run, open_weights
 
@@ -36,6 +37,7 @@ __all__ = [
     "CheckpointFolder",
     "Comparison",
     "Difference",
+    "FileSaver",
     "Loaded",
     "Manifest",
     "Mismatch",

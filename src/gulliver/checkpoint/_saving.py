@@ -154,7 +154,7 @@ class AsyncCheckpointer:
         self.saves = 0
         self._stalled = 0.0
         self._finalize = weakref.finalize(self, self._lock.release)
-        _install_hooks()
+        install_hooks()
 
     @property
     def stall_s(self) -> float:
@@ -525,7 +525,7 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 _hooked: list[Callable[[], None]] = []
 
 
-def _install_hooks() -> None:
+def install_hooks() -> None:
     """Lets the step of every torch optimizer wait for what it changes; once per process."""
     if _hooked:
         return

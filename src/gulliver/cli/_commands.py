@@ -223,12 +223,30 @@ def probe_command(config: ProbeConfig, arguments: list[str]) -> int:
     return probe(config.out, config.folder, config.again)
 
 
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Says what runs here: the I/O engine and why, versions, memory, and how fast the disk is."""
+
+    folder: Path = Path(".")
+    """Whose disk is measured, by a file that is removed again."""
+    mib: int = 512
+    """MiB that are written and read at most; a few seconds at most."""
+
+
+def doctor_command(config: DoctorConfig, arguments: list[str]) -> int:
+    """Looks, measures, prints."""
+    from gulliver.cli._doctor import doctor
+
+    return doctor(config.folder, config.mib)
+
+
 COMMANDS: dict[str, tuple[type, Callable[[Any, list[str]], int], str]] = {
     "train": (TrainConfig, train_command, "train a text-to-video model"),
     "generate": (GenerateConfig, generate_command, "make clips from sentences"),
     "evaluate": (EvaluateConfig, evaluate_command, "judge what a model shows"),
     "checkpoint": (CheckpointConfig, checkpoint_command, "list, check and convert checkpoints"),
     "probe": (ProbeConfig, probe_command, "measure what the machine and its links can do"),
+    "doctor": (DoctorConfig, doctor_command, "say which I/O engine runs and how fast the disk is"),
     "demo": (DemoConfig, demo_command, "train, generate and judge, and show the result"),
 }
 

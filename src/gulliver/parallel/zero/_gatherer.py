@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from gulliver._compat import at_end_of_backward, saving_is_hooked
 from gulliver.comm import Group, Handle, all_gather
-from gulliver.memory import arrived, await_parameter
+from gulliver.memory import arrived, await_parameter, before_write
 from gulliver.parallel.zero._sharded import Presence, ShardedChunk
 
 
@@ -87,6 +87,7 @@ class Gatherer:
             sharded.chunk.materialise()
             self._at[sharded.chunk.data.untyped_storage().data_ptr()] = sharded
         else:
+            before_write([sharded.chunk.data])
             sharded.chunk.publish()
         if sharded.chunk.layout.parts == 1:
             sharded.gathering = Handle()

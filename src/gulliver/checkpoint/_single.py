@@ -1,0 +1,96 @@
+"""One safetensors file, written while the program goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from gulliver.checkpoint._collect import Collected, collect
+from gulliver.checkpoint._saving import PAGE, install_hooks
+from gulliver.checkpoint._snapshot import Snapshot
+from gulliver.errors import GulliverError
+from gulliver.io import PARTIAL, default_engine, named_errors, sync
+from gulliver.memory import add_claim, drop_claim
+
+
+class FileSaver:
+    """Writes tensors to a file in the background, whole or not at all.
+
+    An optimizer's step waits until what it changes has been copied, as with `AsyncCheckpointer`.
+    The copy of the tensors in host memory is freed with every file.
+
+    Args:
+        path: of the file; one that is there is replaced when the new one is complete.
+        tensors: by name; in host memory.
+
+    Raises:
+        GulliverError: it cannot be begun; nothing is left behind.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.path = Path(path)
+        self._failure: Exception | None = None
+        self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}{PARTIAL}")
+        self._snapshot = Snapshot(_one_entry(tensors))
+        if self._snapshot.devices:
+            raise GulliverError(
+                f"{self.path} cannot be written in the background from "
+                f"{next(iter(self._snapshot.devices))}: save the whole run with booster.save, or "
+                "use_async=False"
+            )
+        install_hooks()
+        pages = max(2, self._snapshot.pages(PAGE))
+        with named_errors(self.path, needed=self._snapshot.nbytes):
+            self._partial.mkdir(parents=True)
+        self._engine = default_engine(page_bytes=PAGE, pages=min(8, pages), queue=pages + 8)
+        add_claim(self._snapshot)
+        try:
+            self._snapshot.submit(self._engine, self._partial)
+        except GulliverError:
+            self._abandon()
+            raise
+        self._thread = threading.Thread(target=self._finish, args=(pages,))
+        self._thread.start()
+
+    def _finish(self, pages: int) -> None:
+        try:
+            while self._engine.pages < pages:
+                self._engine.grow(min(32, pages - self._engine.pages))
+            self._snapshot.wait_copied()
+            self._snapshot.finish(self._engine)
+            (written,) = self._snapshot.images
+            with named_errors(self.path):
+                os.replace(self._partial / written, self.path)
+                self._partial.rmdir()
+                sync(self.path.parent)
+            drop_claim(self._snapshot)
+            self._engine.close()
+        except Exception as error:
+            self._failure = error
+            self._abandon()
+
+    def _abandon(self) -> None:
+        drop_claim(self._snapshot)
+        self._snapshot.close_files(self._engine)
+        self._engine.close()
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    def wait(self) -> None:
+        """Waits until the file is there.
+
+        Raises:
+            GulliverError: it could not be written.
+        """
+        self._thread.join()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise GulliverError(f"{self.path} was not written: {failure}") from failure
+
+
+def _one_entry(tensors: Mapping[str, Tensor]) -> Collected:
+    return collect({"file": dict(tensors)})
