@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gulliver.cli._commands import run as run_command
 from gulliver.errors import GulliverError
 from gulliver.io import Engine, IoError, NativeEngine, TwinEngine, default_engine, native_problem
 from gulliver.io import _engine as engine_module
@@ -791,3 +792,32 @@ def test_stress_without_python_leaves_the_sanitizer_nothing_to_report(
         pytest.skip(f"cannot build with -fsanitize={sanitizer}: {error}")
     done = run_stress(program, tmp_path, rounds=3)
     assert (done.stdout, done.stderr, done.returncode) == ("ok\n", "", 0)
+
+
+# gulliver doctor
+
+
+@pytest.mark.parametrize("kind", ["", "python"])
+def test_doctor_says_which_engine_runs_and_leaves_nothing_behind(
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("GULLIVER_IO", kind)
+    assert run_command(["doctor", "--folder", str(tmp_path), "--mib", "2"]) == 0
+    printed = capsys.readouterr().out
+    with default_engine(page_bytes=4096, pages=1) as engine:
+        assert engine.kind in printed
+    assert "disk, writing" in printed
+    assert "GB/s" in printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_doctor_names_a_bad_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder, words in (("none", "does not exist"), ("file", "is not a folder")):
+        with pytest.raises(GulliverError, match=rf"{folder} {words}"):
+            run_command(["doctor", "--folder", str(tmp_path / folder)])
+    with pytest.raises(GulliverError, match="no space"):
+        run_command(["doctor", "--folder", str(tmp_path), "--mib", str(2**30)])
