@@ -1,0 +1,514 @@
+"""What `benchmarks.checkpoint` measures, in a process of its own: training that is saved one way.
+
+`python -m benchmarks._checkpoint_saver JOB` with a `Job` as JSON trains, saves while it trains,
+saves alone, loads again, and ends with a line of JSON: a `Run`. Its memory is watched from outside.
+
+Read `measure`. A contestant is an `Entrant`: how it saves, when that is complete, how it loads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks._models import GPT, VOCABULARY
+from gulliver.checkpoint import AsyncCheckpointer, load, split_state
+
+BLOCK = 4 * 2**20
+TORCH_SAVE, SAFETENSORS, DCP = "torch.save", "safetensors", "dcp.save"
+THREAD, PROCESS = "dcp.async_save thread", "dcp.async_save process"
+SHADOW, RING = "ours, shadow", "ours, ring"
+RAW = "raw disk"
+COPIES = 4
+"""Of every parameter in the state: itself, its average, and two moments of AdamW."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process does.
+
+    Attributes:
+        entrant: its name.
+        folder: where it saves; emptied by it.
+        gb: of state.
+        threads: of torch, for the training.
+        length: tokens of a batch.
+        saves: while training, the first apart.
+        calm: steps without a save before and after each.
+        ring_mb: of our ring.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    entrant: str
+    folder: str
+    gb: float
+    threads: int
+    length: int
+    saves: int
+    calm: int
+    ring_mb: int
+    device: str
+
+
+@dataclass
+class During:
+    """A save while training goes on.
+
+    Attributes:
+        begun, ended: `time.perf_counter`, of the call and of the end of the last step in the way.
+        call_s: until the call returned.
+        held_s: what training could not go on for: the call, and waits before the next update.
+        beyond_s: what the steps until completion took more than undisturbed ones, the call too.
+        total_s: until it was complete and forced to the disk.
+        step_s: median of the steps that were wholly under way while it was saved; None for none.
+        calm_s: median of the undisturbed steps around it.
+        copied_s: until the state might change again; ours only.
+    """
+
+    begun: float
+    ended: float
+    call_s: float
+    held_s: float
+    beyond_s: float
+    total_s: float
+    step_s: float | None
+    calm_s: float
+    copied_s: float | None = None
+
+
+@dataclass
+class Run:
+    """What a process found.
+
+    Attributes:
+        nbytes: of the state.
+        forward_backward_s: median, undisturbed.
+        calm: `time.perf_counter` when undisturbed training began and ended, before the first save.
+        during: the saves.
+        alone_s: a save that nothing disturbs, until it was on the disk.
+        raw_s: as many bytes written without anything else, right before that.
+        load_s: all tensors filled again, files not in the page cache.
+        equal: whether they were what had been saved, to the bit.
+        pinned_rate: bytes per second from the device to page-locked memory.
+    """
+
+    nbytes: int
+    forward_backward_s: float
+    calm: tuple[float, float]
+    during: list[During] = field(default_factory=list)
+    alone_s: float = 0.0
+    raw_s: float = 0.0
+    load_s: float = 0.0
+    equal: bool = False
+    pinned_rate: float | None = None
+
+
+class Training:
+    """A GPT, AdamW and an average of the weights."""
+
+    def __init__(self, job: Job) -> None:
+        torch.set_num_threads(job.threads)
+        torch.manual_seed(0)
+        self.device = torch.device(job.device)
+        parameters = job.gb * 1e9 / COPIES / 4
+        width = 512 if job.gb <= 2 else 1024
+        depth = round((parameters - 2 * VOCABULARY * width) / (12 * width**2))
+        self.model = GPT(width, depth, job.length).to(self.device)
+        self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        batch = 1 if job.device == "cpu" else 16
+        self.ids = torch.randint(VOCABULARY, (batch, job.length + 1), device=self.device)
+        self.forward_backward: list[float] = []
+        self.updating: list[float] = []
+
+    def step(self) -> float:
+        """A step of training; its seconds."""
+        begun = time.perf_counter()
+        logits = self.model(self.ids[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), self.ids[:, 1:].flatten()).backward()
+        between = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        weights = [p.detach() for p in self.model.parameters()]
+        torch._foreach_lerp_(list(self.average.values()), weights, 0.001)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        ended = time.perf_counter()
+        self.forward_backward.append(between - begun)
+        self.updating.append(ended - between)
+        return ended - begun
+
+    def state(self) -> dict[str, Any]:
+        """What is saved."""
+        return {"model": self.model, "ema": self.average, "optimizer": self.optimizer}
+
+    def nested(self) -> dict[str, Any]:
+        """The same for those who want dicts."""
+        return {
+            "model": dict(self.model.state_dict()),
+            "ema": self.average,
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of it, by name; to be read from, or filled."""
+        leaves, _ = split_state(self.nested())
+        return {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+
+
+@dataclass
+class Pending:
+    """A save that was begun: `wait` returns when it is complete, `ended` is when that was."""
+
+    wait: Callable[[], None]
+    ended: Callable[[], float | None]
+    held: Callable[[], float] = lambda: 0.0
+    """Seconds for which it has held up others than the caller."""
+    before_update: Callable[[], None] = lambda: None
+    """What the user has to call before the state changes."""
+    copied: Callable[[], float | None] = lambda: None
+
+
+def _complete() -> Pending:
+    now = time.perf_counter()
+    return Pending(lambda: None, lambda: now)
+
+
+class Entrant(ABC):
+    """A way to save; `save` to a new folder each time."""
+
+    def __init__(self, training: Training, job: Job) -> None:
+        self.training, self.job = training, job
+
+    @abstractmethod
+    def save(self, folder: Path, step: int) -> Pending:
+        """Begins."""
+
+    @abstractmethod
+    def load(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Fills tensors."""
+
+    def close(self) -> None:
+        """Frees what it has."""
+        return
+
+
+class TorchSave(Entrant):
+    """`torch.save` and fsync."""
+
+    def save(self, folder: Path, step: int) -> Pending:
+        folder.mkdir(parents=True)
+        torch.save(self.training.nested(), folder / "state.pt")
+        force(folder)
+        return _complete()
+
+    def load(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        found, _ = split_state(torch.load(folder / "state.pt", weights_only=True))
+        fill(tensors, found)
+
+
+class Safetensors(Entrant):
+    """`safetensors.torch.save_file` and fsync."""
+
+    def save(self, folder: Path, step: int) -> Pending:
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True)
+        save_file(self.training.tensors(), str(folder / "state.safetensors"))
+        force(folder)
+        return _complete()
+
+    def load(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        from safetensors import safe_open
+
+        with safe_open(str(folder / "state.safetensors"), framework="pt") as file:
+            for name, tensor in tensors.items():
+                tensor.detach().copy_(file.get_tensor(name))
+
+
+class Distributed(Entrant):
+    """`torch.distributed.checkpoint.save`, which forces its files to the disk."""
+
+    def __init__(self, training: Training, job: Job) -> None:
+        import torch.distributed as dist
+
+        super().__init__(training, job)
+        if not dist.is_initialized():
+            scratch = tempfile.mkdtemp(dir=job.folder)
+            dist.init_process_group("gloo", init_method=f"file://{scratch}/s", rank=0, world_size=1)
+
+    def save(self, folder: Path, step: int) -> Pending:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self.training.nested(), checkpoint_id=folder)
+        return _complete()
+
+    def load(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.load(self.training.nested(), checkpoint_id=folder)
+
+
+class DistributedAsync(Distributed):
+    """`torch.distributed.checkpoint.async_save` with a stager that keeps its memory."""
+
+    def __init__(self, training: Training, job: Job) -> None:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        super().__init__(training, job)
+        cuda = job.device == "cuda"
+        # Shared memory is what the other process gets it by. Copied by the call itself, which is
+        # what its documentation has users do before they change the state.
+        options = StagingOptions(cuda, job.entrant == PROCESS, False, cuda)
+        self.stager = DefaultStager(options)
+
+    def save(self, folder: Path, step: int) -> Pending:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        process = self.job.entrant == PROCESS
+        kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
+        found: Any = dcp.async_save(
+            self.training.nested(),
+            checkpoint_id=folder,
+            async_checkpointer_type=kind,
+            async_stager=self.stager,
+        )
+        future = getattr(found, "upload_completion", found)
+        ended: list[float] = []
+        future.add_done_callback(lambda _: ended.append(time.perf_counter()))
+        return Pending(lambda: future.result(), lambda: ended[0] if ended else None)
+
+
+class Ours(Entrant):
+    """`gulliver.checkpoint.AsyncCheckpointer`."""
+
+    def __init__(self, training: Training, job: Job) -> None:
+        super().__init__(training, job)
+        mode = "ring" if job.entrant == RING else "shadow"
+        self.checkpointer = AsyncCheckpointer(
+            Path(job.folder) / "ours", keep=0, mode=mode, ring_mb=job.ring_mb
+        )
+
+    def save(self, folder: Path, step: int) -> Pending:
+        begun = time.perf_counter()
+        self.checkpointer.save(step, self.training.state())
+        snapshot = self.checkpointer._snapshot
+        assert snapshot is not None
+        in_call = snapshot.stall_s
+
+        def ended() -> float | None:
+            last = self.checkpointer.last
+            return begun + last.total_s if last is not None and last.step == step else None
+
+        return Pending(
+            self.checkpointer.wait,
+            ended,
+            lambda: snapshot.stall_s - in_call,
+            copied=lambda: snapshot.copied_s,
+        )
+
+    def load(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        entries: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            entry, inner = name.split(".", 1)
+            entries.setdefault(entry, {})[inner] = tensor
+        load(folder, entries)
+
+    def close(self) -> None:
+        self.checkpointer.close()
+
+
+ENTRANTS: dict[str, type[Entrant]] = {
+    TORCH_SAVE: TorchSave,
+    SAFETENSORS: Safetensors,
+    DCP: Distributed,
+    THREAD: DistributedAsync,
+    PROCESS: DistributedAsync,
+    SHADOW: Ours,
+    RING: Ours,
+}
+
+
+def force(folder: Path) -> None:
+    """Forces the files of a folder to the disk."""
+    for path in [*folder.iterdir(), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+@torch.no_grad()
+def fill(tensors: Mapping[str, Tensor], found: Mapping[str, Any]) -> None:
+    """Copies what was loaded to where it belongs."""
+    for name, tensor in tensors.items():
+        tensor.copy_(found[name])
+
+
+def write_raw(path: Path, nbytes: int) -> float:
+    """Writes bytes past the page cache in blocks of 4 MiB, and forces them; seconds."""
+    import mmap
+
+    memory = mmap.mmap(-1, BLOCK)
+    memory.write(os.urandom(BLOCK))
+    begun = time.perf_counter()
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+    try:
+        for offset in range(0, nbytes, BLOCK):
+            if os.pwrite(handle, memory, offset) != BLOCK:
+                raise OSError("a write was cut short")
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    seconds = time.perf_counter() - begun
+    path.unlink()
+    return seconds / (-(-nbytes // BLOCK) * BLOCK) * nbytes
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Of the bytes of each tensor."""
+    return {
+        name: zlib.crc32(memoryview(t.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
+        for name, t in tensors.items()
+    }
+
+
+def save_during(training: Training, entrant: Entrant, folder: Path, step: int, calm: int) -> During:
+    """A save in the middle of training."""
+    undisturbed = [training.step() for _ in range(calm)]
+    begun = time.perf_counter()
+    pending = entrant.save(folder, step)
+    call_s = time.perf_counter() - begun
+    steps, wholly = 0, []
+    while steps == 0 or pending.ended() is None:
+        seconds = training.step()
+        steps += 1
+        done = pending.ended()
+        if done is None or done >= time.perf_counter():
+            wholly.append(seconds)
+    ended = time.perf_counter()
+    pending.wait()
+    complete = pending.ended()
+    assert complete is not None
+    undisturbed += [training.step() for _ in range(calm)]
+    normal = statistics.median(undisturbed)
+    return During(
+        begun,
+        ended,
+        call_s,
+        call_s + pending.held(),
+        ended - begun - steps * normal,
+        complete - begun,
+        statistics.median(wholly) if wholly else None,
+        normal,
+        pending.copied(),
+    )
+
+
+def cold(folder: Path) -> None:
+    """Drops the files of a folder from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
+def pinned_rate() -> float:
+    """Bytes per second of a copy from the device to page-locked memory."""
+    nbytes = 2**30
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    rates = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        rates.append(nbytes / (time.perf_counter() - begun))
+    return statistics.median(rates)
+
+
+def measure(job: Job) -> Run:
+    """Everything that one contestant does."""
+    root = Path(job.folder)
+    training = Training(job)
+    rate = pinned_rate() if job.device == "cuda" else None
+    for _ in range(2):
+        training.step()
+    entrant = ENTRANTS[job.entrant](training, job)
+    begun = time.perf_counter()
+    for _ in range(job.calm):
+        training.step()
+    calm = (begun, time.perf_counter())
+    forward_backward = statistics.median(training.forward_backward[-job.calm :])
+    run = Run(sum(t.nbytes for t in training.tensors().values()), forward_backward, calm)
+    run.pinned_rate = rate
+
+    def place(step: int) -> Path:
+        # Ours names its folders itself.
+        ours = isinstance(entrant, Ours)
+        return root / "ours" / f"step-{step:08d}" if ours else root / f"step-{step}"
+
+    for step in range(job.saves):
+        run.during.append(save_during(training, entrant, place(step), step, job.calm))
+        shutil.rmtree(place(step))
+    run.raw_s = write_raw(root / "raw", run.nbytes)
+    last = place(job.saves)
+    begun = time.perf_counter()
+    pending = entrant.save(last, job.saves)
+    pending.wait()
+    complete = pending.ended()
+    assert complete is not None
+    run.alone_s = complete - begun
+    tensors = training.tensors()
+    wanted = checksums(tensors)
+    entrant.close()
+    for tensor in tensors.values():
+        tensor.detach().zero_()
+    cold(last)
+    begun = time.perf_counter()
+    entrant.load(last, tensors)
+    run.load_s = time.perf_counter() - begun
+    run.equal = checksums(tensors) == wanted
+    return run
+
+
+def main() -> None:
+    """Runs the job of the command line."""
+    job = Job(**json.loads(sys.argv[1]))
+    run = measure(job)
+    print(json.dumps(asdict(run)), flush=True)
+    # Pools of other libraries may hang when they are taken down; everything is written.
+    sys.stdout.flush()
+    _end_children()
+    os._exit(0)
+
+
+def _end_children() -> None:
+    import multiprocessing as mp
+
+    for child in mp.active_children():
+        child.kill()
+        child.join()
+    assert threading.current_thread() is threading.main_thread()
+
+
+if __name__ == "__main__":
+    main()

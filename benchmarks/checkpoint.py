@@ -1,0 +1,479 @@
+"""Saving while training goes on: torch.save, safetensors, torch's distributed checkpoint, and ours.
+
+`python -m benchmarks.checkpoint` trains a GPT with AdamW and an average of its weights, and saves
+all of that in the middle of training. Contestants take turns, each in a process of its own, which
+is watched from outside for its memory. `--gb 4` is refused where memory does not allow it. `--gpu`
+puts 8 GB or more on a CUDA device, and measures ours beside a copy to page-locked memory.
+
+What each process does, and how it is timed, is in `_checkpoint_saver`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from benchmarks._checkpoint_saver import (
+    DCP,
+    ENTRANTS,
+    PROCESS,
+    RING,
+    SAFETENSORS,
+    SHADOW,
+    THREAD,
+    TORCH_SAVE,
+    Job,
+    Run,
+)
+from benchmarks._harness import RESULTS, Bar, Report, Spread, at_least, at_most, finish
+from benchmarks.netlab import LoadMeter
+from gulliver.errors import GulliverError, nearest
+
+TORCH_ASYNC = (THREAD, PROCESS)
+GPU_GB = 8.0
+SAMPLE_S = 0.02
+TOLERANCE = 0.05
+"""Of a bar on memory, as a share of the state: for what else comes and goes in the process."""
+TIMEOUT_S = 1800.0
+COPIES = {TORCH_SAVE: 0.1, SAFETENSORS: 0.1, DCP: 1.0, THREAD: 2.0, PROCESS: 3.5, SHADOW: 1.0}
+"""Memory over the state that a contestant needs, roughly; loading may need one more state."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Sizes of the run."""
+
+    gb: float = 1.0
+    """State in 1e9 bytes: weights, their average, and AdamW's moments."""
+    rounds: int = 3
+    """Processes of each contestant."""
+    saves: int = 4
+    """In each of them while training goes on; the first is reported apart."""
+    calm: int = 2
+    """Undisturbed steps before and after each."""
+    threads: int = 2
+    """Of the training; what saves has threads of its own."""
+    length: int = 128
+    """Tokens of a batch: how long forward and backward are."""
+    ring_mb: int = 64
+    contestants: tuple[str, ...] = tuple(ENTRANTS)
+    folder: Path | None = None
+    """On the disk to be measured; None for the temporary folder."""
+    gpu: bool = False
+    """The state on a CUDA device; then it has at least 8 GB."""
+    keep: bool = False
+    """Write benchmarks/results."""
+
+
+@dataclass
+class Watched:
+    """A process' run, and what memory it took.
+
+    Attributes:
+        run: what it said.
+        first_extra: most bytes over undisturbed training, in its first save.
+        later_extra: the same, in the later ones; over the level before the first.
+    """
+
+    run: Run
+    first_extra: int = 0
+    later_extra: int = 0
+
+
+@dataclass
+class Samples:
+    """Memory of a process and its children, from outside: (`time.perf_counter`, bytes)."""
+
+    pid: int
+    found: list[tuple[float, int]] = field(default_factory=list)
+
+    def watch(self, stop: threading.Event) -> None:
+        """Looks until it is told to stop."""
+        while not stop.wait(SAMPLE_S):
+            self.found.append((time.perf_counter(), memory_of(self.pid)))
+
+    def most(self, begun: float, ended: float) -> int:
+        """The high-water mark of a while."""
+        return max((n for when, n in self.found if begun <= when <= ended), default=0)
+
+
+def memory_of(pid: int) -> int:
+    """Private bytes of a process and its children, and those that they share once."""
+    private = shared = 0
+    for each in family(pid):
+        try:
+            lines = Path(f"/proc/{each}/status").read_text().splitlines()
+        except OSError:
+            continue
+        sizes = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Rss")}
+        private += int(sizes.get("RssAnon", 0)) << 10
+        shared = max(shared, int(sizes.get("RssShmem", 0)) << 10)
+    return private + shared
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    found = [pid]
+    for each in found:
+        try:
+            found += map(int, Path(f"/proc/{each}/task/{each}/children").read_text().split())
+        except OSError:
+            continue
+    return found
+
+
+def run_one(options: Options, name: str, folder: Path) -> Watched:
+    """A contestant in a process of its own."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    job = Job(
+        name,
+        str(place),
+        options.gb,
+        options.threads,
+        options.length,
+        options.saves,
+        options.calm,
+        options.ring_mb,
+        "cuda" if options.gpu else "cpu",
+    )
+    command = [sys.executable, "-m", "benchmarks._checkpoint_saver", json.dumps(asdict(job))]
+    try:
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            samples, stop = Samples(process.pid), threading.Event()
+            watcher = threading.Thread(target=samples.watch, args=(stop,))
+            watcher.start()
+            try:
+                output, _ = process.communicate(timeout=TIMEOUT_S)
+            finally:
+                stop.set()
+                watcher.join()
+                process.kill()
+            if process.returncode:
+                errors.seek(0)
+                raise GulliverError(f"{name} ended with {process.returncode}:\n{errors.read()}")
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    # The last line: libraries may print, too.
+    return watched(Run(**json.loads(output.splitlines()[-1])), samples)
+
+
+def watched(run: Run, samples: Samples) -> Watched:
+    """A run with its memory; its dicts made what they were."""
+    from benchmarks._checkpoint_saver import During
+
+    run.during = [During(**entry) for entry in run.during]  # type: ignore[arg-type]
+    level = samples.most(*run.calm)
+    extras = [samples.most(entry.begun, entry.ended) - level for entry in run.during]
+    return Watched(run, max(0, extras[0]), max(0, *extras[1:]))
+
+
+def compete(options: Options, folder: Path) -> dict[str, list[Watched]]:
+    """Lets contestants take turns; every second round runs backwards."""
+    found: dict[str, list[Watched]] = {name: [] for name in options.contestants}
+    for number in range(options.rounds):
+        names = list(options.contestants)
+        for name in names if number % 2 == 0 else reversed(names):
+            print(f"round {number + 1} of {options.rounds}: {name}", file=sys.stderr, flush=True)
+            found[name].append(run_one(options, name, folder))
+    return found
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A contestant over all rounds; later saves unless said otherwise.
+
+    Attributes:
+        nbytes: of the state.
+        call, held, beyond, total: seconds, see `During`.
+        first_held, first_total: of first saves.
+        slowdown: of the steps wholly under way while it was saved; None for none.
+        alone, raw: seconds of a save, and of writing as much, undisturbed.
+        rate: bytes per second of a save alone, over those of writing right before it.
+        extra, first_extra: bytes.
+        load: seconds.
+        equal: every time.
+        forward_backward: seconds.
+        copied: seconds until the state might change; ours only.
+        copy_rate: bytes per second of that, over that of a copy to page-locked memory; GPU only.
+    """
+
+    nbytes: int
+    call: Spread
+    held: Spread
+    beyond: Spread
+    total: Spread
+    first_held: Spread
+    first_total: Spread
+    slowdown: Spread | None
+    alone: Spread
+    raw: Spread
+    rate: Spread
+    extra: int
+    first_extra: int
+    load: Spread
+    equal: bool
+    forward_backward: Spread
+    copied: Spread | None
+    copy_rate: Spread | None
+
+
+def figures(found: Sequence[Watched]) -> Figures:
+    """What all processes of a contestant found."""
+    runs = [each.run for each in found]
+    later = [entry for run in runs for entry in run.during[1:]]
+    first = [run.during[0] for run in runs]
+
+    def spread(get: Callable[[Any], float | None], of: Sequence[Any]) -> Spread | None:
+        values = tuple(value for each in of if (value := get(each)) is not None)
+        return Spread(values) if values else None
+
+    def sure(get: Callable[[Any], float | None], of: Sequence[Any]) -> Spread:
+        made = spread(get, of)
+        assert made is not None
+        return made
+
+    nbytes = runs[0].nbytes
+    copy_rates = [
+        nbytes / entry.copied_s / run.pinned_rate
+        for run in runs
+        for entry in run.during[1:]
+        if entry.copied_s and run.pinned_rate
+    ]
+    return Figures(
+        nbytes,
+        sure(lambda e: e.call_s, later),
+        sure(lambda e: e.held_s, later),
+        sure(lambda e: e.beyond_s, later),
+        sure(lambda e: e.total_s, later),
+        sure(lambda e: e.held_s, first),
+        sure(lambda e: e.total_s, first),
+        spread(lambda e: None if e.step_s is None else e.step_s / e.calm_s - 1, later),
+        sure(lambda r: r.alone_s, runs),
+        sure(lambda r: r.raw_s, runs),
+        sure(lambda r: r.raw_s / r.alone_s, runs),
+        round(statistics.median(each.later_extra for each in found)),
+        round(statistics.median(each.first_extra for each in found)),
+        sure(lambda r: r.load_s, runs),
+        all(run.equal for run in runs),
+        sure(lambda r: r.forward_backward_s, runs),
+        spread(lambda e: e.copied_s, later),
+        Spread(tuple(copy_rates)) if copy_rates else None,
+    )
+
+
+COLUMNS = (
+    "contestant",
+    "held up, s",
+    "beyond calm steps, s",
+    "the call, s",
+    "on disk, s",
+    "alone, s",
+    "extra memory, MB",
+    "load, s",
+    "equal",
+    "first: held up, s",
+    "first: on disk, s",
+)
+
+
+def row(name: str, of: Figures) -> list[str]:
+    """A line of the table."""
+    return [
+        name,
+        _said(of.held),
+        _said(of.beyond),
+        f"{of.call.median:.3f}",
+        _said(of.total),
+        f"{of.alone.median:.2f}",
+        f"{of.extra / 1e6:.0f}",
+        f"{of.load.median:.2f}",
+        "yes" if of.equal else "NO",
+        f"{of.first_held.median:.3f}",
+        f"{of.first_total.median:.2f}",
+    ]
+
+
+def _said(spread: Spread) -> str:
+    return f"{spread.median:.3f} ({spread.low:.3f}-{spread.high:.3f})"
+
+
+def bars(all_of: dict[str, Figures], options: Options) -> list[Bar]:
+    """What the figures are held against, where the contestants were there."""
+    made = []
+    ours = all_of.get(SHADOW)
+    theirs = [all_of[name].held.median for name in TORCH_ASYNC if name in all_of]
+    if ours is not None and TORCH_SAVE in all_of:
+        them = all_of[TORCH_SAVE]
+        part = ours.held.median / them.held.median
+        made.append(at_most("training held up, over torch.save's", part, 0.03))
+        part = ours.beyond.median / them.beyond.median
+        made.append(at_most("seconds beyond calm steps, over torch.save's", part, 0.03))
+    if ours is not None and theirs:
+        made.append(
+            at_least("torch's async holds up longer, times", min(theirs) / ours.held.median, 3.0)
+        )
+    if ours is not None:
+        made.append(at_least("write rate over the raw disk's", ours.rate.median, 0.9))
+        limit = 1 + TOLERANCE
+        made.append(at_most("extra memory over the state", ours.extra / ours.nbytes, limit))
+        made.append(at_most("first save: the same", ours.first_extra / ours.nbytes, limit))
+    if RING in all_of:
+        ring = all_of[RING]
+        limit = options.ring_mb * 2**20 + TOLERANCE * ring.nbytes
+        made.append(at_most("ring: extra memory, MB", ring.extra / 1e6, limit / 1e6))
+    for name, of in all_of.items():
+        if name in (SHADOW, RING):
+            made.append(at_least(f"{name}: bit for bit, 1 is always", float(of.equal), 1.0))
+    if options.gpu and ours is not None:
+        if ours.copy_rate is not None:
+            made.append(at_least("copy over a pinned copy's rate", ours.copy_rate.median, 0.8))
+        if ours.slowdown is not None:
+            made.append(at_most("overlapped steps slower by", ours.slowdown.median, 0.02))
+    return made
+
+
+def report(all_of: dict[str, Figures], options: Options, foreign: float) -> Report:
+    """The table, the bars and the notes."""
+    where = "gpu-" if options.gpu else ""
+    some = next(iter(all_of.values()))
+    raw = Spread(tuple(value for of in all_of.values() for value in of.raw.values))
+    claim = f"checkpoint-{where}{options.gb:g}gb"
+    title = f"Saving {some.nbytes / 1e9:.2f} GB (model, average, AdamW) while training goes on"
+    made = Report(claim, title, COLUMNS, [row(name, of) for name, of in all_of.items()])
+    made.bars = bars(all_of, options)
+    made.figures = {
+        name: {
+            key: asdict(value) | {"median": value.median} if isinstance(value, Spread) else value
+            for key, value in vars(of).items()
+        }
+        for name, of in all_of.items()
+    }
+    step = Spread(tuple(v for of in all_of.values() for v in of.forward_backward.values))
+    slower = ", ".join(
+        f"{name} {of.slowdown.median:+.0%}" for name, of in all_of.items() if of.slowdown
+    )
+    made.notes = [
+        f"Medians (quartiles) of {options.rounds} processes, {options.saves - 1} saves in each "
+        "after the first. Held up: the call, and what an optimizer's step waited for it. Beyond "
+        "calm steps: from the call until the end of the step in which it was complete, less as "
+        "many undisturbed steps; slower steps while the machine does both count there.",
+        "",
+        f"Forward and backward take {step.median:.2f} s ({options.threads} threads). Steps wholly "
+        f"under way while something was saved were slower by: {slower or 'there were none'}.",
+        "",
+        f"Raw disk, 4 MiB blocks past the page cache, then fsync: {raw.median:.2f} s "
+        f"({raw.low:.2f} to {raw.high:.2f}), {some.nbytes / raw.median / 1e9:.2f} GB/s. "
+        f"Others kept {foreign:.1f} cores of the machine busy meanwhile.",
+        "",
+        "Extra memory: most of what the process and its children had over undisturbed training; "
+        "the page cache, which all but ours write through, is not counted.",
+    ]
+    return made
+
+
+def picture(all_of: dict[str, Figures], path: Path, title: str) -> None:
+    """How long each holds up training, and when all is on the disk."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(all_of)
+    figure, axes = pyplot.subplots(figsize=(8, 0.55 * len(names) + 1.4))
+    places = range(len(names))
+    for label, shift, color, of in (
+        ("on the disk", -0.27, "#bbbbbb", [all_of[n].total for n in names]),
+        ("beyond calm steps", 0.0, "#dd8452", [all_of[n].beyond for n in names]),
+        ("training held up", 0.27, "#4c72b0", [all_of[n].held for n in names]),
+    ):
+        values = [max(each.median, 1e-3) for each in of]
+        axes.barh([p - shift for p in places], values, 0.25, label=label, color=color)
+        for place, value in zip(places, values, strict=True):
+            axes.text(value * 1.04, place - shift, f"{value:.3g}", va="center", fontsize=7)
+    axes.set_xscale("log")
+    axes.set_yticks(list(places), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds (medians; logarithmic)")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.legend(fontsize=8, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def checked(options: Options, folder: Path) -> Options:
+    """The options; without contestants that memory has no room for.
+
+    Raises:
+        GulliverError: something unknown, or no room at all.
+    """
+    for name in options.contestants:
+        if name not in ENTRANTS:
+            raise GulliverError(f"unknown contestant {name!r}: {nearest(name, list(ENTRANTS))}")
+    if options.rounds < 1 or options.saves < 2 or options.calm < 1 or options.gb < 0.1:
+        raise GulliverError("at least 1 round, 2 saves, 1 calm step and 0.1 GB")
+    if options.gpu:
+        if not torch.cuda.is_available():
+            raise GulliverError("--gpu needs a CUDA device: there is none here")
+        options = replace(options, gb=max(options.gb, GPU_GB))
+        if options.contestants == tuple(ENTRANTS):
+            options = replace(options, contestants=(TORCH_SAVE, *TORCH_ASYNC, SHADOW, RING))
+    free_disk = shutil.disk_usage(folder).free
+    if free_disk < 3e9 * options.gb:
+        raise GulliverError(f"{folder} has {free_disk / 1e9:.0f} GB free, not {3 * options.gb:.0f}")
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    held = 0.0 if options.gpu else 1.35  # state, gradients, activations
+    fitting = tuple(
+        n
+        for n in options.contestants
+        if 1e9 * options.gb * (held + max(1.0, COPIES.get(n, 0.1))) + 1.5e9 < free
+    )
+    left_out = [name for name in options.contestants if name not in fitting]
+    if SHADOW in left_out or not fitting:
+        raise GulliverError(
+            f"{options.gb:g} GB of state do not fit: {free / 1e9:.0f} GB of memory are free"
+        )
+    if left_out:
+        print(f"no memory for {', '.join(left_out)}", file=sys.stderr)
+    return replace(options, contestants=fitting)
+
+
+def main() -> None:
+    """Measures what the options say."""
+    options = tyro.cli(Options, description=__doc__)
+    folder = Path(tempfile.mkdtemp(prefix="gulliver-checkpoint-", dir=options.folder))
+    try:
+        options = checked(options, folder)
+        meter = LoadMeter()
+        all_of = {name: figures(found) for name, found in compete(options, folder).items()}
+        made = report(all_of, options, meter.cores())
+    except GulliverError as error:
+        sys.exit(f"benchmarks.checkpoint: {error}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if options.keep:
+        path = RESULTS / f"{made.claim}_{date.today()}.png"
+        picture(all_of, path, made.title)
+        made.notes += ["", f"![seconds]({path.name})"]
+    finish(made, options.keep)
+
+
+if __name__ == "__main__":
+    main()
