@@ -101,8 +101,9 @@ class CheckpointFolder:
         partial = self.partial(step)
         with named_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
-            for entry in self.root.glob(f"*{PARTIAL}"):
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            for kind in ("step-*", f".{LATEST}.*"):
+                for entry in self.root.glob(f"{kind}{PARTIAL}"):
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             partial.mkdir()
         return partial
 

@@ -49,8 +49,8 @@ from gulliver.memory import ASKS, add_claim, before_any_write, before_write, dro
 MODES = ("shadow", "ring")
 BUSY = ("wait", "skip")
 ON_ERROR = ("raise", "warn")
-PATIENCE_S = 1800.0
-"""How long rank 0 waits for the files of the others, from when its own are written."""
+PATIENCE_S, AT_EXIT_S = 1800.0, 60.0
+"""How long rank 0 waits for the files of the others, and how long once its program has ended."""
 POLL_S = 0.02
 PAGE = 4 * 2**20
 GROWTH = 32
@@ -412,12 +412,15 @@ class AsyncCheckpointer:
         return found
 
     def _await_word(self, partial: Path, rank: int) -> dict[str, Any]:
-        path, deadline = partial / _word(rank), time.monotonic() + PATIENCE_S
+        path, patience, begun = partial / _word(rank), PATIENCE_S, time.monotonic()
         while not path.exists():
             if not partial.is_dir():
                 raise GulliverError(f"{partial} vanished while it was written")
-            if time.monotonic() > deadline:
-                raise GulliverError(f"rank {rank} has not written its files in {PATIENCE_S:.0f} s")
+            if patience > AT_EXIT_S and not threading.main_thread().is_alive():
+                # A rank that was killed writes no word: that must not keep the others from ending.
+                patience, begun = AT_EXIT_S, time.monotonic()
+            if time.monotonic() - begun > patience:
+                raise GulliverError(f"rank {rank} has not written its files in {patience:.0f} s")
             time.sleep(POLL_S)
         return read_json(path)
 
