@@ -381,12 +381,13 @@ def write_raw(path: Path, nbytes: int) -> float:
     return seconds / (-(-nbytes // BLOCK) * BLOCK) * nbytes
 
 
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+
+
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Of the bytes of each tensor."""
-    return {
-        name: zlib.crc32(memoryview(t.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
-        for name, t in tensors.items()
-    }
+    return {name: zlib.crc32(_bytes(t)) for name, t in tensors.items()}
 
 
 def save_during(training: Training, entrant: Entrant, folder: Path, step: int, calm: int) -> During:
