@@ -67,15 +67,9 @@ class SignalsBlocked {
 
 // Tickets
 
-bool Ticket::copied() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return copied_;
-}
+bool Ticket::copied() const { return copied_; }
 
-bool Ticket::done() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return done_;
-}
+bool Ticket::done() const { return done_; }
 
 std::optional<std::uint32_t> Ticket::checksum() const {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -89,12 +83,12 @@ std::optional<Failure> Ticket::failure() const {
 
 bool Ticket::wait_copied(double seconds) {
   std::unique_lock<std::mutex> lock(mutex_);
-  return wait_until(changed_, lock, seconds, [this] { return copied_; });
+  return wait_until(changed_, lock, seconds, [this] { return copied_.load(); });
 }
 
 bool Ticket::wait(double seconds) {
   std::unique_lock<std::mutex> lock(mutex_);
-  return wait_until(changed_, lock, seconds, [this] { return done_; });
+  return wait_until(changed_, lock, seconds, [this] { return done_.load(); });
 }
 
 void Ticket::set_copied(std::uint32_t checksum) {
@@ -107,7 +101,8 @@ void Ticket::set_copied(std::uint32_t checksum) {
 void Ticket::finish(std::optional<Failure> failure) {
   std::lock_guard<std::mutex> lock(mutex_);
   failure_ = failure;
-  copied_ = done_ = true;
+  copied_ = true;
+  done_ = true;
   changed_.notify_all();
 }
 
@@ -168,6 +163,7 @@ void Engine::stop() {
     Lock lock(mutex_);
     if (stopped_) return;
     closing_ = closed_ = stopped_ = true;
+    held_ = false;
     to_copy_.notify_all();
     wake_movers();
   }
@@ -506,11 +502,8 @@ void Engine::wait_room(double seconds) {
 void Engine::push(Line& line, const std::shared_ptr<Request>& request) {
   line.emplace(key(*request), request);
   if (&line == &moves_) {
-    if (ring_) {
-      ring_->wake();
-    } else {
-      to_move_.notify_one();
-    }
+    to_move_.notify_one();
+    if (ring_) ring_->wake();
   } else if (&line == &copies_) {
     to_copy_.notify_one();
   } else {
@@ -665,7 +658,8 @@ Engine::Next Engine::settle(Transfer& transfer, const Attempt& attempt, std::int
   }
   const bool moves = kind != Kind::fsync;
   if (number) {
-    fail(transfer, action_of(kind), moves ? static_cast<std::int64_t>(transfer.offset) : -1, number);
+    const auto offset = static_cast<std::int64_t>(transfer.offset);
+    fail(transfer, action_of(kind), moves ? offset : -1, number);
     return Next::finished;
   }
   if (!moves) return Next::finished;

@@ -1,9 +1,9 @@
 // The I/O engine without Python: see src/gulliver/io/_engine.py for what each call promises, and
 // _twin.py for the same logic in fewer words.
 //
-// One mutex guards what is shared. Copiers sleep on `to_copy_`; the threads that call the system on
-// `to_move_`, or the one that drives io_uring in the kernel, woken by an eventfd. System calls,
-// copies and checksums run without the mutex. Nothing here throws in a thread of its own.
+// One mutex guards what is shared. Copiers sleep on `to_copy_`; the threads that call the system,
+// or the one that drives io_uring, on `to_move_`. System calls, copies and checksums run without
+// it. Nothing here throws in a thread of its own.
 #pragma once
 
 #include <atomic>
@@ -53,8 +53,8 @@ class Ticket {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  bool copied_ = false;
-  bool done_ = false;
+  std::atomic<bool> copied_{false};
+  std::atomic<bool> done_{false};
   std::optional<std::uint32_t> checksum_;
   std::optional<Failure> failure_;
 };

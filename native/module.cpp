@@ -1,6 +1,6 @@
 // The engine for Python: gulliver.io._core. Calls that wait, copy or open release the GIL. Those
-// that submit keep it: they take a mutex that is never held for long, and to get the GIL back from a
-// busy thread takes 5 ms each time.
+// that submit keep it: they take a mutex that is never held for long, and to get the GIL back from
+// a busy thread takes 5 ms each time.
 #include <memory>
 #include <string>
 #include <tuple>

@@ -114,7 +114,14 @@ void Ring::run(Engine& engine) {
       start(engine, slot);
       lock.lock();
     }
-    if (engine.closed_ && engine.moves_.empty() && idle_.size() == depth_) return;
+    if (idle_.size() == depth_) {
+      // Nothing in the kernel: a thread that waited there would be counted as waiting for a disk.
+      engine.to_move_.wait(lock, [&engine] {
+        return (engine.closed_ || !engine.moves_.empty()) && !engine.held_;
+      });
+      if (engine.moves_.empty()) return;
+      continue;
+    }
     // From here on, whoever adds to the line writes to the event, which ends the waiting.
     asleep_ = true;
     lock.unlock();

@@ -16,7 +16,7 @@ class Ring {
   ~Ring();
   // Moves what is in the engine's line until the engine is closed.
   void run(Engine& engine);
-  // Called with the engine's mutex: there is something new to see.
+  // Called with the engine's mutex: there is something new to see, also while in the kernel.
   void wake();
 
  private:

@@ -161,10 +161,12 @@ class NativeEngine(Engine):
 
     @property
     def pages(self) -> int:
+        self._check_process()
         return self._core.pages
 
     @property
     def regions(self) -> list[tuple[int, int]]:
+        self._check_process()
         return self._core.regions
 
     @property

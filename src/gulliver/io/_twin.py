@@ -681,8 +681,6 @@ class TwinEngine(Engine):
     def close(self) -> None:
         self._check_process()
         with self._lock:
-            if self._closing:
-                return
             self._closing = True
             self._held = False
             self._to_move.notify_all()
@@ -693,15 +691,16 @@ class TwinEngine(Engine):
                     wanted.granted.set()
             while self._pending:
                 self._quiet.wait()
+            if self._closed:
+                return
             self._closed = True
             self._to_copy.notify_all()
             self._to_move.notify_all()
         for thread in self._threads:
             thread.join()
         for file in list(self._files):
-            if not file.closed:
-                file.closed = True
-                self._close_handles(file)
+            file.closed = True
+            self._close_handles(file)
         self._files.clear()
         # The memory goes when the last array on it does: mmap refuses to close under one.
         self._memory.clear()
