@@ -272,7 +272,15 @@ class TwinEngine(Engine):
             wanted = _Wanted(priority, next(self._numbers))
             heapq.heappush(self._waiting, wanted)
             self._grant()
-        if not wanted.granted.wait(timeout):
+        try:
+            granted = wanted.granted.wait(timeout)
+        except BaseException:
+            with self._lock:
+                wanted.cancelled = True
+                if wanted.page is not None:
+                    self.release(wanted.page)
+            raise
+        if not granted:
             with self._lock:
                 if wanted.page is None:
                     wanted.cancelled = True
