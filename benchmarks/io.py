@@ -310,8 +310,8 @@ def report(options: Options, state: State, found: dict[str, dict[str, Spread]]) 
 
 
 def _spread(spread: Spread) -> str:
-    low, middle, high = (f"{value:.3g}" for value in (spread.low, spread.median, spread.high))
-    return f"{middle} ({low} to {high})"
+    low, middle, high = (f"{value:.2f}" for value in (spread.low, spread.median, spread.high))
+    return f"{middle} ({low}-{high})"
 
 
 def native_engines() -> dict[str, Engine]:
