@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -72,3 +74,36 @@ def test_the_autoencoder_on_a_gpu_equals_the_host() -> None:
     model = model.cuda()
     found = model.decode(model.encode(clip.cuda())).cpu()
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["shadow", "ring"])
+def test_a_checkpoint_is_the_step_although_the_device_goes_on(tmp_path: Path, mode: str) -> None:
+    from gulliver.checkpoint import AsyncCheckpointer, load
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+
+    def step() -> None:
+        model(torch.ones(8, 1024, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with AsyncCheckpointer(tmp_path, mode=mode) as checkpointer:  # type: ignore[arg-type]
+        for number in range(3):
+            step()
+            # Queued behind the step that is still running, and before the steps that follow.
+            before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+            checkpointer.save(number, {"model": model, "optimizer": optimizer})
+            step()
+            step()
+            checkpointer.wait()
+            saved = load(tmp_path, step=number).values["model"]
+            for name, value in before.items():
+                assert torch.equal(saved[name], value.cpu()), name
+    twin = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12))).cuda()
+    other = torch.optim.AdamW(twin.parameters(), 1e-2, fused=True)
+    load(tmp_path, {"model": twin, "optimizer": other})
+    for name, value in twin.state_dict().items():
+        assert torch.equal(value, before[name]), name
