@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
 
+from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.checkpoint import (
     AsyncCheckpointer,
     compare,
@@ -226,6 +227,35 @@ def test_a_model_of_another_dtype_layout_and_with_parts_is_filled_in_place(tmp_p
     assert torch.equal(targets["a"], source["a"].half())
     assert torch.equal(targets["b"], source["b"])
     assert torch.equal(targets["c"].value, source["c"].reshape(-1)[3:8])
+
+
+def _boosted_and_loaded(world: World, folder: str, stage: int, ours: bool) -> tuple[Tensor, Tensor]:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    plugin = LowLevelZeroPlugin(stage=stage, chunk_mb=0.0003, precision="bf16", verbose=False)
+    booster = Booster(plugin)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    boosted, optimizer, *_ = booster.boost(model, inner)
+    if ours:
+        load_huggingface(model, folder)
+    else:
+        booster.load_model(boosted, Path(folder) / "model.safetensors")
+    before = boosted(torch.ones(2, 5))
+    booster.backward(before.float().square().mean(), optimizer)
+    optimizer.step()
+    return before.detach(), boosted(torch.ones(2, 5)).detach()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_zero_shards_and_copies_is_loaded_too(pool: Pool, tmp_path: Path, stage: int) -> None:
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    # Of the dtype that it is trained in: bytes go straight to their place.
+    folder = str(save_huggingface(model, tmp_path / "hf", dtype=torch.bfloat16))
+    expected = pool.run(_boosted_and_loaded, 2, folder, stage, False)
+    found = pool.run(_boosted_and_loaded, 2, folder, stage, True)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
 
 
 def test_tied_weights_are_written_once_and_need_not_be_in_the_file(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import LATEST, CheckpointFolder, FolderLock
@@ -208,9 +209,9 @@ def load_huggingface(
 ) -> Mismatch:
     """Fills a model in place from a Hugging Face folder or a safetensors file.
 
-    Each process reads what it needs: for a `Part` only its elements. Values are converted to the
-    model's dtypes. Names that share their memory with one that is loaded (tied weights) need not be
-    in the files.
+    Every rank calls it, and reads what it needs: for a `Part` only its elements. Values are
+    converted to the model's dtypes. Names that share their memory with one that is loaded (tied
+    weights) need not be in the files. Boosted models can be loaded, too.
 
     Args:
         model: or tensors and parts of tensors by name.
@@ -233,17 +234,22 @@ def load_huggingface(
         odd = _mismatch(weights, targets, prefix)
         if odd.unlike or (strict and odd) or (targets and not names):
             raise GulliverError(f"{path} does not fit the model: {odd}")
-        before_write(_value(targets[name]) for name in names)
+        before_write(_value(targets[name]) for name in names if _is_plain(targets[name]))
         _fill(weights, {source: targets[name] for name, source in names.items()})
     return odd
 
 
 def _targets(model: nn.Module | Mapping[str, Leaf]) -> dict[str, Leaf]:
-    state: Mapping[str, Any] = model.state_dict() if isinstance(model, nn.Module) else model
+    # The parameters themselves: what ZeRO shards is only written through these.
+    state: Mapping[str, Any] = (
+        model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
+    )
     targets: dict[str, Leaf] = {n: v for n, v in state.items() if isinstance(v, Tensor | Part)}
     for name, leaf in targets.items():
         if _value(leaf).is_meta:
             raise GulliverError(f"{name} is on the meta device: call to_empty() on the model first")
+        if hasattr(leaf, "device_mesh"):
+            raise GulliverError(f"{name} is a DTensor: load the model before it is distributed")
     return targets
 
 
@@ -251,16 +257,26 @@ def _value(leaf: Leaf) -> Tensor:
     return leaf.value if isinstance(leaf, Part) else leaf
 
 
+def _is_plain(leaf: Leaf) -> bool:
+    """Whether a leaf's memory is its own: other kinds only take what is copied to them."""
+    return type(_value(leaf)) in (Tensor, nn.Parameter)
+
+
+def _same_memory(leaf: Leaf) -> Any:
+    return identity(_value(leaf)) if _is_plain(leaf) else id(leaf)
+
+
 def _mismatch(weights: Weights, targets: Mapping[str, Leaf], prefix: str) -> Mismatch:
     saved = {n.removeprefix(prefix): i for n, i in weights.infos.items() if n.startswith(prefix)}
-    loaded = {identity(_value(targets[name])) for name in targets.keys() & saved.keys()} - {None}
-    tied = {name for name, leaf in targets.items() if identity(_value(leaf)) in loaded}
+    common = [name for name in targets if name in saved]
+    loaded = {_same_memory(targets[name]) for name in common} - {None}
+    tied = {name for name, leaf in targets.items() if _same_memory(leaf) in loaded}
     odd = Mismatch(
         missing=sorted(targets.keys() - saved.keys() - tied),
         # With a prefix, a part of the files is what was asked for.
         unexpected=[] if prefix else sorted(saved.keys() - targets.keys()),
     )
-    for name in targets.keys() & saved.keys():
+    for name in common:
         shape = tuple(targets[name].shape)
         if saved[name].shape != shape:
             odd.unlike[name] = (saved[name].shape, shape)
@@ -272,32 +288,42 @@ def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
     straight: dict[str, Part] = {}
     staged: dict[str, Leaf] = {}
     for source, leaf in targets.items():
-        value = _value(leaf).detach()
-        plain = value.is_cpu and value.is_contiguous() and not _flagged(value)
-        if plain and value.dtype == weights.infos[source].dtype:
+        if _fits(leaf, weights.infos[source]):
             start = leaf.start if isinstance(leaf, Part) else 0
-            straight[source] = Part(value.reshape(-1), weights.infos[source].shape, start)
+            flat = _value(leaf).detach().reshape(-1)
+            straight[source] = Part(flat, weights.infos[source].shape, start)
         else:
             staged[source] = leaf
     weights.read({source: part for source, part in straight.items() if part.value.numel()})
+    # Whoever watches tensors by their versions (autograd, ZeRO's copies) saw nothing of that.
+    increment_version([_value(targets[source]) for source in straight])
     batch = Batch()
     for source, leaf in staged.items():
-        value, info = _value(leaf).detach(), weights.infos[source]
-        first = leaf.start if isinstance(leaf, Part) else 0
-        if not value.is_contiguous():
-            whole = torch.empty(info.shape, dtype=info.dtype)
-            weights.read({source: Part(whole.reshape(-1), info.shape)} if whole.numel() else {})
-            value.copy_(whole)
+        info = weights.infos[source]
+        if _is_plain(leaf) and _value(leaf).is_contiguous():
+            _fill_staged(weights, source, leaf, batch)
             continue
-        step = BATCH // info.dtype.itemsize
-        for start in range(0, value.numel(), step):
-            stop = min(value.numel(), start + step)
-            parts = batch.read(weights, [(source, first + start, first + stop)])
-            value.view(-1)[start:stop].copy_(parts[source].value)
+        whole = torch.empty(info.shape, dtype=info.dtype)
+        weights.read({source: Part(whole.reshape(-1), info.shape)} if whole.numel() else {})
+        _value(leaf).copy_(whole)
 
 
-def _flagged(value: Tensor) -> bool:
-    return value.is_conj() or value.is_neg()
+def _fits(leaf: Leaf, info: TensorInfo) -> bool:
+    """Whether the bytes of a file are those of a leaf."""
+    if not _is_plain(leaf):
+        return False
+    value = _value(leaf)
+    usual = value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg()
+    return usual and value.dtype == info.dtype
+
+
+def _fill_staged(weights: Weights, source: str, leaf: Leaf, batch: Batch) -> None:
+    value, size = _value(leaf).view(-1), weights.infos[source].dtype.itemsize
+    first, step = leaf.start if isinstance(leaf, Part) else 0, BATCH // size
+    for start in range(0, value.numel(), step):
+        stop = min(value.numel(), start + step)
+        parts = batch.read(weights, [(source, first + start, first + stop)])
+        value[start:stop].copy_(parts[source].value)
 
 
 def save_huggingface(
