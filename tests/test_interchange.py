@@ -229,6 +229,25 @@ def test_a_model_of_another_dtype_layout_and_with_parts_is_filled_in_place(tmp_p
     assert torch.equal(targets["c"].value, source["c"].reshape(-1)[3:8])
 
 
+def _save_sharded(world: World, folder: str) -> str:
+    model = nn.Linear(5, 7)
+    booster = Booster(LowLevelZeroPlugin(stage=3, verbose=False))
+    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if world.is_main:
+        with pytest.raises(GulliverError) as caught:
+            save_huggingface(model, folder)
+        return str(caught.value)
+    return ""
+
+
+def test_one_rank_alone_cannot_save_what_is_spread_over_all(pool: Pool, tmp_path: Path) -> None:
+    said = pool.run(_save_sharded, 2, str(tmp_path / "hf"))[0]
+    assert "spread over ranks: save a step" in said
+    with pytest.raises(GulliverError, match="spread over ranks"):
+        save_huggingface({"a": Part(torch.ones(2), (4,))}, tmp_path / "hf")  # type: ignore[dict-item]
+    assert files_in(tmp_path) == []
+
+
 def _boosted_and_loaded(world: World, folder: str, stage: int, ours: bool) -> tuple[Tensor, Tensor]:
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     plugin = LowLevelZeroPlugin(stage=stage, chunk_mb=0.0003, precision="bf16", verbose=False)

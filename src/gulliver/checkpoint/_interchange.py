@@ -351,10 +351,11 @@ def save_huggingface(
         The folder.
 
     Raises:
-        GulliverError: the folder exists or cannot be written, or a tensor cannot be saved.
+        GulliverError: the folder exists or cannot be written, or a tensor cannot be saved: also one
+            that is spread over ranks (save a step, and make a folder of that).
     """
     last: Iterable[str] = getattr(model, "_tied_weights_keys", None) or ()
-    state = model.state_dict() if isinstance(model, nn.Module) else model
+    state = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     tensors = {n: v for n, v in state.items() if isinstance(v, Tensor | Part)}
     weights = MemoryWeights(tensors, last)  # type: ignore[arg-type]
     names = {name: name for name in weights.infos}

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gulliver.checkpoint._files import read_json
 from gulliver.checkpoint._folder import LATEST, STEP
@@ -272,10 +272,12 @@ class MemoryWeights(Weights):
 
 
 def _whole(name: str, tensor: Tensor) -> Tensor:
-    if isinstance(tensor, Part) or hasattr(tensor, "device_mesh"):
+    # Parameters that ZeRO shards are of a class of their own, and would be waited for here.
+    if type(tensor) not in (Tensor, nn.Parameter):
         raise GulliverError(
-            f"tensor {name!r} is spread over ranks: save a step with AsyncCheckpointer, and make a "
-            "Hugging Face folder of it with export_huggingface or `gulliver checkpoint convert`"
+            f"tensor {name!r} is a {type(tensor).__name__}, spread over ranks: save a "
+            "step with AsyncCheckpointer, and make a Hugging Face folder of it with "
+            "export_huggingface or `gulliver checkpoint convert`"
         )
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in CODES:
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
