@@ -2,9 +2,9 @@
 
 A child saves the same few megabytes again and again, other values each time, and reports every step
 once `wait` has returned. It is killed (SIGKILL): after a random delay, when it enters a random part
-of a save, or after a random number of bytes has been written. Then the newest step is loaded and
-compared bit for bit, every complete step is verified, and the next child goes on in the same
-folder.
+of a save, after a random number of bytes has been written, or right before a random one of the
+calls that name, rename, remove and force files. Then the newest step is loaded and compared bit for
+bit, every complete step is verified, and the next child goes on in the same folder.
 
 Read `Trial.kill_once`, then `save_for_ever`, which is the child.
 
@@ -49,6 +49,10 @@ KEEP = 2
 RING_MB = 8
 START_S = 60.0
 """Seconds that a child may take to begin a save, or to end."""
+NAMING = ("mkdir", "replace", "unlink", "rmdir", "fsync")
+"""What changes names on the disk, or forces them there, among the functions of `os`."""
+CALLS = 60
+"""About how many of these a save makes."""
 SAVE_S = 0.04
 """About what a save takes: random delays are of this order."""
 
@@ -178,6 +182,8 @@ class Child:
     """Every save replaces this step; None makes a new one each time."""
     bytes_to_live: int | None
     """It kills itself when so many bytes have been written; None leaves that to the parent."""
+    calls_to_live: int | None
+    """It kills itself instead of making this call, counted over all of `NAMING`; None likewise."""
 
 
 def tell(child: Child, kind: str, *content: Any) -> None:
@@ -194,6 +200,8 @@ def save_for_ever(child: Child, state: State) -> None:
         store = dist.FileStore(child.store, child.ranks)
         dist.init_process_group("gloo", store=store, rank=child.rank, world_size=child.ranks)
     mark = _marker(child)
+    if child.calls_to_live is not None and child.rank == 0:
+        _end_at_call(child.calls_to_live)
     number = child.first
     checkpointer = AsyncCheckpointer(child.root, keep=KEEP, mode=child.mode, ring_mb=RING_MB)
     if child.bytes_to_live is not None and child.rank == 0:
@@ -243,6 +251,22 @@ def _marker(child: Child) -> Callable[[Phase], None]:
     around(folder_module, "finish_folder", None, Phase.AFTER_RENAME)
     around(CheckpointFolder, "publish", None, Phase.BETWEEN)
     return mark
+
+
+def _end_at_call(nth: int) -> None:
+    left = [nth]
+
+    def counted(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return inner(*args, **kwargs)
+
+        return call
+
+    for name in NAMING:
+        setattr(os, name, counted(getattr(os, name)))
 
 
 def _end_after(checkpointer: AsyncCheckpointer, nbytes: int) -> None:
@@ -362,7 +386,7 @@ class Trial:
 
     def kill_once(self) -> None:
         """Lets a job save, kills it, and checks what it has left."""
-        way = self._draw.choice(["after a delay", "in a phase", "after bytes"])
+        way = self._draw.choice(["after a delay", "in a phase", "after bytes", "at a call"])
         saves = self._draw.randint(1, 3)
         newest = max(self._known, default=None)
         marks, reports = self._scratch / "marks", self._scratch / "reports"
@@ -375,6 +399,7 @@ class Trial:
             reports,
             self._draw.choice([None, None, newest]),
             self._random_bytes(saves) if way == "after bytes" else None,
+            self._draw.randint(1, saves * CALLS) if way == "at a call" else None,
         )
         told = self._wait_and_kill(way, saves, pids, reports, shared)
         # The killed do not unmap: what they marked last is there.
@@ -395,7 +420,12 @@ class Trial:
         return int((saves - 1 + self._draw.random()) * self._nbytes / self.options.ranks)
 
     def _start(
-        self, marks: Path, reports: Path, same_step: int | None, bytes_to_live: int | None
+        self,
+        marks: Path,
+        reports: Path,
+        same_step: int | None,
+        bytes_to_live: int | None,
+        calls_to_live: int | None,
     ) -> list[int]:
         store = str(self._scratch / f"store-{self.tally.kills}")
         pids = []
@@ -411,6 +441,7 @@ class Trial:
                 self._begun + 1,
                 same_step,
                 bytes_to_live,
+                calls_to_live,
             )
             self._nursery.send(child)
             pids.append(self._nursery.recv())
