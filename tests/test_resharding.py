@@ -173,6 +173,10 @@ def test_a_replicated_model_lies_in_a_hugging_face_layout(pool: Pool, tmp_path: 
     folder = tmp_path / f"step-{SAVED_AT:08d}"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == Net().state_dict().keys()
+    whole = sum(
+        v.double().nbytes if v.is_floating_point() else 8 for v in Net().state_dict().values()
+    )
+    assert index["metadata"]["total_size"] == whole
     for name, file in index["weight_map"].items():
         with safe_open(folder / file, "pt") as opened:
             assert opened.get_tensor(name).shape == Net().state_dict()[name].shape
@@ -359,3 +363,15 @@ def test_a_file_that_cannot_be_written_fails_on_every_rank(pool: Pool, tmp_path:
     main, other = pool.run(fail_to_save_file, 2, tmp_path)
     assert all("cannot be written" in text for text in main)
     assert other == ["rank 0 could not write: see its error"] * 2
+
+
+def test_what_lies_in_chunks_goes_through_the_booster(tmp_path: Path) -> None:
+    from gulliver.checkpoint import AsyncCheckpointer
+
+    job = Job(World(0, 1, 0, torch.device("cpu")), "3")
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        with pytest.raises(GulliverError, match=r"lies in a chunk of ZeRO: call booster.save"):
+            checkpointer.save(1, {"model": job.plain})
+        checkpointer.save(2, {"model": Net().double()})
+    with pytest.raises(GulliverError, match=r"lies in a chunk of ZeRO: call booster.load"):
+        load(tmp_path, {"model": job.plain})

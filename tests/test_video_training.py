@@ -71,7 +71,8 @@ def final_tensors(out: Path) -> dict[str, Tensor]:
     for entry in ("model", "ema", "optimizer"):
         tensors, rest = split_state(values[entry])
         found |= {f"{entry}:{name}": value for name, value in tensors.items()}  # type: ignore[misc]
-        found[f"rest of {entry}"] = torch.frombuffer(bytearray(repr(rest).encode()), dtype=torch.uint8)
+        text = bytearray(repr(rest).encode())
+        found[f"rest of {entry}"] = torch.frombuffer(text, dtype=torch.uint8)
     return found
 
 

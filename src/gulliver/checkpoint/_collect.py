@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gulliver.checkpoint._image import CODES
 from gulliver.checkpoint._tree import Leaf, split_state
@@ -88,7 +88,23 @@ def collect(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> Col
 
 def _content(value: Any) -> Any:
     """What there is to save of an object."""
+    if isinstance(value, nn.Module):
+        refuse_boosted(value, "save")
     return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def refuse_boosted(model: nn.Module, action: str) -> None:
+    """Refuses a model whose parameters are in chunks: what this rank has may not be the whole.
+
+    Raises:
+        GulliverError: naming what to call.
+    """
+    for name, parameter in model.named_parameters():
+        if "_boosted" in vars(parameter):
+            raise GulliverError(
+                f"parameter {name!r} lies in a chunk of ZeRO: call booster.{action}, which knows "
+                "what each rank has of it"
+            )
 
 
 def _leaf(entry: str, name: str, leaf: Leaf) -> Leaf:

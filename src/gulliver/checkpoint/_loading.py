@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.checkpoint._collect import PerRank
+from gulliver.checkpoint._collect import PerRank, refuse_boosted
 from gulliver.checkpoint._folder import CheckpointFolder
 from gulliver.checkpoint._manifest import MANIFEST
 from gulliver.checkpoint._reader import Mismatch, StepReader
@@ -129,6 +129,7 @@ def _present(
 def _targets(value: Any) -> dict[str, Leaf] | None:
     """What is filled in place; None where a value is given as a whole."""
     if isinstance(value, nn.Module):
+        refuse_boosted(value, "load")
         return {n: v for n, v in value.state_dict().items() if isinstance(v, Tensor)}
     if isinstance(value, Mapping) and value and all(_is_leaf(v) for v in value.values()):
         return dict(value)

@@ -10,6 +10,7 @@ small file of the unfinished step, and rank 0 finishes the step when all of thes
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -32,6 +33,7 @@ from torch.optim.optimizer import (
 from gulliver.checkpoint._collect import collect
 from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import CheckpointFolder, FolderLock
+from gulliver.checkpoint._image import DTYPES
 from gulliver.checkpoint._lane import CudaLane, Lane
 from gulliver.checkpoint._manifest import (
     FORMAT,
@@ -379,7 +381,7 @@ class AsyncCheckpointer:
         files = {name: entry for word in words for name, entry in word["files"].items()}
         write_json(partial / STATE, state)
         files[STATE] = _checksummed(partial / STATE)
-        for name, index in self._indices(tensors, files).items():
+        for name, index in self._indices(tensors).items():
             write_json(partial / name, index)
             files[name] = _checksummed(partial / name)
         manifest = {
@@ -396,7 +398,7 @@ class AsyncCheckpointer:
         sync(partial)
         self.folder.publish(step)
 
-    def _indices(self, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, Any]:
+    def _indices(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Hugging Face's index of a model that lies whole in several files."""
         found = {}
         for entry, named in tensors.items():
@@ -404,7 +406,10 @@ class AsyncCheckpointer:
             if entry != "model" or self.world_size == 1 or not whole:
                 continue
             places = {name: tensor["parts"][0][0] for name, tensor in named.items()}
-            total = sum(files[name]["bytes"] for name in set(places.values()))
+            total = sum(
+                math.prod(tensor["shape"]) * DTYPES[tensor["dtype"]].itemsize
+                for tensor in named.values()
+            )
             found[f"{entry}.safetensors.index.json"] = {
                 "metadata": {"total_size": total},
                 "weight_map": places,
