@@ -37,7 +37,7 @@ class Options:
 
     batches: int = 2000
     """Of the mixed stream."""
-    rounds: int = 9
+    rounds: int = 5
     """Turns of each contestant."""
     scale: int = 8
     """Sides of the stream's frames are divided by this."""
