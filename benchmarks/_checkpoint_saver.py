@@ -35,6 +35,8 @@ TORCH_SAVE, SAFETENSORS, DCP = "torch.save", "safetensors", "dcp.save"
 THREAD, PROCESS = "dcp.async_save thread", "dcp.async_save process"
 SHADOW, RING = "ours, shadow", "ours, ring"
 RAW = "raw disk"
+PAIRS = 3
+"""Saves without training, each with a raw write beside it."""
 COPIES = 4
 """Of every parameter in the state: itself, its average, and two moments of AdamW."""
 
@@ -101,8 +103,8 @@ class Run:
         forward_backward_s: median, undisturbed.
         calm: `time.perf_counter` when undisturbed training began and ended, before the first save.
         during: the saves.
-        alone_s: a save that nothing disturbs, until it was on the disk.
-        raw_s: as many bytes written without anything else, right before that.
+        alone_s: saves that nothing disturbs, until each was on the disk.
+        raw_s: as many bytes written without anything else, right before or after each of these.
         load_s: all tensors filled again, files not in the page cache.
         equal: whether they were what had been saved, to the bit.
         pinned_rate: bytes per second from the device to page-locked memory.
@@ -112,8 +114,8 @@ class Run:
     forward_backward_s: float
     calm: tuple[float, float]
     during: list[During] = field(default_factory=list)
-    alone_s: float = 0.0
-    raw_s: float = 0.0
+    alone_s: list[float] = field(default_factory=list)
+    raw_s: list[float] = field(default_factory=list)
     load_s: float = 0.0
     equal: bool = False
     pinned_rate: float | None = None
@@ -377,7 +379,6 @@ def write_raw(path: Path, nbytes: int) -> float:
     finally:
         os.close(handle)
     seconds = time.perf_counter() - begun
-    path.unlink()
     return seconds / (-(-nbytes // BLOCK) * BLOCK) * nbytes
 
 
@@ -420,6 +421,16 @@ def save_during(training: Training, entrant: Entrant, folder: Path, step: int, c
         normal,
         pending.copied(),
     )
+
+
+def save_alone(entrant: Entrant, folder: Path, step: int) -> float:
+    """A save while nothing else goes on; seconds until it is on the disk."""
+    begun = time.perf_counter()
+    pending = entrant.save(folder, step)
+    pending.wait()
+    ended = pending.ended()
+    assert ended is not None
+    return ended - begun
 
 
 def cold(folder: Path) -> None:
@@ -470,22 +481,22 @@ def measure(job: Job) -> Run:
     for step in range(job.saves):
         run.during.append(save_during(training, entrant, place(step), step, job.calm))
         shutil.rmtree(place(step))
-    run.raw_s = write_raw(root / "raw", run.nbytes)
-    last = place(job.saves)
-    begun = time.perf_counter()
-    pending = entrant.save(last, job.saves)
-    pending.wait()
-    complete = pending.ended()
-    assert complete is not None
-    run.alone_s = complete - begun
+    last = job.saves
+    for number in range(PAIRS):
+        # Nothing is removed between the two: the file system would still be at that.
+        if number % 2 == 0:
+            run.raw_s.append(write_raw(root / f"raw-{number}", run.nbytes))
+        run.alone_s.append(save_alone(entrant, place(last := job.saves + number), last))
+        if number % 2 == 1:
+            run.raw_s.append(write_raw(root / f"raw-{number}", run.nbytes))
     tensors = training.tensors()
     wanted = checksums(tensors)
     entrant.close()
     for tensor in tensors.values():
         tensor.detach().zero_()
-    cold(last)
+    cold(place(last))
     begun = time.perf_counter()
-    entrant.load(last, tensors)
+    entrant.load(place(last), tensors)
     run.load_s = time.perf_counter() - begun
     run.equal = checksums(tensors) == wanted
     return run
