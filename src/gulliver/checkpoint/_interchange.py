@@ -34,8 +34,9 @@ from gulliver.checkpoint._manifest import (
     FileEntry,
     file_to_json,
 )
+from gulliver.checkpoint._publishing import checksummed, versions
 from gulliver.checkpoint._reader import Mismatch
-from gulliver.checkpoint._saving import PAGE, _checksummed, _versions
+from gulliver.checkpoint._saving import PAGE
 from gulliver.checkpoint._snapshot import file_name
 from gulliver.checkpoint._tree import Leaf
 from gulliver.checkpoint._weights import (
@@ -592,8 +593,8 @@ def _describe(
         "format": FORMAT,
         "step": step,
         "world_size": 1,
-        "about": {**_versions(), **({} if config is None else {"config": dict(config)})},
-        "files": {plan.path.name: file_to_json(file), STATE: _checksummed(partial / STATE)},
+        "about": {**versions(), **({} if config is None else {"config": dict(config)})},
+        "files": {plan.path.name: file_to_json(file), STATE: checksummed(partial / STATE)},
         "tensors": {entry: parts},
     }
     write_json(partial / MANIFEST, manifest)

@@ -10,50 +10,32 @@ small file of the unfinished step, and rank 0 finishes the step when all of thes
 from __future__ import annotations
 
 import logging
-import math
-import os
 import threading
 import time
-import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import torch
 import torch.distributed as dist
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from gulliver.checkpoint._collect import collect
-from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import CheckpointFolder, FolderLock
-from gulliver.checkpoint._image import DTYPES
+from gulliver.checkpoint._guard import install_hooks
 from gulliver.checkpoint._lane import CudaLane, Lane
-from gulliver.checkpoint._manifest import (
-    FORMAT,
-    MANIFEST,
-    STATE,
-    file_to_json,
-)
-from gulliver.checkpoint._snapshot import Snapshot, merge_parts
-from gulliver.checkpoint._tree import merge_skeletons
+from gulliver.checkpoint._manifest import file_to_json
+from gulliver.checkpoint._publishing import leave_word, publish
+from gulliver.checkpoint._snapshot import Snapshot
 from gulliver.comm import gather_objects, group_rank, group_size
 from gulliver.errors import GulliverError, nearest
-from gulliver.io import Engine, default_engine, sync
-from gulliver.memory import ASKS, add_claim, before_any_write, before_write, drop_claim
+from gulliver.io import Engine, default_engine
+from gulliver.memory import add_claim, drop_claim
 
 MODES = ("shadow", "ring")
 BUSY = ("wait", "skip")
 ON_ERROR = ("raise", "warn")
-PATIENCE_S, AT_EXIT_S = 1800.0, 60.0
-"""How long rank 0 waits for the files of the others, and how long once its program has ended."""
-POLL_S = 0.02
 PAGE = 4 * 2**20
 GROWTH = 32
 """Pages by which the shadow grows at a time, so that the first are used while others are made."""
@@ -307,9 +289,9 @@ class AsyncCheckpointer:
                 problem = self._write(snapshot, engine, partial, skeletons)
             if problem is not None:
                 # Rank 0 stops waiting for this rank.
-                self._leave(partial, {"error": str(problem)})
+                leave_word(partial, self.rank, {"error": str(problem)})
             if self.rank == 0:
-                self._publish(step, partial)
+                publish(self.folder, step, self.world_size, self.about)
         except Exception as error:
             problem = problem or error
         finally:
@@ -344,7 +326,7 @@ class AsyncCheckpointer:
                 "files": {name: file_to_json(entry) for name, entry in files.items()},
                 "parts": snapshot.parts,
             }
-            self._leave(partial, word)
+            leave_word(partial, self.rank, word)
         except Exception as error:
             snapshot.release(None)
             snapshot.close_files(engine)
@@ -358,76 +340,6 @@ class AsyncCheckpointer:
         wanted = snapshot.pages(engine.page_bytes)
         while engine.pages < wanted:
             engine.grow(min(GROWTH, wanted - engine.pages))
-
-    def _leave(self, partial: Path, word: dict[str, Any]) -> None:
-        """Leaves word for rank 0."""
-        write_json(partial / _word(self.rank), word)
-
-    def _publish(self, step: int, partial: Path) -> None:
-        """Waits for the word of all ranks, and makes the step of it."""
-        words = [self._await_word(partial, rank) for rank in range(self.world_size)]
-        for rank, word in enumerate(words):
-            if "error" in word:
-                raise GulliverError(f"rank {rank}: {word['error']}")
-        entries: dict[str, list[Any]] = {}
-        for word in words:
-            for entry, skeleton in word["entries"].items():
-                entries.setdefault(entry, []).append(skeleton)
-        tensors = merge_parts([word["parts"] for word in words])
-        state = {
-            "entries": {entry: merge_skeletons(found) for entry, found in entries.items()},
-            "ranks": [word["own"] for word in words],
-        }
-        files = {name: entry for word in words for name, entry in word["files"].items()}
-        write_json(partial / STATE, state)
-        files[STATE] = _checksummed(partial / STATE)
-        for name, index in self._indices(tensors).items():
-            write_json(partial / name, index)
-            files[name] = _checksummed(partial / name)
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "world_size": self.world_size,
-            "about": {**_versions(), **self.about},
-            "files": files,
-            "tensors": tensors,
-        }
-        for rank in range(self.world_size):
-            (partial / _word(rank)).unlink()
-        write_json(partial / MANIFEST, manifest)
-        sync(partial)
-        self.folder.publish(step)
-
-    def _indices(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Hugging Face's index of a model that lies whole in several files."""
-        found = {}
-        for entry, named in tensors.items():
-            whole = named and all(len(tensor["parts"]) == 1 for tensor in named.values())
-            if entry != "model" or self.world_size == 1 or not whole:
-                continue
-            places = {name: tensor["parts"][0][0] for name, tensor in named.items()}
-            total = sum(
-                math.prod(tensor["shape"]) * DTYPES[tensor["dtype"]].itemsize
-                for tensor in named.values()
-            )
-            found[f"{entry}.safetensors.index.json"] = {
-                "metadata": {"total_size": total},
-                "weight_map": places,
-            }
-        return found
-
-    def _await_word(self, partial: Path, rank: int) -> dict[str, Any]:
-        path, patience, begun = partial / _word(rank), PATIENCE_S, time.monotonic()
-        while not path.exists():
-            if not partial.is_dir():
-                raise GulliverError(f"{partial} vanished while it was written")
-            if patience > AT_EXIT_S and not threading.main_thread().is_alive():
-                # A rank that was killed writes no word: that must not keep the others from ending.
-                patience, begun = AT_EXIT_S, time.monotonic()
-            if time.monotonic() - begun > patience:
-                raise GulliverError(f"rank {rank} has not written its files in {patience:.0f} s")
-            time.sleep(POLL_S)
-        return read_json(path)
 
     def wait_copied(self) -> None:
         """Waits until the state may be changed by anybody, in any way."""
@@ -492,65 +404,8 @@ class AsyncCheckpointer:
         self._finalize()
 
 
-def _word(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
-
-
 def _named(step: int, problem: Exception) -> GulliverError:
     text = str(problem) or type(problem).__name__
     error = GulliverError(f"step {step} was not saved: {text}")
     error.__cause__ = problem
     return error
-
-
-def _checksummed(path: Path) -> dict[str, Any]:
-    import zlib
-
-    content = path.read_bytes()
-    size = max(1, len(content))
-    return {"bytes": len(content), "page_bytes": size, "crc32": [f"{zlib.crc32(content):08x}"]}
-
-
-def _versions() -> dict[str, Any]:
-    import gulliver
-
-    return {
-        "gulliver": gulliver.__version__,
-        "torch": torch.__version__,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "id": uuid.uuid4().hex,
-        "process": os.getpid(),
-    }
-
-
-def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    found = [p for group in optimizer.param_groups for p in group["params"]]
-    for state in optimizer.state.values():
-        found += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return found
-
-
-_hooked: list[Callable[[], None]] = []
-
-
-def install_hooks() -> None:
-    """Lets the step of every torch optimizer wait for what it changes; once per process."""
-    if _hooked:
-        return
-
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # One that updates part by part asks before each.
-        if not getattr(optimizer, ASKS, False):
-            before_write(_lazily(optimizer))
-
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # What follows a step changes the rest: averages of weights, statistics, counters.
-        before_any_write()
-
-    _hooked.append(register_optimizer_step_pre_hook(before).remove)
-    _hooked.append(register_optimizer_step_post_hook(after).remove)
-
-
-def _lazily(optimizer: torch.optim.Optimizer) -> Any:
-    """Costs nothing while nothing is being saved: `before_write` does not look then."""
-    yield from _tensors_of(optimizer)

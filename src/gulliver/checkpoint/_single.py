@@ -11,7 +11,8 @@ from pathlib import Path
 from torch import Tensor
 
 from gulliver.checkpoint._collect import Collected, collect
-from gulliver.checkpoint._saving import PAGE, install_hooks
+from gulliver.checkpoint._guard import install_hooks
+from gulliver.checkpoint._saving import PAGE
 from gulliver.checkpoint._snapshot import Snapshot
 from gulliver.errors import GulliverError
 from gulliver.io import PARTIAL, default_engine, named_errors, sync

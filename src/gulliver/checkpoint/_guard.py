@@ -1,0 +1,42 @@
+"""The steps of torch's optimizers wait for what a checkpoint is still copying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from gulliver.memory import ASKS, before_any_write, before_write
+
+_hooked: list[Callable[[], None]] = []
+
+
+def install_hooks() -> None:
+    """Lets the step of every torch optimizer wait for what it changes; once per process."""
+    if _hooked:
+        return
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # One that updates part by part asks before each.
+        if not getattr(optimizer, ASKS, False):
+            before_write(_changed_by(optimizer))
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # What follows a step changes the rest: averages of weights, statistics, counters.
+        before_any_write()
+
+    _hooked.append(register_optimizer_step_pre_hook(before).remove)
+    _hooked.append(register_optimizer_step_post_hook(after).remove)
+
+
+def _changed_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """What a step changes; a generator, for `before_write` does not look while nothing is saved."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,131 @@
+"""A step of the words that its ranks have left: what rank 0 does last.
+
+Until a step is complete, every rank's word is a small file in its temporary folder: what the rank
+wrote and where it belongs, or why it could not.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gulliver.checkpoint._files import read_json, write_json
+from gulliver.checkpoint._folder import CheckpointFolder
+from gulliver.checkpoint._image import DTYPES
+from gulliver.checkpoint._manifest import FORMAT, MANIFEST, STATE
+from gulliver.checkpoint._snapshot import merge_parts
+from gulliver.checkpoint._tree import merge_skeletons
+from gulliver.errors import GulliverError
+
+PATIENCE_S, AT_EXIT_S = 1800.0, 60.0
+"""How long rank 0 waits for the files of the others, and how long once its program has ended."""
+POLL_S = 0.02
+
+
+def leave_word(partial: Path, rank: int, word: Mapping[str, Any]) -> None:
+    """Lets rank 0 know what a rank has written, or why it could not."""
+    write_json(_word(partial, rank), word)
+
+
+def publish(folder: CheckpointFolder, step: int, world_size: int, about: Mapping[str, Any]) -> None:
+    """Waits for the word of all ranks, and makes the step of it.
+
+    Raises:
+        GulliverError: a rank could not write, or did not in time.
+    """
+    partial = folder.partial(step)
+    words = [_awaited(partial, rank) for rank in range(world_size)]
+    for rank, word in enumerate(words):
+        if "error" in word:
+            raise GulliverError(f"rank {rank}: {word['error']}")
+    tensors = merge_parts([word["parts"] for word in words])
+    texts = {STATE: _state(words), **_indices(tensors, world_size)}
+    files = {name: entry for word in words for name, entry in word["files"].items()}
+    for name, text in texts.items():
+        write_json(partial / name, text)
+        files[name] = checksummed(partial / name)
+    for rank in range(world_size):
+        _word(partial, rank).unlink()
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "world_size": world_size,
+        "about": {**versions(), **about},
+        "files": files,
+        "tensors": tensors,
+    }
+    write_json(partial / MANIFEST, manifest)
+    folder.publish(step)
+
+
+def _word(partial: Path, rank: int) -> Path:
+    return partial / f"rank-{rank:05d}.json"
+
+
+def _awaited(partial: Path, rank: int) -> dict[str, Any]:
+    """The word of a rank."""
+    path, patience, begun = _word(partial, rank), PATIENCE_S, time.monotonic()
+    while not path.exists():
+        if not partial.is_dir():
+            raise GulliverError(f"{partial} vanished while it was written")
+        if patience > AT_EXIT_S and not threading.main_thread().is_alive():
+            # A rank that was killed leaves no word: that must not keep the others from ending.
+            patience, begun = AT_EXIT_S, time.monotonic()
+        if time.monotonic() - begun > patience:
+            raise GulliverError(f"rank {rank} has not written its files in {patience:.0f} s")
+        time.sleep(POLL_S)
+    return read_json(path)
+
+
+def _state(words: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is no tensor, of all ranks and of each."""
+    entries: dict[str, list[Any]] = {}
+    for word in words:
+        for entry, skeleton in word["entries"].items():
+            entries.setdefault(entry, []).append(skeleton)
+    return {
+        "entries": {entry: merge_skeletons(found) for entry, found in entries.items()},
+        "ranks": [word["own"] for word in words],
+    }
+
+
+def _indices(tensors: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Hugging Face's index of a model that lies whole in several files."""
+    named = tensors.get("model", {})
+    whole = named and all(len(tensor["parts"]) == 1 for tensor in named.values())
+    if world_size == 1 or not whole:
+        return {}
+    total = sum(
+        math.prod(tensor["shape"]) * DTYPES[tensor["dtype"]].itemsize for tensor in named.values()
+    )
+    places = {name: tensor["parts"][0][0] for name, tensor in named.items()}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    return {"model.safetensors.index.json": index}
+
+
+def checksummed(path: Path) -> dict[str, Any]:
+    """A small file's entry: one page."""
+    content = path.read_bytes()
+    size = max(1, len(content))
+    return {"bytes": len(content), "page_bytes": size, "crc32": [f"{zlib.crc32(content):08x}"]}
+
+
+def versions() -> dict[str, Any]:
+    """Who writes a manifest, and when."""
+    import gulliver
+
+    return {
+        "gulliver": gulliver.__version__,
+        "torch": torch.__version__,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "id": uuid.uuid4().hex,
+    }
