@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 
 from gulliver import _compat
@@ -38,3 +39,63 @@ def _gloo(world: World) -> tuple[bool, bool]:
 def test_gloo_is_known_from_groups_of_threads(pool: Pool) -> None:
     assert pool.run(_gloo, 2) == [(True, True)] * 2
     assert run_threads(_gloo, 2) == [(False, False)] * 2
+
+
+ATTENTION_OPS = {
+    "_scaled_dot_product_flash_attention_for_cpu": 7,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 10,
+    "_scaled_dot_product_flash_attention": 7,
+    "_scaled_dot_product_flash_attention_backward": 15,
+    "_scaled_dot_product_efficient_attention": 8,
+    "_scaled_dot_product_efficient_attention_backward": 13,
+    "_scaled_dot_product_cudnn_attention": 9,
+    "_scaled_dot_product_cudnn_attention_backward": 16,
+}
+
+
+def test_torch_has_the_attention_operators_with_the_arguments_that_are_passed() -> None:
+    for name, arguments in ATTENTION_OPS.items():
+        op = _compat.attention_op(name)
+        assert op is not None
+        assert len(op._schema.arguments) == arguments, op._schema  # type: ignore[attr-defined]
+    assert _compat.attention_op("_no_such_operator") is None
+
+
+def _parts_of_attention(device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator(device=device).manual_seed(1)
+    make = lambda *shape: torch.randn(shape, generator=generator, device=device, dtype=dtype)  # noqa: E731
+    return make(2, 4, 32, 16), make(2, 4, 32, 16), make(2, 4, 32, 16), make(2, 4, 32, 16)
+
+
+def _by_hand(q, k, v, grad, scale: float, causal: bool) -> list[torch.Tensor]:
+    q, k, v = (t.double().detach().requires_grad_() for t in (q, k, v))
+    logits = q @ k.mT * scale
+    if causal:
+        logits = logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -torch.inf)
+    out = logits.softmax(-1) @ v
+    return [out.detach(), logits.logsumexp(-1).detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_cpu_kernel_gives_output_log_sum_exp_and_gradients(causal: bool) -> None:
+    q, k, v, grad = _parts_of_attention("cpu", torch.float64)
+    out, lse = _compat.cpu_flash_forward(q, k, v, 0.3, causal, None)
+    grads = _compat.cpu_flash_backward(grad, q, k, v, out, lse, 0.3, causal, None)
+    for found, expected in zip(
+        (out, lse, *grads), _by_hand(q, k, v, grad, 0.3, causal), strict=True
+    ):
+        assert (found - expected).abs().max() < 1e-12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_the_gpu_kernels_give_output_log_sum_exp_and_gradients(name: str, causal: bool) -> None:
+    q, k, v, grad = _parts_of_attention("cuda", torch.bfloat16)
+    rest = (0.3, causal, None) if name == "efficient" else (0.3, causal)
+    out, lse = getattr(_compat, f"cuda_{name}_forward")(q, k, v, *rest)
+    grads = getattr(_compat, f"cuda_{name}_backward")(grad, q, k, v, out, lse, *rest)
+    for found, expected in zip(
+        (out, lse, *grads), _by_hand(q, k, v, grad, 0.3, causal), strict=True
+    ):
+        assert (found.double() - expected).abs().max() < 0.03 * expected.abs().max()

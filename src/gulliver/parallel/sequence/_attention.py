@@ -1,0 +1,230 @@
+"""Attention over a sequence that lies on several ranks: the call that models make.
+
+    groups = make_groups(SequencePlan(ulysses=2, inner=2, layout="zigzag"))
+    out = attention(q, k, v, groups, mask=Mask(causal=True))
+
+Ulysses first brings this rank some heads of all its place's tokens, the ring then the other places'
+keys and values, and Ulysses takes the output back. Nothing is kept from call to call.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.parallel.sequence._core import Call, Circulate, RingAttention
+from gulliver.parallel.sequence._heads import Heads, Swap, ToHeads, ToSequence, deal_heads
+from gulliver.parallel.sequence._kernels import DTYPES, asked_of, select
+from gulliver.parallel.sequence._layout import Layout
+from gulliver.parallel.sequence._mask import Mask
+from gulliver.parallel.sequence._partial import How
+from gulliver.parallel.sequence._plan import SequenceGroups
+from gulliver.parallel.sequence._volume import Shape, volume
+from gulliver.parallel.sequence._wire import gather_integers
+
+
+@torch.compiler.disable
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: SequenceGroups,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    length: int | None = None,
+    key_length: int | None = None,
+    kernel: str | None = None,
+    deterministic: bool | None = None,
+    circulate: Literal["auto", "kv", "q"] = "auto",
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention, exact for any layout; every rank of the sequence calls it.
+
+    With one length given the ranks trust each other; without, they compare shapes and masks first,
+    which costs a small message each and on a GPU a synchronisation. Gradients are those of the sum
+    of what all ranks do with their outputs.
+
+    Args:
+        q: this rank's queries, ``[batch, heads, local length, head dim]``.
+        k: its keys, ``[batch, KV heads, local key length, head dim]``; the KV heads divide the
+            heads.
+        v: its values, ``[batch, KV heads, local key length, value dim]``.
+        groups: of the plan; queries and keys lie as the plan's layout lays their lengths.
+        mask: which queries see which keys, in positions of the whole sequence; None is full. A
+            query that sees nothing gives zeros, and zero gradients.
+        scale: of the logits; None is ``1 / sqrt(head dim)``.
+        length: of the whole sequence, in tokens; None asks all ranks.
+        key_length: of the keys of a cross-attention; None with a `length` is that length.
+        kernel: "reference", "cpu flash", "cuda flash", "cuda cudnn" or "cuda efficient"; None is
+            the fastest that can.
+        deterministic: the same bits every time; None is what torch is set to. (The order in which
+            blocks are merged is always the same.)
+        circulate: whether keys and values or queries go round the ring; "auto" takes what is fewer
+            bytes, forward and backward together.
+        dropout: must be 0.
+
+    Returns:
+        ``[batch, heads, local length, value dim]`` of q's dtype.
+
+    Raises:
+        GulliverError: shapes, dtypes or a kernel that do not fit; ranks that do not agree.
+    """
+    _check_arguments(q, k, v, mask, dropout, circulate)
+    mask = mask or Mask()
+    heads = deal_heads(q.shape[1], k.shape[1], groups.plan.ulysses)
+    queries, keys = _layouts(q, k, v, groups, mask, length, key_length)
+    deterministic = (
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    )
+    if kernel is not None:
+        # Refused at once on all ranks, not where its first block happens to be computed.
+        _ = [select(asked_of(q, v, kind, deterministic), kernel) for kind in _kinds(mask, queries)]
+    how = How(
+        1 / math.sqrt(q.shape[3]) if scale is None else scale,
+        mask.rules(q.shape[0], queries.length, keys.length),
+        heads.runs(groups.ulysses.place),
+        kernel,
+        deterministic,
+    )
+    chosen = _cheaper(q, k, v, queries, keys, groups) if circulate == "auto" else circulate
+    call = Call(groups, queries, keys, how, chosen)
+    if groups.plan.ulysses == 1:
+        return _apply(q, k, v, call)
+    swap = _swap(heads, groups, queries, keys)
+    q, k, v = ToHeads.apply(swap, q, k, v)
+    out = _apply(q, k, v, call)
+    back = Swap(swap.line, swap.heads[:1], swap.lengths[:1], swap.totals[:1])
+    return ToSequence.apply(back, out)
+
+
+def _apply(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    return RingAttention.apply(q, k, v, call)
+
+
+def _check_arguments(
+    q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float, circulate: str
+) -> None:
+    if dropout:
+        raise GulliverError(
+            f"attention dropout of {dropout} is not supported over several ranks: set it to 0, "
+            "dropout elsewhere is not affected"
+        )
+    if not (mask is None or isinstance(mask, Mask)):
+        raise GulliverError(
+            f"a mask of type {type(mask).__name__} is not supported: describe it with "
+            "Mask(causal=..., window=..., documents=..., key_lengths=..., keys=...)"
+        )
+    known = ("auto", *get_args(Circulate))
+    if circulate not in known:
+        raise GulliverError(f"cannot circulate {circulate!r}: {nearest(circulate, known)}")
+    if not (q.dim() == k.dim() == v.dim() == 4):
+        raise GulliverError(
+            f"q, k and v of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} must be "
+            "[batch, heads, length, head dim]"
+        )
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise GulliverError(
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: make all the same, one of {names}"
+        )
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise GulliverError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: all have "
+            "one batch, q and k one head dim, k and v the same heads and length"
+        )
+
+
+def _layouts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: SequenceGroups,
+    mask: Mask,
+    length: int | None,
+    key_length: int | None,
+) -> tuple[Layout, Layout]:
+    """How queries and keys lie over the ranks, checked against what this rank holds."""
+    if length is None:
+        length, asked_key_length = _agree(q, k, v, groups, mask)
+        key_length = asked_key_length if key_length is None else key_length
+    key_length = length if key_length is None else key_length
+    layouts = groups.plan.lay(length), groups.plan.lay(key_length)
+    for name, tensor, layout in (("q", q, layouts[0]), ("k and v", k, layouts[1])):
+        wanted = layout.sizes()
+        if tensor.shape[2] != wanted[groups.rank]:
+            raise GulliverError(
+                f"rank {groups.rank} holds {tensor.shape[2]} tokens of {name}: the "
+                f"{layout.name} layout of {layout.length} gives the ranks {_short(wanted)}; cut "
+                "sequences with shard"
+            )
+    return layouts
+
+
+def _agree(q: Tensor, k: Tensor, v: Tensor, groups: SequenceGroups, mask: Mask) -> tuple[int, int]:
+    """Both lengths, from all ranks; what must be equal on all is compared."""
+    if groups.plan.degree == 1:
+        return q.shape[2], k.shape[2]
+    names = ("batch", "heads", "KV heads", "head dim", "value dim", "dtype", "mask")
+    same = (*q.shape[:2], k.shape[1], q.shape[3], v.shape[3], DTYPES.index(q.dtype))
+    own = (q.shape[2], k.shape[2], *same, mask.digest())
+    ranks = gather_integers(groups.all, own, q.device)
+    for number, name in enumerate(names):
+        found = [values[2 + number] for values in ranks]
+        if len(set(found)) > 1:
+            shown = "differ" if name in ("mask", "dtype") else f"are {_short(found)}"
+            raise GulliverError(
+                f"the ranks of one sequence do not agree: {name} {shown}; each must have its part "
+                "of the same batch"
+            )
+    return sum(values[0] for values in ranks), sum(values[1] for values in ranks)
+
+
+def _short(values: list[int]) -> str:
+    shown = [str(value) for value in values[:8]]
+    return ", ".join(shown + ["..."] * (len(values) > 8))
+
+
+def _kinds(mask: Mask, queries: Layout) -> tuple[Literal["plain", "causal", "masked"], ...]:
+    """The kinds of rectangles that a mask may be cut into."""
+    contents = (mask.documents, mask.key_lengths, mask.query_lengths, mask.keys)
+    if mask.window is not None or any(part is not None for part in contents):
+        return ("plain", "causal", "masked") if mask.causal else ("plain", "masked")
+    return ("plain", "causal") if mask.causal else ("plain",)
+
+
+def _cheaper(
+    q: Tensor, k: Tensor, v: Tensor, queries: Layout, keys: Layout, groups: SequenceGroups
+) -> Circulate:
+    """What is fewer bytes to send round; the same answer on all ranks."""
+    shape = Shape(
+        batch=q.shape[0],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        length=queries.length,
+        key_length=keys.length,
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        dtype=str(q.dtype).removeprefix("torch."),
+    )
+    costs = {c: volume(groups.plan, shape, c).ring for c in get_args(Circulate)}
+    return "q" if costs["q"] < costs["kv"] else "kv"
+
+
+def _swap(heads: Heads, groups: SequenceGroups, queries: Layout, keys: Layout) -> Swap:
+    """The exchange of q, k and v in this rank's place."""
+    first = groups.place * groups.plan.ulysses
+    of_q, of_k = (
+        tuple(layout.sizes()[first : first + groups.plan.ulysses]) for layout in (queries, keys)
+    )
+    totals = heads.queries[-1][1], heads.keys[-1][1]
+    return Swap(
+        groups.ulysses,
+        (heads.queries, heads.keys, heads.keys),
+        (of_q, of_k, of_k),
+        (totals[0], totals[1], totals[1]),
+    )

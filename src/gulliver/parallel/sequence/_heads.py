@@ -1,0 +1,199 @@
+"""Ulysses: all ranks of a place exchange parts of the sequence for heads, and back.
+
+Before, a rank has all heads of its tokens; after `to_heads` it has some heads of all the place's
+tokens. Queries, keys and values travel in one exchange.
+
+[Note: grouped queries] KV heads are not expanded. Where the ranks divide them, each rank gets its
+share and the queries that use it. Where they do not, queries are dealt as evenly as can be, and
+each rank is sent the KV heads that its queries use; a head that several ranks need is sent to each.
+Its gradients come back from each, and are added up in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gulliver.errors import GulliverError
+from gulliver.parallel.sequence._layout import Interval, split_sizes
+from gulliver.parallel.sequence._wire import Line, exchange
+
+Run = tuple[slice, slice]
+"""Heads of queries, and the KV heads that they use in equal numbers."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Which heads each rank of a place works on.
+
+    Attributes:
+        queries: heads of queries of each rank.
+        keys: KV heads of each rank.
+        group: heads of queries for one KV head.
+    """
+
+    queries: tuple[Interval, ...]
+    keys: tuple[Interval, ...]
+    group: int
+
+    def runs(self, member: int) -> tuple[Run, ...]:
+        """A rank's heads, numbered from 0, cut so that each KV head of a run serves as many."""
+        first, last = self.queries[member]
+        base = self.keys[member][0]
+        served = [
+            (head, max(first, head * self.group), min(last, (head + 1) * self.group))
+            for head in range(*self.keys[member])
+        ]
+        runs: list[Run] = []
+        for head, start, stop in served:
+            if runs:
+                heads, kv = runs[-1]
+                each = (heads.stop - heads.start) // (kv.stop - kv.start)
+                if each == stop - start:
+                    runs[-1] = slice(heads.start, stop - first), slice(kv.start, head - base + 1)
+                    continue
+            runs.append((slice(start - first, stop - first), slice(head - base, head - base + 1)))
+        return tuple(runs)
+
+
+def deal_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
+    """Deals heads over the ranks of a place.
+
+    Raises:
+        GulliverError: the KV heads do not divide the heads, or there are more ranks than heads.
+    """
+    if kv_heads < 1 or heads % kv_heads:
+        raise GulliverError(
+            f"{kv_heads} KV heads do not serve {heads} heads equally: choose a divisor of {heads}"
+        )
+    if ranks > heads:
+        raise GulliverError(
+            f"ulysses={ranks} needs at least as many heads, and there are {heads}: use ulysses "
+            f"up to {heads} and put the other ranks into the ring"
+        )
+    group = heads // kv_heads
+    if kv_heads % ranks == 0:
+        keys = _intervals(split_sizes(kv_heads, ranks))
+        return Heads(tuple((a * group, b * group) for a, b in keys), tuple(keys), group)
+    queries = _intervals(split_sizes(heads, ranks))
+    used = tuple((a // group, -(-b // group)) for a, b in queries)
+    return Heads(tuple(queries), used, group)
+
+
+@dataclass(frozen=True)
+class Swap:
+    """How tensors lie before and after an exchange.
+
+    Attributes:
+        line: of the ranks of a place.
+        heads: of each tensor, those of each rank.
+        lengths: of each tensor, tokens of each rank.
+        totals: heads of each tensor.
+    """
+
+    line: Line
+    heads: tuple[tuple[Interval, ...], ...]
+    lengths: tuple[tuple[int, ...], ...]
+    totals: tuple[int, ...]
+
+    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """From all heads of some tokens to some heads of all tokens."""
+        ranks, me = range(self.line.size), self.line.place
+        outgoing = [
+            [t[:, slice(*of[r])] for t, of in zip(tensors, self.heads, strict=True)] for r in ranks
+        ]
+        shapes = [
+            [
+                (t.shape[0], of[me][1] - of[me][0], lengths[r], t.shape[3])
+                for t, of, lengths in zip(tensors, self.heads, self.lengths, strict=True)
+            ]
+            for r in ranks
+        ]
+        arrived = _exchange(self.line, outgoing, shapes)
+        return [torch.cat(parts, 2) for parts in zip(*arrived, strict=True)]
+
+    def to_sequence(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Back; what several ranks have of one head is added up."""
+        ranks, me = range(self.line.size), self.line.place
+        cuts = [t.split(lengths, 2) for t, lengths in zip(tensors, self.lengths, strict=True)]
+        shapes = [
+            [
+                (t.shape[0], of[r][1] - of[r][0], lengths[me], t.shape[3])
+                for t, of, lengths in zip(tensors, self.heads, self.lengths, strict=True)
+            ]
+            for r in ranks
+        ]
+        arrived = _exchange(self.line, [[cut[r] for cut in cuts] for r in ranks], shapes)
+        parts = zip(*arrived, strict=True)
+        return [
+            _placed(list(part), of, total)
+            for part, of, total in zip(parts, self.heads, self.totals, strict=True)
+        ]
+
+
+class ToHeads(torch.autograd.Function):
+    """`Swap.to_heads` with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, swap: Swap, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors by heads."""
+        ctx.swap = swap
+        return tuple(swap.to_heads(tensors))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore
+        """Their gradients by tokens."""
+        return None, *ctx.swap.to_sequence(grads)
+
+
+class ToSequence(torch.autograd.Function):
+    """`Swap.to_sequence` of heads that one rank each has, with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, swap: Swap, tensor: Tensor) -> Tensor:
+        """The tensor by tokens."""
+        ctx.swap = swap
+        return swap.to_sequence([tensor])[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        """Its gradient by heads."""
+        return None, ctx.swap.to_heads([grad])[0]
+
+
+def _exchange(
+    line: Line, outgoing: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]
+) -> list[list[Tensor]]:
+    """Sends a list of tensors to each rank in one message, and takes them apart again."""
+    flat = [torch.cat([t.reshape(-1) for t in tensors]) for tensors in outgoing]
+    counts = [[torch.Size(shape).numel() for shape in from_rank] for from_rank in shapes]
+    arrived = exchange(line, flat, [sum(c) for c in counts])
+    return [
+        [part.view(shape) for part, shape in zip(whole.split(c), from_rank, strict=True)]
+        for whole, c, from_rank in zip(arrived, counts, shapes, strict=True)
+    ]
+
+
+def _placed(parts: list[Tensor], heads: tuple[Interval, ...], total: int) -> Tensor:
+    """Parts of one tensor side by side, or added up where their heads overlap."""
+    if sum(b - a for a, b in heads) == total:
+        return torch.cat(parts, 1)
+    batch, _, length, size = parts[0].shape
+    wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    whole = parts[0].new_zeros((batch, total, length, size), dtype=wide)
+    for part, (start, stop) in zip(parts, heads, strict=True):
+        whole[:, start:stop] += part
+    return whole.to(parts[0].dtype)
+
+
+def _intervals(sizes: list[int]) -> list[Interval]:
+    ends = list(accumulate(sizes))
+    return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -1,0 +1,307 @@
+"""The attention kernels: each gives a block's output and log-sum-exp, and a block's gradients.
+
+A kernel sees one rectangle of queries and keys. Its backward is given the output and the
+log-sum-exp of the *whole* rows, over all keys of all ranks; then the gradients of the blocks add up
+to those of the whole (Dao et al., FlashAttention, 2022, equation 6 and after).
+
+| name | device | dtypes | masks |
+|---|---|---|---|
+| reference | any | all | all |
+| cpu flash | cpu | all | all |
+| cuda flash | cuda | 16 bits | plain, causal |
+| cuda cudnn | cuda, 9.0 and up | 16 bits | plain, causal |
+| cuda efficient | cuda | 16 bits, float32 | all |
+
+`select` takes the first of `ORDER` that can do what is asked, or the one that was named; it refuses
+with the reason. The CUDA kernels are written to the operators' signatures and have not run yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gulliver import _compat
+from gulliver.errors import GulliverError, nearest
+from gulliver.parallel.sequence._tiles import Kind
+
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float64, torch.float32, *HALVES)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a kernel is to be able to do.
+
+    Attributes:
+        device: type of the tensors' device.
+        dtype: of q, k and v.
+        head_dim: of queries and keys.
+        value_dim: of values.
+        kind: of mask.
+        deterministic: the same bits every time.
+        arch: major and minor number of a CUDA device.
+    """
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    kind: Kind = "plain"
+    deterministic: bool = False
+    arch: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle: tensors of one dtype, heads of k and v dividing those of q.
+
+    Attributes:
+        q: ``[batch, heads, queries, head dim]``.
+        k: ``[batch, KV heads, keys, head dim]``.
+        v: ``[batch, KV heads, keys, value dim]``.
+        scale: of the logits.
+        causal: key j is seen by query i if j <= i; as many keys as queries.
+        bias: 0 or minus infinity, ``[rows, 1, queries, keys]`` of q's dtype.
+        deterministic: the same bits every time.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    causal: bool = False
+    bias: Tensor | None = None
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A way to compute blocks.
+
+    Attributes:
+        name: by which users choose it.
+        forward: output, and log-sum-exp ``[batch, heads, queries]`` in `precise` of the dtype.
+        backward: of the gradient, the block, the rows' output and log-sum-exp: dq, dk, dv.
+        lacks: what keeps it from doing what is asked; None if it can.
+    """
+
+    name: str
+    forward: Callable[[Block], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Block, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    lacks: Callable[[Asked], str | None]
+
+
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """What partial results are kept in: float32, and float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def select(asked: Asked, name: str | None = None) -> Kernel:
+    """The kernel that is named, or the first that can do what is asked.
+
+    Raises:
+        GulliverError: no kernel can, or the named one cannot: why, and which can.
+    """
+    if asked.dtype not in DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise GulliverError(f"attention in {asked.dtype} is not supported: choose from {known}")
+    able = [kernel for kernel in ORDER if kernel.lacks(asked) is None]
+    if name is None:
+        return able[0]
+    if name not in KERNELS:
+        raise GulliverError(f"unknown kernel {name!r}: {nearest(name, KERNELS)}")
+    reason = KERNELS[name].lacks(asked)
+    if reason is not None:
+        known = ", ".join(repr(kernel.name) for kernel in able)
+        raise GulliverError(f"kernel {name!r} cannot be used: {reason}; {known} can")
+    return KERNELS[name]
+
+
+def asked_of(q: Tensor, v: Tensor, kind: Kind = "plain", deterministic: bool = False) -> Asked:
+    """What tensors ask of a kernel."""
+    arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
+    return Asked(q.device.type, q.dtype, q.shape[-1], v.shape[-1], kind, deterministic, arch)
+
+
+def _reference_forward(block: Block) -> tuple[Tensor, Tensor]:
+    q, k, v = _grouped(block)
+    logits = _logits(q, k, block)
+    lse = logits.logsumexp(-1)
+    # A row without any key: its logits are all minus infinity, and so is their log-sum-exp.
+    weights = torch.exp(logits - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1))
+    return (weights @ v).flatten(1, 2), lse.flatten(1, 2)
+
+
+def _reference_backward(
+    grad: Tensor, block: Block, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = _grouped(block)
+    heads = q.shape[1:3]
+    grad, out = (t.to(q.dtype).unflatten(1, heads) for t in (grad, out))
+    weights = torch.exp(_logits(q, k, block) - lse.unflatten(1, heads).unsqueeze(-1))
+    inner = (grad * out).sum(-1, keepdim=True)
+    slope = weights * (grad @ v.mT - inner) * block.scale
+    dq = (slope @ k).flatten(1, 2)
+    return dq, (slope.mT @ q).sum(2), (weights.mT @ grad).sum(2)
+
+
+def _grouped(block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """``[batch, KV heads, queries of each, length, dim]`` in the precise dtype."""
+    dtype = precise(block.q.dtype)
+    q = block.q.to(dtype).unflatten(1, (block.k.shape[1], -1))
+    return q, block.k.to(dtype).unsqueeze(2), block.v.to(dtype).unsqueeze(2)
+
+
+def _logits(q: Tensor, k: Tensor, block: Block) -> Tensor:
+    logits = q @ k.mT * block.scale
+    if block.causal:
+        above = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        logits = logits.masked_fill(above, -math.inf)
+    return logits if block.bias is None else logits + block.bias.unsqueeze(1)
+
+
+def _cpu_forward(block: Block) -> tuple[Tensor, Tensor]:
+    return _compat.cpu_flash_forward(
+        block.q, block.k, block.v, block.scale, block.causal, block.bias
+    )
+
+
+def _cpu_backward(
+    grad: Tensor, block: Block, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _compat.cpu_flash_backward(
+        *(grad, block.q, block.k, block.v, out, lse, block.scale, block.causal, block.bias)
+    )
+
+
+def _flash_forward(block: Block) -> tuple[Tensor, Tensor]:
+    return _compat.cuda_flash_forward(block.q, block.k, block.v, block.scale, block.causal)
+
+
+def _flash_backward(
+    grad: Tensor, block: Block, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    # The kernel asks torch's switch how it may add up the gradient of the queries.
+    torch.use_deterministic_algorithms(block.deterministic or before, warn_only=True)
+    try:
+        return _compat.cuda_flash_backward(
+            *(grad.contiguous(), block.q, block.k, block.v),
+            *(out.contiguous(), lse.contiguous(), block.scale, block.causal),
+        )
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+def _efficient_forward(block: Block) -> tuple[Tensor, Tensor]:
+    k, v = _repeated(block)
+    return _compat.cuda_efficient_forward(block.q, k, v, block.scale, block.causal, _aligned(block))
+
+
+def _efficient_backward(
+    grad: Tensor, block: Block, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    k, v = _repeated(block)
+    dq, dk, dv = _compat.cuda_efficient_backward(
+        *(grad.contiguous(), block.q, k, v, out.contiguous(), lse.contiguous()),
+        *(block.scale, block.causal, _aligned(block)),
+    )
+    heads = (block.k.shape[1], -1)
+    return dq, dk.float().unflatten(1, heads).sum(2), dv.float().unflatten(1, heads).sum(2)
+
+
+def _repeated(block: Block) -> tuple[Tensor, Tensor]:
+    """Keys and values with as many heads as there are of queries."""
+    times = block.q.shape[1] // block.k.shape[1]
+    if times == 1:
+        return block.k, block.v
+    return block.k.repeat_interleave(times, 1), block.v.repeat_interleave(times, 1)
+
+
+def _aligned(block: Block) -> Tensor | None:
+    """The bias for every head, its rows at multiples of 16 bytes as the kernel wants them."""
+    if block.bias is None:
+        return None
+    keys = block.bias.shape[-1]
+    padded = torch.nn.functional.pad(block.bias, (0, -keys % 16))[..., :keys]
+    return padded.expand(block.q.shape[0], block.q.shape[1], -1, -1)
+
+
+def _cudnn_forward(block: Block) -> tuple[Tensor, Tensor]:
+    return _compat.cuda_cudnn_forward(block.q, block.k, block.v, block.scale, block.causal)
+
+
+def _cudnn_backward(
+    grad: Tensor, block: Block, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _compat.cuda_cudnn_backward(
+        *(grad.contiguous(), block.q, block.k, block.v),
+        *(out.contiguous(), lse.contiguous(), block.scale, block.causal),
+    )
+
+
+def _cpu_lacks(asked: Asked) -> str | None:
+    if asked.device != "cpu":
+        return f"it is for the CPU, not for {asked.device}"
+    return _unequal(asked)
+
+
+def _unequal(asked: Asked) -> str | None:
+    if asked.head_dim != asked.value_dim:
+        return f"values of {asked.value_dim} dimensions do not match keys of {asked.head_dim}"
+    return None
+
+
+def _cuda_lacks(
+    asked: Asked, op: str, dtypes: tuple[torch.dtype, ...], largest: int, masks: bool
+) -> str | None:
+    """What the CUDA kernels have in common."""
+    if asked.device != "cuda":
+        return f"it is for CUDA, not for {asked.device}"
+    if _compat.attention_op(op) is None:
+        return "this torch does not have it"
+    if asked.dtype not in dtypes:
+        return f"it does not do {str(asked.dtype).removeprefix('torch.')}"
+    if asked.head_dim % 8 or asked.head_dim > largest:
+        return f"a head dim of {asked.head_dim} is no multiple of 8 up to {largest}"
+    if asked.kind == "masked" and not masks:
+        return "it does not take masks other than causal"
+    return _unequal(asked)
+
+
+def _flash_lacks(asked: Asked) -> str | None:
+    if asked.device == "cuda" and asked.arch < (8, 0):
+        return "it needs compute capability 8.0"
+    return _cuda_lacks(asked, "_scaled_dot_product_flash_attention", HALVES, 256, False)
+
+
+def _cudnn_lacks(asked: Asked) -> str | None:
+    if asked.deterministic:
+        return "it is not deterministic"
+    if asked.device == "cuda" and asked.arch < (9, 0):
+        return "it needs compute capability 9.0"
+    return _cuda_lacks(asked, "_scaled_dot_product_cudnn_attention", HALVES, 128, False)
+
+
+def _efficient_lacks(asked: Asked) -> str | None:
+    if asked.deterministic:
+        return "it is not deterministic"
+    dtypes = (torch.float32, *HALVES)
+    return _cuda_lacks(asked, "_scaled_dot_product_efficient_attention", dtypes, 1 << 16, True)
+
+
+ORDER = (
+    Kernel("cpu flash", _cpu_forward, _cpu_backward, _cpu_lacks),
+    Kernel("cuda flash", _flash_forward, _flash_backward, _flash_lacks),
+    Kernel("cuda cudnn", _cudnn_forward, _cudnn_backward, _cudnn_lacks),
+    Kernel("cuda efficient", _efficient_forward, _efficient_backward, _efficient_lacks),
+    Kernel("reference", _reference_forward, _reference_backward, lambda asked: None),
+)
+"""The fastest first."""
+KERNELS = {kernel.name: kernel for kernel in ORDER}

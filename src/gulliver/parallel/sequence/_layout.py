@@ -1,0 +1,129 @@
+"""Which positions of a sequence each rank holds.
+
+A layout cuts the sequence over the places of the ring first, then what a place holds over the ranks
+of its Ulysses group, in order: an all-to-all among these gives the place its tokens as they stood.
+
+- *contiguous*: place r holds the r-th part.
+- *zigzag*: of 2 n parts place r holds the r-th and the r-th from the end. Under a causal mask every
+  place then has the same work (the problem is that of Brandon et al., Striped Attention, 2023; the
+  form that of Llama 3's context parallelism, 2024).
+
+Lengths that do not divide give the first parts one token more; nothing is padded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError, nearest
+
+LayoutName = Literal["contiguous", "zigzag"]
+Interval = tuple[int, int]
+"""Positions from the first up to, without, the second."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A sequence of one length over a ring and its Ulysses groups.
+
+    Attributes:
+        length: tokens of the whole sequence.
+        ring: places of the ring, outer and inner together.
+        ulysses: ranks of each place.
+        name: contiguous or zigzag.
+    """
+
+    length: int
+    ring: int = 1
+    ulysses: int = 1
+    name: LayoutName = "contiguous"
+
+    def __post_init__(self) -> None:
+        if self.name not in get_args(LayoutName):
+            known = get_args(LayoutName)
+            raise GulliverError(f"unknown layout {self.name!r}: {nearest(self.name, known)}")
+        if self.length < 0:
+            raise GulliverError(f"a sequence cannot have {self.length} tokens")
+
+    @property
+    def degree(self) -> int:
+        """Ranks."""
+        return self.ring * self.ulysses
+
+    def of_place(self, place: int) -> tuple[Interval, ...]:
+        """What a place of the ring holds, in the order in which it holds it."""
+        if self.name == "contiguous":
+            return _joined([_parts(self.length, self.ring)[place]])
+        parts = _parts(self.length, 2 * self.ring)
+        return _joined([parts[place], parts[2 * self.ring - 1 - place]])
+
+    def of_rank(self, rank: int) -> tuple[Interval, ...]:
+        """What a rank holds; the ranks of a place follow each other."""
+        place, member = divmod(rank, self.ulysses)
+        held = self.of_place(place)
+        return _between(held, *_parts(size_of(held), self.ulysses)[member])
+
+    def sizes(self) -> list[int]:
+        """Tokens of each rank."""
+        return [size_of(self.of_rank(rank)) for rank in range(self.degree)]
+
+    def place_sizes(self) -> list[int]:
+        """Tokens of each place of the ring."""
+        return [size_of(self.of_place(place)) for place in range(self.ring)]
+
+    def positions(self, rank: int) -> Tensor:
+        """Positions that a rank holds, ``[local length]``, int64."""
+        return positions_of(self.of_rank(rank))
+
+    def order(self) -> Tensor:
+        """Positions of all ranks' tokens, rank after rank, ``[length]``, int64."""
+        return torch.cat([self.positions(rank) for rank in range(self.degree)])
+
+
+def size_of(intervals: tuple[Interval, ...]) -> int:
+    """Positions in intervals."""
+    return sum(stop - start for start, stop in intervals)
+
+
+def positions_of(intervals: tuple[Interval, ...]) -> Tensor:
+    """The positions themselves, int64."""
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(*i) for i in intervals)])
+
+
+def split_sizes(count: int, parts: int) -> list[int]:
+    """As even as can be, the larger ones first; as `torch.tensor_split` does."""
+    return [count // parts + (part < count % parts) for part in range(parts)]
+
+
+def _parts(count: int, parts: int) -> list[Interval]:
+    ends = list(accumulate(split_sizes(count, parts)))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _joined(intervals: list[Interval]) -> tuple[Interval, ...]:
+    """Without empty ones; neighbours become one."""
+    joined: list[Interval] = []
+    for start, stop in intervals:
+        if start == stop:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _between(intervals: tuple[Interval, ...], first: int, last: int) -> tuple[Interval, ...]:
+    """The tokens from the `first` up to the `last` that intervals hold."""
+    found, at = [], 0
+    for start, stop in intervals:
+        low, high = max(first - at, 0), min(last - at, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        at += stop - start
+    return tuple(found)

@@ -1,0 +1,245 @@
+"""Masks as descriptions of which positions see which, so that every layout can be exact.
+
+    Mask(causal=True, window=(1023, None))       # the last 1024 tokens
+    Mask.packed(cu_seqlens, causal=True)         # documents one after the other
+    Mask(key_lengths=lengths)                    # padding at the end of the keys
+
+The parts of a mask all have to allow a pair. A query that may see no key gives zeros, and zero
+gradients.
+
+`Mask` is what users write, over positions of the whole sequence. `Rules` is a mask made ready for
+one call: `judge` says of a rectangle of positions whether all of it, nothing of it or something of
+it is allowed without looking at every pair; `dense` looks at every pair.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from dataclasses import dataclass, field, fields
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.parallel.sequence._layout import Interval
+
+FAR = 1 << 60
+"""A distance that no sequence has."""
+
+
+class Verdict(enum.Enum):
+    """What is allowed of a rectangle of queries and keys."""
+
+    NOTHING = 0
+    SOMETHING = 1
+    ALL = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which queries see which keys.
+
+    Attributes:
+        causal: no key after the query.
+        window: how many keys before and after its own position a query sees; None for all. A
+            sliding window of w tokens, the last w, is ``causal=True, window=(w - 1, None)``.
+        documents: ids of the documents that tokens belong to, ``[length]`` or ``[batch, length]``
+            whole numbers; queries see keys of their own document. Tokens of a negative id see
+            nothing and are not seen.
+        key_documents: the same for the keys of a cross-attention; None for `documents`.
+        key_lengths: how many keys of each row of the batch are no padding, ``[batch]``.
+        query_lengths: how many queries are no padding; the others give zeros, ``[batch]``.
+        keys: which keys may be seen at all, ``[batch, key length]`` bool: padding anywhere.
+        offset: query i stands at the keys' position i + offset, for `causal` and `window`.
+    """
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    documents: Tensor | None = None
+    key_documents: Tensor | None = None
+    key_lengths: Tensor | None = None
+    query_lengths: Tensor | None = None
+    keys: Tensor | None = None
+    offset: int = 0
+
+    @classmethod
+    def packed(
+        cls,
+        cu_seqlens: Tensor,
+        causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+    ) -> Self:
+        """Documents one after the other.
+
+        Args:
+            cu_seqlens: where each begins, and the end of the last, ``[documents + 1]``: 0, 3, 7.
+            causal: no key after the query.
+            window: see `Mask`.
+
+        Raises:
+            GulliverError: it does not begin with 0, or falls.
+        """
+        ends = cu_seqlens.detach().cpu().long()
+        counts = ends.diff()
+        if ends.dim() != 1 or len(ends) < 2 or int(ends[0]) != 0 or int(counts.min()) < 0:
+            raise GulliverError("cu_seqlens must begin with 0 and never fall, as in [0, 3, 7]")
+        ids = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        return cls(causal=causal, window=window, documents=ids)
+
+    def rules(self, batch: int, length: int, key_length: int) -> Rules:
+        """The mask made ready for tensors of one shape.
+
+        Raises:
+            GulliverError: a part of the mask has another shape.
+        """
+        before, after = self._band()
+        key_documents = self.documents if self.key_documents is None else self.key_documents
+        if (self.documents is None) != (key_documents is None):
+            raise GulliverError("key_documents without documents: give both")
+        parts = [_lengths("key_lengths", self.key_lengths, batch, key_length)]
+        if self.keys is not None:
+            parts.append(_rows("keys", self.keys, batch, key_length).bool())
+        return Rules(
+            before,
+            after,
+            self.offset,
+            _rows("documents", self.documents, batch, length),
+            _rows("key_documents", key_documents, batch, key_length),
+            _lengths("query_lengths", self.query_lengths, batch, length),
+            _both(*parts),
+        )
+
+    def digest(self) -> int:
+        """A number that is equal where masks are equal, and hardly elsewhere."""
+        total = 0
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                value = (tuple(value.shape), value.detach().cpu().long().numpy().tobytes())
+            total = zlib.crc32(repr((item.name, value)).encode(), total)
+        return total
+
+    def _band(self) -> tuple[int, int]:
+        before, after = self.window if self.window is not None else (None, None)
+        for size in (before, after):
+            if size is not None and size < 0:
+                raise GulliverError(f"window {self.window} must not be negative: (0, 0) is itself")
+        reach = FAR if after is None else after
+        return FAR if before is None else before, 0 if self.causal else reach
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A mask for one call. Rows stand for the batch, one row for all of it; None allows all.
+
+    Attributes:
+        before: keys that a query sees before its position.
+        after: and after it.
+        offset: of the queries' positions in the keys'.
+        documents: ``[rows, length]``.
+        key_documents: ``[rows, key length]``.
+        queries: that see anything, ``[rows, length]``.
+        keys: that may be seen, ``[rows, key length]``.
+    """
+
+    before: int = FAR
+    after: int = FAR
+    offset: int = 0
+    documents: Tensor | None = None
+    key_documents: Tensor | None = None
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+    _spans: dict[tuple[int, Interval], tuple[int, int]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def judge(self, queries: Interval, keys: Interval) -> Verdict:
+        """All, nothing or perhaps something of a rectangle; "something" may be said too often."""
+        verdicts = {self.judge_band(queries, keys), self.judge_contents(queries, keys)}
+        for verdict in (Verdict.NOTHING, Verdict.SOMETHING):
+            if verdict in verdicts:
+                return verdict
+        return Verdict.ALL
+
+    def judge_band(self, queries: Interval, keys: Interval) -> Verdict:
+        """By the distance of positions alone; exact."""
+        least = keys[0] - (queries[1] - 1 + self.offset)
+        most = keys[1] - 1 - (queries[0] + self.offset)
+        if most < -self.before or least > self.after:
+            return Verdict.NOTHING
+        return Verdict.ALL if least >= -self.before and most <= self.after else Verdict.SOMETHING
+
+    def judge_contents(self, queries: Interval, keys: Interval) -> Verdict:
+        """By documents and padding alone."""
+        found = [self._kept(0, self.queries, queries), self._kept(1, self.keys, keys)]
+        if self.documents is not None and self.key_documents is not None:
+            low, high = self._span(2, self.documents, queries)
+            key_low, key_high = self._span(3, self.key_documents, keys)
+            if high < key_low or key_high < low or high < 0 or key_high < 0:
+                return Verdict.NOTHING
+            alike = low == high == key_low == key_high
+            found.append(Verdict.ALL if alike else Verdict.SOMETHING)
+        if Verdict.NOTHING in found:
+            return Verdict.NOTHING
+        return Verdict.SOMETHING if Verdict.SOMETHING in found else Verdict.ALL
+
+    def is_causal(self) -> bool:
+        """Whether the band is that of a plain causal mask."""
+        return self.after == 0 and self.before >= FAR
+
+    def dense(self, q: Tensor, k: Tensor) -> Tensor:
+        """Every pair of positions: ``[rows, queries, keys]`` bool."""
+        distance = k - (q.unsqueeze(1) + self.offset)
+        allowed = ((distance >= -self.before) & (distance <= self.after)).unsqueeze(0)
+        if self.documents is not None and self.key_documents is not None:
+            of_q = self.documents[:, q].unsqueeze(2)
+            allowed = allowed & (of_q == self.key_documents[:, k].unsqueeze(1)) & (of_q >= 0)
+        if self.queries is not None:
+            allowed = allowed & self.queries[:, q].unsqueeze(2)
+        if self.keys is not None:
+            allowed = allowed & self.keys[:, k].unsqueeze(1)
+        return allowed
+
+    def _kept(self, which: int, kept: Tensor | None, interval: Interval) -> Verdict:
+        if kept is None:
+            return Verdict.ALL
+        low, high = self._span(which, kept, interval)
+        return Verdict.NOTHING if not high else Verdict.ALL if low else Verdict.SOMETHING
+
+    def _span(self, which: int, values: Tensor, interval: Interval) -> tuple[int, int]:
+        """The least and the greatest value in an interval of all rows."""
+        key = (which, interval)
+        if key not in self._spans:
+            part = values[:, interval[0] : interval[1]]
+            self._spans[key] = (int(part.min()), int(part.max()))
+        return self._spans[key]
+
+
+def _rows(name: str, values: Tensor | None, batch: int, length: int) -> Tensor:
+    if values is None:
+        return None  # pyright: ignore[reportReturnType]
+    rows = values.detach().cpu()
+    rows = rows.unsqueeze(0) if rows.dim() == 1 else rows
+    if rows.dim() != 2 or rows.shape[1] != length or rows.shape[0] not in (1, batch):
+        raise GulliverError(
+            f"{name} has shape {tuple(values.shape)}: it describes the whole sequence, so it must "
+            f"be [{length}] or [{batch}, {length}]"
+        )
+    return rows
+
+
+def _lengths(name: str, lengths: Tensor | None, batch: int, length: int) -> Tensor | None:
+    if lengths is None:
+        return None
+    found = torch.as_tensor(lengths).detach().cpu().long()
+    if found.shape != (batch,) or int(found.min()) < 0 or int(found.max()) > length:
+        raise GulliverError(f"{name} must be {batch} numbers from 0 to {length}: one for each row")
+    return torch.arange(length) < found.unsqueeze(1)
+
+
+def _both(first: Tensor | None, second: Tensor | None = None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second

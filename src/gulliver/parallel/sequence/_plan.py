@@ -1,0 +1,162 @@
+"""How a sequence lies over ranks, and the process groups for it.
+
+    plan = SequencePlan(ulysses=2, inner=2, layout="zigzag")
+    groups = make_groups(plan)                     # once; every rank of the world calls it
+
+The ranks of a sequence are numbered with the ring's outer axis first, its inner axis next and the
+Ulysses group innermost: the rank of number ``(outer * I + inner) * U + member``. Neighbouring
+numbers should have the fastest links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import torch.distributed as dist
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.parallel.sequence._layout import Layout, LayoutName
+from gulliver.parallel.sequence._wire import ALONE, Line
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """Ulysses inside, a ring of two levels outside; each from 1 up, the product is the degree.
+
+    Attributes:
+        ulysses: ranks that exchange sequence for heads (Jacobs et al., DeepSpeed Ulysses, 2023).
+        outer: times that the inner ring stands on the outer, slow one.
+        inner: ranks of each inner ring; a ring of one level is ``inner=N``.
+        layout: which positions each rank holds.
+    """
+
+    ulysses: int = 1
+    outer: int = 1
+    inner: int = 1
+    layout: LayoutName = "contiguous"
+
+    def __post_init__(self) -> None:
+        for name in ("ulysses", "outer", "inner"):
+            if getattr(self, name) < 1:
+                raise GulliverError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.layout not in get_args(LayoutName):
+            known = get_args(LayoutName)
+            raise GulliverError(f"unknown layout {self.layout!r}: {nearest(self.layout, known)}")
+
+    @property
+    def ring(self) -> int:
+        """Places of the ring."""
+        return self.outer * self.inner
+
+    @property
+    def degree(self) -> int:
+        """Ranks that share a sequence."""
+        return self.ring * self.ulysses
+
+    def lay(self, length: int) -> Layout:
+        """A sequence of one length over the ranks."""
+        return Layout(length, self.ring, self.ulysses, self.layout)
+
+    def __str__(self) -> str:
+        return (
+            f"Ulysses {self.ulysses} x ring {self.outer} x {self.inner}, {self.layout}"
+            f" ({self.degree} ranks)"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceGroups:
+    """The lines of ranks that this process belongs to.
+
+    Attributes:
+        plan: they were made for.
+        all: the ranks of the sequence.
+        ulysses: those that it exchanges heads with.
+        inner: of the ring.
+        outer: of the ring.
+    """
+
+    plan: SequencePlan
+    all: Line = ALONE
+    ulysses: Line = ALONE
+    inner: Line = ALONE
+    outer: Line = ALONE
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks of the sequence."""
+        return self.all.place
+
+    @property
+    def place(self) -> int:
+        """Its place in the ring."""
+        return self.outer.place * self.inner.size + self.inner.place
+
+
+def make_groups(
+    plan: SequencePlan, sequences: Sequence[Sequence[int]] | None = None
+) -> SequenceGroups:
+    """Makes the process groups of a plan, once; every rank of the world calls it.
+
+    Args:
+        plan: of each sequence.
+        sequences: the ranks of the world that share a sequence, in the plan's order, for every
+            sequence; None for consecutive ranks.
+
+    Raises:
+        GulliverError: the plan's degree does not divide the world, or the sequences do not name
+            each rank once.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    members = [list(ranks) for ranks in sequences] if sequences is not None else None
+    if members is None:
+        if world % plan.degree:
+            raise GulliverError(
+                f"{plan} does not divide the world of {world}: ulysses x outer x inner must be "
+                f"one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}"
+            )
+        members = [list(range(n, n + plan.degree)) for n in range(0, world, plan.degree)]
+    if sorted(r for ranks in members for r in ranks) != list(range(world)) or any(
+        len(ranks) != plan.degree for ranks in members
+    ):
+        raise GulliverError(
+            f"the sequences {members} must name each of the {world} ranks once, {plan.degree} in "
+            "each"
+        )
+    if world == 1:
+        return SequenceGroups(plan)
+    lines = [_make_lines(_axes(ranks, plan)) for ranks in members]
+    me = dist.get_rank()
+    found = {}
+    for made in lines:
+        for name, line in made:
+            if me in line.ranks:
+                found[name] = Line(line.ranks, line.ranks.index(me), line.group)
+    return SequenceGroups(plan, **found)
+
+
+def _axes(ranks: list[int], plan: SequencePlan) -> list[tuple[str, list[int]]]:
+    """All lines of a sequence by the name of their axis."""
+    u, inner, ring = plan.ulysses, plan.inner, plan.ring
+    lines = [("all", ranks)]
+    lines += [("ulysses", ranks[p * u : (p + 1) * u]) for p in range(ring)]
+    for member in range(u):
+        places = ranks[member::u]
+        lines += [("inner", places[o * inner : (o + 1) * inner]) for o in range(plan.outer)]
+        lines += [("outer", places[i::inner]) for i in range(inner)]
+    return lines
+
+
+def _make_lines(axes: list[tuple[str, list[int]]]) -> list[tuple[str, Line]]:
+    """Every rank makes the groups of all ranks, in one order: that is what torch asks for."""
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    lines = []
+    for name, ranks in axes:
+        key = tuple(ranks)
+        if key not in made:
+            # torch sorts a group's ranks; messages name ranks of the world, so nothing minds.
+            made[key] = dist.new_group(sorted(key)) if len(key) > 1 else None  # pyright: ignore
+        lines.append((name, Line(key, 0, made[key])))
+    return lines
