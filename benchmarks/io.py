@@ -3,8 +3,8 @@
 `python -m benchmarks.io` writes the same bytes, many tensors of odd sizes in memory, to a new file
 until they are forced to the disk, and reads them back from a file that is not in the page cache.
 The raw disk is a plain loop of aligned 4 MiB calls, past the page cache on one thread ("raw
-direct"), two or four, and through it with an fsync at the end ("raw buffered"); it gathers nothing and
-sums nothing, while the engines gather odd tensors into pages and compute a checksum of each.
+direct"), two or four, and through it with an fsync at the end ("raw buffered"); it gathers nothing
+and sums nothing, while the engines gather odd tensors into pages and compute a checksum of each.
 
 Everything is measured once more while a Python thread holds the GIL in a busy loop.
 """
