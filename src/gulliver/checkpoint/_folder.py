@@ -132,7 +132,8 @@ class CheckpointFolder:
 class FolderLock:
     """Keeps a second job from writing the same folder, for as long as this process has it.
 
-    The system releases it when the process ends, however it ends.
+    The system releases it when the process ends, however it ends. Processes that it forks do not
+    have it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -146,7 +147,9 @@ class FolderLock:
             GulliverError: another process has it, or the folder cannot be written.
         """
         if self._handle is not None:
-            return
+            if self._is_there(self._handle):
+                return
+            self.release()  # the folder was removed
         with named_errors(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -162,15 +165,24 @@ class FolderLock:
             except OSError:
                 os.close(handle)
                 raise
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._handle = handle
+        _handles.add(handle)
+
+    def _is_there(self, handle: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(handle), self.path.stat())
+        except OSError:
+            return False
 
     def release(self) -> None:
         """Gives it back; a second time does nothing."""
         if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+            handle, self._handle = self._handle, None
+            _handles.discard(handle)
+            fcntl.flock(handle, fcntl.LOCK_UN)
+            os.close(handle)
 
     def __enter__(self) -> Self:
         self.take()
@@ -183,3 +195,15 @@ class FolderLock:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+_handles: set[int] = set()
+
+
+def _forget_all() -> None:
+    """In a process that was forked: the locks are the parent's, and end with it."""
+    while _handles:
+        os.close(_handles.pop())
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -138,9 +138,15 @@ class LaneTicket:
         self._ticket = engine.write_page(self.file, self.offset, page, self.nbytes)
         self._written.set()
 
+    def settle(self) -> None:
+        """Waits until no copy writes the page any more; a device that is lost writes no more."""
+        with suppress(Exception):
+            self.lane.wait(self._event)
+
     def fail(self, error: BaseException) -> None:
         """Lets whoever waits know that it will not come."""
-        self._error = error
+        if not self._written.is_set():
+            self._error = error
         self._issued.set()
         self._written.set()
 
@@ -174,15 +180,18 @@ def pump(engine: Engine, tickets: Sequence[LaneTicket]) -> None:
     try:
         while left or copying:
             page = _page(engine, wait=not copying) if left else None
-            if page is None:
-                ticket, copied = copying.popleft()
-                ticket.write(engine, copied)
+            if page is not None:
+                copying.append((left.popleft(), page))
+                copying[-1][0].copy(page)
                 continue
-            ticket = left.popleft()
-            copying.append((ticket, page))
-            ticket.copy(page)
+            copying[0][0].write(engine, copying[0][1])
+            copying.popleft()
     except BaseException as error:
-        for ticket in (*(ticket for ticket, _ in copying), *left):
+        for ticket, page in copying:
+            ticket.settle()
+            ticket.fail(error)
+            engine.release(page)
+        for ticket in left:
             ticket.fail(error)
         raise
 

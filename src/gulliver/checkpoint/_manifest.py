@@ -171,7 +171,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _tensor(value: Mapping[str, Any]) -> TensorEntry:
     parts = tuple(PartEntry(file, int(start), int(stop)) for file, start, stop in value["parts"])
-    return TensorEntry(DTYPES[value["dtype"]], tuple(value["shape"]), parts)
+    tensor = TensorEntry(DTYPES[value["dtype"]], tuple(value["shape"]), parts)
+    edges = [0, *(edge for part in parts for edge in (part.start, part.stop)), tensor.numel]
+    if any(first != second for first, second in zip(edges[::2], edges[1::2], strict=True)):
+        raise ValueError(f"parts {value['parts']} are not the whole of a tensor {tensor.shape}")
+    return tensor
 
 
 def is_complete(folder: Path) -> bool:

@@ -31,22 +31,36 @@ PATIENCE_S, AT_EXIT_S = 1800.0, 60.0
 POLL_S = 0.02
 
 
-def leave_word(partial: Path, rank: int, word: Mapping[str, Any]) -> None:
-    """Lets rank 0 know what a rank has written, or why it could not."""
-    write_json(_word(partial, rank), word)
+def leave_word(partial: Path, rank: int, mark: str, word: Mapping[str, Any]) -> None:
+    """Lets rank 0 know what a rank has written, or why it could not.
+
+    Args:
+        partial: the temporary folder of the step.
+        rank: that speaks.
+        mark: of the save; words of others are not believed.
+        word: what it says.
+
+    Raises:
+        GulliverError: the folder is gone, or cannot be written.
+    """
+    _check_there(partial)
+    write_json(_word(partial, rank), {**word, "mark": mark})
 
 
-def publish(folder: CheckpointFolder, step: int, world_size: int, about: Mapping[str, Any]) -> None:
+def publish(
+    folder: CheckpointFolder, step: int, mark: str, world_size: int, about: Mapping[str, Any]
+) -> None:
     """Waits for the word of all ranks, and makes the step of it.
 
     Raises:
         GulliverError: a rank could not write, or did not in time.
     """
     partial = folder.partial(step)
-    words = [_awaited(partial, rank) for rank in range(world_size)]
+    words = [_awaited(partial, rank, mark) for rank in range(world_size)]
     for rank, word in enumerate(words):
         if "error" in word:
             raise GulliverError(f"rank {rank}: {word['error']}")
+    _check_there(partial)
     tensors = merge_parts([word["parts"] for word in words])
     texts = {STATE: _state(words), **_indices(tensors, world_size)}
     files = {name: entry for word in words for name, entry in word["files"].items()}
@@ -71,19 +85,27 @@ def _word(partial: Path, rank: int) -> Path:
     return partial / f"rank-{rank:05d}.json"
 
 
-def _awaited(partial: Path, rank: int) -> dict[str, Any]:
-    """The word of a rank."""
+def _check_there(partial: Path) -> None:
+    """Files are written under a new name and renamed, which would make the folder again."""
+    if not partial.is_dir():
+        raise GulliverError(f"{partial} vanished while it was written")
+
+
+def _awaited(partial: Path, rank: int, mark: str) -> dict[str, Any]:
+    """The word of a rank on this save."""
     path, patience, begun = _word(partial, rank), PATIENCE_S, time.monotonic()
-    while not path.exists():
-        if not partial.is_dir():
-            raise GulliverError(f"{partial} vanished while it was written")
+    while True:
+        _check_there(partial)
+        if path.exists():
+            word = read_json(path)
+            if word.get("mark") == mark:
+                return word
         if patience > AT_EXIT_S and not threading.main_thread().is_alive():
             # A rank that was killed leaves no word: that must not keep the others from ending.
             patience, begun = AT_EXIT_S, time.monotonic()
         if time.monotonic() - begun > patience:
             raise GulliverError(f"rank {rank} has not written its files in {patience:.0f} s")
         time.sleep(POLL_S)
-    return read_json(path)
 
 
 def _state(words: list[dict[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ ranks that saved have left it, and lets the engine read a few of them ahead.
 from __future__ import annotations
 
 import math
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from gulliver.checkpoint._image import Slot, read_slots
 from gulliver.checkpoint._manifest import STATE, FileEntry, TensorEntry, read_manifest
 from gulliver.checkpoint._tree import Leaf, join_state, names_in
 from gulliver.errors import GulliverError
-from gulliver.io import Engine, File, IoError, Page, Ticket, default_engine
+from gulliver.io import Engine, File, IoError, Page, Ticket, default_engine, named_errors
 from gulliver.memory import Part
 
 AHEAD = 8
@@ -104,13 +105,22 @@ class StepReader:
     def __init__(self, folder: Path | str, engine: Engine | None = None) -> None:
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
-        content = read_json(self.folder / STATE)
+        content = self._checked_json(STATE)
         self._entries: dict[str, Any] = content["entries"]
         self._ranks: list[dict[str, Any]] = content["ranks"]
         self._slots: dict[str, dict[str, Slot]] = {}
         self._given, self._engine = engine, engine
         self.bytes_read = 0
         """From the disk, so far."""
+
+    def _checked_json(self, name: str) -> Any:
+        """A small file, after a look at its checksum."""
+        entry, path = self._file(name), self.folder / name
+        with named_errors(path, "read"):
+            content = path.read_bytes()
+        if (len(content), (zlib.crc32(content),)) != (entry.nbytes, entry.crc32):
+            raise GulliverError(f"{path} is corrupted: take another checkpoint")
+        return read_json(path)
 
     @property
     def entries(self) -> list[str]:

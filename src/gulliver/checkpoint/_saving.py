@@ -12,16 +12,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
-from gulliver.checkpoint._collect import collect
+from gulliver.checkpoint._collect import Collected, collect
 from gulliver.checkpoint._folder import CheckpointFolder, FolderLock
 from gulliver.checkpoint._guard import install_hooks
 from gulliver.checkpoint._lane import CudaLane, Lane
@@ -60,6 +61,55 @@ class Saved:
     stall_s: float
     copied_s: float
     total_s: float
+
+
+@dataclass
+class _Offer:
+    """What a rank tells the others before they save together."""
+
+    skips: bool
+    failure: Exception | None
+    """Of the save before."""
+    problem: Exception | None = None
+    """Why this one cannot be begun."""
+    digest: str = ""
+    begun: bool = False
+
+    def said(self) -> dict[str, Any]:
+        """As the others get it."""
+        return {
+            "skips": self.skips,
+            "failure": None if self.failure is None else _text(self.failure),
+            "problem": None if self.problem is None else _text(self.problem),
+            "digest": self.digest,
+            "mark": uuid.uuid4().hex,
+        }
+
+
+@dataclass
+class _Save:
+    """A step on its way."""
+
+    step: int
+    mark: str
+    """The same on all ranks, and on no other save."""
+    begun: float
+    snapshot: Snapshot | None = None
+    engine: Engine | None = None
+    lane: Lane | None = None
+    skeletons: dict[str, Any] = field(default_factory=dict)
+    problem: Exception | None = None
+
+    def told(self) -> Saved:
+        """How it went."""
+        assert self.snapshot is not None
+        return Saved(
+            self.step,
+            self.snapshot.nbytes,
+            self.snapshot.stall_s,
+            self.snapshot.copied_s or 0.0,
+            time.perf_counter() - self.begun,
+        )
 
 
 class AsyncCheckpointer:
@@ -172,76 +222,78 @@ class AsyncCheckpointer:
             _log.warning(
                 "step %d waited %.1f s: the step before was still being written", step, waited
             )
-        failure = None if self.when_busy == "skip" and busy else self._take_failure()
-        collected, problem = None, None
-        if failure is None:
-            try:
-                collected = collect(state, self.rank, self.world_size)
-                if self.rank == 0 and not (busy and self.when_busy == "skip"):
-                    self._lock.take()
-                    self.folder.begin(step)
-            except GulliverError as error:
-                problem = error
-        digest = "" if collected is None else collected.digest
-        verdict = self._agree(step, busy, failure, problem, digest)
-        if verdict == "skip":
-            _log.warning("step %d is not saved: the step before is still being written", step)
+        skips = busy and self.when_busy == "skip"
+        offer = _Offer(skips, None if skips else self._take_failure())
+        collected = None if skips or offer.failure else self._prepare(step, state, offer)
+        mark = self._agree(step, offer)
+        if mark is None:
             return False
         assert collected is not None
-        self._stalled, self.saves = self.stall_s, self.saves + 1
-        snapshot = self._snapshot = Snapshot(collected, self.rank, self.world_size)
-        engine = self._ready_engine(snapshot)
-        lane = self._ready_lane(snapshot)
-        started: Exception | None = None
-        add_claim(snapshot)
-        try:
-            snapshot.submit(engine, self.folder.partial(step), lane)
-        except GulliverError as error:
-            # The other ranks are on their way already: they learn of it with the next call.
-            started = error
-        skeletons = {"entries": collected.skeletons, "own": collected.own}
-        self._thread = threading.Thread(
-            target=self._finish,
-            args=(step, snapshot, engine, skeletons, started, begun),
-            name=f"gulliver-save-{step}",
-        )
-        self._thread.start()
-        snapshot.stall_s += time.perf_counter() - begun
+        self._start(_Save(step, mark, begun), collected)
         return True
 
-    def _agree(
-        self,
-        step: int,
-        busy: bool,
-        failure: Exception | None,
-        problem: Exception | None,
-        digest: str,
-    ) -> str:
-        """What all ranks do: skip, save, or raise what went wrong on any of them."""
-        mine = (
-            busy and self.when_busy == "skip",
-            None if failure is None else str(failure),
-            None if problem is None else str(problem),
-            digest,
-        )
+    def _prepare(self, step: int, state: Mapping[str, Any], offer: _Offer) -> Collected | None:
+        """What this rank would do before the others agree; `offer` says whether it could."""
+        try:
+            collected = collect(state, self.rank, self.world_size)
+            if self.rank == 0:
+                self._lock.take()
+                self.folder.begin(step)
+                offer.begun = True
+            offer.digest = collected.digest
+            return collected
+        except Exception as error:
+            # Whatever it is, the others must not wait for this rank.
+            offer.problem = error
+            return None
+
+    def _agree(self, step: int, offer: _Offer) -> str | None:
+        """What all ranks do: the save's mark, None to go on without it, or an error on all."""
+        mine = offer.said()
         every = [mine] if self.world_size == 1 else gather_objects(mine, self._group)
-        if any(skip for skip, *_ in every):
-            # One that had begun the step alone takes that back.
-            if self.rank == 0 and not mine[0]:
-                self.folder.discard(step)
-            return "skip"
-        first = next(((r, e[1]) for r, e in enumerate(every) if e[1] is not None), None)
-        other = next(((r, e[2]) for r, e in enumerate(every) if e[2] is not None), None)
-        if first is None and other is None and len({e[3] for e in every}) > 1:
-            other = (0, "ranks save different states; mark what differs with PerRank")
-        if (first or other) and self.rank == 0:
+        failures = [(rank, said["failure"]) for rank, said in enumerate(every) if said["failure"]]
+        problems = [(rank, said["problem"]) for rank, said in enumerate(every) if said["problem"]]
+        skips = any(said["skips"] for said in every)
+        if not failures and not problems and not skips:
+            if len({said["digest"] for said in every}) == 1:
+                return every[0]["mark"]
+            problems = [(0, "ranks save different states; mark what differs with PerRank")]
+        if offer.begun:
             self.folder.discard(step)
-        if first is not None:
-            # Reported once; the next call saves again.
-            raise failure or GulliverError(f"rank {first[0]} failed: {first[1]}")
-        if other is not None:
-            raise problem or GulliverError(f"step {step}: rank {other[0]}: {other[1]}")
-        return "save"
+        if failures:
+            # Told once; the next call saves again.
+            raise offer.failure or GulliverError(f"rank {failures[0][0]} failed: {failures[0][1]}")
+        if not problems:
+            _log.warning("step %d is not saved: the step before is still being written", step)
+            return None
+        problem = offer.problem or GulliverError(
+            f"step {step}: rank {problems[0][0]}: {problems[0][1]}"
+        )
+        if self.on_error == "warn":
+            _log.warning("step %d is not saved: %s; training goes on without it", step, problem)
+            return None
+        raise problem
+
+    def _start(self, save: _Save, collected: Collected) -> None:
+        """Hands everything over; what fails from here on the other ranks learn afterwards."""
+        self._stalled, self.saves = self.stall_s, self.saves + 1
+        self._snapshot = None
+        try:
+            snapshot = Snapshot(collected, self.rank, self.world_size)
+            self._snapshot = save.snapshot = snapshot
+            save.engine = self._ready_engine(snapshot)
+            save.lane = self._ready_lane(snapshot)
+            add_claim(snapshot)
+            snapshot.submit(save.engine, self.folder.partial(save.step), save.lane)
+        except Exception as error:
+            save.problem = error
+        save.skeletons = {"entries": collected.skeletons, "own": collected.own}
+        self._thread = threading.Thread(
+            target=self._finish, args=(save,), name=f"gulliver-save-{save.step}"
+        )
+        self._thread.start()
+        if save.snapshot is not None:
+            save.snapshot.stall_s += time.perf_counter() - save.begun
 
     def _ready_engine(self, snapshot: Snapshot) -> Engine:
         if self._engine is None:
@@ -272,66 +324,50 @@ class AsyncCheckpointer:
         self._lane.begin()
         return self._lane
 
-    def _finish(
-        self,
-        step: int,
-        snapshot: Snapshot,
-        engine: Engine,
-        skeletons: dict[str, Any],
-        started: Exception | None,
-        begun: float,
-    ) -> None:
+    def _finish(self, save: _Save) -> None:
         """All that happens behind the training's back."""
-        partial = self.folder.partial(step)
-        problem = started
+        partial = self.folder.partial(save.step)
         try:
-            if problem is None:
-                problem = self._write(snapshot, engine, partial, skeletons)
-            if problem is not None:
+            if save.problem is None:
+                self._write(save, partial)
+            if save.problem is not None:
                 # Rank 0 stops waiting for this rank.
-                leave_word(partial, self.rank, {"error": str(problem)})
+                leave_word(partial, self.rank, save.mark, {"error": str(save.problem)})
             if self.rank == 0:
-                publish(self.folder, step, self.world_size, self.about)
+                publish(self.folder, save.step, save.mark, self.world_size, self.about)
         except Exception as error:
-            problem = problem or error
-        finally:
-            drop_claim(snapshot)
-        if problem is not None:
-            self._failure = _named(step, problem)
-            if self.rank == 0:
-                self.folder.discard(step)
+            save.problem = save.problem or error
+        if save.problem is None:
+            self.last = save.told()
             return
-        self.last = Saved(
-            step,
-            snapshot.nbytes,
-            snapshot.stall_s,
-            snapshot.copied_s or 0.0,
-            time.perf_counter() - begun,
-        )
+        if save.snapshot is not None:
+            drop_claim(save.snapshot)
+        self._failure = _named(save.step, save.problem)
+        if self.rank == 0:
+            self.folder.discard(save.step)
 
-    def _write(
-        self, snapshot: Snapshot, engine: Engine, partial: Path, skeletons: dict[str, Any]
-    ) -> Exception | None:
-        """Sees the files to the disk, and leaves word of them; what went wrong, if anything."""
+    def _write(self, save: _Save, partial: Path) -> None:
+        """Sees the files to the disk, and leaves word of them; or notes what went wrong."""
+        snapshot, engine = save.snapshot, save.engine
+        assert snapshot is not None
+        assert engine is not None
         try:
             self._grow(engine, snapshot)
-            if self._lane is not None:
-                self._lane.prepare(engine.regions)
+            if save.lane is not None:
+                save.lane.prepare(engine.regions)
                 snapshot.pump(engine)
             snapshot.wait_copied()
             drop_claim(snapshot)
             files = snapshot.finish(engine)
             word = {
-                **skeletons,
+                **save.skeletons,
                 "files": {name: file_to_json(entry) for name, entry in files.items()},
                 "parts": snapshot.parts,
             }
-            leave_word(partial, self.rank, word)
+            leave_word(partial, self.rank, save.mark, word)
         except Exception as error:
-            snapshot.release(None)
-            snapshot.close_files(engine)
-            return error
-        return None
+            save.problem = error
+            snapshot.abandon(engine, error)
 
     def _grow(self, engine: Engine, snapshot: Snapshot) -> None:
         """Makes the shadow as large as the state; its first pages are in use meanwhile."""
@@ -405,7 +441,10 @@ class AsyncCheckpointer:
 
 
 def _named(step: int, problem: Exception) -> GulliverError:
-    text = str(problem) or type(problem).__name__
-    error = GulliverError(f"step {step} was not saved: {text}")
+    error = GulliverError(f"step {step} was not saved: {_text(problem)}")
     error.__cause__ = problem
     return error
+
+
+def _text(problem: Exception) -> str:
+    return str(problem) or type(problem).__name__

@@ -194,6 +194,13 @@ class Snapshot:
             )
         return entries
 
+    def abandon(self, engine: Engine, error: Exception) -> None:
+        """Lets nobody wait for what will not come."""
+        for ticket in self._lane_tickets:
+            ticket.fail(error)
+        self.release(None)
+        self.close_files(engine)
+
     def close_files(self, engine: Engine) -> None:
         """Closes what is open."""
         for name in tuple(self._files):
