@@ -364,7 +364,7 @@ def test_ranks_share_a_data_set_and_their_workers_differ(pool: Pool) -> None:
     ("arguments", "message"),
     [
         ({"num_worker": 2}, "did you mean 'num_workers'"),
-        ({"sampler": None}, "has no argument 'sampler'"),
+        ({"sampler": None}, "sets sampler itself: make a gulliver.data.DataLoader"),
     ],
 )
 def test_unknown_loader_arguments_are_named(arguments: dict[str, Any], message: str) -> None:

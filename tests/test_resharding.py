@@ -375,3 +375,30 @@ def test_what_lies_in_chunks_goes_through_the_booster(tmp_path: Path) -> None:
         checkpointer.save(2, {"model": Net().double()})
     with pytest.raises(GulliverError, match=r"lies in a chunk of ZeRO: call booster.load"):
         load(tmp_path, {"model": job.plain})
+
+
+def loaded_samples(world: World, folder: Path, resume: bool) -> list[int]:
+    """Samples of an epoch and a half; the position is saved after two batches."""
+    job = Job(world, "1")
+    data = torch.utils.data.TensorDataset(torch.arange(40))
+    loader = job.booster.plugin.prepare_dataloader(data, 4, shuffle=True, seed=5)
+    if resume:
+        job.booster.load(folder, job.model, state={"loader": loader})
+    seen: list[int] = []
+    while len(seen) < 30:
+        for (part,) in loader:
+            seen += part.tolist()
+            if len(seen) == 8 and not resume:
+                job.booster.save(folder, 2, job.model, job.optimizer, state={"loader": loader})
+            if len(seen) >= 30:
+                break
+    job.booster.close()
+    return seen
+
+
+def test_a_checkpoint_knows_where_in_the_data_it_is(pool: Pool, tmp_path: Path) -> None:
+    whole = pool.run(loaded_samples, 2, tmp_path, False)
+    rest = pool.run(loaded_samples, 2, tmp_path, True)
+    for before, after in zip(whole, rest, strict=True):
+        assert after[:22] == before[8:30]
+    assert set(whole[0][:20]).isdisjoint(whole[1][:20])

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler
 
 from gulliver.comm import Torus, World, broadcast, current_world
+from gulliver.data import DataLoader
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel import (
     BoostedOptimizer,
@@ -68,46 +69,43 @@ class Plugin(ABC, metaclass=_NamedArguments):
         drop_last: bool = False,
         **kwargs: Any,
     ) -> DataLoader:
-        """A loader that gives this rank its share of a data set.
+        """A loader that gives this rank its share of a data set; see `gulliver.data.DataLoader`.
 
         Args:
             dataset: with a length.
             batch_size: samples per rank and step.
-            shuffle: in another order each epoch; call `loader.sampler.set_epoch(epoch)`.
-            seed: of the order, the same on all ranks, and of the workers, another on each.
+            shuffle: in another order each epoch.
+            seed: of the order, the same on all ranks, and of what workers draw, another on each.
             drop_last: drop what does not divide, rather than repeat samples.
-            kwargs: further arguments of torch's DataLoader.
+            kwargs: further arguments of the loader. On a GPU batches arrive there ahead of use,
+                unless ``device=None`` is given.
 
         Raises:
             GulliverError: an argument that the loader does not have; fewer samples than ranks.
         """
-        taken = {
-            "self",
-            "dataset",
-            "batch_size",
-            "shuffle",
-            "sampler",
-            "batch_sampler",
-            "drop_last",
-        }
-        known = set(inspect.signature(DataLoader.__init__).parameters) - taken
-        for name in kwargs:
-            if name not in known:
-                raise GulliverError(
-                    f"the data loader has no argument {name!r}: {nearest(name, known)}"
-                )
         world = current_world()
         count = len(dataset) if hasattr(dataset, "__len__") else None  # type: ignore[arg-type]
         if count is None or count < world.size:
             has = "no length" if count is None else f"{count} samples"
             raise GulliverError(f"the data set has {has}: {world.size} ranks need one sample each")
+        for name in ("sampler", "batch_sampler", "rank", "world_size"):
+            if name in kwargs:
+                raise GulliverError(
+                    f"prepare_dataloader sets {name} itself: make a gulliver.data.DataLoader"
+                )
         sampler: DistributedSampler = DistributedSampler(
             dataset, world.size, world.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
-        # Workers draw their seeds here: ranks that share a seed would augment alike.
-        kwargs.setdefault("generator", torch.Generator().manual_seed(seed + 1_000_003 * world.rank))
+        kwargs.setdefault("device", world.device if world.device.type != "cpu" else None)
         return DataLoader(
-            dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last, **kwargs
+            dataset,
+            batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            seed=seed,
+            rank=world.rank,
+            world_size=world.size,
+            **kwargs,
         )
 
 
