@@ -1,8 +1,56 @@
-"""Sequence parallelism: attention over sequences that lie on several ranks."""
+"""Sequence parallelism: attention over sequences that lie on several ranks.
+
+    groups = make_groups(SequencePlan(ulysses=2, inner=2, layout="zigzag"))
+    x = shard(embedded, groups)                                # [batch, local length, hidden]
+    out = attention(q, k, v, groups, mask=Mask(causal=True))   # [batch, heads, local length, dim]
+
+Read `_layout.py` (who holds which positions), `_mask.py` and `_tiles.py` (what is computed of two
+ranks' tokens), `_kernels.py` and `_partial.py` (blocks, and how they are merged), `_ring.py` and
+`_heads.py` (what travels), then `_attention.py`, which joins them. `_two_ring.py` is the naive
+twin.
+It does not know of models, parameters or optimizers.
+"""
 
 from gulliver.parallel.sequence._attention import attention
+from gulliver.parallel.sequence._choose import Chosen, Predicted, choose, predict
+from gulliver.parallel.sequence._decode import decode
 from gulliver.parallel.sequence._layout import Layout
 from gulliver.parallel.sequence._mask import Mask
 from gulliver.parallel.sequence._plan import SequenceGroups, SequencePlan, make_groups
+from gulliver.parallel.sequence._shard import (
+    mean_loss,
+    position_ids,
+    shard,
+    shard_labels,
+    unshard,
+)
+from gulliver.parallel.sequence._swap import swap_sharded_dim
+from gulliver.parallel.sequence._tiles import imbalance
+from gulliver.parallel.sequence._two_ring import two_ring_attention
+from gulliver.parallel.sequence._volume import Shape, Volume, two_ring_volume, volume
 
-__all__ = ["Layout", "Mask", "SequenceGroups", "SequencePlan", "attention", "make_groups"]
+__all__ = [
+    "Chosen",
+    "Layout",
+    "Mask",
+    "Predicted",
+    "SequenceGroups",
+    "SequencePlan",
+    "Shape",
+    "Volume",
+    "attention",
+    "choose",
+    "decode",
+    "imbalance",
+    "make_groups",
+    "mean_loss",
+    "position_ids",
+    "predict",
+    "shard",
+    "shard_labels",
+    "swap_sharded_dim",
+    "two_ring_attention",
+    "two_ring_volume",
+    "unshard",
+    "volume",
+]

@@ -83,7 +83,8 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         """The gradients of q, k and v."""
         q, k, v, out, lse = ctx.saved_tensors
-        rows = Rows(q, grad, out, lse.masked_fill(lse == -torch.inf, 0.0))
+        # A gradient may be any view, even one number seen many times.
+        rows = Rows(q, grad.contiguous(), out, lse.masked_fill(lse == -torch.inf, 0.0))
         backward = backward_kv if ctx.call.circulate == "kv" else backward_q
         grads = backward(rows, k, v, ctx.call)
         return grads.q.to(q.dtype), grads.k.to(k.dtype), grads.v.to(v.dtype), None
@@ -157,7 +158,8 @@ def backward_q(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
         return dq.view(-1)
 
     def numel(place: int) -> int:
-        return rows.q[:, :, :1].numel() * pack.lengths[place]
+        batch, heads, _, dim = rows.q.shape
+        return batch * heads * pack.lengths[place] * dim
 
     total = round_trip(pack.own, pack.bytes, numel, groups, compute, Tensor.add_)
     return Gradients(total.view(rows.q.shape), dk, dv)
@@ -234,7 +236,7 @@ class _Queries:
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors])
+    return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors])
 
 
 def _half(length: int, half: int | None) -> Interval | None:

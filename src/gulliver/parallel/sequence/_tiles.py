@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gulliver.parallel.sequence._layout import Interval
+from gulliver.parallel.sequence._layout import Interval, Layout
 from gulliver.parallel.sequence._mask import Rules, Verdict
 
 Kind = Literal["plain", "causal", "masked"]
@@ -54,7 +54,7 @@ def tiles(
     k_held: tuple[Interval, ...],
     rules: Rules,
     rows: Interval | None = None,
-    leaf: int = LEAF,
+    leaf: int | None = None,
 ) -> tuple[Tile, ...]:
     """What is to be computed between two ranks' tokens.
 
@@ -63,8 +63,9 @@ def tiles(
         k_held: of the keys.
         rules: which pairs are allowed.
         rows: only these local queries; None for all.
-        leaf: see `LEAF`.
+        leaf: None for `LEAF`.
     """
+    leaf = LEAF if leaf is None else leaf
     found = [
         tile
         for q in _pieces(q_held, rows)
@@ -175,3 +176,22 @@ def _joined(row: list[Tile], side: Literal["q", "k"]) -> list[Tile]:
         else:
             joined.append(tile)
     return joined
+
+
+def pairs_per_place(
+    layout: Layout, rules: Rules | None = None, leaf: int | None = None
+) -> list[list[int]]:
+    """Pairs that each place computes with each place's keys, ``[place][of place]``.
+
+    Steps of a ring last as long as their slowest place: see `imbalance`.
+    """
+    rules = rules or Rules()
+    held = [layout.of_place(place) for place in range(layout.ring)]
+    return [[area(tiles(q, k, rules, leaf=leaf)) for k in held] for q in held]
+
+
+def imbalance(layout: Layout, rules: Rules | None = None) -> float:
+    """How much longer the slowest places compute, step by step, than all would evenly, less 1."""
+    pairs, ring = pairs_per_place(layout, rules), layout.ring
+    slowest = sum(max(pairs[p][(p - step) % ring] for p in range(ring)) for step in range(ring))
+    return slowest * ring / max(1, sum(map(sum, pairs))) - 1

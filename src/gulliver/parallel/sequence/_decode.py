@@ -1,0 +1,119 @@
+"""Attention of few new queries, which all ranks have, to keys and values that lie on the ranks.
+
+Each rank attends to its own keys, and one exchange of outputs and log-sum-exps merges them:
+``batch x heads x queries x (value dim + 1)`` numbers to each other rank, whatever the length.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.parallel.sequence._heads import deal_heads
+from gulliver.parallel.sequence._kernels import Block, Kernel, asked_of, precise, select
+from gulliver.parallel.sequence._mask import Mask
+from gulliver.parallel.sequence._partial import Partial
+from gulliver.parallel.sequence._plan import SequenceGroups
+from gulliver.parallel.sequence._wire import exchange
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: SequenceGroups,
+    *,
+    mask: Mask | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    length: int | None = None,
+    scale: float | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """Attention to sharded keys; every rank gets the same bits.
+
+    Args:
+        q: the same on all ranks, ``[batch, heads, queries, head dim]``.
+        k: this rank's keys, any number of them, ``[batch, KV heads, local keys, head dim]``.
+        v: its values, ``[batch, KV heads, local keys, value dim]``.
+        groups: of the plan; only who takes part matters.
+        mask: which queries see which keys; None lets all see all, as for the last token.
+        query_positions: with a mask, the positions of the queries, ``[queries]``.
+        key_positions: and of this rank's keys, ``[local keys]``.
+        length: with a mask, of the whole sequence.
+        scale: of the logits; None is ``1 / sqrt(head dim)``.
+        kernel: by name; None is the fastest that can.
+
+    Returns:
+        ``[batch, heads, queries, value dim]`` of q's dtype.
+
+    Raises:
+        GulliverError: a mask without positions; a gradient is asked for.
+    """
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise GulliverError("decode has no gradient: call it under torch.no_grad()")
+    deal_heads(q.shape[1], k.shape[1], 1)
+    allowed = _allowed(q, k, mask, query_positions, key_positions, length)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    kind = "plain" if allowed is None else "masked"
+    chosen = select(asked_of(q, v, kind), kernel)
+    own = _own(q, k, v, scale, allowed, chosen)
+    return _merged(own, q, groups).to(q.dtype)
+
+
+def _allowed(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    length: int | None,
+) -> Tensor | None:
+    """The dense mask ``[rows, queries, local keys]``."""
+    if mask is None:
+        return None
+    if query_positions is None or key_positions is None or length is None:
+        raise GulliverError("a mask needs query_positions, key_positions and length: give all")
+    if len(query_positions) != q.shape[2] or len(key_positions) != k.shape[2]:
+        raise GulliverError(
+            f"{len(query_positions)} query and {len(key_positions)} key positions for "
+            f"{q.shape[2]} queries and {k.shape[2]} keys: give one for each"
+        )
+    rules = mask.rules(q.shape[0], length, length)
+    return rules.dense(query_positions.cpu(), key_positions.cpu()).to(q.device)
+
+
+def _own(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, allowed: Tensor | None, kernel: Kernel
+) -> Partial:
+    """Attention to this rank's keys, of which there may be none."""
+    partial = Partial.empty(q, v.shape[3])
+    if not k.shape[2]:
+        return partial
+    bias, unseen = None, None
+    if allowed is not None:
+        bias = torch.zeros(allowed.shape, dtype=q.dtype, device=q.device)
+        bias = bias.masked_fill_(~allowed, -math.inf).unsqueeze(1)
+        unseen = ~allowed.any(-1).unsqueeze(1)
+    out, lse = kernel.forward(Block(q, k, v, scale, bias=bias))
+    lse = lse if unseen is None else lse.masked_fill(unseen, -math.inf)
+    partial.merge(out, lse, slice(None), (0, q.shape[2]))
+    return partial
+
+
+def _merged(own: Partial, q: Tensor, groups: SequenceGroups) -> Tensor:
+    if groups.plan.degree == 1:
+        return own.out
+    flat = torch.cat([own.out.reshape(-1), own.lse.reshape(-1)])
+    sizes = [own.out.numel(), own.lse.numel()]
+    degree = groups.plan.degree
+    merged = Partial.empty(q.to(precise(q.dtype)), own.out.shape[3])
+    # In the order of the ranks on all of them, so that all go on with the same bits.
+    for part in exchange(groups.all, [flat] * degree, [len(flat)] * degree):
+        out, lse = part.split(sizes)
+        rows = (0, q.shape[2])
+        merged.merge(out.view(own.out.shape), lse.view(own.lse.shape), slice(None), rows)
+    return merged.out

@@ -1,0 +1,229 @@
+"""Brings what a model reads into the layout of a sequence, and what it gives back out of it.
+
+[Note: gradients] Ranks share one loss: the sum of what each computes from its own tokens. So
+
+- `shard` of a tensor that all ranks have: its gradient is gathered from all ranks, and all have the
+  whole of it, as one process would. Where the ranks' gradients are added up later anyway (a table
+  of position embeddings is a parameter), ``gradient="own"`` leaves on each rank its tokens' share.
+- `unshard`: all ranks go on with the same computation, which counts once, and take their tokens'
+  share of its gradient. Where ranks do different things with the whole, whose losses are added,
+  ``gradient="sum"`` adds the gradients up.
+
+Parameters that all ranks have get each rank's tokens' share: *sum* their gradients over the ranks
+of a sequence, and average only over different sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gulliver.comm import all_reduce
+from gulliver.errors import GulliverError, nearest
+from gulliver.parallel.sequence._layout import Layout
+from gulliver.parallel.sequence._plan import SequenceGroups
+from gulliver.parallel.sequence._wire import exchange, gather_integers
+
+ShardGradient = Literal["gather", "own"]
+UnshardGradient = Literal["own", "sum"]
+
+
+def shard(
+    x: Tensor, groups: SequenceGroups, dim: int = 1, gradient: ShardGradient = "gather"
+) -> Tensor:
+    """This rank's part of a tensor that all ranks of the sequence have.
+
+    Args:
+        x: the whole: activations, ids, labels, position ids, rotary tables.
+        groups: of the plan.
+        dim: of the sequence.
+        gradient: see the top of the file.
+
+    Raises:
+        GulliverError: an unknown gradient.
+    """
+    _check(gradient, get_args(ShardGradient))
+    layout = groups.plan.lay(x.shape[dim])
+    return _Shard.apply(x, groups, layout, dim % x.dim(), gradient)
+
+
+def unshard(
+    x: Tensor,
+    groups: SequenceGroups,
+    dim: int = 1,
+    length: int | None = None,
+    gradient: UnshardGradient = "own",
+) -> Tensor:
+    """The whole of a tensor of which each rank has its part.
+
+    Args:
+        x: this rank's part.
+        groups: of the plan.
+        dim: of the sequence.
+        length: of the whole; None asks the ranks.
+        gradient: see the top of the file.
+
+    Raises:
+        GulliverError: the parts are not those of the plan's layout; an unknown gradient.
+    """
+    _check(gradient, get_args(UnshardGradient))
+    layout = checked_layout(x, groups, dim, length)
+    return _Unshard.apply(x, groups, layout, dim % x.dim(), gradient)
+
+
+def shard_labels(labels: Tensor, groups: SequenceGroups, ignore_index: int = -100) -> Tensor:
+    """This rank's part of next-token labels, shifted before they are cut.
+
+    The label of a token is the next token's id, which may lie on another rank; a model that shifts
+    labels itself would lose one at each cut. So compare these with logits position by position.
+
+    Args:
+        labels: as for one process, unshifted, ``[batch, length]``.
+        groups: of the plan.
+        ignore_index: label of the last token, which has no next.
+    """
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
+    return shard(shifted, groups, 1)
+
+
+def position_ids(groups: SequenceGroups, length: int, documents: Tensor | None = None) -> Tensor:
+    """Positions of this rank's tokens, to look up embeddings and rotary tables with.
+
+    Args:
+        groups: of the plan.
+        length: of the whole sequence.
+        documents: ids as in `Mask`; positions then begin anew with each document.
+
+    Returns:
+        ``[local length]``, or ``[batch, local length]`` for documents of that form; int64, on the
+        device of the documents.
+    """
+    own = groups.plan.lay(length).positions(groups.rank)
+    if documents is None:
+        return own
+    everywhere = torch.arange(length, device=documents.device).expand(documents.shape)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[..., 1:] = documents[..., 1:] != documents[..., :-1]
+    starts = torch.where(begins, everywhere, 0).cummax(-1).values
+    return (everywhere - starts)[..., own.to(documents.device)]
+
+
+def mean_loss(losses: Tensor, groups: SequenceGroups, counted: Tensor | None = None) -> Tensor:
+    """The mean over all tokens of the sequence, of which each rank has its own.
+
+    Args:
+        losses: of this rank's tokens, any shape.
+        groups: of the plan.
+        counted: which of them count, bool of the same shape; None for all.
+
+    Returns:
+        The same number on every rank. Its gradient on a rank is that of its own tokens: sum the
+        gradients of parameters over the ranks of a sequence.
+    """
+    kept = losses if counted is None else torch.where(counted, losses, 0.0)
+    count = losses.numel() if counted is None else int(counted.sum())
+    totals = torch.stack(
+        [kept.detach().double().sum(), kept.new_tensor(count, dtype=torch.float64)]
+    )
+    if groups.plan.degree > 1:
+        all_reduce(totals, group=groups.all.group)
+    share = kept.sum() / totals[1].clamp(min=1).to(losses.dtype)
+    whole = (totals[0] / totals[1].clamp(min=1)).to(losses.dtype)
+    # The value of the whole, the gradient of the share.
+    return share + (whole - share.detach())
+
+
+def checked_layout(x: Tensor, groups: SequenceGroups, dim: int, length: int | None) -> Layout:
+    """How a tensor's parts lie, held against this rank's part.
+
+    Raises:
+        GulliverError: the part has another length.
+    """
+    if length is None:
+        told = gather_integers(groups.all, [x.shape[dim]], x.device)
+        length = sum(values[0] for values in told)
+    layout = groups.plan.lay(length)
+    wanted = layout.sizes()[groups.rank]
+    if x.shape[dim] != wanted:
+        raise GulliverError(
+            f"rank {groups.rank} holds {x.shape[dim]} of {length} in dim {dim}: the {layout.name} "
+            f"layout gives it {wanted}"
+        )
+    return layout
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, groups: SequenceGroups, layout: Layout, dim: int, gradient: str
+    ) -> Tensor:
+        ctx.given = groups, layout, dim, gradient
+        return take(x, layout, groups.rank, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        groups, layout, dim, gradient = ctx.given
+        if gradient == "gather":
+            return _gathered(grad, groups, layout, dim), None, None, None, None
+        shape = list(grad.shape)
+        shape[dim] = layout.length
+        index = layout.positions(groups.rank).to(grad.device)
+        return grad.new_zeros(shape).index_copy_(dim, index, grad), None, None, None, None
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, groups: SequenceGroups, layout: Layout, dim: int, gradient: str
+    ) -> Tensor:
+        ctx.given = groups, layout, dim, gradient
+        return _gathered(x, groups, layout, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        groups, layout, dim, gradient = ctx.given
+        if gradient == "own":
+            return take(grad, layout, groups.rank, dim), None, None, None, None
+        parts = [take(grad, layout, r, dim) for r in range(layout.degree)]
+        own = parts[groups.rank]
+        arrived = exchange(
+            groups.all, [p.reshape(-1) for p in parts], [own.numel()] * layout.degree
+        )
+        # In the order of the ranks, so that the bits do not depend on time.
+        total = torch.stack([part.view(own.shape) for part in arrived]).sum(0)
+        return total, None, None, None, None
+
+
+def take(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
+    """A rank's part, in memory of its own."""
+    pieces = [x.narrow(dim, start, stop - start) for start, stop in layout.of_rank(rank)]
+    return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim)
+
+
+def natural(parts: list[Tensor], layout: Layout, dim: int) -> Tensor:
+    """The whole of all ranks' parts, in the order of positions."""
+    whole = torch.cat(parts, dim)
+    order = layout.order()
+    if bool((order.diff() == 1).all()):
+        return whole
+    return whole.index_select(dim, order.argsort().to(whole.device))
+
+
+def _gathered(x: Tensor, groups: SequenceGroups, layout: Layout, dim: int) -> Tensor:
+    if layout.degree == 1:
+        return x.clone()
+    shapes = [torch.Size([*x.shape[:dim], n, *x.shape[dim + 1 :]]) for n in layout.sizes()]
+    flat = x.contiguous().view(-1)
+    arrived = exchange(groups.all, [flat] * layout.degree, [shape.numel() for shape in shapes])
+    parts = [part.view(shape) for part, shape in zip(arrived, shapes, strict=True)]
+    return natural(parts, layout, dim)
+
+
+def _check(gradient: str, known: tuple[str, ...]) -> None:
+    if gradient not in known:
+        raise GulliverError(f"unknown gradient {gradient!r}: {nearest(gradient, known)}")

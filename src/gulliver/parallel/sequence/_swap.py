@@ -1,0 +1,79 @@
+"""The all-to-all of spatial-temporal models: the sharded dim becomes another one.
+
+Frames are sharded while tokens of a frame attend to each other, tokens while frames do (Zhao et
+al., DSP: Dynamic Sequence Parallelism, 2024): attention then needs no ring at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gulliver.errors import GulliverError
+from gulliver.parallel.sequence._layout import Layout
+from gulliver.parallel.sequence._plan import SequenceGroups
+from gulliver.parallel.sequence._shard import checked_layout, natural, take
+from gulliver.parallel.sequence._wire import exchange
+
+
+def swap_sharded_dim(
+    x: Tensor, from_dim: int, to_dim: int, groups: SequenceGroups, from_size: int | None = None
+) -> Tensor:
+    """From a tensor sharded along one dim to the same sharded along another.
+
+    Each rank sends ``(N - 1) / N`` of its part, forward and backward.
+
+    Args:
+        x: this rank's part, whole along `to_dim`.
+        from_dim: along which it is a part, and is whole afterwards, in the order of positions.
+        to_dim: along which it is a part afterwards; sizes need not divide.
+        groups: of the plan, whose layout is that of both dims.
+        from_size: of the whole along `from_dim`; None asks the ranks.
+
+    Raises:
+        GulliverError: the dims are one, or the part is not that of the layout.
+    """
+    from_dim, to_dim = from_dim % x.dim(), to_dim % x.dim()
+    if from_dim == to_dim:
+        raise GulliverError(f"dim {from_dim} is sharded already: name another to swap it with")
+    before = checked_layout(x, groups, from_dim, from_size)
+    after = groups.plan.lay(x.shape[to_dim])
+    return _SwapDim.apply(x, (from_dim, before), (to_dim, after), groups)
+
+
+class _SwapDim(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        before: tuple[int, Layout],
+        after: tuple[int, Layout],
+        groups: SequenceGroups,
+    ) -> Tensor:
+        ctx.given = before, after, groups
+        return _swapped(x, before, after, groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        before, after, groups = ctx.given
+        return _swapped(grad, after, before, groups), None, None, None
+
+
+def _swapped(
+    x: Tensor, before: tuple[int, Layout], after: tuple[int, Layout], groups: SequenceGroups
+) -> Tensor:
+    (from_dim, old), (to_dim, new) = before, after
+    outgoing = [take(x, new, rank, to_dim) for rank in range(new.degree)]
+    shapes = []
+    for size in old.sizes():
+        shape = list(outgoing[groups.rank].shape)
+        shape[from_dim] = size
+        shapes.append(torch.Size(shape))
+    flat = [part.view(-1) for part in outgoing]
+    arrived = exchange(groups.all, flat, [shape.numel() for shape in shapes])
+    parts = [part.view(shape) for part, shape in zip(arrived, shapes, strict=True)]
+    return natural(parts, old, from_dim)

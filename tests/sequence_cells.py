@@ -1,0 +1,204 @@
+"""The cells of sequence parallelism: modes x masks x heads x lengths, and one rank to hold them to.
+
+`errors_of(world, mode, dtype)` runs every cell of a mode on a rank and returns its errors;
+`rows(pool)` gives the lines of a table of them. `tests/test_sequence.py` asserts each cell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.comm import World
+from gulliver.parallel.sequence import Mask, SequenceGroups, SequencePlan, attention, make_groups
+
+BARS = {torch.float64: 1e-10, torch.float32: 1e-5}
+BATCH, HEAD_DIM = 2, 8
+HEADS = ((4, 4), (6, 2), (4, 1))
+"""Of queries, and of keys and values."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to share a sequence."""
+
+    name: str
+    ulysses: int = 1
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.ulysses * self.outer * self.inner
+
+    def plan(self, layout: Any = "contiguous") -> SequencePlan:
+        return SequencePlan(self.ulysses, self.outer, self.inner, layout)
+
+
+MODES = (
+    Mode("one rank"),
+    Mode("Ulysses 2", 2),
+    Mode("Ulysses 4", 4),
+    Mode("ring 2", inner=2),
+    Mode("ring 3", inner=3),
+    Mode("ring 4", inner=4),
+    Mode("ring 2 x 2", outer=2, inner=2),
+    Mode("Ulysses 2 x ring 2", 2, 1, 2),
+)
+LARGE_MODES = (
+    Mode("ring 4 x 2", outer=4, inner=2),
+    Mode("ring 2 x 4", outer=2, inner=4),
+    Mode("Ulysses 2 x ring 2 x 2", 2, 2, 2),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A mask on a layout; queries and keys of one length unless it is a cross-attention."""
+
+    name: str
+    layout: str = "contiguous"
+    lengths: tuple[tuple[int, int], ...] = ((24, 24), (31, 31))
+
+
+CELLS = (
+    Cell("full"),
+    Cell("causal"),
+    Cell("causal", "zigzag"),
+    Cell("window"),
+    Cell("window", "zigzag"),
+    Cell("two-sided window"),
+    Cell("documents"),
+    Cell("documents, causal", "zigzag"),
+    Cell("padding"),
+    Cell("padding, causal", "zigzag"),
+    Cell("cross", lengths=((24, 8), (31, 13), (7, 64))),
+    Cell("cross, padding", lengths=((31, 13), (5, 41))),
+)
+
+
+def mask_of(name: str, length: int, key_length: int) -> Mask:
+    """The mask of a cell; its padding and documents leave some queries nothing to see."""
+    documents = torch.arange(length) * 5 // length
+    documents[-2:] = -1
+    lengths = torch.tensor([key_length, key_length // 3])
+    return {
+        "full": Mask(),
+        "causal": Mask(causal=True),
+        "window": Mask(causal=True, window=(6, None)),
+        "two-sided window": Mask(window=(5, 3)),
+        "documents": Mask(documents=torch.stack([documents, documents.flip(0)])),
+        "documents, causal": Mask(causal=True, documents=documents),
+        "padding": Mask(key_lengths=lengths, query_lengths=lengths.flip(0)),
+        "padding, causal": Mask(causal=True, keys=torch.arange(key_length) >= 4),
+        "cross": Mask(),
+        "cross, padding": Mask(key_lengths=lengths),
+    }[name]
+
+
+def tensors(
+    dtype: torch.dtype, length: int, key_length: int, heads: tuple[int, int], logits: float = 1.0
+) -> list[Tensor]:
+    """Queries, keys, values and the output's gradient, the same on all ranks."""
+    generator = torch.Generator().manual_seed(length + 7 * key_length + heads[1])
+    shapes = (heads[0], length), (heads[1], key_length), (heads[1], key_length), (heads[0], length)
+    q, k, v, grad = (
+        torch.randn((BATCH, h, n, HEAD_DIM), generator=generator, dtype=dtype) for h, n in shapes
+    )
+    return [q * logits, k, v, grad]
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Mask) -> list[Tensor]:
+    """Output and gradients of q, k and v in float64, by torch's autograd on the formula."""
+    q, k, v = (t.double().detach().requires_grad_() for t in (q, k, v))
+    wide_k, wide_v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    rules = mask.rules(q.shape[0], q.shape[2], k.shape[2])
+    allowed = rules.dense(torch.arange(q.shape[2]), torch.arange(k.shape[2])).unsqueeze(1)
+    logits = (q @ wide_k.mT / math.sqrt(q.shape[3])).masked_fill(~allowed, -1e300)
+    weights = logits.softmax(-1) * allowed.any(-1, keepdim=True)
+    out = weights @ wide_v
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.double())]
+
+
+def shared_attention(
+    groups: SequenceGroups, given: list[Tensor], mask: Mask, **options: Any
+) -> list[Tensor]:
+    """This rank's output and gradients, of tensors that all ranks have."""
+    of_q, of_k = (groups.plan.lay(t.shape[2]).positions(groups.rank) for t in given[:2])
+    q, k, v = (
+        t[:, :, own].clone().requires_grad_()
+        for t, own in zip(given[:3], (of_q, of_k, of_k), strict=True)
+    )
+    out = attention(q, k, v, groups, mask=mask, **options)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3][:, :, of_q])]
+
+
+def largest_errors(
+    groups: SequenceGroups, found: list[Tensor], expected: list[Tensor]
+) -> list[float]:
+    """Of output and gradients, relative to the largest element of the whole."""
+    errors = []
+    for tensor, whole in zip(found, expected, strict=True):
+        part = whole[:, :, groups.plan.lay(whole.shape[2]).positions(groups.rank)]
+        if not bool(tensor.isfinite().all()):
+            errors.append(math.inf)
+        elif not tensor.numel():
+            errors.append(0.0)
+        else:
+            errors.append(float((tensor.double() - part).abs().max() / whole.abs().max()))
+    return errors
+
+
+def errors_of(
+    world: World, mode: Mode, dtype: torch.dtype, logits: float = 1.0, kernel: str | None = None
+) -> dict[str, list[float]]:
+    """The errors of output, dq, dk and dv of every cell on this rank."""
+    from gulliver.parallel.sequence import _tiles
+
+    found: dict[str, list[float]] = {}
+    before, _tiles.LEAF = _tiles.LEAF, 4  # small enough that masks are cut at all
+    try:
+        for layout in ("contiguous", "zigzag"):
+            groups = make_groups(mode.plan(layout))
+            for cell, length, key_length, heads in _cases(layout):
+                mask = mask_of(cell.name, length, key_length)
+                given = tensors(dtype, length, key_length, heads, logits)
+                part = shared_attention(groups, given, mask, kernel=kernel)
+                errors = largest_errors(groups, part, full_attention(*given, mask))
+                name = f"{cell.name}, {layout}, {length} x {key_length}, heads {heads}"
+                found[name] = errors
+    finally:
+        _tiles.LEAF = before
+    return found
+
+
+def _cases(layout: str) -> Iterator[tuple[Cell, int, int, tuple[int, int]]]:
+    for cell in CELLS:
+        if cell.layout == layout:
+            for number, (length, key_length) in enumerate(cell.lengths):
+                for heads in HEADS if number else HEADS[:1]:
+                    yield cell, length, key_length, heads
+
+
+HEADER = "| mode | ranks | dtype | cases | output | dq | dk | dv | |\n" + "|---" * 9 + "|\n"
+
+
+def rows(pool: Any, modes: tuple[Mode, ...] = MODES + LARGE_MODES) -> list[str]:
+    """A line for each mode and dtype: the largest error of all its cases on the worst rank."""
+    lines = []
+    for mode in modes:
+        for dtype, bar in BARS.items():
+            results = pool.run(errors_of, mode.ranks, mode, dtype)
+            worst = [max(e[n] for result in results for e in result.values()) for n in range(4)]
+            shown = " | ".join(f"{error:.1e}" for error in worst)
+            verdict = "" if max(worst) <= bar else "**over**"
+            name = str(dtype).removeprefix("torch.")
+            lines.append(
+                f"| {mode.name} | {mode.ranks} | {name} | {len(results[0])} | {shown} | {verdict} |"
+            )
+    return lines
