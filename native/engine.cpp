@@ -169,11 +169,14 @@ void Engine::stop() {
   }
   for (auto& thread : threads_) thread.join();
   threads_.clear();
-  for (const auto& file : files_) {
-    file->closed = true;
-    close_handles(*file);
+  decltype(files_) left;
+  {
+    // Somebody may be closing one of them at this moment: each is closed by whoever takes it out.
+    Lock lock(mutex_);
+    left.swap(files_);
+    for (const auto& file : left) file->closed = true;
   }
-  files_.clear();
+  for (const auto& file : left) close_handles(*file);
   ring_.reset();
   for (const auto& [start, nbytes] : regions_) munmap(start, nbytes);
   regions_.clear();

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -346,6 +347,10 @@ def test_a_read_only_folder_is_refused_by_name(tmp_path: Path) -> None:
     assert_nothing_wrong(root, 2, failed=True)
 
 
+def _all_there(partial: Path) -> bool:
+    return len(list(partial.glob("*.safetensors"))) == len(state_of(2))
+
+
 @pytest.mark.parametrize("vanishing", ["run", "step"])
 def test_a_folder_that_vanishes_while_it_is_written_is_an_error(
     tmp_path: Path, engine: Engine, vanishing: str
@@ -356,6 +361,8 @@ def test_a_folder_that_vanishes_while_it_is_written_is_an_error(
     checkpointer.wait()
     engine.hold(True)
     checkpointer.save(2, state_of(2))
+    while not _all_there(checkpointer.folder.partial(2)):
+        time.sleep(0.01)
     shutil.rmtree(root if vanishing == "run" else checkpointer.folder.partial(2))
     engine.hold(False)
     with pytest.raises(GulliverError, match="step 2 was not saved"):

@@ -111,9 +111,13 @@ class CheckpointFolder:
         """Gives a step its final name, moves `latest` to it, and removes what is not kept."""
         finish_folder(self.partial(step), self.path(step))
         write_text(self.root / LATEST, self.path(step).name + "\n")
-        for old in self._outlived():
-            if old != step:
-                remove_folder(self.path(old))
+        try:
+            for old in self._outlived():
+                if old != step:
+                    remove_folder(self.path(old))
+        except GulliverError as error:
+            # The step is safe; what should have gone may be of a newer version, or another's.
+            _log.warning("old checkpoints in %s stay: %s", self.root, error)
 
     def discard(self, step: int) -> None:
         """Removes what was written of a step that failed."""

@@ -9,12 +9,14 @@ small file of the unfinished step, and rank 0 finishes the step when all of thes
 
 from __future__ import annotations
 
+import gc
 import logging
-import threading
 import time
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -182,7 +184,9 @@ class AsyncCheckpointer:
         self._engine = engine
         self._lane: Lane | None = None
         self._lock = FolderLock(self.folder.root)
-        self._thread: threading.Thread | None = None
+        # One thread for all saves; the interpreter does not end before it has finished.
+        self._worker: ThreadPoolExecutor | None = None
+        self._job: Future[None] | None = None
         self._snapshot: Snapshot | None = None
         self._failure: Exception | None = None
         self.saves = 0
@@ -212,10 +216,14 @@ class AsyncCheckpointer:
             GulliverError: what went wrong with the save before (``on_error="raise"``), the folder
                 cannot be written or another job has it, or something in the state cannot be saved.
         """
+        with _without_collection():
+            return self._save(step, state)
+
+    def _save(self, step: int, state: Mapping[str, Any]) -> bool:
         begun = time.perf_counter()
         if step < 0:
             raise GulliverError(f"step {step} cannot be saved: steps count from 0")
-        busy = self._thread is not None and self._thread.is_alive()
+        busy = self._job is not None and not self._job.done()
         if busy and self.when_busy == "wait":
             self._join()
             waited = time.perf_counter() - begun
@@ -284,14 +292,12 @@ class AsyncCheckpointer:
             save.engine = self._ready_engine(snapshot)
             save.lane = self._ready_lane(snapshot)
             add_claim(snapshot)
-            snapshot.submit(save.engine, self.folder.partial(save.step), save.lane)
         except Exception as error:
             save.problem = error
         save.skeletons = {"entries": collected.skeletons, "own": collected.own}
-        self._thread = threading.Thread(
-            target=self._finish, args=(save,), name=f"gulliver-save-{save.step}"
-        )
-        self._thread.start()
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "gulliver-save")
+        self._job = self._worker.submit(self._finish, save)
         if save.snapshot is not None:
             save.snapshot.stall_s += time.perf_counter() - save.begun
 
@@ -352,6 +358,7 @@ class AsyncCheckpointer:
         assert snapshot is not None
         assert engine is not None
         try:
+            snapshot.submit(engine, partial, save.lane)
             self._grow(engine, snapshot)
             if save.lane is not None:
                 save.lane.prepare(engine.regions)
@@ -397,9 +404,9 @@ class AsyncCheckpointer:
                 raise failure or GulliverError(f"rank {rank} failed: {reason}")
 
     def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._stalled, self._thread, self._snapshot = self.stall_s, None, None
+        if self._job is not None:
+            self._job.result()
+            self._stalled, self._job, self._snapshot = self.stall_s, None, None
 
     def _take_failure(self) -> Exception | None:
         """What went wrong before, once; only a warning where that was wanted."""
@@ -418,6 +425,9 @@ class AsyncCheckpointer:
         try:
             self.wait()
         finally:
+            if self._worker is not None:
+                self._worker.shutdown()
+                self._worker = None
             if self._engine is not None and self._given is None:
                 self._engine.close()
                 self._engine = None
@@ -438,6 +448,18 @@ class AsyncCheckpointer:
         # Ranks may have parted ways: what is under way is finished, but nothing is agreed on.
         self._join()
         self._finalize()
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Else Python may choose this moment to look at every object there is: 0.1 s and more."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _named(step: int, problem: Exception) -> GulliverError:

@@ -53,7 +53,7 @@ class Snapshot:
         self.copied_s: float | None = None
         """Seconds from the beginning until no source was needed any more."""
         self._begun = time.perf_counter()
-        self._lock = threading.Lock()
+        self._lock, self._submitted = threading.Lock(), threading.Event()
         self._closed = False
         self._violation: str | None = None
         self._versions: dict[int, list[tuple[str, Tensor, int]]] = {}
@@ -100,7 +100,7 @@ class Snapshot:
         return sum(-(-image.nbytes // page_bytes) for image in self.images.values())
 
     def submit(self, engine: Engine, folder: Path, lane: Lane | None = None) -> None:
-        """Makes the files and hands their pages to the engine.
+        """Makes the files and hands their pages to the engine; `release` waits for that.
 
         Args:
             engine: that writes.
@@ -114,24 +114,32 @@ class Snapshot:
         try:
             for name, image in self.images.items():
                 self._files[name] = engine.create(folder / name, image.nbytes)
+            for name, image in self.images.items():
+                self._tickets[name] = self._submit_file(engine, self._files[name], image, lane)
         except GulliverError:
             self.close_files(engine)
             raise
-        for name, image in self.images.items():
-            addresses = [source.data_ptr() for source in image.sources]
-            storages = [storage_of(source) for source in image.sources]
-            tickets = self._tickets[name] = []
-            for offset, runs in image.pages(engine.page_bytes):
-                if lane is None:
-                    table = np.array([(addresses[n] + begin, count) for n, begin, count in runs])
-                    ticket = engine.stage(self._files[name], offset, table)
-                else:
-                    sources = [(image.sources[n], begin, count) for n, begin, count in runs]
-                    ticket = LaneTicket(lane, self._files[name], offset, sources)
-                    self._lane_tickets.append(ticket)
-                tickets.append(ticket)
-                for storage in {storages[n] for n, _, _ in runs}:
-                    self._waiting.setdefault(storage, []).append(ticket)
+        finally:
+            self._submitted.set()
+
+    def _submit_file(
+        self, engine: Engine, file: File, image: Image, lane: Lane | None
+    ) -> list[Ticket | LaneTicket]:
+        addresses = [source.data_ptr() for source in image.sources]
+        storages = [storage_of(source) for source in image.sources]
+        tickets: list[Ticket | LaneTicket] = []
+        for offset, runs in image.pages(engine.page_bytes):
+            if lane is None:
+                table = np.array([(addresses[n] + begin, count) for n, begin, count in runs])
+                ticket = engine.stage(file, offset, table)
+            else:
+                sources = [(image.sources[n], begin, count) for n, begin, count in runs]
+                ticket = LaneTicket(lane, file, offset, sources)
+                self._lane_tickets.append(ticket)
+            tickets.append(ticket)
+            for storage in {storages[n] for n, _, _ in runs}:
+                self._waiting.setdefault(storage, []).append(ticket)
+        return tickets
 
     def pump(self, engine: Engine) -> None:
         """Copies from the device into pages, and has them written, until all are under way."""
@@ -140,6 +148,7 @@ class Snapshot:
     def release(self, storages: set[int] | None) -> None:
         """Waits until the memory of these storages, or of all, has been copied."""
         begun = time.perf_counter()
+        self._submitted.wait()
         with self._lock:
             if self._closed:
                 return
@@ -196,6 +205,7 @@ class Snapshot:
 
     def abandon(self, engine: Engine, error: Exception) -> None:
         """Lets nobody wait for what will not come."""
+        self._submitted.set()
         for ticket in self._lane_tickets:
             ticket.fail(error)
         self.release(None)

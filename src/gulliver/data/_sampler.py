@@ -12,6 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ class BucketSampler:
         """Samples of an epoch, all ranks together."""
         return sum(map(len, self._members.values()))
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """What an order depends on: data, batch sizes and seed, not the ranks."""
         digest = hashlib.blake2b(str(self.seed).encode(), digest_size=8)
