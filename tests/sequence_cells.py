@@ -158,10 +158,12 @@ def errors_of(
     world: World, mode: Mode, dtype: torch.dtype, logits: float = 1.0, kernel: str | None = None
 ) -> dict[str, list[float]]:
     """The errors of output, dq, dk and dv of every cell on this rank."""
-    from gulliver.parallel.sequence import _tiles
+    from gulliver.parallel.sequence import _core, _tiles
 
     found: dict[str, list[float]] = {}
-    before, _tiles.LEAF = _tiles.LEAF, 4  # small enough that masks are cut at all
+    before = _tiles.LEAF, _core.LEAST_PIECE
+    # Small enough that masks are cut at all, and blocks travel as pieces.
+    _tiles.LEAF, _core.LEAST_PIECE = 4, 2
     try:
         for layout in ("contiguous", "zigzag"):
             groups = make_groups(mode.plan(layout))
@@ -173,7 +175,7 @@ def errors_of(
                 name = f"{cell.name}, {layout}, {length} x {key_length}, heads {heads}"
                 found[name] = errors
     finally:
-        _tiles.LEAF = before
+        _tiles.LEAF, _core.LEAST_PIECE = before
     return found
 
 

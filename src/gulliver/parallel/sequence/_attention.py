@@ -10,6 +10,7 @@ keys and values, and Ulysses takes the output back. Nothing is kept from call to
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -27,7 +28,6 @@ from gulliver.parallel.sequence._volume import Shape, volume
 from gulliver.parallel.sequence._wire import gather_integers
 
 
-@torch.compiler.disable
 def attention(
     q: Tensor,
     k: Tensor,
@@ -75,7 +75,23 @@ def attention(
         GulliverError: shapes, dtypes or a kernel that do not fit; ranks that do not agree.
     """
     _check_arguments(q, k, v, mask, dropout, circulate)
-    mask = mask or Mask()
+    options = scale, length, key_length, kernel, deterministic, circulate
+    return _eager(q, k, v, groups, mask or Mask(), *options)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: SequenceGroups,
+    mask: Mask,
+    scale: float | None,
+    length: int | None,
+    key_length: int | None,
+    kernel: str | None,
+    deterministic: bool | None,
+    circulate: Literal["auto", "kv", "q"],
+) -> Tensor:
     heads = deal_heads(q.shape[1], k.shape[1], groups.plan.ulysses)
     queries, keys = _layouts(q, k, v, groups, mask, length, key_length)
     deterministic = (
@@ -100,6 +116,10 @@ def attention(
     out = _apply(q, k, v, call)
     back = Swap(swap.line, swap.heads[:1], swap.lengths[:1], swap.totals[:1])
     return ToSequence.apply(back, out)
+
+
+# What is sent cannot be traced; the model around it can.
+_eager: Callable[..., Tensor] = torch.compiler.disable(_attention)  # pyright: ignore
 
 
 def _apply(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gulliver.parallel.sequence._kernels import precise
-from gulliver.parallel.sequence._layout import Interval, Layout
+from gulliver.parallel.sequence._layout import Interval, Layout, part_of, size_of
 from gulliver.parallel.sequence._partial import (
     Gradients,
     How,
@@ -35,10 +35,14 @@ from gulliver.parallel.sequence._partial import (
     attend_backward,
 )
 from gulliver.parallel.sequence._plan import SequenceGroups
-from gulliver.parallel.sequence._ring import round_trip, turn
+from gulliver.parallel.sequence._ring import Visit, round_trip, turn
 from gulliver.parallel.sequence._tiles import Tile, tiles
 
 Circulate = Literal["kv", "q"]
+
+
+LEAST_PIECE = 512
+"""A block travels as two pieces if each has at least so many tokens."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,43 @@ class Call:
     how: How
     circulate: Circulate = "kv"
 
-    def tiles(self, q_place: int, k_place: int, rows: Interval | None = None) -> tuple[Tile, ...]:
-        """What is to be computed between two places."""
-        held = self.queries.of_place(q_place), self.keys.of_place(k_place)
+    def cuts(self) -> _Cuts:
+        """How the blocks that go round are cut into pieces."""
+        return _Cuts(self.keys if self.circulate == "kv" else self.queries)
+
+    def tiles(self, visit: Visit, cuts: _Cuts) -> tuple[Tile, ...]:
+        """What is to be computed for a piece that is here."""
+        place = self.groups.place
+        if self.circulate == "kv":
+            rows = _half(size_of(self.queries.of_place(place)), visit.half)
+            held = self.queries.of_place(place), cuts.held(visit)
+        else:
+            rows = _half(cuts.size(visit.place, visit.piece), visit.half)
+            held = cuts.held(visit), self.keys.of_place(place)
         return tiles(*held, self.how.rules, rows)
+
+
+class _Cuts:
+    """Blocks of a layout as pieces; every rank finds the same."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout, self._sizes = layout, layout.place_sizes()
+        long = layout.ring > 1 and max(self._sizes) >= 2 * LEAST_PIECE
+        self.pieces = 2 if long else 1
+
+    def range(self, place: int, piece: int) -> Interval:
+        """Local tokens of a piece."""
+        edges = [self._sizes[place] * p // self.pieces for p in range(self.pieces + 1)]
+        return edges[piece], edges[piece + 1]
+
+    def size(self, place: int, piece: int) -> int:
+        """Tokens of a piece."""
+        first, last = self.range(place, piece)
+        return last - first
+
+    def held(self, visit: Visit) -> tuple[Interval, ...]:
+        """Positions of a piece."""
+        return part_of(self._layout.of_place(visit.place), *self.range(visit.place, visit.piece))
 
 
 class RingAttention(torch.autograd.Function):
@@ -92,151 +129,148 @@ class RingAttention(torch.autograd.Function):
 
 def forward_kv(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
     """Keys and values go round."""
-    groups, pack = call.groups, _KeysAndValues(k, v, call.keys)
+    pack = _Pack([k, v], call.cuts())
     partial = Partial.empty(q, v.shape[3])
-    for place, block in turn(pack.own, pack.bytes, groups):
-        attend(partial, q, *pack.open(block, place), call.tiles(groups.place, place), call.how)
+    for visit in turn(pack.own(call), pack.bytes, call.groups):
+        k_block, v_block = pack.open(visit)
+        attend(partial, q, k_block, v_block, call.tiles(visit, pack.cuts), call.how)
     return partial
 
 
 def backward_kv(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
     """Keys and values go round, and their gradients come home with them."""
-    groups, pack = call.groups, _KeysAndValues(k, v, call.keys)
+    pack = _Pack([k, v], call.cuts())
     dtype = precise(k.dtype)
-    dq = torch.zeros_like(rows.q, dtype=dtype, memory_format=torch.contiguous_format)
+    dq = torch.zeros(rows.q.shape, dtype=dtype, device=k.device)
 
-    def compute(place: int, block: Tensor, half: int | None) -> Tensor:
-        gathered = block.new_zeros(pack.numel(place), dtype=dtype)
-        into = Gradients(dq, *pack.split(gathered, place))
-        found = call.tiles(groups.place, place, _half(rows.q.shape[2], half))
-        attend_backward(into, rows, *pack.open(block, place), found, call.how)
+    def compute(visit: Visit) -> Tensor:
+        gathered = k.new_zeros(pack.numel(visit.place, visit.piece), dtype=dtype)
+        into = Gradients(dq, *pack.split(gathered, visit))
+        found = call.tiles(visit, pack.cuts)
+        k_block, v_block = pack.open(visit)
+        attend_backward(into, rows, k_block, v_block, found, call.how)
         return gathered
 
-    total = round_trip(pack.own, pack.bytes, pack.numel, groups, compute, Tensor.add_)
-    return Gradients(dq, *pack.split(total, groups.place))
+    totals = round_trip(pack.own(call), pack.bytes, pack.numel, call.groups, compute, _plus)
+    dk, dv = pack.joined(totals, call)
+    return Gradients(dq, dk, dv)
 
 
 def forward_q(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
     """Queries go round, and their output and log-sum-exp come home with them."""
-    groups, pack = call.groups, _Queries([q], call.queries, v.shape[3])
+    pack = _Pack([q], call.cuts())
+    whole = Partial.empty(q, v.shape[3])
+    home = _Pack([whole.out, whole.lse], pack.cuts)
 
-    def compute(place: int, block: Tensor, half: int | None) -> Tensor:
-        (q_block,) = pack.open(block, place)
-        gathered = block.new_empty(pack.partial_numel(place), dtype=precise(q.dtype))
-        partial = pack.partial(gathered, place)
-        partial.out.zero_()
-        partial.lse.fill_(-torch.inf)
-        found = call.tiles(place, groups.place, _half(q_block.shape[2], half))
-        attend(partial, q_block, k, v, found, call.how)
+    def partial(flat: Tensor, visit: Visit) -> Partial:
+        return Partial(*home.split(flat, visit))
+
+    def compute(visit: Visit) -> Tensor:
+        (q_block,) = pack.open(visit)
+        empty = Partial.empty(q_block, v.shape[3])
+        gathered = torch.cat([empty.out.view(-1), empty.lse.view(-1)])
+        found = call.tiles(visit, pack.cuts)
+        attend(partial(gathered, visit), q_block, k, v, found, call.how)
         return gathered
 
-    def add(into: Tensor, arrived: Tensor) -> Tensor:
-        # Both are of one place; which one, their length may not tell, and need not.
-        place = next(p for p in sizes if pack.partial_numel(p) == len(into))
-        other = pack.partial(arrived, place)
-        whole = pack.partial(into, place)
-        whole.merge(other.out, other.lse, slice(None), (0, other.out.shape[2]))
+    def add(into: Tensor, arrived: Tensor, visit: Visit) -> Tensor:
+        other = partial(arrived, visit)
+        rows = 0, other.out.shape[2]
+        partial(into, visit).merge(other.out, other.lse, slice(None), rows)
         return into
 
-    sizes = range(groups.plan.ring)
-    total = round_trip(pack.own, pack.bytes, pack.partial_numel, groups, compute, add)
-    return pack.partial(total, groups.place)
+    totals = round_trip(pack.own(call), pack.bytes, home.numel, call.groups, compute, add)
+    return Partial(*home.joined(totals, call))
 
 
 def backward_q(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
     """Queries and their rows' output go round, and their gradients come home with them."""
-    groups = call.groups
-    pack = _Queries([rows.lse, rows.q, rows.grad, rows.out], call.queries, v.shape[3])
+    # The widest dtype first, so that each part begins at a multiple of its element.
+    pack = _Pack([rows.lse, rows.q, rows.grad, rows.out], call.cuts())
     dtype = precise(k.dtype)
     dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (k, v))
+    home = _Pack([rows.q], pack.cuts)
 
-    def compute(place: int, block: Tensor, half: int | None) -> Tensor:
-        lse, q, grad, out = pack.open(block, place)
+    def compute(visit: Visit) -> Tensor:
+        lse, q, grad, out = pack.open(visit)
         dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
-        found = call.tiles(place, groups.place, _half(q.shape[2], half))
+        found = call.tiles(visit, pack.cuts)
         attend_backward(Gradients(dq, dk, dv), Rows(q, grad, out, lse), k, v, found, call.how)
         return dq.view(-1)
 
-    def numel(place: int) -> int:
-        batch, heads, _, dim = rows.q.shape
-        return batch * heads * pack.lengths[place] * dim
-
-    total = round_trip(pack.own, pack.bytes, numel, groups, compute, Tensor.add_)
-    return Gradients(total.view(rows.q.shape), dk, dv)
+    totals = round_trip(pack.own(call), pack.bytes, home.numel, call.groups, compute, _plus)
+    (dq,) = home.joined(totals, call)
+    return Gradients(dq, dk, dv)
 
 
-class _KeysAndValues:
-    """Keys and values as one message."""
+class _Pack:
+    """Tensors ``[batch, heads, length, ...]`` of a place as one message for each piece."""
 
-    def __init__(self, k: Tensor, v: Tensor, layout: Layout) -> None:
-        self._k, self._v, self._lengths = k, v, layout.place_sizes()
-        self.own = _bytes_of([k, v]) if layout.ring > 1 else k.new_empty(0)
+    def __init__(self, tensors: Sequence[Tensor], cuts: _Cuts) -> None:
+        self._tensors, self.cuts = tensors, cuts
 
-    def bytes(self, place: int) -> int:
-        """Of a place's message."""
-        return self.numel(place) * self._k.element_size()
+    def own(self, call: Call) -> list[Tensor]:
+        """This place's messages, in bytes; in a ring of one nothing is copied for one."""
+        place = call.groups.place
+        if call.groups.plan.ring == 1:
+            return [self._tensors[0].new_empty(0)]
+        return [
+            torch.cat(
+                [_bytes_of(t[:, :, slice(*self.cuts.range(place, piece))]) for t in self._tensors]
+            )
+            for piece in range(self.cuts.pieces)
+        ]
 
-    def numel(self, place: int) -> int:
-        """Elements of a place's keys and values."""
-        return sum(self._counts(place))
+    def bytes(self, place: int, piece: int) -> int:
+        """Of a message."""
+        return sum(self._sizes(place, piece, each_byte=True))
 
-    def open(self, block: Tensor, place: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of a message; in a ring of one they did not become one."""
-        if not len(block):
-            return self._k[:, :, : self._lengths[place]], self._v[:, :, : self._lengths[place]]
-        return self.split(block.view(self._k.dtype), place)
+    def numel(self, place: int, piece: int) -> int:
+        """Elements of a piece of all tensors."""
+        return sum(self._sizes(place, piece))
 
-    def split(self, flat: Tensor, place: int) -> tuple[Tensor, Tensor]:
-        """A place's flat keys and values, or their gradients, by shape."""
-        k, v = flat.split(self._counts(place))
-        length = self._lengths[place]
-        shape = *self._k.shape[:2], length
-        return k.view(*shape, self._k.shape[3]), v.view(*shape, self._v.shape[3])
-
-    def _counts(self, place: int) -> list[int]:
-        rows = self._k.shape[0] * self._k.shape[1] * self._lengths[place]
-        return [rows * self._k.shape[3], rows * self._v.shape[3]]
-
-
-class _Queries:
-    """Tensors ``[batch, heads, queries, ...]`` as one message, those of wide dtypes first."""
-
-    def __init__(self, tensors: Sequence[Tensor], layout: Layout, value_dim: int) -> None:
-        self._tensors, self._value_dim = tensors, value_dim
-        self.lengths = layout.place_sizes()
-        self.own = _bytes_of(tensors)
-
-    def bytes(self, place: int) -> int:
-        """Of a place's message."""
-        return sum(self._sizes(place))
-
-    def open(self, block: Tensor, place: int) -> list[Tensor]:
+    def open(self, visit: Visit) -> list[Tensor]:
         """The tensors of a message."""
-        parts = zip(block.split(self._sizes(place)), self._tensors, strict=True)
-        return [part.view(t.dtype).view(self._shape(t, place)) for part, t in parts]
+        if not visit.block.numel():
+            # Not sent, in a ring of one or because there is nothing in it.
+            return [t[:, :, : self.cuts.size(visit.place, visit.piece)] for t in self._tensors]
+        parts = visit.block.split(self._sizes(visit.place, visit.piece, each_byte=True))
+        shapes = self._shapes(visit.place, visit.piece)
+        return [
+            part.view(t.dtype).view(shape)
+            for part, t, shape in zip(parts, self._tensors, shapes, strict=True)
+        ]
 
-    def partial_numel(self, place: int) -> int:
-        """Elements of a place's output and log-sum-exp."""
-        return self._rows(place) * (self._value_dim + 1)
+    def split(self, flat: Tensor, visit: Visit) -> list[Tensor]:
+        """Flat elements by the tensors' shapes."""
+        parts = flat.split(self._sizes(visit.place, visit.piece))
+        shapes = self._shapes(visit.place, visit.piece)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def partial(self, flat: Tensor, place: int) -> Partial:
-        """They by shape."""
-        shape = self._shape(self._tensors[0], place)[:3]
-        out, lse = flat.split([self._rows(place) * self._value_dim, self._rows(place)])
-        return Partial(out.view(*shape, self._value_dim), lse.view(shape))
+    def joined(self, totals: list[Tensor], call: Call) -> list[Tensor]:
+        """This place's tensors of what came home for each piece."""
+        place = call.groups.place
+        pieces = [self.split(t, Visit(place, n, t)) for n, t in enumerate(totals)]
+        return [torch.cat(parts, 2) for parts in zip(*pieces, strict=True)]
 
-    def _rows(self, place: int) -> int:
-        return self._tensors[0].shape[0] * self._tensors[0].shape[1] * self.lengths[place]
+    def _shapes(self, place: int, piece: int) -> list[torch.Size]:
+        length = self.cuts.size(place, piece)
+        return [torch.Size([*t.shape[:2], length, *t.shape[3:]]) for t in self._tensors]
 
-    def _shape(self, tensor: Tensor, place: int) -> tuple[int, ...]:
-        return (*tensor.shape[:2], self.lengths[place], *tensor.shape[3:])
+    def _sizes(self, place: int, piece: int, each_byte: bool = False) -> list[int]:
+        shapes = self._shapes(place, piece)
+        return [
+            shape.numel() * (t.element_size() if each_byte else 1)
+            for shape, t in zip(shapes, self._tensors, strict=True)
+        ]
 
-    def _sizes(self, place: int) -> list[int]:
-        return [torch.Size(self._shape(t, place)).numel() * t.element_size() for t in self._tensors]
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors])
+def _plus(into: Tensor, arrived: Tensor, _: Visit) -> Tensor:
+    return into.add_(arrived)
 
 
 def _half(length: int, half: int | None) -> Interval | None:

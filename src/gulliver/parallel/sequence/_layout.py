@@ -66,7 +66,7 @@ class Layout:
         """What a rank holds; the ranks of a place follow each other."""
         place, member = divmod(rank, self.ulysses)
         held = self.of_place(place)
-        return _between(held, *_parts(size_of(held), self.ulysses)[member])
+        return part_of(held, *_parts(size_of(held), self.ulysses)[member])
 
     def sizes(self) -> list[int]:
         """Tokens of each rank."""
@@ -118,8 +118,8 @@ def _joined(intervals: list[Interval]) -> tuple[Interval, ...]:
     return tuple(joined)
 
 
-def _between(intervals: tuple[Interval, ...], first: int, last: int) -> tuple[Interval, ...]:
-    """The tokens from the `first` up to the `last` that intervals hold."""
+def part_of(intervals: tuple[Interval, ...], first: int, last: int) -> tuple[Interval, ...]:
+    """Of the tokens that intervals hold, those from the `first` up to the `last`."""
     found, at = [], 0
     for start, stop in intervals:
         low, high = max(first - at, 0), min(last - at, stop - start)

@@ -16,26 +16,48 @@ along the outer ring from there.
 
 The part of the own block is computed in two halves, one while the first block is on its way here,
 one while the last sum is on its way home: nothing but the pipeline's first and last step waits.
+
+[Note: pieces] A long block travels as pieces, which take turns: each goes on as soon as it is its
+turn again, so that the link has something to carry all the time, and the last step that nothing can
+hide is that of one piece. What is sent is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from gulliver.parallel.sequence._plan import SequenceGroups
 from gulliver.parallel.sequence._wire import BLOCK_TAG, GATHERED_TAG, Flight, Line, shift
 
-Count = Callable[[int], int]
-"""Elements of a place's block."""
+Count = Callable[[int, int], int]
+"""Elements of a piece of a place's block."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A piece of a block that is here.
+
+    Attributes:
+        place: whose block it is.
+        piece: its number.
+        block: flat.
+        half: of the work, 0 or 1; None for all of it.
+    """
+
+    place: int
+    piece: int
+    block: Tensor
+    half: int | None = None
 
 
 class _Carousel:
-    """Blocks along one line, each arriving in one of two buffers."""
+    """One piece of each block along one line, each arriving in one of two buffers."""
 
-    def __init__(self, line: Line, largest: int) -> None:
-        self._line, self._largest = line, largest
+    def __init__(self, line: Line, piece: int, largest: int) -> None:
+        self._line, self._piece, self._largest = line, piece, largest
         self._buffers: list[Tensor | None] = [None, None]
         self._hops = 0
 
@@ -50,31 +72,63 @@ class _Carousel:
             # Fresh memory is slow to touch: two buffers serve all hops.
             buffer = self._buffers[which] = block.new_empty(self._largest)
         self._hops += 1
-        return shift(self._line, block, buffer[:count], BLOCK_TAG)
+        return shift(self._line, block, buffer[:count], BLOCK_TAG + self._piece)
 
 
-def turn(own: Tensor, count: Count, groups: SequenceGroups) -> Iterator[tuple[int, Tensor]]:
-    """The blocks of all places, the own first, each with its place; the next travels meanwhile.
+class _Road:
+    """The lines of both levels, for one piece of each block."""
+
+    def __init__(self, groups: SequenceGroups, piece: int, count: Count) -> None:
+        self._groups, self._piece, self._count = groups, piece, count
+        largest = max(count(place, piece) for place in range(groups.plan.ring))
+        self._slow = _Carousel(groups.outer, piece, largest)
+        self._fast = _Carousel(groups.inner, piece, largest)
+
+    def origin(self, a: int, b: int) -> int:
+        """The place whose block is here in step (a, b)."""
+        outer, inner = self._groups.outer, self._groups.inner
+        return (outer.place - a) % outer.size * inner.size + (inner.place - b) % inner.size
+
+    def visit(self, a: int, b: int, block: Tensor, half: int | None = None) -> Visit:
+        """What is here in step (a, b)."""
+        return Visit(self.origin(a, b), self._piece, block, half)
+
+    def outwards(self, a: int, held: Tensor) -> Flight | None:
+        """Sends a block along the outer ring in step (a, 0), unless it was the last one's turn."""
+        if a + 1 == self._groups.outer.size:
+            return None
+        return self._slow.send_on(held, self._count(self.origin(a + 1, 0), self._piece))
+
+    def inwards(self, a: int, b: int, block: Tensor) -> Flight | None:
+        """Sends a block along the inner ring in step (a, b), the same."""
+        if b + 1 == self._groups.inner.size:
+            return None
+        return self._fast.send_on(block, self._count(self.origin(a, b + 1), self._piece))
+
+
+def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterator[Visit]:
+    """The blocks of all places, piece by piece, the own first; the next travel meanwhile.
 
     Args:
-        own: flat.
-        count: elements of each place's block.
+        own: the pieces, flat.
+        count: elements of each place's pieces.
         groups: of the ranks.
     """
-    inner, outer = groups.inner, groups.outer
-    largest = max(count(place) for place in range(groups.plan.ring))
-    slow, fast = _Carousel(outer, largest), _Carousel(inner, largest)
+    pieces = [_turn(_Road(groups, p, count), block, groups) for p, block in enumerate(own)]
+    for _ in range(groups.plan.ring):
+        for piece in pieces:
+            yield next(piece)
+
+
+def _turn(road: _Road, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
+    """Of one piece of each block. What is waited for is waited for when it is its turn again."""
     held = own
-    for a in range(outer.size):
-        ahead = None
-        if a + 1 < outer.size:
-            ahead = slow.send_on(held, count(_origin(groups, a + 1, 0)))
+    for a in range(groups.outer.size):
+        ahead = road.outwards(a, held)
         block = held
-        for b in range(inner.size):
-            following = None
-            if b + 1 < inner.size:
-                following = fast.send_on(block, count(_origin(groups, a, b + 1)))
-            yield _origin(groups, a, b), block
+        for b in range(groups.inner.size):
+            following = road.inwards(a, b, block)
+            yield road.visit(a, b, block)
             if following is not None:
                 block = following.wait()
         if ahead is not None:
@@ -82,103 +136,106 @@ def turn(own: Tensor, count: Count, groups: SequenceGroups) -> Iterator[tuple[in
 
 
 def round_trip(
-    own: Tensor,
+    own: Sequence[Tensor],
     count: Count,
     gathered_count: Count,
     groups: SequenceGroups,
-    compute: Callable[[int, Tensor, int | None], Tensor],
-    add: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """Takes every block round; returns what all places have gathered for the own one.
+    compute: Callable[[Visit], Tensor],
+    add: Callable[[Tensor, Tensor, Visit], Tensor],
+) -> list[Tensor]:
+    """Takes every block round; returns what all places have gathered for the own pieces.
 
     Args:
-        own: flat.
-        count: elements of each place's block.
-        gathered_count: elements of what is gathered for it.
+        own: the pieces, flat.
+        count: elements of each place's pieces.
+        gathered_count: elements of what is gathered for them.
         groups: of the ranks.
-        compute: of a place, its block and a half (0, 1 or None for both), this rank's part of what
-            is gathered, flat and fresh.
-        add: of a rank's part and what arrived, the sum; it may be the part itself.
+        compute: of a visit, this rank's part of what is gathered, flat and fresh.
+        add: of a rank's part, what arrived and whose it is, the sum; it may be the part itself.
     """
-    trip = _Trip(count, gathered_count, groups, compute, add)
-    return trip.run(own)
+    trips = [
+        _Trip(_Road(groups, p, count), p, gathered_count, groups, add).steps(block)
+        for p, block in enumerate(own)
+    ]
+    totals: dict[int, Tensor] = {}
+    while len(totals) < len(trips):
+        for number, trip in enumerate(trips):
+            visit = next(trip)
+            assert visit is not None
+            try:
+                # It sends the part on, and waits for its next block when it is its turn again.
+                trip.send(compute(visit))
+            except StopIteration as end:
+                totals[number] = end.value
+    return [totals[number] for number in range(len(trips))]
 
 
+_Steps = Generator[Visit | None, Tensor, Tensor]
+"""Yields a visit and is sent its part, then yields None when others may have their turn."""
+
+
+@dataclass
 class _Trip:
-    """One `round_trip`."""
+    """One piece's part of `round_trip`."""
 
-    def __init__(
-        self,
-        count: Count,
-        gathered_count: Count,
-        groups: SequenceGroups,
-        compute: Callable[[int, Tensor, int | None], Tensor],
-        add: Callable[[Tensor, Tensor], Tensor],
-    ) -> None:
-        self._count, self._gathered_count, self._groups = count, gathered_count, groups
-        self._compute, self._add = compute, add
-        largest = max(count(place) for place in range(groups.plan.ring))
-        self._slow, self._fast = _Carousel(groups.outer, largest), _Carousel(groups.inner, largest)
+    road: _Road
+    piece: int
+    gathered_count: Count
+    groups: SequenceGroups
+    add: Callable[[Tensor, Tensor, Visit], Tensor]
 
-    def run(self, own: Tensor) -> Tensor:
-        """The sum for the own block."""
-        outer = self._groups.outer
-        if self._groups.plan.ring == 1:
-            return self._compute(self._origin(0, 0), own, None)
+    def steps(self, own: Tensor) -> _Steps:
+        """Of both rings; returns the sum for the own block."""
+        if self.groups.plan.ring == 1:
+            return (yield self.road.visit(0, 0, own))
+        road, outer = self.road, self.groups.outer
         held, home, home_flight, flight = own, None, None, None
         for a in range(outer.size):
-            ahead = None
-            if a + 1 < outer.size:
-                ahead = self._slow.send_on(held, self._count(self._origin(a + 1, 0)))
-            first, arriving = self._inner_turn(a, held)
+            ahead = road.outwards(a, held)
+            first, arriving = yield from self._inner_turn(a, held)
             if a == 0:
                 home, home_flight = first, arriving
             else:
-                total = self._rest(a, held, first, arriving)
+                total = yield from self._rest(road.visit(a, 0, held, 1), first, arriving)
                 if flight is not None:
-                    total = self._add(total, flight.wait())
-                flight = self._send_home(outer, total, self._origin(a + 1, 0))
+                    total = self.add(total, flight.wait(), road.visit(a, 0, held))
+                flight = self._send_home(outer, total, road.origin(a + 1, 0))
+                yield None
             if ahead is not None:
                 held = ahead.wait()
         assert home is not None
-        total = self._rest(0, own, home, home_flight)
-        return total if flight is None else self._add(total, flight.wait())
+        total = yield from self._rest(road.visit(0, 0, own, 1), home, home_flight)
+        return total if flight is None else self.add(total, flight.wait(), road.visit(0, 0, own))
 
-    def _inner_turn(self, a: int, held: Tensor) -> tuple[Tensor, Flight | None]:
+    def _inner_turn(
+        self, a: int, held: Tensor
+    ) -> Generator[Visit | None, Tensor, tuple[Tensor, Flight | None]]:
         """The first half for the held block, and the other ranks' sum for it on its way here."""
-        inner, block, arriving = self._groups.inner, held, None
-        first = None
-        for b in range(inner.size):
-            following = None
-            if b + 1 < inner.size:
-                following = self._fast.send_on(block, self._count(self._origin(a, b + 1)))
-            part = self._compute(self._origin(a, b), block, 0 if b == 0 else None)
-            if b == 0:
-                first = part
-            else:
-                if arriving is not None:
-                    part = self._add(part, arriving.wait())
-                arriving = self._send_home(inner, part, self._origin(a, b + 1))
-            if following is not None:
-                block = following.wait()
-        assert first is not None
+        road, inner, block = self.road, self.groups.inner, held
+        following = road.inwards(a, 0, block)
+        first = yield road.visit(a, 0, block, 0)
+        arriving = None
+        for b in range(1, inner.size):
+            yield None
+            assert following is not None
+            block = following.wait()
+            following = road.inwards(a, b, block)
+            visit = road.visit(a, b, block)
+            part = yield visit
+            if arriving is not None:
+                part = self.add(part, arriving.wait(), visit)
+            arriving = self._send_home(inner, part, road.origin(a, b + 1))
+        yield None
         return first, arriving
 
-    def _rest(self, a: int, held: Tensor, first: Tensor, arriving: Flight | None) -> Tensor:
+    def _rest(
+        self, visit: Visit, first: Tensor, arriving: Flight | None
+    ) -> Generator[Visit | None, Tensor, Tensor]:
         """The second half for the held block, and what arrived."""
-        total = self._add(first, self._compute(self._origin(a, 0), held, 1))
-        return total if arriving is None else self._add(total, arriving.wait())
+        total = self.add(first, (yield visit), visit)
+        return total if arriving is None else self.add(total, arriving.wait(), visit)
 
     def _send_home(self, line: Line, gathered: Tensor, origin: int) -> Flight:
         """Sends a sum after its block; what comes in is the sum for the next one."""
-        incoming = gathered.new_empty(self._gathered_count(origin))
-        return shift(line, gathered, incoming, GATHERED_TAG)
-
-    def _origin(self, a: int, b: int) -> int:
-        return _origin(self._groups, a, b)
-
-
-def _origin(groups: SequenceGroups, a: int, b: int) -> int:
-    """The place whose block is here in step (a, b)."""
-    outer, inner = groups.outer, groups.inner
-    return (outer.place - a) % outer.size * inner.size + (inner.place - b) % inner.size
+        incoming = gathered.new_empty(self.gathered_count(origin, self.piece))
+        return shift(line, gathered, incoming, GATHERED_TAG + self.piece)

@@ -112,8 +112,9 @@ def _round(own: Tensor, sizes: list[int], groups: SequenceGroups) -> Iterator[tu
     batch, heads, _, dim = own.shape
     item = own.element_size()
     flat = own.contiguous().view(-1).view(torch.uint8)
-    for place, block in turn(flat, lambda p: batch * heads * sizes[p] * dim * item, groups):
-        yield _columns(sizes)[place], block.view(own.dtype).view(batch, heads, sizes[place], dim)
+    for visit in turn([flat], lambda p, _: batch * heads * sizes[p] * dim * item, groups):
+        block = visit.block.view(own.dtype).view(batch, heads, sizes[visit.place], dim)
+        yield _columns(sizes)[visit.place], block
 
 
 def _columns(sizes: list[int]) -> list[slice]:

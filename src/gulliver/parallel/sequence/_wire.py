@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BLOCK_TAG, GATHERED_TAG, EXCHANGE_TAG = 11, 12, 13
-"""Of the blocks that go round, of what is gathered for them, of exchanges."""
+BLOCK_TAG, GATHERED_TAG, EXCHANGE_TAG = 100, 200, 300
+"""Of the blocks that go round and of what is gathered for them, plus the piece; of exchanges."""
 
 
 @dataclass(frozen=True)
