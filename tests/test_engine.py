@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from gulliver.cli._commands import run as run_command
 from gulliver.errors import GulliverError
 from gulliver.io import Engine, IoError, NativeEngine, TwinEngine, default_engine, native_problem
-from gulliver.io import _engine as engine_module
+from gulliver.io import _default as default_module
 from tests.native_stress import SANITIZERS, CannotBuild
 from tests.native_stress import build as build_stress
 from tests.native_stress import run as run_stress
@@ -750,7 +750,7 @@ def test_twin_takes_over_where_nothing_was_built_and_says_so_once(
 ) -> None:
     monkeypatch.delenv("GULLIVER_IO", raising=False)
     monkeypatch.setattr("gulliver.io._native.native_problem", lambda: "it is not built")
-    monkeypatch.setattr(engine_module, "_said", set())
+    monkeypatch.setattr(default_module, "_said", set())
     with caplog.at_level(logging.WARNING, "gulliver"):
         kinds = []
         for _ in range(2):

@@ -11,6 +11,7 @@ from gulliver.io._atomic import (
     sync,
     write_text,
 )
+from gulliver.io._default import default_engine
 from gulliver.io._engine import (
     BLOCK,
     Counters,
@@ -19,7 +20,6 @@ from gulliver.io._engine import (
     IoError,
     Page,
     Ticket,
-    default_engine,
 )
 from gulliver.io._native import NativeEngine, native_problem
 from gulliver.io._twin import TwinEngine

@@ -3,7 +3,7 @@
 Submitted as (address, bytes, file, offset), completed as the two events of a `Ticket`: `copied`,
 when the source may change again, and `done`, when the bytes have been handed to the file. Two
 implementations take the same calls: `NativeEngine` (C++, never touches the GIL) and `TwinEngine`
-(Python; its oracle, and what runs where no compiler was). `default_engine` chooses.
+(Python; its oracle, and what runs where no compiler was). `_default` chooses.
 
 What is staged goes through a pool of aligned pages::
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
-import logging
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -41,8 +40,6 @@ SLICE = 8 * 2**20
 Auto = bool | Literal["auto"]
 Call = Literal["open", "fallocate", "write", "read", "fsync", "truncate"]
 CALLS: tuple[Call, ...] = ("open", "fallocate", "write", "read", "fsync", "truncate")
-CHOICES = ("native", "threads", "python")
-"""Values of ``$GULLIVER_IO``: native with io_uring where allowed, native without, the twin."""
 
 
 class IoError(GulliverError):
@@ -412,7 +409,6 @@ def check_injection(call: Call, nth: int, times: int) -> None:
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-_said: set[str] = set()
 
 
 @atexit.register
@@ -421,53 +417,3 @@ def _finish_all() -> None:
     for engine in list(_open_engines):
         if engine._process == os.getpid():
             engine.close()
-
-
-def default_engine(
-    *,
-    page_bytes: int = 4 * 2**20,
-    pages: int = 16,
-    copiers: int = 2,
-    writers: int = 2,
-    queue: int = 4096,
-    direct: Auto = "auto",
-) -> Engine:
-    """Makes the native engine where it was built, else the twin, which is said once in the log.
-
-    ``$GULLIVER_IO`` forces one: ``native``, ``threads`` (native without io_uring) or ``python``.
-
-    Raises:
-        GulliverError: an unknown choice, or a native engine demanded that was not built.
-    """
-    from gulliver.io._native import NativeEngine, native_problem
-    from gulliver.io._twin import TwinEngine
-
-    choice = os.environ.get("GULLIVER_IO", "")
-    if choice and choice not in CHOICES:
-        raise GulliverError(f"GULLIVER_IO={choice!r} is unknown: {nearest(choice, CHOICES)}")
-    problem = native_problem()
-    if problem and choice in ("native", "threads"):
-        raise GulliverError(f"GULLIVER_IO={choice} asks for the native engine, but {problem}")
-    if problem and not choice and problem not in _said:
-        _said.add(problem)
-        logging.getLogger("gulliver").warning(
-            "I/O runs in Python threads, which compete for the GIL: %s", problem
-        )
-    if choice == "python" or problem:
-        return TwinEngine(
-            page_bytes=page_bytes,
-            pages=pages,
-            copiers=copiers,
-            writers=writers,
-            queue=queue,
-            direct=direct,
-        )
-    return NativeEngine(
-        page_bytes=page_bytes,
-        pages=pages,
-        copiers=copiers,
-        writers=writers,
-        queue=queue,
-        direct=direct,
-        io_uring=False if choice == "threads" else "auto",
-    )
