@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,15 @@ import torch
 from torch import Tensor
 
 from gulliver.comm import World
-from gulliver.parallel.sequence import Mask, SequenceGroups, SequencePlan, attention, make_groups
+from gulliver.parallel.sequence import (
+    Mask,
+    SequenceGroups,
+    SequencePlan,
+    _core,
+    _tiles,
+    attention,
+    make_groups,
+)
 
 BARS = {torch.float64: 1e-10, torch.float32: 1e-5}
 BATCH, HEAD_DIM = 2, 8
@@ -154,17 +163,23 @@ def largest_errors(
     return errors
 
 
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """Masks are cut, and blocks travel as pieces, at the lengths of tests too."""
+    before = _tiles.LEAF, _core.LEAST_PIECE
+    _tiles.LEAF, _core.LEAST_PIECE = 4, 2
+    try:
+        yield
+    finally:
+        _tiles.LEAF, _core.LEAST_PIECE = before
+
+
 def errors_of(
     world: World, mode: Mode, dtype: torch.dtype, logits: float = 1.0, kernel: str | None = None
 ) -> dict[str, list[float]]:
     """The errors of output, dq, dk and dv of every cell on this rank."""
-    from gulliver.parallel.sequence import _core, _tiles
-
     found: dict[str, list[float]] = {}
-    before = _tiles.LEAF, _core.LEAST_PIECE
-    # Small enough that masks are cut at all, and blocks travel as pieces.
-    _tiles.LEAF, _core.LEAST_PIECE = 4, 2
-    try:
+    with small_pieces():
         for layout in ("contiguous", "zigzag"):
             groups = make_groups(mode.plan(layout))
             for cell, length, key_length, heads in _cases(layout):
@@ -174,8 +189,6 @@ def errors_of(
                 errors = largest_errors(groups, part, full_attention(*given, mask))
                 name = f"{cell.name}, {layout}, {length} x {key_length}, heads {heads}"
                 found[name] = errors
-    finally:
-        _tiles.LEAF, _core.LEAST_PIECE = before
     return found
 
 

@@ -43,6 +43,14 @@ from gulliver.parallel.sequence import _wire as wire
 from gulliver.parallel.sequence._heads import deal_heads
 from gulliver.parallel.sequence._kernels import Asked, Block, select
 from gulliver.parallel.sequence._mask import Rules
+from gulliver.parallel.sequence._partial import (
+    Gradients,
+    How,
+    Partial,
+    Rows,
+    attend,
+    attend_backward,
+)
 from gulliver.parallel.sequence._tiles import tiles
 from tests.pool import Pool
 from tests.sequence_cells import (
@@ -55,9 +63,11 @@ from tests.sequence_cells import (
     largest_errors,
     mask_of,
     shared_attention,
+    small_pieces,
     tensors,
 )
 
+WHOLE = slice(None), slice(None)
 SMALL_MODES = tuple(mode for mode in MODES if mode.ranks > 1)
 
 
@@ -148,6 +158,70 @@ def test_in_16_bits_the_error_is_that_of_one_kernel(pool: Pool, dtype: torch.dty
             for error, alone in rank:
                 # A rank that holds the largest element rounds it once more.
                 assert error <= 2 * alone + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_merged_parts_of_one_device_are_one_call_within_a_rounding(
+    device: str, causal: bool
+) -> None:
+    """The parts of N virtual ranks, forward and backward, beside torch's attention in bfloat16."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(1, 4, 512, 64, generator=generator, device=device, dtype=torch.bfloat16)
+        for _ in range(4)
+    )
+    expected = full_attention(*(t.cpu() for t in (q, k, v, grad)), Mask(causal=causal))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+    alone = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    rules = Mask(causal=causal).rules(1, 512, 512)
+    how = How(0.125, rules, (WHOLE,))
+    for ring in (2, 8):
+        blocks = [Layout(512, ring).of_place(place)[0] for place in range(ring)]
+        partial = Partial.empty(q, 64)
+        for first, last in blocks:
+            found = tiles(((0, 512),), ((first, last),), rules)
+            attend(partial, q, k[:, :, first:last], v[:, :, first:last], found, how)
+        rows = Rows(q, grad, partial.out.bfloat16(), partial.lse)
+        into = Gradients(*(torch.zeros_like(t, dtype=torch.float32) for t in (q, k, v)))
+        for first, last in blocks:
+            found = tiles(((0, 512),), ((first, last),), rules)
+            k_block, v_block = k[:, :, first:last], v[:, :, first:last]
+            part = Gradients(into.q, into.k[:, :, first:last], into.v[:, :, first:last])
+            attend_backward(part, rows, k_block, v_block, found, how)
+        merged = rows.out, *(t.bfloat16() for t in (into.q, into.k, into.v))
+        for ours, torchs, exact in zip(merged, alone, expected, strict=True):
+            rounding = torch.finfo(torch.bfloat16).eps * exact.abs().max()
+            error, least = ((t.cpu() - exact).abs().max() for t in (ours, torchs))
+            assert error <= least + rounding
+
+
+def _autocast(world: World) -> tuple[torch.dtype, float, bool]:
+    groups = make_groups(SequencePlan(inner=world.size))
+    given = tensors(torch.float32, 16, 16, (4, 4))
+    halves = [t.bfloat16() for t in given]
+    # The explicit kernel is made of products, which autocast would round.
+    expected = shared_attention(groups, halves, Mask(), kernel="reference")
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = [given[0], halves[1], given[2], halves[3]]
+        found = shared_attention(groups, mixed, Mask(), kernel="reference")
+    same = all(torch.equal(a, b.to(a.dtype)) for a, b in zip(expected, found, strict=True))
+    return found[0].dtype, float((found[0] - expected[0]).abs().max()), same
+
+
+def test_autocast_casts_as_for_attention_on_one_rank(pool: Pool) -> None:
+    for dtype, error, same in pool.run(_autocast, 2):
+        assert dtype == torch.bfloat16
+        assert error == 0
+        assert same
+
+
+def test_a_compiled_model_may_call_it() -> None:
+    groups = make_groups(SequencePlan())
+    q = torch.randn(1, 2, 6, 8)
+    call = torch.compile(lambda x: attention(x * 2, x, x, groups) + 1, backend="eager")
+    assert torch.equal(call(q), attention(q * 2, q, q, groups) + 1)
 
 
 def _unseen(world: World) -> bool:
@@ -265,7 +339,7 @@ def _deliver_late(true: Any, calls: list[Any]) -> list[Any]:
 
 def _adversary(world: World, mode: Mode) -> list[list[float]]:
     errors = []
-    with _patched(_deliver_late):
+    with _patched(_deliver_late), small_pieces():
         groups = make_groups(mode.plan("zigzag"))
         for circulate in ("kv", "q"):
             given = tensors(torch.float64, 31, 31, (4, 2))
@@ -281,6 +355,11 @@ def test_nothing_is_read_before_it_arrived_or_written_while_it_is_sent(
 ) -> None:
     found = pool.run(_adversary, mode.ranks, mode)
     assert max(e for rank in found for call in rank for e in call) < 1e-10
+
+
+def _counted_in_pieces(world: World, *args: Any) -> list[dict]:
+    with small_pieces():
+        return _counted(world, *args)
 
 
 def _counted(world: World, plan: SequencePlan, shape: Shape, circulate: str) -> list[dict]:
@@ -328,7 +407,8 @@ def test_as_many_bytes_are_sent_as_the_formulas_say(pool: Pool, plan: SequencePl
         ("float32", 64, "q"),
     ):
         shape = Shape(2, 8, 4, 32, 8, key_length=keys, dtype=dtype)
-        found = pool.run(_counted, plan.degree, plan, shape, circulate)
+        count = _counted_in_pieces if dtype == "float32" else _counted
+        found = pool.run(count, plan.degree, plan, shape, circulate)
         expected = volume(plan, shape, circulate)
         for line in ("ulysses", "inner", "outer"):
             for number, way in enumerate(("forward", "backward")):
@@ -774,6 +854,24 @@ def test_ranks_that_do_not_agree_are_told_so_on_all_of_them(pool: Pool) -> None:
     assert all("layout of 8 gives the ranks 4, 4" in line for line in length)
     assert all("dtype differ" in line for line in dtype)
     assert all("must be one of 1, 2" in line for line in degree)
+
+
+def _uneven(world: World) -> list[str]:
+    groups = make_groups(SequencePlan(inner=3))
+    # The first rank's part is as it should be, and yet it must not wait for the others for ever.
+    q = torch.randn(1, 4, (3, 2, 4)[world.rank], 8)
+    said = []
+    for call in (lambda: attention(q, q, q, groups), lambda: unshard(q, groups, dim=2)):
+        with pytest.raises(GulliverError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_part_that_is_too_short_is_named_on_all_ranks(pool: Pool) -> None:
+    for attending, gathering in pool.run(_uneven, 3):
+        assert "rank 1 holds 2 tokens of q: the contiguous layout of 9" in attending
+        assert "rank 1 holds 2 of 9 in dim 2" in gathering
 
 
 def test_rules_without_a_mask_allow_all() -> None:

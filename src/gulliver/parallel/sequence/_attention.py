@@ -19,7 +19,7 @@ from torch import Tensor
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.sequence._core import Call, Circulate, RingAttention
 from gulliver.parallel.sequence._heads import Heads, Swap, ToHeads, ToSequence, deal_heads
-from gulliver.parallel.sequence._kernels import DTYPES, asked_of, select
+from gulliver.parallel.sequence._kernels import DTYPES, HALVES, asked_of, select
 from gulliver.parallel.sequence._layout import Layout
 from gulliver.parallel.sequence._mask import Mask
 from gulliver.parallel.sequence._partial import How
@@ -49,6 +49,8 @@ def attention(
     which costs a small message each and on a GPU a synchronisation. Gradients are those of the sum
     of what all ranks do with their outputs.
 
+    Under autocast q, k and v are cast as for torch's own attention.
+
     Args:
         q: this rank's queries, ``[batch, heads, local length, head dim]``.
         k: its keys, ``[batch, KV heads, local key length, head dim]``; the KV heads divide the
@@ -74,6 +76,7 @@ def attention(
     Raises:
         GulliverError: shapes, dtypes or a kernel that do not fit; ranks that do not agree.
     """
+    q, k, v = _autocast(q, k, v)
     _check_arguments(q, k, v, mask, dropout, circulate)
     options = scale, length, key_length, kernel, deterministic, circulate
     return _eager(q, k, v, groups, mask or Mask(), *options)
@@ -126,6 +129,15 @@ def _apply(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     return RingAttention.apply(q, k, v, call)
 
 
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In the dtype that autocast gives torch's own attention, where it is on."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.dtype in (torch.float32, *HALVES) else t for t in tensors)
+
+
 def _check_arguments(
     q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float, circulate: str
 ) -> None:
@@ -168,27 +180,35 @@ def _layouts(
     length: int | None,
     key_length: int | None,
 ) -> tuple[Layout, Layout]:
-    """How queries and keys lie over the ranks, checked against what this rank holds."""
+    """How queries and keys lie over the ranks, checked against what is held."""
+    own = {groups.rank: (q.shape[2], k.shape[2])}
     if length is None:
-        length, asked_key_length = _agree(q, k, v, groups, mask)
-        key_length = asked_key_length if key_length is None else key_length
+        held = dict(enumerate(_agree(q, k, v, groups, mask)))
+        length = sum(of_q for of_q, _ in held.values())
+        asked = sum(of_k for _, of_k in held.values())
+        key_length = asked if key_length is None else key_length
+    else:
+        held = own
     key_length = length if key_length is None else key_length
     layouts = groups.plan.lay(length), groups.plan.lay(key_length)
-    for name, tensor, layout in (("q", q, layouts[0]), ("k and v", k, layouts[1])):
-        wanted = layout.sizes()
-        if tensor.shape[2] != wanted[groups.rank]:
-            raise GulliverError(
-                f"rank {groups.rank} holds {tensor.shape[2]} tokens of {name}: the "
-                f"{layout.name} layout of {layout.length} gives the ranks {_short(wanted)}; cut "
-                "sequences with shard"
-            )
+    for number, name in enumerate(("q", "k and v")):
+        wanted = layouts[number].sizes()
+        for rank, lengths in held.items():
+            if lengths[number] != wanted[rank]:
+                raise GulliverError(
+                    f"rank {rank} holds {lengths[number]} tokens of {name}: the "
+                    f"{groups.plan.layout} layout of {layouts[number].length} gives the ranks "
+                    f"{_short(wanted)}; cut sequences with shard"
+                )
     return layouts
 
 
-def _agree(q: Tensor, k: Tensor, v: Tensor, groups: SequenceGroups, mask: Mask) -> tuple[int, int]:
-    """Both lengths, from all ranks; what must be equal on all is compared."""
+def _agree(
+    q: Tensor, k: Tensor, v: Tensor, groups: SequenceGroups, mask: Mask
+) -> list[tuple[int, int]]:
+    """All ranks' lengths of queries and keys; what must be equal on all is compared."""
     if groups.plan.degree == 1:
-        return q.shape[2], k.shape[2]
+        return [(q.shape[2], k.shape[2])]
     names = ("batch", "heads", "KV heads", "head dim", "value dim", "dtype", "mask")
     same = (*q.shape[:2], k.shape[1], q.shape[3], v.shape[3], DTYPES.index(q.dtype))
     own = (q.shape[2], k.shape[2], *same, mask.digest())
@@ -201,7 +221,7 @@ def _agree(q: Tensor, k: Tensor, v: Tensor, groups: SequenceGroups, mask: Mask) 
                 f"the ranks of one sequence do not agree: {name} {shown}; each must have its part "
                 "of the same batch"
             )
-    return sum(values[0] for values in ranks), sum(values[1] for values in ranks)
+    return [(values[0], values[1]) for values in ranks]
 
 
 def _short(values: list[int]) -> str:

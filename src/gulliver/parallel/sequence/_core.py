@@ -109,7 +109,9 @@ class RingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """The output, ``[batch, heads, own queries, value dim]`` of q's dtype."""
         forward = forward_kv if call.circulate == "kv" else forward_q
-        partial = forward(q, k, v, call)
+        # The explicit kernel's products must stay in the dtype that it chose.
+        with torch.autocast(q.device.type, enabled=False):
+            partial = forward(q, k, v, call)
         out = partial.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, partial.lse)
         ctx.call = call
@@ -123,7 +125,8 @@ class RingAttention(torch.autograd.Function):
         # A gradient may be any view, even one number seen many times.
         rows = Rows(q, grad.contiguous(), out, lse.masked_fill(lse == -torch.inf, 0.0))
         backward = backward_kv if ctx.call.circulate == "kv" else backward_q
-        grads = backward(rows, k, v, ctx.call)
+        with torch.autocast(q.device.type, enabled=False):
+            grads = backward(rows, k, v, ctx.call)
         return grads.q.to(q.dtype), grads.k.to(k.dtype), grads.v.to(v.dtype), None
 
 

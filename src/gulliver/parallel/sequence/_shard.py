@@ -142,16 +142,19 @@ def checked_layout(x: Tensor, groups: SequenceGroups, dim: int, length: int | No
     Raises:
         GulliverError: the part has another length.
     """
+    held = {groups.rank: x.shape[dim]}
     if length is None:
         told = gather_integers(groups.all, [x.shape[dim]], x.device)
-        length = sum(values[0] for values in told)
+        held = {rank: values[0] for rank, values in enumerate(told)}
+        length = sum(held.values())
     layout = groups.plan.lay(length)
-    wanted = layout.sizes()[groups.rank]
-    if x.shape[dim] != wanted:
-        raise GulliverError(
-            f"rank {groups.rank} holds {x.shape[dim]} of {length} in dim {dim}: the {layout.name} "
-            f"layout gives it {wanted}"
-        )
+    wanted = layout.sizes()
+    for rank, count in held.items():
+        if count != wanted[rank]:
+            raise GulliverError(
+                f"rank {rank} holds {count} of {length} in dim {dim}: the {layout.name} layout "
+                f"gives it {wanted[rank]}"
+            )
     return layout
 
 

@@ -110,11 +110,8 @@ def _cut(tile: Tile, rules: Rules, leaf: int) -> Iterator[Tile]:
         return
     q, k = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
     if q <= leaf and k <= leaf:
-        allowed = tile.allowed(rules)
-        if bool(allowed.all()):
-            yield replace(tile, kind="plain")
-        elif bool(allowed.any()):
-            yield tile
+        # Perhaps all or nothing of it is allowed: the dense mask, built when it is used, will tell.
+        yield tile
         return
     halves = _at_row(tile, q // 2) if q >= k else _at_column(tile, k // 2)
     for half in halves:
