@@ -32,8 +32,10 @@ from torch import Tensor
 
 from benchmarks._harness import Report, Spread, alternate, at_least, at_most, finish
 from benchmarks.netlab import Net, foreign_load, run
+from benchmarks.netlab._net import bits_per_second
 from benchmarks.netlab._ranks import HEADERS, wire_bytes
 from gulliver.comm import barrier, gather_objects, init_world
+from gulliver.hardware import Axis, Cluster, Device, Link
 from gulliver.parallel.sequence import (
     Layout,
     Mask,
@@ -43,6 +45,7 @@ from gulliver.parallel.sequence import (
     attention,
     imbalance,
     make_groups,
+    predict,
     two_ring_attention,
     two_ring_volume,
     volume,
@@ -229,7 +232,22 @@ def report_overlap(options: Options, report: Report) -> None:
         alone = f"{milli(times['computing'])} / {milli(times['sending'])}"
         report.rows.append(("overlap", rate, milli(times["ring"]), alone, f"{ratio:.3f}"))
         report.bars.append(at_most(f"overlap: {rate}, ring / max(alone)", ratio, 1.15))
+        expected = predicted(options, rate, times["computing"].median)
+        shown = f"{expected * 1e3:.3g} ms", f"{times['ring'].median / expected:.3f}"
+        report.rows.append(("overlap", f"{rate}, predicted", milli(times["ring"]), *shown))
         report.figures[f"overlap {rate}"] = {n: list(s.values) for n, s in times.items()}
+
+
+def predicted(options: Options, rate: str, computing: float) -> float:
+    """Seconds of the ring by the library's formula, from the time that computing takes alone."""
+    shape = shape_of(options, 4, options.local)
+    operations = 4 * options.heads * options.local * shape.length * options.head_dim
+    device = Device(
+        "a core", {"float32": 3.5 * operations / computing}, memory_rate=1e10, memory_bytes=1 << 30
+    )
+    link = Link(1e-3, bits_per_second(rate) / 8)
+    cluster = Cluster("shaped", device, (Axis("local", 4, link),))
+    return predict(cluster, shape, PLANS[0]).seconds
 
 
 # --- levels ---

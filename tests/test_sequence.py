@@ -94,7 +94,7 @@ def test_every_mode_is_exact_on_eight_ranks(pool: Pool, mode: Mode, dtype: torch
 def test_large_logits_stay_finite_and_exact(pool: Pool, mode: Mode) -> None:
     _assert_exact(pool.run(errors_of, 4, mode, torch.float64, 64.0), 1e-10)
     # In float32 a logit of some hundreds is known to 1e-5, and so is its exponential.
-    _assert_exact(pool.run(errors_of, 4, mode, torch.float32, 64.0), 1e-3)
+    _assert_exact(pool.run(errors_of, 4, mode, torch.float32, 64.0), 1e-4)
 
 
 def test_the_explicit_kernel_is_exact_too(pool: Pool) -> None:
