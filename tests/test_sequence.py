@@ -239,6 +239,27 @@ def test_a_query_that_sees_nothing_gives_zeros_and_zero_gradients(pool: Pool) ->
     assert all(pool.run(_unseen, 4))
 
 
+def _not_a_number(world: World, mode: Mode) -> bool:
+    """A loss scaler has to see it, wherever it came from."""
+    groups, seen = make_groups(mode.plan()), []
+    for circulate in ("kv", "q"):
+        for number, place in ((0, 3), (1, 13), (2, 13)):
+            given = tensors(torch.float32, 16, 16, (4, 4))
+            given[number][0, 1, place, 2] = math.nan
+            options: Any = {"circulate": circulate}
+            found = shared_attention(groups, given, Mask(causal=True), **options)
+            own = groups.plan.lay(16).positions(groups.rank)
+            hit = own == place if number == 0 else own >= place
+            seen.append(bool(found[0][0, 1][hit].isnan().any(-1).all()))
+            seen.append(not bool(found[0][1].isnan().any()))
+    return all(seen)
+
+
+def test_what_is_no_number_stays_so(pool: Pool) -> None:
+    for mode in SMALL_MODES[-2:]:
+        assert all(pool.run(_not_a_number, 4, mode))
+
+
 def _circulating(world: World, mode: Mode) -> list[list[float]]:
     groups, errors = make_groups(mode.plan()), []
     for circulate in ("kv", "q"):

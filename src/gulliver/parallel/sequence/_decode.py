@@ -99,7 +99,9 @@ def _own(
         bias = bias.masked_fill_(~allowed, -math.inf).unsqueeze(1)
         unseen = ~allowed.any(-1).unsqueeze(1)
     out, lse = kernel.forward(Block(q, k, v, scale, bias=bias))
-    lse = lse if unseen is None else lse.masked_fill(unseen, -math.inf)
+    if unseen is not None:
+        lse = lse.masked_fill(unseen, -math.inf)
+        out = out.masked_fill(unseen.unsqueeze(-1), 0.0)
     partial.merge(out, lse, slice(None), (0, q.shape[2]))
     return partial
 

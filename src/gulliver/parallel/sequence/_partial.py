@@ -66,7 +66,8 @@ class Partial:
         own_out = self.out[:, heads, rows[0] : rows[1]]
         own_lse = self.lse[:, heads, rows[0] : rows[1]]
         # Minus infinity from itself is no number: neither part has a key, and neither has weight.
-        weight = torch.sigmoid(lse - own_lse).nan_to_num_(0.0)
+        # What is no number because the inputs are none must stay so.
+        weight = torch.sigmoid(lse - own_lse).masked_fill_(lse == -math.inf, 0.0)
         own_out.lerp_(out.to(own_out.dtype), weight.unsqueeze(-1))
         own_lse.copy_(torch.logaddexp(own_lse, lse))
 
@@ -91,6 +92,7 @@ def attend(into: Partial, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Tile]
             if unseen is not None:
                 # What kernels say of rows without a key differs.
                 lse = lse.masked_fill(unseen, -math.inf)
+                out = out.masked_fill(unseen.unsqueeze(-1), 0.0)
             into.merge(out, lse, heads, tile.q)
 
 
