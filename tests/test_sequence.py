@@ -246,7 +246,7 @@ def _not_a_number(world: World, mode: Mode) -> bool:
         for number, place in ((0, 3), (1, 13), (2, 13)):
             given = tensors(torch.float32, 16, 16, (4, 4))
             given[number][0, 1, place, 2] = math.nan
-            # torch's CPU kernel gives zeros for it where there are fewer keys than its vectors hold.
+            # torch's CPU kernel gives zeros for it where keys are fewer than its vectors hold.
             options: Any = {"circulate": circulate, "kernel": "reference"}
             found = shared_attention(groups, given, Mask(causal=True), **options)
             own = groups.plan.lay(16).positions(groups.rank)
