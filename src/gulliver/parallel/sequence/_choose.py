@@ -101,7 +101,7 @@ def choose(
         # An inner ring of one is a ring of one level, which the last of these is.
         if o == 1 or degree // u // o > 1
     ]
-    found.sort(key=lambda p: (p.seconds, p.plan.outer, p.plan.ulysses))
+    found.sort(key=lambda p: (p.seconds, p.sent.forward + p.sent.backward, p.plan.outer))
     return Chosen(found[0].plan, tuple(found))
 
 

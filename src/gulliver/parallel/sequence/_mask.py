@@ -41,6 +41,9 @@ class Verdict(enum.Enum):
 class Mask:
     """Which queries see which keys.
 
+    All ranks of a sequence give the same mask. Its tensors are read on the CPU: those that lie
+    there cost no synchronisation.
+
     Attributes:
         causal: no key after the query.
         window: how many keys before and after its own position a query sees; None for all. A
