@@ -749,7 +749,7 @@ def test_twin_takes_over_where_nothing_was_built_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("GULLIVER_IO", raising=False)
-    monkeypatch.setattr("gulliver.io._native.native_problem", lambda: "it is not built")
+    monkeypatch.setattr(default_module, "native_problem", lambda: "it is not built")
     monkeypatch.setattr(default_module, "_said", set())
     with caplog.at_level(logging.WARNING, "gulliver"):
         kinds = []
