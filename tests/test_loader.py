@@ -790,7 +790,7 @@ class Stopping(Broken):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_surfaces_at_its_batch_with_its_traceback(workers: int) -> None:
-    before = set(threading.enumerate())
+    before, children = set(threading.enumerate()), set(multiprocessing.active_children())
     loader, found = DataLoader(Broken(), 4, num_workers=workers, ahead=3), []
     with pytest.raises(KeyError) as caught:
         found.extend(batch[:, 0].tolist() for batch in loader)
@@ -802,7 +802,7 @@ def test_an_error_surfaces_at_its_batch_with_its_traceback(workers: int) -> None
     assert "sample nine is broken" in text
     # Even while the error is looked at: it holds frames, and they must not hold torch's iterator.
     _ended(before)
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= children
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -18,6 +18,10 @@ def default_ranks() -> int:
     return max(1, torch.cuda.device_count())
 
 
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+"""What ends a rank that neither ended by itself nor was ended because of another."""
+
+
 def under_launcher() -> bool:
     """Whether this process is a rank that a launcher started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -60,6 +64,10 @@ def launch(module: str, arguments: list[str], ranks: int) -> int:
         return 128 + int(stop.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
+        # A rank that was killed makes others fail, which may be seen first.
+        killed = {r: f for r, f in failed.failures.items() if -f.exitcode in _FROM_OUTSIDE}
+        if killed:
+            rank, failure = min(killed.items(), key=lambda item: item[1].timestamp)
         if failure.exitcode >= 0:
             return failure.exitcode
         name = signal.Signals(-failure.exitcode).name
