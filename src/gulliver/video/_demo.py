@@ -88,13 +88,14 @@ def _train(config: DemoConfig, folder: Path) -> None:
     arguments += ["--ranks", str(ranks), "--stage", str(settings.stage)]
     arguments += ["--data.held-out", *SENTENCES_NEVER_TRAINED]
     console().print(f"training on {ranks} ranks in {folder}")
-    started = time.monotonic()
+    started, resumed = time.monotonic(), Run(folder).config_path.is_file()
     code = launch("gulliver.cli", arguments, ranks)
     if code:
         raise GulliverError(f"training ended with exit code {code}: see above")
     times = folder / "times.json"
     if not times.is_file():
-        write_json(times, {"with_autoencoder": time.monotonic() - started})
+        seconds = time.monotonic() - started
+        write_json(times, {"with_autoencoder": seconds, "resumed": resumed})
 
 
 def _rows(model: VideoModel, evaluation: Evaluation, sampling: SamplingConfig) -> list[Row]:
@@ -152,13 +153,15 @@ def _figures(
     main = asdict(evaluation.main)
     log = run.read_log()
     plan = (run.folder / "plan.yaml").read_text(encoding="utf-8")
+    times = read_json(run.folder / "times.json")
     return {
         "digit": main["digit"],
         "direction": main["direction"],
         "both": main["both"],
         "samples": evaluation.samples,
         "train_seconds": log[-1]["seconds"],
-        "train_seconds_with_autoencoder": read_json(run.folder / "times.json")["with_autoencoder"],
+        "train_seconds_with_autoencoder": times["with_autoencoder"],
+        "resumed": times.get("resumed", False),
         "total_seconds": seconds,
         "steps": config.steps,
         "autoencoder": autoencoder_figures(run.autoencoder_path),
@@ -203,7 +206,8 @@ def _report(figures: dict[str, Any]) -> str:
         f"- autoencoder: {figures['autoencoder'].get('psnr', float('nan')):.1f} dB on "
         f"{figures['autoencoder'].get('clips', 'unknown clips')}",
         f"- training: {figures['train_seconds']:.0f} s for {figures['steps']} steps, "
-        f"{figures['train_seconds_with_autoencoder']:.0f} s with the autoencoder and the start",
+        f"{figures['train_seconds_with_autoencoder']:.0f} s with the autoencoder and the start"
+        + (" in the last call, an earlier one was stopped" if figures["resumed"] else ""),
         f"- all in: {figures['total_seconds']:.0f} s, installation left out",
         f"- machine: {machine['cores']} cores, {machine['gpus']} GPUs, torch {machine['torch']}, "
         f"Python {machine['python']}",
