@@ -375,6 +375,26 @@ def test_what_lies_in_chunks_goes_through_the_booster(tmp_path: Path) -> None:
         checkpointer.save(2, {"model": Net().double()})
     with pytest.raises(GulliverError, match=r"lies in a chunk of ZeRO: call booster.load"):
         load(tmp_path, {"model": job.plain})
+    # Another booster does not know either what each rank has.
+    with pytest.raises(GulliverError, match=r"booster.save, of the booster that boosted it"):
+        Booster(plugin("3")).save(tmp_path, 3, job.plain)
+    with pytest.raises(GulliverError, match=r"booster.load, of the booster that boosted it"):
+        Booster(plugin("3")).load(tmp_path, job.plain)
+
+
+def test_a_model_is_saved_without_its_optimizer(pool: Pool, tmp_path: Path) -> None:
+    wanted = pool.run(save_weights_alone, 2, tmp_path)[0]
+    saved = load(tmp_path).values
+    assert "optimizer" not in saved
+    assert all(torch.equal(saved["model"][name], value) for name, value in wanted.items())
+
+
+def save_weights_alone(world: World, folder: Path) -> dict[str, Tensor]:
+    job = Job(world, "3")
+    job.run(0, 2)
+    job.booster.save(folder, 2, job.model)
+    job.booster.close()
+    return {n: v.detach().clone() for n, v in job.plain.state_dict().items()}
 
 
 def loaded_samples(world: World, folder: Path, resume: bool) -> list[int]:

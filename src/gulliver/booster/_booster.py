@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from gulliver.booster._autocast import autocast_calls, check_precision
 from gulliver.booster._checkpoint import (
-    OPTIMIZER,
     RANDOM,
     boosted_state,
     load_boosted,
@@ -186,12 +185,8 @@ class Booster:
         """
         if optimizer is not None:
             _boosted(optimizer)
-        holder = optimizer or self._optimizers.get(model)
-        if optimizer is None and holder is not None:
-            content = boosted_state(model, holder, lr_scheduler, state)
-            del content[OPTIMIZER]
-        else:
-            content = boosted_state(model, optimizer, lr_scheduler, state)
+        holder = self._optimizers.get(model, optimizer)
+        content = boosted_state(model, optimizer, holder, lr_scheduler, state)
         checkpointer = self._checkpointer(Path(folder), options)
         if self._plan is not None:
             checkpointer.about["plan"] = asdict(self._plan)

@@ -7,7 +7,6 @@ What is saved knows neither the number of ranks nor how the model was sharded; s
 from __future__ import annotations
 
 import random
-from collections import Counter as Counts
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster._plugins import unwrapped
-from gulliver.booster._states import check_groups, scheduler_numbers
-from gulliver.checkpoint import Loaded, Mismatch, PerRank, StepReader, join_state, names_in
+from gulliver.booster._states import (
+    check_groups,
+    fill_scheduler,
+    saved_groups,
+    scheduler_numbers,
+)
+from gulliver.checkpoint import (
+    Loaded,
+    Mismatch,
+    PerRank,
+    StepReader,
+    join_state,
+    names_in,
+    refuse_boosted,
+)
 from gulliver.comm import gather_objects, group_rank, init_world
 from gulliver.errors import GulliverError
 from gulliver.memory import Part
@@ -31,26 +43,29 @@ RESERVED = (MODEL, OPTIMIZER, SCHEDULER, RANDOM)
 def boosted_state(
     model: nn.Module,
     optimizer: BoostedOptimizer | None,
+    holder: BoostedOptimizer | None,
     lr_scheduler: Any,
     state: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """All that is saved of a training run, by entry.
+
+    Args:
+        model: boosted or not.
+        optimizer: to be saved, or None.
+        holder: the optimizer that the model was boosted with, whether it is saved or not.
+        lr_scheduler: or None.
+        state: what else, by entry.
 
     Raises:
         GulliverError: an entry of `state` has a name that is taken, or something cannot be saved.
     """
     found: dict[str, Any] = {}
     plain = unwrapped(model)
-    found[MODEL] = plain if optimizer is None else optimizer.model_leaves(plain)
+    found[MODEL] = _model_leaves(plain, holder, "save")
     if optimizer is not None:
         found[OPTIMIZER] = {
             "optimizer": type(optimizer.inner).__name__,
-            "groups": [
-                {"names": names, "options": {k: v for k, v in group.items() if k != "params"}}
-                for names, group in zip(
-                    optimizer.group_names(), optimizer.param_groups, strict=True
-                )
-            ],
+            "groups": saved_groups(optimizer),
             "state": {
                 name: {key: _plain(value) for key, value in entries.items()}
                 for name, entries in optimizer.state_leaves().items()
@@ -126,7 +141,7 @@ def load_boosted(
         if holder is not None:
             holder.before_model_load()
         odd = loaded.mismatches.get(MODEL, Mismatch())
-        leaves = _model_leaves(plain, holder)
+        leaves = _model_leaves(plain, holder, "load")
         wanted = {name: leaf for name, leaf in leaves.items() if name not in odd.missing}
         agreed(lambda: reader.read_into(MODEL, wanted, prefix))
         if holder is not None:
@@ -139,8 +154,13 @@ def load_boosted(
     return loaded
 
 
-def _model_leaves(model: nn.Module, holder: BoostedOptimizer | None) -> dict[str, Tensor | Part]:
-    return dict(model.state_dict()) if holder is None else holder.model_leaves(model)
+def _model_leaves(
+    model: nn.Module, holder: BoostedOptimizer | None, action: str
+) -> dict[str, Tensor | Part]:
+    if holder is not None:
+        return holder.model_leaves(model)
+    refuse_boosted(model, action)
+    return dict(model.state_dict())
 
 
 def _check_model(
@@ -151,7 +171,7 @@ def _check_model(
     prefix: str,
     loaded: Loaded,
 ) -> None:
-    leaves = _model_leaves(unwrapped(model), holder)
+    leaves = _model_leaves(unwrapped(model), holder, "load")
     names = {name for name, _ in unwrapped(model).named_parameters(remove_duplicate=False)}
     odd = reader.match(MODEL, leaves, prefix)
     # What this rank has no part of, others fill.
@@ -218,15 +238,6 @@ def _check_scheduler(reader: StepReader, lr_scheduler: Any) -> None:
     kind, ours = reader.value(SCHEDULER)["kind"], type(lr_scheduler).__name__
     if kind != ours:
         raise GulliverError(f"{reader.folder} is of {kind}, the scheduler is {ours}")
-
-
-def fill_scheduler(lr_scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Gives a scheduler the numbers that were saved."""
-    own = lr_scheduler.state_dict()
-    for key, value in state.items():
-        # JSON knows plain dicts only; a step schedule counts its milestones.
-        own[key] = Counts(value) if isinstance(own.get(key), Counts) else value
-    lr_scheduler.load_state_dict(own)
 
 
 def agreed(action: Callable[[], None]) -> None:

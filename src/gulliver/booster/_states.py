@@ -82,11 +82,7 @@ def read_model(model: nn.Module, path: Path, strict: bool) -> list[str]:
 
 def write_optimizer(optimizer: BoostedOptimizer, state: Any, folder: Path) -> None:
     """Writes a whole state and the groups to a folder; see `read_optimizer`."""
-    groups = [
-        {"names": names, "options": {k: v for k, v in group.items() if k != "params"}}
-        for names, group in zip(optimizer.group_names(), optimizer.param_groups, strict=True)
-    ]
-    tensors, skeleton = split_state({"state": state, "groups": groups})
+    tensors, skeleton = split_state({"state": state, "groups": saved_groups(optimizer)})
     # Both files carry the mark, so that halves of two saves are never taken for one.
     mark = uuid.uuid4().hex
     values = {name: leaf for name, leaf in tensors.items() if isinstance(leaf, Tensor)}
@@ -115,6 +111,14 @@ def read_optimizer(optimizer: BoostedOptimizer, folder: Path) -> None:
         raise GulliverError(f"{folder} does not fit: {error}") from error
     for group, entry in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update(entry["options"])
+
+
+def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:
+    """The groups by the names of their parameters, with their options."""
+    return [
+        {"names": names, "options": {k: v for k, v in group.items() if k != "params"}}
+        for names, group in zip(optimizer.group_names(), optimizer.param_groups, strict=True)
+    ]
 
 
 def check_groups(optimizer: BoostedOptimizer, saved: list[Any], folder: Path) -> None:
@@ -146,7 +150,11 @@ def read_scheduler(lr_scheduler: Any, path: Path) -> None:
         raise GulliverError(f"{path} holds no scheduler")
     if content["scheduler"] != ours:
         raise GulliverError(f"{path} is of {content['scheduler']}, the scheduler is {ours}")
-    state = join_state({}, content["state"])
+    fill_scheduler(lr_scheduler, join_state({}, content["state"]))
+
+
+def fill_scheduler(lr_scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Gives a scheduler the numbers that were saved."""
     own = lr_scheduler.state_dict()
     for key, value in state.items():
         # JSON knows plain dicts only; a step schedule counts its milestones.

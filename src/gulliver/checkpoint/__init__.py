@@ -1,6 +1,6 @@
 """Saving and loading, whole or not at all."""
 
-from gulliver.checkpoint._collect import PerRank
+from gulliver.checkpoint._collect import PerRank, refuse_boosted
 from gulliver.checkpoint._compare import (
     Comparison,
     Difference,
@@ -60,6 +60,7 @@ __all__ = [
     "read_manifest",
     "read_metadata",
     "read_tensors",
+    "refuse_boosted",
     "run_steps",
     "save_huggingface",
     "split_state",

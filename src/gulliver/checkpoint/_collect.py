@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from gulliver.checkpoint._image import CODES
+from gulliver.checkpoint._image import check_holdable
 from gulliver.checkpoint._tree import Leaf, split_state
 from gulliver.errors import GulliverError
 from gulliver.memory import Part
@@ -102,34 +101,28 @@ def refuse_boosted(model: nn.Module, action: str) -> None:
     for name, parameter in model.named_parameters():
         if "_boosted" in vars(parameter):
             raise GulliverError(
-                f"parameter {name!r} lies in a chunk of ZeRO: call booster.{action}, which knows "
-                "what each rank has of it"
+                f"parameter {name!r} lies in a chunk of ZeRO: call booster.{action}, of the "
+                "booster that boosted it, which knows what each rank has"
             )
 
 
 def _leaf(entry: str, name: str, leaf: Leaf) -> Leaf:
     where = f"{entry}: tensor {name!r}"
     if isinstance(leaf, Part):
-        _check(where, leaf.value)
+        check_holdable(where, leaf.value)
         return leaf
     if hasattr(leaf, "device_mesh"):
         return _local(where, leaf)
-    _check(where, leaf)
+    check_holdable(where, leaf)
     # Views that are conjugated or negated only by a flag would be written without it.
     return leaf.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _check(where: str, tensor: Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in CODES:
-        kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
-        raise GulliverError(f"{where} is {kind}: the safetensors format cannot hold it")
 
 
 def _local(where: str, tensor: Any) -> Leaf:
     """A DTensor as what this rank has of it."""
     placements, mesh = tensor.placements, tensor.device_mesh
     local = tensor.to_local().detach()
-    _check(where, local)
+    check_holdable(where, local)
     if all(placement.is_replicate() for placement in placements):
         return local.contiguous()
     if mesh.ndim != 1 or not placements[0].is_shard(0):

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from gulliver.checkpoint._image import CODES
+from gulliver.checkpoint._image import check_holdable
 from gulliver.errors import GulliverError
 from gulliver.io import atomic_file, named_errors, write_text
 
@@ -53,9 +52,7 @@ def write_tensors(
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
     """The values of a tensor as contiguous bytes in host memory."""
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in CODES:
-        kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
-        raise GulliverError(f"tensor {name!r} is {kind}: the safetensors format cannot hold it")
+    check_holdable(f"tensor {name!r}", tensor)
     # Views that are conjugated or negated only by a flag would be written without it.
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 

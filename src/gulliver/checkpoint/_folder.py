@@ -15,7 +15,6 @@ import shutil
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from gulliver.checkpoint._manifest import is_complete
@@ -192,12 +191,7 @@ class FolderLock:
         self.take()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

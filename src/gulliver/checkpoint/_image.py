@@ -64,6 +64,17 @@ class Slot:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def check_holdable(where: str, tensor: Tensor) -> None:
+    """Refuses a tensor that the format cannot hold.
+
+    Raises:
+        GulliverError: naming it and what it is.
+    """
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in CODES:
+        kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
+        raise GulliverError(f"{where} is {kind}: the safetensors format cannot hold it")
+
+
 class Image:
     """A file to be: a header, and tensors one behind the other.
 
@@ -79,6 +90,7 @@ class Image:
         self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
     ) -> None:
         for name, tensor in tensors.items():
+            # A file may be planned of tensors on meta, which have no values yet.
             if tensor.dtype not in CODES:
                 raise GulliverError(
                     f"tensor {name!r} is {tensor.dtype}: the safetensors format cannot hold it"

@@ -6,6 +6,7 @@ ranks that saved have left it, and lets the engine read a few of them ahead.
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from collections import deque
@@ -13,14 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from gulliver.checkpoint._collect import own_entry
-from gulliver.checkpoint._files import read_json
 from gulliver.checkpoint._image import Slot, read_slots
 from gulliver.checkpoint._manifest import STATE, FileEntry, TensorEntry, read_manifest
 from gulliver.checkpoint._tree import Leaf, join_state, names_in
@@ -120,7 +119,7 @@ class StepReader:
             content = path.read_bytes()
         if (len(content), (zlib.crc32(content),)) != (entry.nbytes, entry.crc32):
             raise GulliverError(f"{path} is corrupted: take another checkpoint")
-        return read_json(path)
+        return json.loads(content)
 
     @property
     def entries(self) -> list[str]:
@@ -175,17 +174,20 @@ class StepReader:
 
     def match(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> Mismatch:
         """What of an entry is not as wanted; see `read_into`."""
-        saved = {
-            n[len(prefix) :]: t for n, t in self.tensors(entry).items() if n.startswith(prefix)
-        }
-        found = Mismatch(
-            missing=sorted(wanted.keys() - saved.keys()),
-            unexpected=sorted(saved.keys() - wanted.keys()),
-        )
-        for name, leaf in wanted.items():
-            shape = leaf.shape if isinstance(leaf, Part) else tuple(leaf.shape)
-            if name in saved and saved[name].shape != tuple(shape):
-                found.unlike[name] = (saved[name].shape, tuple(shape))
+        found = self._not_as_wanted(entry, wanted, prefix)
+        names = {name[len(prefix) :] for name in self.tensors(entry) if name.startswith(prefix)}
+        found.unexpected = sorted(names - wanted.keys())
+        return found
+
+    def _not_as_wanted(self, entry: str, wanted: Mapping[str, Leaf], prefix: str) -> Mismatch:
+        """What is missing or of another shape; what else the entry has is not looked at."""
+        saved, found = self.tensors(entry), Mismatch()
+        for name, leaf in sorted(wanted.items()):
+            there, shape = saved.get(prefix + name), tuple(leaf.shape)
+            if there is None:
+                found.missing.append(name)
+            elif there.shape != shape:
+                found.unlike[name] = (there.shape, shape)
         return found
 
     def read_into(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> None:
@@ -200,9 +202,8 @@ class StepReader:
             GulliverError: a name is not there or of another shape; a file is broken, then some
                 tensors may have been filled.
         """
-        odd = self.match(entry, wanted, prefix)
-        if odd.missing or odd.unlike:
-            odd.unexpected = []
+        odd = self._not_as_wanted(entry, wanted, prefix)
+        if odd:
             raise GulliverError(f"{self.folder}, entry {entry!r}: {odd}")
         runs: dict[str, list[_Run]] = {}
         for name, leaf in wanted.items():
@@ -378,12 +379,7 @@ class StepReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -40,6 +40,8 @@ MODES = ("shadow", "ring")
 BUSY = ("wait", "skip")
 ON_ERROR = ("raise", "warn")
 PAGE = 4 * 2**20
+QUEUE = 2**18
+"""Pages that may be waiting: a TiB of state is handed over at once."""
 GROWTH = 32
 """Pages by which the shadow grows at a time, so that the first are used while others are made."""
 
@@ -184,7 +186,7 @@ class AsyncCheckpointer:
         self._engine = engine
         self._lane: Lane | None = None
         self._lock = FolderLock(self.folder.root)
-        # One thread for all saves; the interpreter does not end before it has finished.
+        # One thread, made with the first save; the interpreter does not end before it has finished.
         self._worker: ThreadPoolExecutor | None = None
         self._job: Future[None] | None = None
         self._snapshot: Snapshot | None = None
@@ -303,9 +305,7 @@ class AsyncCheckpointer:
 
     def _ready_engine(self, snapshot: Snapshot) -> Engine:
         if self._engine is None:
-            self._engine = default_engine(
-                page_bytes=PAGE, pages=self._ring_pages, queue=2**30 // PAGE * 1024
-            )
+            self._engine = default_engine(page_bytes=PAGE, pages=self._ring_pages, queue=QUEUE)
             if self.rank == 0:
                 _log.info(
                     "checkpoints: %s, %s of host memory",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gulliver.checkpoint._collect import Collected, collect
+from gulliver.checkpoint._collect import collect
 from gulliver.checkpoint._guard import install_hooks
 from gulliver.checkpoint._saving import PAGE
 from gulliver.checkpoint._snapshot import Snapshot
@@ -37,7 +37,7 @@ class FileSaver:
         self.path = Path(path)
         self._failure: Exception | None = None
         self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}{PARTIAL}")
-        self._snapshot = Snapshot(_one_entry(tensors))
+        self._snapshot = Snapshot(collect({"file": dict(tensors)}))
         if self._snapshot.devices:
             raise GulliverError(
                 f"{self.path} cannot be written in the background from "
@@ -91,7 +91,3 @@ class FileSaver:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise GulliverError(f"{self.path} was not written: {failure}") from failure
-
-
-def _one_entry(tensors: Mapping[str, Tensor]) -> Collected:
-    return collect({"file": dict(tensors)})

@@ -218,10 +218,6 @@ class ZeroOptimizer(BoostedOptimizer):
         return [[mine[name] for name in members if name in mine] for members in self._members]
 
     def _watch_inner(self) -> None:
-        setattr(self.inner, ASKS, True)
-        self._refuse_inner()
-
-    def _refuse_inner(self) -> None:
         """Loops that go on using the optimizer from before boost must not do nothing silently."""
 
         def refuse(*_: Any) -> None:
@@ -230,6 +226,7 @@ class ZeroOptimizer(BoostedOptimizer):
                     "step the optimizer that boost returned, not the one it was given"
                 )
 
+        setattr(self.inner, ASKS, True)
         self.inner.register_step_pre_hook(refuse)
         self.inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
 

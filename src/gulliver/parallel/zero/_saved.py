@@ -82,7 +82,6 @@ def take_finished_writes(optimizer: ZeroOptimizer) -> None:
 
 def before_model_load(optimizer: ZeroOptimizer) -> None:
     """Lets nothing be under way while the shards are filled."""
-    optimizer.gatherer.finish_all()
     optimizer.gatherer.release_all()
     before_write(sharded.chunk.home for sharded in optimizer.everything)
 
