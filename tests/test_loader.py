@@ -734,7 +734,7 @@ def test_a_sampler_that_is_told_of_the_epoch_itself_is_heard() -> None:
         ({"drop_last": True}, r"number of batches 6, this loader has 5"),
         ({"generator": torch.Generator()}, r"0 generators .* has 1"),
     ],
-    ids=str,
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
 def test_a_state_of_something_else_is_refused(changed: dict[str, Any], message: str) -> None:
     usual: dict[str, Any] = {
@@ -895,7 +895,7 @@ def test_an_iterator_at_its_end_stays_there() -> None:
         ({"shuffle": True, "sampler": [1]}, "mutually exclusive"),
         ({"world_size": 0}, "not one of 0 ranks"),
     ],
-    ids=str,
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
 def test_bad_arguments_end_with_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(GulliverError, match=message) as caught:
