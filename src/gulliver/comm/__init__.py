@@ -17,15 +17,18 @@ from gulliver.comm._collectives import (
     reduce_scatter,
 )
 from gulliver.comm._launch import default_ranks, launch, under_launcher
+from gulliver.comm._line import ALONE, Line
 from gulliver.comm._watchdog import Watchdog
 from gulliver.comm._world import World, adopt_world, current_world, guard, init_world, shutdown
 
 __all__ = [
+    "ALONE",
     "Axes",
     "Choice",
     "Chooser",
     "Group",
     "Handle",
+    "Line",
     "Torus",
     "Watchdog",
     "World",

@@ -13,7 +13,7 @@ from gulliver.memory._claims import (
     storage_of,
 )
 from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
-from gulliver.memory._parts import Part
+from gulliver.memory._parts import Part, Region, region_of, set_region
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Part",
     "Piece",
     "ReducedGradient",
+    "Region",
     "Slot",
     "add_claim",
     "arrived",
@@ -35,5 +36,7 @@ __all__ = [
     "drop_claim",
     "plan_chunks",
     "reduced_gradient",
+    "region_of",
+    "set_region",
     "storage_of",
 ]

@@ -1,4 +1,4 @@
-"""A run of the elements of a tensor, of which the rest lies with other ranks."""
+"""Parts of tensors, of which the rest lies with other ranks: regions, and runs of elements."""
 
 from __future__ import annotations
 
@@ -7,28 +7,85 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gulliver.errors import GulliverError
+
+
+@dataclass(frozen=True)
+class Region:
+    """Slices of a whole tensor along one dim, which lie one after the other as one tensor.
+
+    A fused projection of queries, keys and values has three runs; a plain shard has one.
+
+    Args:
+        shape: of the whole tensor.
+        dim: that is sliced.
+        runs: first and one past the last index of each slice, ascending and apart.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    runs: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.dim < len(self.shape), "a region has a dim of its whole"
+        ends = [0, *(end for run in self.runs for end in run), self.shape[self.dim]]
+        assert ends == sorted(ends), "runs ascend, and lie in the whole"
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that holds the slices."""
+        size = sum(stop - start for start, stop in self.runs)
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+
+    @property
+    def numel(self) -> int:
+        """Elements of it."""
+        return math.prod(self.local_shape)
+
+
+def set_region(parameter: Tensor, region: Region) -> None:
+    """Says which region of a whole a parameter holds.
+
+    Raises:
+        GulliverError: the parameter has another shape than the region.
+    """
+    if tuple(parameter.shape) != region.local_shape:
+        raise GulliverError(
+            f"a parameter of {tuple(parameter.shape)} cannot hold a region of {region.local_shape}"
+        )
+    vars(parameter)["_region"] = region
+
+
+def region_of(parameter: Tensor) -> Region | None:
+    """The region of a whole that a parameter holds; None where it is the whole."""
+    return vars(parameter).get("_region")
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Elements `start` to `stop` of a whole tensor, counted in row-major order.
+    """Elements `start` to `stop` of a whole tensor or of a region of it, in row-major order.
 
     Args:
         value: the elements; contiguous.
         shape: of the whole tensor.
-        start: of the first element.
+        start: of the first element, counted in the region, or in the whole where there is none.
         owner: whose version counter tells of writes to the elements; None where the writer asks
             `before_write` first.
+        region: that the elements are counted in; None for the whole.
     """
 
     value: Tensor
     shape: tuple[int, ...]
     start: int = 0
     owner: Tensor | None = None
+    region: Region | None = None
 
     def __post_init__(self) -> None:
+        size = math.prod(self.shape) if self.region is None else self.region.numel
+        assert self.region is None or self.region.shape == tuple(self.shape)
         assert self.value.is_contiguous(), "a part is contiguous"
         assert self.start >= 0, "a part lies in its whole"
-        assert self.stop <= math.prod(self.shape), "a part lies in its whole"
+        assert self.stop <= size, "a part lies in its whole"
 
     @property
     def stop(self) -> int:

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gulliver.comm import Line
 from gulliver.errors import GulliverError
 from gulliver.parallel.sequence._layout import Interval, split_sizes
-from gulliver.parallel.sequence._wire import Line, exchange
+from gulliver.parallel.sequence._wire import exchange
 
 Run = tuple[slice, slice]
 """Heads of queries, and the KV heads that they use in equal numbers."""

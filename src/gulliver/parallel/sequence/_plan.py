@@ -16,9 +16,9 @@ from typing import get_args
 
 import torch.distributed as dist
 
+from gulliver.comm import ALONE, Line
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.sequence._layout import Layout, LayoutName
-from gulliver.parallel.sequence._wire import ALONE, Line
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gulliver.comm import Line
 from gulliver.parallel.sequence._plan import SequenceGroups
-from gulliver.parallel.sequence._wire import BLOCK_TAG, GATHERED_TAG, Flight, Line, shift
+from gulliver.parallel.sequence._wire import BLOCK_TAG, GATHERED_TAG, Flight, shift
 
 Count = Callable[[int, int], int]
 """Elements of a piece of a place's block."""

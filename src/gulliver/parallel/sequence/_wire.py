@@ -11,39 +11,16 @@ itself, gloo does not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gulliver.comm import Line
+
 BLOCK_TAG, GATHERED_TAG, EXCHANGE_TAG = 100, 200, 300
 """Of the blocks that go round and of what is gathered for them, plus the piece; of exchanges."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """Ranks that follow each other, the last one followed by the first.
-
-    Attributes:
-        ranks: of the world.
-        place: of this process among them.
-        group: that they, and nobody else, belong to; None for a line of one.
-    """
-
-    ranks: tuple[int, ...] = (0,)
-    place: int = 0
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def size(self) -> int:
-        """Ranks."""
-        return len(self.ranks)
-
-
-ALONE = Line()
-"""Of one rank."""
 
 
 class Flight:
