@@ -22,44 +22,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gulliver.comm._choice import Choice
+from gulliver.comm._line import ALONE, Line
 from gulliver.errors import GulliverError, nearest
 
 Choose = Callable[[str, int], Choice]
-
-
-@dataclass(frozen=True)
-class Line:
-    """Ranks that exchange parts with each other.
-
-    Attributes:
-        ranks: of the world, in the order of their parts.
-        rank: this process's place among them.
-        group: that they all belong to; None for the world.
-    """
-
-    ranks: tuple[int, ...]
-    rank: int
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def size(self) -> int:
-        """Ranks."""
-        return len(self.ranks)
-
-    def group_order(self) -> list[int]:
-        """Places in this line, in the order in which the group numbers its ranks."""
-        members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        return [self.ranks.index(member) for member in members]
-
-
-def line_of(group: dist.ProcessGroup | None) -> Line:
-    """The ranks of a group, as it numbers them."""
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return Line(tuple(ranks), dist.get_rank(group), group)
-
-
-ALONE = Line((0,), 0)
-"""In a world of one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +138,7 @@ class Torus:
     @property
     def rank(self) -> int:
         """This process's number among them."""
-        return self.flat.rank
+        return self.flat.place
 
     @property
     def ranks(self) -> tuple[int, ...]:

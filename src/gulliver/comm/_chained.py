@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
-from gulliver.comm._axes import Line
+from gulliver.comm._line import Line
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 

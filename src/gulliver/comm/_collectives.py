@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
 from gulliver.comm import _chained, _steps
-from gulliver.comm._axes import Torus, line_of
+from gulliver.comm._axes import Torus
 from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
+from gulliver.comm._line import line_of
 from gulliver.comm._progress import Exchange, start
 from gulliver.errors import GulliverError, nearest
 

@@ -14,7 +14,7 @@ class Line:
     Attributes:
         ranks: of the world.
         place: of this process among them.
-        group: that they, and nobody else, belong to; None for a line of one.
+        group: that they all belong to; None for a line of one, and for the whole world.
     """
 
     ranks: tuple[int, ...] = (0,)
@@ -25,6 +25,17 @@ class Line:
     def size(self) -> int:
         """Ranks."""
         return len(self.ranks)
+
+    def group_order(self) -> list[int]:
+        """Places in this line, in the order in which the group numbers its ranks."""
+        members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        return [self.ranks.index(member) for member in members]
+
+
+def line_of(group: dist.ProcessGroup | None) -> Line:
+    """The ranks of a group, as it numbers them."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return Line(tuple(ranks), dist.get_rank(group), group)
 
 
 ALONE = Line()

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gulliver.comm._axes import Line
+from gulliver.comm._line import Line
 from gulliver.comm._messages import (
     Messages,
     give_buffer,
@@ -104,7 +104,7 @@ class Exchange:
     @property
     def peers(self) -> list[int]:
         """The other places of the line."""
-        return others(self.line.rank, self.line.size)
+        return others(self.line.place, self.line.size)
 
 
 def run(collectives: Sequence[Steps], at_once: bool) -> list[Any]:
@@ -173,7 +173,7 @@ def reduce_scatter_steps(
         buffer = take_buffer((sizes[depth] - 1) * rows * length, dtype)
         slots = buffer.view(sizes[depth] - 1, rows, length)
         for peer in exchange.peers:
-            exchange.receive(peer, slots[_slot(peer, exchange.line.rank)])
+            exchange.receive(peer, slots[_slot(peer, exchange.line.place)])
         stages.append((exchange, slots))
         dtype = output.dtype
     blocks = input.view(math.prod(sizes[:-1]), sizes[-1], output.numel())[
@@ -184,12 +184,12 @@ def reduce_scatter_steps(
         for peer in exchange.peers:
             exchange.send([peer], blocks[:, peer])
         yield exchange.arrivals()
-        own = blocks[:, line.rank]
+        own = blocks[:, line.place]
         if number == len(stages) - 1:
             total = output[segment[0] : segment[1]].view(own.shape)
         else:
             total = _scratch(slots, output.dtype)
-        add_up(total, own, slots, line.rank, op)
+        add_up(total, own, slots, line.place, op)
         if number < len(stages) - 1:
             blocks = total.view(math.prod(sizes[: -number - 2]), sizes[-number - 2], length)
     if op == "mean":
@@ -222,11 +222,11 @@ def all_gather_steps(
             exchange.receive(peer, block)
         stages.append((exchange, blocks, packed))
     first, blocks, _ = stages[0]
-    own, mine = blocks[0, first.line.rank], input.view(-1)[segment[0] : segment[1]]
+    own, mine = blocks[0, first.line.place], input.view(-1)[segment[0] : segment[1]]
     if own.data_ptr() != mine.data_ptr():
         own.copy_(mine)
     for exchange, blocks, packed in stages:
-        exchange.send(exchange.peers, blocks[:, exchange.line.rank])
+        exchange.send(exchange.peers, blocks[:, exchange.line.place])
         yield exchange.arrivals()
         for peer, block in packed.items():
             blocks[:, peer].copy_(block)
@@ -289,7 +289,7 @@ class _Level:
     ) -> None:
         self.tensor, self.line, self.whole = tensor, line, whole
         self.intervals = [interval] * line.size if whole else _cut(interval, line.size)
-        self.mine = self.intervals[line.rank]
+        self.mine = self.intervals[line.place]
         self.out, self.back = Exchange(line, tags[0]), Exchange(line, tags[1])
         length = self.mine[1] - self.mine[0]
         buffer = take_buffer((line.size - 1) * length, tensor.dtype)
@@ -298,7 +298,7 @@ class _Level:
     def post(self) -> None:
         """Posts all receives."""
         for peer in self.out.peers:
-            self.out.receive(peer, self.slots[_slot(peer, self.line.rank)])
+            self.out.receive(peer, self.slots[_slot(peer, self.line.place)])
             if not self.whole:
                 self.back.receive(peer, self._part(peer))
 
@@ -310,13 +310,13 @@ class _Level:
 
     def add_up(self, op: str) -> None:
         """Puts the sum in this rank's place."""
-        own = self._part(self.line.rank)
-        add_up(own, own, self.slots, self.line.rank, op)
+        own = self._part(self.line.place)
+        add_up(own, own, self.slots, self.line.place, op)
 
     def gather(self) -> Messages:
         """Sends the finished interval to all."""
         if not self.whole:
-            self.back.send(self.back.peers, self._part(self.line.rank))
+            self.back.send(self.back.peers, self._part(self.line.place))
         return self.back.arrivals()
 
     def _part(self, place: int) -> Tensor:
@@ -368,7 +368,7 @@ def _along(parts: Tensor, lines: Sequence[Line], depth: int) -> Tensor:
     sizes = [line.size for line in lines]
     inner = 0
     for line in lines[depth + 1 :]:
-        inner = inner * line.size + line.rank
+        inner = inner * line.size + line.place
     rows, after = math.prod(sizes[:depth]), math.prod(sizes[depth + 1 :])
     return parts.view(rows, sizes[depth], after, parts.shape[1])[:, :, inner]
 
