@@ -408,18 +408,21 @@ class ZeroOptimizer(BoostedOptimizer):
         """
         self.check_norm(max_norm)
         shards = self._gradient_shards()
-        device = self.chunks[0].chunk.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for shard in shards:
-            total += torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2
-        if self.parts > 1:
-            all_reduce(total, "sum", self.group)
-        self.grad_norm = norm = total.sqrt()
+        self.grad_norm = norm = self._squared_norm().sqrt()
         if math.isfinite(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             for shard in shards:
                 shard.mul_(scale.to(shard.dtype))
         return norm
+
+    def _squared_norm(self) -> Tensor:
+        """Of the mean gradient, float64."""
+        total = torch.zeros((), dtype=torch.float64, device=self.chunks[0].chunk.device)
+        for shard in self._gradient_shards():
+            total += torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2
+        if self.parts > 1:
+            all_reduce(total, "sum", self.group)
+        return total
 
     def clip_grad_by_value(self, limit: float) -> None:
         """Cuts every element of the mean gradient to [-limit, limit]."""

@@ -1,0 +1,149 @@
+"""What may be combined: the one table that is asked when a plan is made.
+
+    check(Wanted(family="bloom", mode="ring_attn", ...))    # refused, naming what works instead
+
+A combination is in the table because a test holds it against one process, forward and gradient
+(`docs/parity.md`); whatever is not in it is refused by name. Read `MODES`, `FAMILIES`, `check`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gulliver.errors import GulliverError, nearest
+
+SHARED_BY_TENSOR = ("split_gather", "ring")
+"""Sequence modes in which the tensor axis shares the sequences, too."""
+
+SHARED_BY_SEQUENCE = ("all_to_all", "ring_attn")
+"""Sequence modes with ranks of their own."""
+
+MODES = {
+    "split_gather": "activations between blocks sharded over the tensor axis",
+    "ring": "the same, gathers and scatters in pieces under the matmuls",
+    "all_to_all": "Ulysses: sequence exchanged for heads around attention",
+    "ring_attn": "keys and values go round a ring, of two levels if wished",
+}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ANY_ATTENTION = ("split_gather", "ring")
+"""Modes in which each rank's attention sees whole sequences: any mask, any bias."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What holds for the models of one type.
+
+    Attributes:
+        sequence: modes that it runs under.
+        causal: whether tokens see only those before them, so that zigzag balances the work.
+        masks: that it runs with where the sequence is shared by ranks of its own.
+        pipeline: whether its blocks can be cut into stages.
+        why: what keeps it from the other modes.
+    """
+
+    sequence: tuple[str, ...] = tuple(MODES)
+    causal: bool = False
+    masks: tuple[str, ...] = ("full", "padding")
+    pipeline: bool = True
+    why: str = ""
+
+
+_DECODER = Family(causal=True, masks=("causal", "padding", "documents"))
+_WINDOWED = Family(causal=True, masks=("causal", "window", "padding", "documents"))
+_BIASED = "its attention adds a bias to the scores, which no ring carries"
+FAMILIES = {
+    "llama": _DECODER,
+    "mistral": _WINDOWED,
+    "qwen2": _WINDOWED,
+    "gpt2": _DECODER,
+    "opt": Family(causal=True, masks=("causal", "padding")),
+    "bert": Family(),
+    "vit": Family(masks=("full",)),
+    "bloom": Family(ANY_ATTENTION, True, (), True, _BIASED),
+    "t5": Family(ANY_ATTENTION, False, (), True, _BIASED),
+    "whisper": Family(ANY_ATTENTION, False, (), True, "its encoder makes tokens by convolution"),
+    "STDiT3": Family(masks=("full", "padding")),
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a plugin asks for."""
+
+    family: str | None
+    tp_size: int = 1
+    pp_size: int = 1
+    sp_size: int = 1
+    mode: str | None = None
+    dtypes: tuple[torch.dtype, ...] = ()
+    has_rules: bool = False
+
+
+def family_of(model: nn.Module) -> str | None:
+    """The name under which a model stands in the table; None for others."""
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if isinstance(kind, str) and type(model).__module__.startswith("transformers."):
+        return kind
+    return next((c.__name__ for c in type(model).__mro__ if c.__name__ in FAMILIES), None)
+
+
+def check(wanted: Wanted) -> None:
+    """Refuses what the table does not list.
+
+    Raises:
+        GulliverError: what cannot be combined, and the nearest that can.
+    """
+    _check_mode(wanted)
+    for dtype in wanted.dtypes:
+        if dtype not in DTYPES:
+            known = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+            raise GulliverError(f"parameters of {dtype} cannot be trained so: one of {known}")
+    if wanted.mode is None:
+        return
+    family = FAMILIES.get(wanted.family or "")
+    if family is None:
+        if wanted.mode in SHARED_BY_SEQUENCE:
+            raise GulliverError(
+                f"sequence_parallelism_mode={wanted.mode!r} needs a model that is in the table "
+                f"({', '.join(FAMILIES)}), not {wanted.family or 'this one'}: its attention has "
+                "to be wired; tp_size with tensor_rules, or gulliver.parallel.sequence in the "
+                "model's own code, work with any"
+            )
+        return
+    if wanted.mode not in family.sequence:
+        raise GulliverError(
+            f"{wanted.family} does not run under sequence_parallelism_mode={wanted.mode!r}: "
+            f"{family.why}; take {family.sequence[0]!r} with tp_size={max(2, wanted.sp_size)}"
+        )
+
+
+def _check_mode(wanted: Wanted) -> None:
+    mode = wanted.mode
+    if mode is not None and mode not in MODES:
+        raise GulliverError(
+            f"sequence_parallelism_mode={mode!r} is not known: {nearest(mode, MODES)}"
+        )
+    if mode is None and wanted.sp_size > 1:
+        raise GulliverError(
+            f"sp_size={wanted.sp_size} needs a sequence_parallelism_mode: 'all_to_all' or "
+            "'ring_attn'"
+        )
+    if mode in SHARED_BY_TENSOR and wanted.tp_size == 1:
+        raise GulliverError(
+            f"sequence_parallelism_mode={mode!r} shares sequences over the tensor axis: it needs "
+            "a tp_size of at least 2; with ranks of their own take 'all_to_all' or 'ring_attn'"
+        )
+    if mode in SHARED_BY_TENSOR and wanted.sp_size > 1:
+        raise GulliverError(
+            f"sequence_parallelism_mode={mode!r} has no ranks of its own: leave sp_size out, "
+            f"or take 'all_to_all' or 'ring_attn' for sp_size={wanted.sp_size}"
+        )
+    if mode in SHARED_BY_SEQUENCE and wanted.sp_size == 1:
+        raise GulliverError(
+            f"sequence_parallelism_mode={mode!r} needs an sp_size of at least 2: the ranks that "
+            "share a sequence"
+        )

@@ -1,0 +1,110 @@
+"""The ranks of a hybrid run as a grid: pipeline x data x sequence x tensor.
+
+The tensor axis is innermost, because it sends most and often: number the ranks so that neighbours
+have the fastest links. Everything else asks this grid who its partners are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gulliver.comm import ALONE, Axes, Line, make_axes
+from gulliver.errors import GulliverError
+from gulliver.parallel.sequence import SequenceGroups, SequencePlan, make_groups
+
+AXES = ("pp", "dp", "sp", "tp")
+
+
+@dataclass(frozen=True, eq=False)
+class HybridMesh:
+    """This rank's partners along each axis.
+
+    Attributes:
+        sizes: of the axes, outer to inner.
+        pipeline: ranks that hold the stages of one model, first stage first.
+        data: ranks that hold the same parameters and read different samples.
+        sequence: ranks that share the sequences of one batch.
+        tensor: ranks that share the tensors of a stage.
+        replicas: data x sequence: all that hold the same parameters; gradients are averaged there.
+        shards: pipeline x tensor: all that together hold the model once.
+        model: pipeline x sequence x tensor: all that read the same batch.
+    """
+
+    sizes: Mapping[str, int]
+    pipeline: Line
+    data: Line
+    sequence: SequenceGroups
+    tensor: Line
+    replicas: Line
+    shards: Line
+    model: Line
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Where this rank is on each axis."""
+        lines = (self.pipeline, self.data, self.sequence.all, self.tensor)
+        return {name: line.place for name, line in zip(AXES, lines, strict=True)}
+
+
+def size_axes(world: int, pp_size: int, sp_size: int, tp_size: int) -> dict[str, int]:
+    """Sizes of all axes; what the model does not take goes to the data.
+
+    Raises:
+        GulliverError: the sizes do not divide the world.
+    """
+    for name, size in (("pp_size", pp_size), ("sp_size", sp_size), ("tp_size", tp_size)):
+        if not isinstance(size, int) or size < 1:
+            raise GulliverError(f"{name} must be a whole number of at least 1, not {size!r}")
+    model = pp_size * sp_size * tp_size
+    if world % model:
+        above = math.ceil(world / model) * model
+        fits = f"{world - world % model} or {above}" if world > model else f"{above}"
+        raise GulliverError(
+            f"pp_size {pp_size} x sp_size {sp_size} x tp_size {tp_size} = {model} ranks for one "
+            f"model, which does not divide the world of {world}: start {fits} ranks, or choose "
+            f"sizes whose product is one of {_divisors(world)}"
+        )
+    return dict(zip(AXES, (pp_size, world // model, sp_size, tp_size), strict=True))
+
+
+def make_mesh(sizes: Mapping[str, int], sequence: SequencePlan, device_type: str) -> HybridMesh:
+    """Makes all groups of a grid, once; every rank of the world calls it.
+
+    Args:
+        sizes: as of `size_axes`.
+        sequence: of the sequence axis; its degree is that axis's size.
+        device_type: of the tensors.
+    """
+    assert sequence.degree == sizes["sp"], "the sequence plan is of the sequence axis"
+    axes = make_axes(sizes, device_type=device_type)
+
+    def flat(*names: str) -> Line:
+        return axes.flat(names) if math.prod(sizes[n] for n in names) > 1 else ALONE
+
+    def line(name: str) -> Line:
+        return axes.line(name) if sizes[name] > 1 else ALONE
+
+    return HybridMesh(
+        sizes=dict(sizes),
+        pipeline=line("pp"),
+        data=line("dp"),
+        sequence=make_groups(sequence, _sequences(axes)),
+        tensor=line("tp"),
+        replicas=axes.flat(("dp", "sp")),
+        shards=flat("pp", "tp"),
+        model=flat("pp", "sp", "tp"),
+    )
+
+
+def _sequences(axes: Axes) -> list[list[int]] | None:
+    """The ranks that share a sequence, for every sequence of the world."""
+    if axes.mesh is None:
+        return None
+    rows = axes.mesh.mesh.movedim(AXES.index("sp"), -1)
+    return rows.reshape(-1, axes.sizes["sp"]).tolist()
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
