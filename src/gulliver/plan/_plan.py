@@ -5,7 +5,8 @@ Saved as YAML. Writing needs nothing; reading back goes through PyYAML.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,6 +53,10 @@ class Plan:
         trainable: elements that are trained.
         memory: bytes per rank.
         chunks: in the order of the model.
+        tensor: how each module lies over the tensor axis; of this plan's first stage.
+        sequence: how sequences lie over ranks, in words; empty where they are whole.
+        stages: of the pipeline, first to last, in words.
+        schedule: of the pipeline and its micro-batches; empty without one.
     """
 
     plugin: str
@@ -64,6 +69,10 @@ class Plan:
     trainable: int
     memory: MemoryPlan
     chunks: tuple[ChunkPlan, ...] = ()
+    tensor: dict[str, str] = field(default_factory=dict)
+    sequence: str = ""
+    stages: tuple[str, ...] = ()
+    schedule: str = ""
 
     def to_yaml(self) -> str:
         """The plan as YAML."""
@@ -108,7 +117,8 @@ class Plan:
                 ChunkPlan(**{**chunk, "tensors": tuple(chunk["tensors"])})
                 for chunk in values.pop("chunks", ())
             )
-            return cls(**values, memory=memory, chunks=chunks)
+            stages = tuple(values.pop("stages", ()))
+            return cls(**values, memory=memory, chunks=chunks, stages=stages)
         except (KeyError, TypeError, AttributeError) as error:
             raise GulliverError(f"{path} is no complete plan: {error}") from error
 
@@ -127,6 +137,14 @@ class Plan:
             f"mixed precision {self.mixed_precision}",
             f"  {self.parameters:,} parameters, {self.trainable:,} trained",
         ]
+        if self.tensor:
+            kinds = Counter(self.tensor.values())
+            told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            lines.append(f"  tensor axis: {told}")
+        if self.sequence:
+            lines.append(f"  sequences: {self.sequence}")
+        if self.stages:
+            lines.append(f"  {self.schedule}; stages: {' | '.join(self.stages)}")
         if self.chunks:
             padding = sum(chunk.padding_bytes for chunk in self.chunks)
             whole = sum(chunk.bytes for chunk in self.chunks)
