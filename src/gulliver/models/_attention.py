@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gulliver.models._embeddings import rotate, working_precision
+
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries, keys and values to what they give."""
 
 
 class RMSNorm(nn.Module):
@@ -34,16 +39,25 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(head_size) if qk_norm else nn.Identity()
         self.proj = nn.Linear(hidden_size, hidden_size)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Attends; queries and keys are turned by `rotation` after their norm."""
-        rows, tokens, channels = x.shape
-        heads = self.qkv(x).view(rows, tokens, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+    def forward(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        mix: Mix = F.scaled_dot_product_attention,
+    ) -> Tensor:
+        """Attends; queries and keys are turned by `rotation` after their norm.
+
+        Args:
+            x: [R, N, C].
+            rotation: cosine and sine.
+            mix: softmax attention of q, k and v [R, heads, N, head size].
+        """
+        heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = heads.unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        mixed = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(mixed.transpose(1, 2).reshape(rows, tokens, channels))
+        return self.proj(mix(q, k, v).transpose(1, 2).flatten(2))
 
 
 class CrossAttention(nn.Module):
@@ -58,9 +72,8 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
         """Attends to the caption tokens that `mask` [B, 1, 1, L] allows; None allows all."""
-        batch, tokens, channels = x.shape
-        q = self.q_linear(x).view(batch, tokens, self.num_heads, -1).transpose(1, 2)
-        pairs = self.kv_linear(y).view(batch, y.shape[1], 2, self.num_heads, -1)
+        q = self.q_linear(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        pairs = self.kv_linear(y).unflatten(-1, (2, self.num_heads, -1))
         k, v = pairs.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.proj(mixed.transpose(1, 2).reshape(batch, tokens, channels))
+        return self.proj(mixed.transpose(1, 2).flatten(2))

@@ -6,7 +6,8 @@ caption. Parameter names are those of the public weights, which load strictly an
 two quirks that trained weights depend on are marked where they stand.
 
 Shapes: B clips, T frames, S places of a frame, C channels, L caption tokens. What it does not know:
-autoencoders, noise, parallelism.
+autoencoders, noise, parallelism. But blocks and the final layer are told the grid, the frames and
+places of the whole clip, so that others may hand them a part of its tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.models._attention import CrossAttention, SelfAttention
+from gulliver.models._attention import CrossAttention, Mix, SelfAttention
 from gulliver.models._embeddings import (
     CaptionEmbedder,
     Mlp,
@@ -73,6 +74,10 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return torch.addcmul(shift, x, scale + 1)
 
 
+Grid = tuple[int, int]
+"""Frames and places of a whole clip in tokens."""
+
+
 class Block(nn.Module):
     """Attention over space or over time, then over the caption, then an MLP."""
 
@@ -93,6 +98,7 @@ class Block(nn.Module):
         y_mask: Tensor | None,
         modulation: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
+        grid: Grid,
     ) -> Tensor:
         """One block.
 
@@ -103,23 +109,31 @@ class Block(nn.Module):
             modulation: shift, scale and gate of attention and of the MLP, [6, B, 1 or T, 1, C]
                 before this block's own table is added.
             rotation: cosine and sine for the temporal blocks.
+            grid: T and S of the whole clip.
 
         Returns:
             Tokens [B, T, S, C].
         """
         table = self.scale_shift_table.view(6, 1, 1, 1, -1) + modulation
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = table.unbind(0)
-        attended = self._attend(modulate(layer_norm(x), shift_msa, scale_msa), rotation)
+        attended = self.attend(modulate(layer_norm(x), shift_msa, scale_msa), rotation, grid)
         x = torch.addcmul(x, gate_msa, attended)
         x = x + self.cross_attn(x.flatten(1, 2), y, y_mask).view_as(x)
         return torch.addcmul(x, gate_mlp, self.mlp(modulate(layer_norm(x), shift_mlp, scale_mlp)))
 
-    def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+    def attend(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        grid: Grid,
+        mix: Mix = F.scaled_dot_product_attention,
+    ) -> Tensor:
+        """Attention among the places of each frame, or among the frames of each place."""
         if not self.temporal:
-            return self.attn(x.flatten(0, 1)).view_as(x)
-        batch, frames, places, channels = x.shape
-        rows = x.transpose(1, 2).reshape(batch * places, frames, channels)
-        return self.attn(rows, rotation).view(batch, places, frames, channels).transpose(1, 2)
+            return self.attn(x.flatten(0, 1), None, mix).view_as(x)
+        by_place = x.transpose(1, 2)
+        rows = self.attn(by_place.flatten(0, 1), rotation, mix)
+        return rows.view(by_place.shape).transpose(1, 2)
 
 
 class FinalLayer(nn.Module):
@@ -130,7 +144,9 @@ class FinalLayer(nn.Module):
         self.linear = nn.Linear(hidden_size, outputs)
         self.scale_shift_table = nn.Parameter(torch.randn(2, hidden_size) / hidden_size**0.5)
 
-    def forward(self, x: Tensor, t: Tensor, t0: Tensor | None, x_mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, t: Tensor, t0: Tensor | None, x_mask: Tensor | None, grid: Grid
+    ) -> Tensor:
         """Projects tokens [B, T, S, C]; given frames are modulated with the embedding of time 0."""
         out = modulate(layer_norm(x), *self._table(t))
         if x_mask is not None and t0 is not None:
@@ -211,6 +227,7 @@ class STDiT3(nn.Module):
         self.temporal_positions = temporal_positions
         self.input_size, self.input_sq_size = input_size, input_sq_size
         self.in_channels, self.hidden_size = in_channels, hidden_size
+        self.depth, self.num_heads, self.mlp_ratio = depth, num_heads, mlp_ratio
         self.patch_size = tuple(patch_size)
         self.out_channels = 2 * in_channels if pred_sigma else in_channels
         # A container, because the public weights call it x_embedder.proj.
@@ -306,11 +323,12 @@ class STDiT3(nn.Module):
         modulation = modulation.permute(2, 0, 1, 3, 4)
         captions = self.y_embedder(y.to(dtype).squeeze(1), drop_caption)
         y_mask = None if mask is None or bool(mask.all()) else mask.bool()[:, None, None]
-        rotation = self.rope(tokens.shape[1])
+        whole = (grid[0], grid[1] * grid[2])
+        rotation = self.rope(whole[0])
         for spatial, temporal in zip(self.spatial_blocks, self.temporal_blocks, strict=True):
-            tokens = spatial(tokens, captions, y_mask, modulation, None)
-            tokens = temporal(tokens, captions, y_mask, modulation, rotation)
-        out = self._join_patches(self.final_layer(tokens, t, t0, x_mask), grid)
+            tokens = spatial(tokens, captions, y_mask, modulation, None, whole)
+            tokens = temporal(tokens, captions, y_mask, modulation, rotation, whole)
+        out = self._join_patches(self.final_layer(tokens, t, t0, x_mask, whole), grid)
         out = out[:, :, : x.shape[2], : x.shape[3], : x.shape[4]]
         return out if dtype == torch.float64 else out.float()
 
