@@ -566,7 +566,7 @@ def test_a_broken_manifest_is_refused_and_its_step_passed_over(saved: Path, cont
 
 def test_a_newer_format_is_refused(saved: Path) -> None:
     manifest = read_json(saved / MANIFEST)
-    write_json(saved / MANIFEST, {**manifest, "format": manifest["format"] + 1})
+    write_json(saved / MANIFEST, {**manifest, "format": 99})
     for path in (saved, saved.parent):
         with pytest.raises(GulliverError, match=r"newer version \(format .*: update gulliver"):
             load(path)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gulliver.checkpoint._image import check_holdable
-from gulliver.checkpoint._tree import Leaf, split_state
+from gulliver.checkpoint._tree import Leaf, as_leaf, split_state
 from gulliver.errors import GulliverError
 from gulliver.memory import Part
 
@@ -89,6 +89,10 @@ def _content(value: Any) -> Any:
     """What there is to save of an object."""
     if isinstance(value, nn.Module):
         refuse_boosted(value, "save")
+        return {
+            name: as_leaf(v) if isinstance(v, Tensor) else v
+            for name, v in value.state_dict(keep_vars=True).items()
+        }
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +28,11 @@ from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import LATEST, CheckpointFolder, FolderLock
 from gulliver.checkpoint._image import CODES, Image
 from gulliver.checkpoint._manifest import (
-    FORMAT,
     MANIFEST,
     STATE,
     FileEntry,
     file_to_json,
+    format_of,
 )
 from gulliver.checkpoint._publishing import checksummed, versions
 from gulliver.checkpoint._reader import Mismatch
@@ -66,7 +66,7 @@ from gulliver.io import (
     require_space,
     write_text,
 )
-from gulliver.memory import Part, before_write
+from gulliver.memory import Part, Region, before_write, region_of
 
 PAGES = 12
 """Of the engine that writes: what is on its way to the disk while the next batch is read."""
@@ -207,10 +207,13 @@ def load_huggingface(
     path: Path | str,
     strict: bool = True,
     prefix: str = "",
+    elsewhere: Collection[str] = (),
+    aliases: Mapping[str, str] | None = None,
 ) -> Mismatch:
     """Fills a model in place from a Hugging Face folder or a safetensors file.
 
-    Every rank calls it, and reads what it needs: for a `Part` only its elements. Values are
+    Every rank calls it, and reads what it needs: for a `Part`, and for a parameter that holds a
+    region of a whole (`gulliver.memory.set_region`), only its elements. Values are
     converted to the model's dtypes. Names that share their memory with one that is loaded (tied
     weights) need not be in the files. Boosted models can be loaded, too.
 
@@ -221,6 +224,10 @@ def load_huggingface(
         strict: refuse what does not match, before anything is changed; else it is reported.
         prefix: of names in the files, before those of the model: ``"model."`` loads the weights of
             a causal language model into its backbone.
+        elsewhere: names that may be in the files and not in this model, as those of the other
+            stages of a pipeline are.
+        aliases: names of this model, and the names whose values they have where the files lack
+            them: tied weights of which one lies in another stage.
 
     Returns:
         What did not match; empty if all did.
@@ -231,13 +238,28 @@ def load_huggingface(
     """
     targets = _targets(model)
     with open_weights(path) as weights:
+        _add_aliases(weights, targets, prefix, aliases or {})
         names = {name: prefix + name for name in targets if prefix + name in weights.infos}
         odd = _mismatch(weights, targets, prefix)
+        odd.unexpected = [name for name in odd.unexpected if name not in elsewhere]
         if odd.unlike or (strict and odd) or (targets and not names):
             raise GulliverError(f"{path} does not fit the model: {odd}")
         before_write(_value(targets[name]) for name in names if _is_plain(targets[name]))
         _fill(weights, {source: targets[name] for name, source in names.items()})
     return odd
+
+
+def _add_aliases(
+    weights: Weights,
+    targets: Mapping[str, Leaf],
+    prefix: str,
+    aliases: Mapping[str, str],
+) -> None:
+    """Lets tensors be found under the names that this model has for them, too."""
+    for name, kept in aliases.items():
+        there = prefix + kept in weights.infos and prefix + name not in weights.infos
+        if name in targets and there:
+            weights.add_alias(prefix + name, prefix + kept)
 
 
 def _targets(model: nn.Module | Mapping[str, Leaf]) -> dict[str, Leaf]:
@@ -278,7 +300,7 @@ def _mismatch(weights: Weights, targets: Mapping[str, Leaf], prefix: str) -> Mis
         unexpected=[] if prefix else sorted(saved.keys() - targets.keys()),
     )
     for name in common:
-        shape = tuple(targets[name].shape)
+        shape = _shape(targets[name])
         if saved[name].shape != shape:
             odd.unlike[name] = (saved[name].shape, shape)
     return odd
@@ -290,9 +312,9 @@ def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
     staged: dict[str, Leaf] = {}
     for source, leaf in targets.items():
         if _fits(leaf, weights.infos[source]):
-            start = leaf.start if isinstance(leaf, Part) else 0
+            start, region = _origin(leaf)
             flat = _value(leaf).detach().reshape(-1)
-            straight[source] = Part(flat, weights.infos[source].shape, start)
+            straight[source] = Part(flat, weights.infos[source].shape, start, region=region)
         else:
             staged[source] = leaf
     weights.read({source: part for source, part in straight.items() if part.value.numel()})
@@ -304,9 +326,22 @@ def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
         if _is_plain(leaf) and _value(leaf).is_contiguous():
             _fill_staged(weights, source, leaf, batch)
             continue
-        whole = torch.empty(info.shape, dtype=info.dtype)
-        weights.read({source: Part(whole.reshape(-1), info.shape)} if whole.numel() else {})
-        _value(leaf).copy_(whole)
+        start, region = _origin(leaf)
+        held = torch.empty(_value(leaf).shape, dtype=info.dtype)
+        part = Part(held.reshape(-1), info.shape, start, region=region)
+        weights.read({source: part} if held.numel() else {})
+        _value(leaf).copy_(held)
+
+
+def _origin(leaf: Leaf) -> tuple[int, Region | None]:
+    """The first element of a leaf, and the region that it is counted in."""
+    return (leaf.start, leaf.region) if isinstance(leaf, Part) else (0, region_of(leaf))
+
+
+def _shape(leaf: Leaf) -> tuple[int, ...]:
+    """Of the whole that a leaf is of."""
+    region = _origin(leaf)[1]
+    return tuple(leaf.shape) if region is None else region.shape
 
 
 def _fits(leaf: Leaf, info: TensorInfo) -> bool:
@@ -320,10 +355,11 @@ def _fits(leaf: Leaf, info: TensorInfo) -> bool:
 
 def _fill_staged(weights: Weights, source: str, leaf: Leaf, batch: Batch) -> None:
     value, size = _value(leaf).view(-1), weights.infos[source].dtype.itemsize
-    first, step = leaf.start if isinstance(leaf, Part) else 0, BATCH // size
+    (first, region), step = _origin(leaf), BATCH // size
     for start in range(0, value.numel(), step):
         stop = min(value.numel(), start + step)
-        parts = batch.read(weights, [(source, first + start, first + stop)])
+        runs = [(source, first + start, first + stop)]
+        parts = batch.read(weights, runs, {source: region})
         value[start:stop].copy_(parts[source].value)
 
 
@@ -590,7 +626,7 @@ def _describe(
         for name in plan.sources
     }
     manifest = {
-        "format": FORMAT,
+        "format": format_of({entry: parts}),
         "step": step,
         "world_size": 1,
         "about": {**versions(), **({} if config is None else {"config": dict(config)})},

@@ -14,7 +14,7 @@ from gulliver.checkpoint._collect import PerRank, refuse_boosted
 from gulliver.checkpoint._folder import CheckpointFolder
 from gulliver.checkpoint._manifest import MANIFEST
 from gulliver.checkpoint._reader import Mismatch, StepReader
-from gulliver.checkpoint._tree import Leaf
+from gulliver.checkpoint._tree import Leaf, as_leaf
 from gulliver.comm import group_rank
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, before_write
@@ -130,7 +130,8 @@ def _targets(value: Any) -> dict[str, Leaf] | None:
     """What is filled in place; None where a value is given as a whole."""
     if isinstance(value, nn.Module):
         refuse_boosted(value, "load")
-        return {n: v for n, v in value.state_dict().items() if isinstance(v, Tensor)}
+        state = value.state_dict(keep_vars=True)
+        return {n: as_leaf(v) for n, v in state.items() if isinstance(v, Tensor)}
     if isinstance(value, Mapping) and value and all(_is_leaf(v) for v in value.values()):
         return dict(value)
     return None

@@ -5,14 +5,17 @@ state.json         what is no tensor, and where the tensors belong in it
 ENTRY.safetensors  the tensors of an entry; with several ranks a file of each,
                    ENTRY-00002-of-00004.safetensors
 
-A tensor of which a file holds a part lies there under its own name, as one row of elements.
+A tensor of which a file holds a part lies there under its own name, as one row of elements. Where
+that part lies in the whole the manifest says: ``[file, start, stop]`` counts elements of the whole,
+``[file, start, stop, [dim, [[a, b], ...]]]`` those of a region of it (format 3, which is written
+only where there are regions).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,12 @@ import torch
 
 from gulliver.checkpoint._files import read_json
 from gulliver.checkpoint._image import CODES, DTYPES
+from gulliver.checkpoint._regions import Place, missing, region_from_json, region_to_json
 from gulliver.errors import GulliverError
+from gulliver.memory import Region
 
-FORMAT = 2
+FORMAT, OLDEST = 3, 2
+"""Of manifests, that are read; the newer one has regions."""
 MANIFEST, STATE = "manifest.json", "state.json"
 
 
@@ -43,11 +49,21 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class PartEntry:
-    """Elements `start` to `stop` of a tensor, in a file."""
+    """Elements `start` to `stop` of a tensor or of a region of it, in a file."""
 
     file: str
     start: int
     stop: int
+    region: Region | None = None
+
+    def place(self, shape: tuple[int, ...]) -> Place:
+        """In a tensor of that shape."""
+        return Place(shape, self.start, self.stop, self.region)
+
+    def to_json(self) -> list[Any]:
+        """As it is written."""
+        region = [] if self.region is None else [region_to_json(self.region)]
+        return [self.file, self.start, self.stop, *region]
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,7 @@ class TensorEntry:
     """A tensor of a step.
 
     Attributes:
-        parts: by their start; together they are the whole.
+        parts: together the whole; see the note in `_regions.py`. Equal ones are there once.
     """
 
     dtype: torch.dtype
@@ -98,24 +114,40 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """As it is written."""
+        tensors = {
+            entry: {
+                name: {
+                    "dtype": CODES[tensor.dtype],
+                    "shape": list(tensor.shape),
+                    "parts": [part.to_json() for part in tensor.parts],
+                }
+                for name, tensor in tensors.items()
+            }
+            for entry, tensors in self.tensors.items()
+        }
         return {
-            "format": FORMAT,
+            "format": format_of(tensors),
             "step": self.step,
             "world_size": self.world_size,
             "about": dict(self.about),
             "files": {name: file_to_json(entry) for name, entry in self.files.items()},
-            "tensors": {
-                entry: {
-                    name: {
-                        "dtype": CODES[tensor.dtype],
-                        "shape": list(tensor.shape),
-                        "parts": [[part.file, part.start, part.stop] for part in tensor.parts],
-                    }
-                    for name, tensor in tensors.items()
-                }
-                for entry, tensors in self.tensors.items()
-            },
+            "tensors": tensors,
         }
+
+
+def format_of(tensors: Mapping[str, Mapping[str, Any]]) -> int:
+    """The oldest format that can say where the parts of tensors lie.
+
+    Args:
+        tensors: by entry and name, as they are written.
+    """
+    regions = any(
+        len(part) > 3
+        for found in tensors.values()
+        for tensor in found.values()
+        for part in tensor["parts"]
+    )
+    return FORMAT if regions else OLDEST
 
 
 def file_to_json(entry: FileEntry) -> dict[str, Any]:
@@ -149,10 +181,10 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} was written by a newer version (format {written}, this one reads format "
             f"{FORMAT}): update gulliver"
         )
-    if written < FORMAT:
+    if written < OLDEST:
         raise GulliverError(
             f"{folder} was written by an older version (format {written}, this one reads format "
-            f"{FORMAT}): load it with the version that wrote it"
+            f"{OLDEST} on): load it with the version that wrote it"
         )
     try:
         return Manifest(
@@ -161,7 +193,7 @@ def read_manifest(folder: Path) -> Manifest:
             about=dict(content["about"]),
             files={name: file_from_json(entry) for name, entry in content["files"].items()},
             tensors={
-                entry: {name: _tensor(value) for name, value in tensors.items()}
+                entry: {name: tensor_from_json(value) for name, value in tensors.items()}
                 for entry, tensors in content["tensors"].items()
             },
         )
@@ -169,13 +201,27 @@ def read_manifest(folder: Path) -> Manifest:
         raise GulliverError(f"{path} is broken ({error!r}): take another checkpoint") from error
 
 
-def _tensor(value: Mapping[str, Any]) -> TensorEntry:
-    parts = tuple(PartEntry(file, int(start), int(stop)) for file, start, stop in value["parts"])
-    tensor = TensorEntry(DTYPES[value["dtype"]], tuple(value["shape"]), parts)
-    edges = [0, *(edge for part in parts for edge in (part.start, part.stop)), tensor.numel]
-    if any(first != second for first, second in zip(edges[::2], edges[1::2], strict=True)):
-        raise ValueError(f"parts {value['parts']} are not the whole of a tensor {tensor.shape}")
-    return tensor
+def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:
+    """A tensor's entry as it was written, or merged from those of several ranks.
+
+    Raises:
+        ValueError: the parts are not the whole.
+    """
+    shape = tuple(value["shape"])
+    found, regions = list[PartEntry](), set[PartEntry]()
+    for file, start, stop, *rest in value["parts"]:
+        region = region_from_json(shape, rest[0]) if rest else None
+        part = PartEntry(file, int(start), int(stop), region)
+        # Of regions that several ranks hold one is read; nothing else may be there twice.
+        mark = replace(part, file="")
+        if region is None or mark not in regions:
+            found.append(part)
+        regions.add(mark)
+    parts = tuple(sorted(found, key=lambda part: part.start))
+    problem = missing(shape, [part.place(shape) for part in parts])
+    if problem is not None:
+        raise ValueError(problem)
+    return TensorEntry(DTYPES[value["dtype"]], shape, parts)
 
 
 def is_complete(folder: Path) -> bool:

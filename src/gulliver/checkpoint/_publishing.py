@@ -21,7 +21,7 @@ import torch
 from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import CheckpointFolder
 from gulliver.checkpoint._image import DTYPES
-from gulliver.checkpoint._manifest import FORMAT, MANIFEST, STATE
+from gulliver.checkpoint._manifest import MANIFEST, STATE, format_of
 from gulliver.checkpoint._snapshot import merge_parts
 from gulliver.checkpoint._tree import merge_skeletons
 from gulliver.errors import GulliverError
@@ -70,7 +70,7 @@ def publish(
     for rank in range(world_size):
         _word(partial, rank).unlink()
     manifest = {
-        "format": FORMAT,
+        "format": format_of(tensors),
         "step": step,
         "world_size": world_size,
         "about": {**versions(), **about},

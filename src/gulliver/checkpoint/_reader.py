@@ -22,6 +22,7 @@ from torch import Tensor
 from gulliver.checkpoint._collect import own_entry
 from gulliver.checkpoint._image import Slot, read_slots
 from gulliver.checkpoint._manifest import STATE, FileEntry, TensorEntry, read_manifest
+from gulliver.checkpoint._regions import Copies, copy_bytes, overlap, place_of
 from gulliver.checkpoint._tree import Leaf, join_state, names_in
 from gulliver.errors import GulliverError
 from gulliver.io import Engine, File, IoError, Page, Ticket, default_engine, named_errors
@@ -55,8 +56,7 @@ class _Run:
     begin: int
     stop: int
     sink: _Sink
-    at: int
-    name: str
+    copies: Copies
 
 
 @dataclass
@@ -216,21 +216,22 @@ class StepReader:
     def _runs(self, entry: str, name: str, leaf: Leaf) -> Iterator[tuple[str, _Run]]:
         """Where in which files the elements of a leaf are."""
         saved = self.tensors(entry)[name]
+        wanted, size = place_of(leaf), saved.dtype.itemsize
         target = leaf.value.detach() if isinstance(leaf, Part) else leaf.detach()
-        first = leaf.start if isinstance(leaf, Part) else 0
-        last, size = first + target.numel(), saved.dtype.itemsize
+        found = [(part, overlap(part.place(saved.shape), wanted)) for part in saved.parts]
         staged = None
-        if target.dtype != saved.dtype or not target.is_contiguous():
+        # Of many short copies each would be one to the device.
+        slow = not target.is_cpu and any(len(copies) > 1 for _, copies in found)
+        if target.dtype != saved.dtype or not target.is_contiguous() or slow:
             staged = torch.empty(target.numel(), dtype=saved.dtype)
         flat = (target if staged is None else staged).reshape(-1).view(torch.uint8)
-        sink = _Sink(target, flat, (last - first) * size, staged)
-        for part in saved.parts:
-            low, high = max(first, part.start), min(last, part.stop)
-            if low >= high:
+        sink = _Sink(target, flat, sum(copies.total for _, copies in found) * size, staged)
+        for part, copies in found:
+            if not len(copies):
                 continue
-            begin = self._slot(part.file, name).offset + (low - part.start) * size
-            at = (low - first) * size
-            yield part.file, _Run(begin, begin + (high - low) * size, sink, at, name)
+            scaled = copies.scaled(size, self._slot(part.file, name).offset)
+            begin, stop = int(scaled.source[0]), int(scaled.source[-1] + scaled.count[-1])
+            yield part.file, _Run(begin, stop, sink, scaled)
 
     def _slot(self, file: str, name: str) -> Slot:
         if file not in self._slots:
@@ -243,7 +244,7 @@ class StepReader:
         entry = self._file(name)
         size = entry.page_bytes
         # The header tells where everything lies, so its page is checked whatever is wanted.
-        wanted = sorted({0} | {n for r in runs for n in range(r.begin // size, _last(r, size) + 1)})
+        wanted = sorted({0}.union(*(run.copies.pages(size) for run in runs)))
         first = 0
         with self._opened(name) as file:
             for number, page in self._pages(file, entry, wanted):
@@ -254,13 +255,10 @@ class StepReader:
                 for run in runs[first:]:
                     if run.begin >= high:
                         break
-                    begin, stop = max(low, run.begin), min(high, run.stop)
-                    if begin >= stop:
-                        continue
-                    at = run.at + begin - run.begin
-                    source = content[begin - low : stop - low]
-                    run.sink.bytes[at : at + stop - begin].copy_(source)
-                    run.sink.arrived(stop - begin)
+                    here = run.copies.within(low, high)
+                    if len(here):
+                        copy_bytes(run.sink.bytes, content, here)
+                        run.sink.arrived(here.total)
 
     def _file(self, name: str) -> FileEntry:
         path = self.folder / name
@@ -381,10 +379,6 @@ class StepReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _last(run: _Run, size: int) -> int:
-    return (run.stop - 1) // size
 
 
 def _shown(names: list[str]) -> str:

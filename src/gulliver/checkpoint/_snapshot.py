@@ -9,7 +9,6 @@ counter, and fails the save rather than making a checkpoint of two steps.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from torch import Tensor
 from gulliver.checkpoint._collect import SMALL, Collected
 from gulliver.checkpoint._image import CODES, Image
 from gulliver.checkpoint._lane import Lane, LaneTicket, pump
-from gulliver.checkpoint._manifest import FileEntry
+from gulliver.checkpoint._manifest import FileEntry, PartEntry, tensor_from_json
 from gulliver.checkpoint._tree import Leaf
 from gulliver.errors import GulliverError
 from gulliver.io import Engine, File, Ticket
@@ -93,7 +92,9 @@ class Snapshot:
             noted = (name, owner, owner._version)
             self._versions.setdefault(storage_of(value), []).append(noted)
         # What is a part in the file is a row there.
-        return value if not isinstance(leaf, Part) or leaf.is_whole else value.reshape(-1)
+        if isinstance(leaf, Part):
+            return value.reshape(leaf.shape if leaf.is_whole else -1)
+        return value
 
     def pages(self, page_bytes: int) -> int:
         """Pages that all files have together."""
@@ -227,10 +228,11 @@ def _wait_copied(ticket: Ticket | LaneTicket) -> None:
 
 def _part(file: str, leaf: Leaf) -> dict[str, Any]:
     if isinstance(leaf, Part):
-        shape, start, stop, value = leaf.shape, leaf.start, leaf.stop, leaf.value
+        place = PartEntry(file, leaf.start, leaf.stop, leaf.region)
+        dtype = leaf.value.dtype
     else:
-        shape, start, stop, value = tuple(leaf.shape), 0, leaf.numel(), leaf
-    return {"dtype": CODES[value.dtype], "shape": list(shape), "parts": [[file, start, stop]]}
+        place, dtype = PartEntry(file, 0, leaf.numel()), leaf.dtype
+    return {"dtype": CODES[dtype], "shape": list(leaf.shape), "parts": [place.to_json()]}
 
 
 def merge_parts(
@@ -239,7 +241,7 @@ def merge_parts(
     """The tensors of a step from what each rank has of them, and a check that they are whole.
 
     Raises:
-        GulliverError: a part is missing or there twice.
+        GulliverError: a part is missing, or there twice without being a region.
     """
     merged: dict[str, dict[str, dict[str, Any]]] = {}
     for tensors_by_entry in every:
@@ -248,23 +250,13 @@ def merge_parts(
                 known = merged.setdefault(entry, {}).setdefault(name, {**found, "parts": []})
                 if (known["dtype"], known["shape"]) != (found["dtype"], found["shape"]):
                     raise GulliverError(f"{entry}: {name} has another shape or dtype on each rank")
-                known["parts"] = sorted([*known["parts"], *found["parts"]], key=_start)
+                known["parts"] += found["parts"]
     for entry, tensors in merged.items():
         for name, found in tensors.items():
-            position = 0
-            for _, start, stop in found["parts"]:
-                if start != position:
-                    raise GulliverError(
-                        f"{entry}: element {position} of {name} is missing or there twice: do all "
-                        "ranks save the same state?"
-                    )
-                position = stop
-            if position != math.prod(found["shape"]):
+            try:
+                tensor_from_json(found)
+            except ValueError as error:
                 raise GulliverError(
-                    f"{entry}: {name} ends at element {position}: do all ranks save the same state?"
-                )
+                    f"{entry}: {name} {error}: do all ranks save the same state?"
+                ) from error
     return merged
-
-
-def _start(part: list[Any]) -> int:
-    return part[1]

@@ -10,9 +10,23 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.memory import Part
+from gulliver.memory import Part, region_of
 
 Leaf = Tensor | Part
+
+
+def as_leaf(value: Leaf) -> Leaf:
+    """A tensor that holds a region of a whole as a part of that; else as it is.
+
+    Raises:
+        GulliverError: its elements lie apart.
+    """
+    region = region_of(value) if isinstance(value, Tensor) else None
+    if region is None or isinstance(value, Part):
+        return value
+    if not value.is_contiguous():
+        raise GulliverError(f"a slice of {region.shape} is not contiguous: clone it first")
+    return Part(value.detach(), region.shape, 0, value, region)
 
 
 def split_state(state: Any) -> tuple[dict[str, Leaf], Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +23,20 @@ from gulliver.checkpoint._image import CODES, Slot, read_slots
 from gulliver.checkpoint._loading import step_folder
 from gulliver.checkpoint._manifest import MANIFEST
 from gulliver.checkpoint._reader import StepReader
+from gulliver.checkpoint._regions import Copies, Place, clusters, copy_bytes, overlap, place_of
 from gulliver.checkpoint._tree import Leaf
 from gulliver.errors import GulliverError
 from gulliver.io import Engine, File, Ticket, default_engine
-from gulliver.memory import Part
+from gulliver.memory import Part, Region
 
 BATCH = 32 * 2**20
 """Bytes that are read at once."""
 ALIGNMENT = 64
 """Of tensors in a batch's memory: no dtype has larger elements."""
+READ = 8 * 2**20
+"""Bytes that are read at once where a slice is wanted of them."""
+GAP = 64 * 2**10
+"""Bytes that cost less to be read than a read of their own does."""
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 STEMS = ("model", "diffusion_pytorch_model")
 """What files of weights are called where a folder holds several kinds."""
@@ -77,9 +83,16 @@ class Weights(ABC):
     def read(self, wanted: Mapping[str, Part]) -> None:
         """Fills parts of tensors, in host memory and of the stored dtype.
 
+        Args:
+            wanted: by name; contiguous rows of elements, of tensors or of regions of them.
+
         Raises:
             GulliverError: a file is broken.
         """
+
+    def add_alias(self, name: str, kept: str) -> None:
+        """Lets a tensor be there under another name, too."""
+        self.infos[name] = self.infos[kept]
 
     @abstractmethod
     def close(self) -> None:
@@ -123,7 +136,26 @@ class StepWeights(Weights):
             for public, (which, name) in self._places.items()
         }
 
+    def add_alias(self, name: str, kept: str) -> None:
+        super().add_alias(name, kept)
+        self._places[name] = self._places[kept]
+
     def read(self, wanted: Mapping[str, Part]) -> None:
+        # A tensor is read once for each of its names.
+        for names in self._rounds(wanted):
+            self._read({public: wanted[public] for public in names})
+
+    def _rounds(self, wanted: Iterable[str]) -> list[list[str]]:
+        rounds: list[dict[tuple[str, str], str]] = [{}]
+        for public in wanted:
+            place = self._places[public]
+            free = next((r for r in rounds if place not in r), None)
+            if free is None:
+                rounds.append(free := {})
+            free[place] = public
+        return [list(names.values()) for names in rounds]
+
+    def _read(self, wanted: Mapping[str, Part]) -> None:
         by_entry: dict[str, dict[str, Leaf]] = {}
         for public, part in wanted.items():
             entry, name = self._places[public]
@@ -198,21 +230,55 @@ class FileWeights(Weights):
             if places is None or places.get(name, file.name) == file.name:
                 self._slots.setdefault(name, (file, slot))
 
+    def add_alias(self, name: str, kept: str) -> None:
+        super().add_alias(name, kept)
+        self._slots[name] = self._slots[kept]
+
     def read(self, wanted: Mapping[str, Part]) -> None:
         if self._engine is None:
             # Reads go straight into memory: its pages are never used.
             self._engine = default_engine(page_bytes=4096, pages=1)
-        tickets = []
+        tickets, scattered = [], list[tuple[str, Part, Copies]]()
         for name, part in wanted.items():
-            file, slot = self._slots[name]
-            if file not in self._files:
-                self._files[file] = self._engine.open(file)
-            value = part.value
-            offset = slot.offset + part.start * slot.dtype.itemsize
-            tickets.append(
-                self._engine.read(self._files[file], offset, value.data_ptr(), value.nbytes)
-            )
+            _, slot = self._slots[name]
+            whole = Place(slot.shape, 0, math.prod(slot.shape))
+            copies = overlap(whole, place_of(part)).scaled(slot.dtype.itemsize)
+            if len(copies) == 1:
+                count = int(copies.count[0])
+                tickets.append(self._started(name, int(copies.source[0]), part.value, count))
+            elif len(copies):
+                scattered.append((name, part, copies))
         _await(tickets)
+        for name, part, copies in scattered:
+            self._read_scattered(name, part.value, copies)
+
+    def _started(self, name: str, begin: int, into: Tensor, count: int) -> Ticket:
+        """Bytes of a tensor from `begin` on, on their way into memory."""
+        assert self._engine is not None
+        file, slot = self._slots[name]
+        if file not in self._files:
+            self._files[file] = self._engine.open(file)
+        return self._engine.read(self._files[file], slot.offset + begin, into.data_ptr(), count)
+
+    def _read_scattered(self, name: str, into: Tensor, copies: Copies) -> None:
+        """Reads what lies close together at once, gaps too, and copies what is wanted of it."""
+        target = into.reshape(-1).view(torch.uint8)
+        reads = deque(clusters(copies, GAP, READ))
+        # While one is copied the next is read.
+        memory = [torch.empty(READ, dtype=torch.uint8) for _ in range(min(2, len(reads)))]
+        waiting: deque[tuple[int, int, Tensor, Ticket]] = deque()
+        try:
+            while reads or waiting:
+                while reads and memory:
+                    low, high = reads.popleft()
+                    page = memory.pop()
+                    waiting.append((low, high, page, self._started(name, low, page, high - low)))
+                low, high, page, ticket = waiting.popleft()
+                memory.append(page)
+                ticket.wait()
+                copy_bytes(target, page[: high - low], copies.within(low, high))
+        finally:
+            _await(ticket for *_, ticket in waiting)
 
     def close(self) -> None:
         if self._engine is not None:
@@ -256,6 +322,7 @@ class MemoryWeights(Weights):
 
     def read(self, wanted: Mapping[str, Part]) -> None:
         for name, part in wanted.items():
+            assert part.region is None, "what is in memory is read whole"
             # Kept for the next part: flattening what is not contiguous copies it.
             if self._flat is None or self._flat[0] != name:
                 self._flat = name, self._tensors[name].reshape(-1)
@@ -381,8 +448,20 @@ class Batch:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def read(self, weights: Weights, runs: list[tuple[str, int, int]]) -> dict[str, Part]:
-        """Reads runs of elements; they are good until the next call."""
+    def read(
+        self,
+        weights: Weights,
+        runs: list[tuple[str, int, int]],
+        regions: Mapping[str, Region | None] | None = None,
+    ) -> dict[str, Part]:
+        """Reads runs of elements; they are good until the next call.
+
+        Args:
+            weights: to read from.
+            runs: name, first element and one past the last; a name once.
+            regions: that the elements of a name are counted in, where it is not the whole.
+        """
+        regions = regions or {}
         infos = [weights.infos[name] for name, _, _ in runs]
         sizes = [(b - a) * i.dtype.itemsize for (_, a, b), i in zip(runs, infos, strict=True)]
         needed = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
@@ -390,7 +469,8 @@ class Batch:
             self._memory = torch.empty(needed, dtype=torch.uint8)
         parts, at = dict[str, Part](), 0
         for (name, start, _), size, info in zip(runs, sizes, infos, strict=True):
-            parts[name] = Part(self._memory[at : at + size].view(info.dtype), info.shape, start)
+            value = self._memory[at : at + size].view(info.dtype)
+            parts[name] = Part(value, info.shape, start, region=regions.get(name))
             at += -(-size // ALIGNMENT) * ALIGNMENT
         weights.read(parts)
         return parts
