@@ -22,6 +22,8 @@ RELAY_SOURCE = Path(__file__).parent / "relay.c"
 PREFIX = "gvl"
 ORDERS = ("node", "round-robin")
 _CLONE_NEWNET = 0x40000000
+_BURST = 70000
+"""Bytes: the kernel's largest packet passes whole. Cutting it takes the cores of the ranks."""
 _numbers = itertools.count()
 
 
@@ -249,7 +251,7 @@ def _relay_program() -> Path:
 def _shape(namespace: str, device: str, rate: str | None) -> None:
     if rate is None:
         return
-    burst = max(65536, int(bits_per_second(rate) / 8 * 0.002))
+    burst = max(_BURST, int(bits_per_second(rate) / 8 * 0.002))
     shaping = f"tbf rate {rate} burst {burst} latency 50ms".split()
     _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shaping)
 
