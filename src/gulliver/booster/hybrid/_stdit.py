@@ -1,0 +1,298 @@
+"""One clip of an STDiT on several ranks.
+
+    wire_stdit(model, make_groups(SequencePlan(ulysses=4)), "all_to_all")
+    out = model(x, timestep, y, ...)                # on every rank the whole of x, and of out
+
+Everything between the patches' embedding and their projection runs on a part of the tokens. The
+first block cuts them, the final layer brings its patches together, and attention along the cut
+reaches over it as `_stdit_choice.py` chooses for each shape of clip. Each token looks at the
+caption, which all ranks have, by itself. Read `wire_stdit`, `ShardedBlock`, `ShardedFinalLayer`.
+
+[Note: gradients] A rank's gradients of parameters are averaged over the ranks that share a clip, as
+over those with other clips. So the gradient of what the final layer gives is multiplied by their
+number where a rank takes its tokens' part of it: then the average of the parts is the sum over all
+tokens, in the blocks and in everything before them, whose gradients arrive through own tokens
+only. Inputs that want gradients, which no optimizer averages, are averaged where they enter.
+
+What it does not know: pipelines, tensor parallelism (heads may be fewer than the model's), ZeRO.
+Nothing is kept from call to call, so shapes may change, and a block may run again for its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gulliver.booster.hybrid._stdit_choice import (
+    FRAMES,
+    PLACES,
+    ChosenScheme,
+    Clip,
+    Scheme,
+    Width,
+    choose_scheme,
+)
+from gulliver.comm import ALONE, Line, all_reduce, broadcast
+from gulliver.errors import GulliverError
+from gulliver.hardware import Cluster, current_cluster
+from gulliver.models import STDiT3
+from gulliver.models._attention import Mix
+from gulliver.models._embeddings import CaptionEmbedder
+from gulliver.models.stdit import Block, FinalLayer, Grid
+from gulliver.parallel.sequence import SequenceGroups, attention, shard, swap_sharded_dim, unshard
+
+Show = Callable[[str], None]
+Found = TypeVar("Found", bound=nn.Module)
+
+
+def wire_stdit(
+    model: nn.Module,
+    groups: SequenceGroups,
+    mode: str,
+    tensor: Line = ALONE,
+    *,
+    scheme: str | None = None,
+    cluster: Cluster | None = None,
+    show: Show | None = None,
+) -> None:
+    """Makes an STDiT share each clip between the ranks of a sequence, in place.
+
+    Parameters stay as they are. All ranks of a sequence must call the model with the same inputs
+    and get the same output; gradients of parameters are right once they are averaged over them.
+
+    Args:
+        model: an STDiT3; blocks that lie on other pipeline stages may be missing.
+        groups: of the ranks that share a clip.
+        mode: "all_to_all" or "ring_attn".
+        tensor: ranks that share the tensors; captions are dropped alike on them.
+        scheme: a name of `SCHEMES`; None chooses for each shape of clip.
+        cluster: by whose costs is chosen; None is what is known of these machines, which all ranks
+            of the world must ask for together.
+        show: told of each choice, on the first rank of a sequence.
+
+    Raises:
+        GulliverError: another model, one that is wired already, a mode or scheme that is not known
+            or not possible.
+    """
+    if not isinstance(model, STDiT3):
+        raise GulliverError(f"only an STDiT3 can be wired so, not {type(model).__name__}")
+    if any(isinstance(m, ShardedBlock | ShardedFinalLayer) for m in model.modules()):
+        raise GulliverError("this STDiT3 is wired for a sequence already: build it anew")
+    width = _width(model, tensor)
+    if cluster is None:
+        cluster = current_cluster(dist.get_world_size() if dist.is_initialized() else 1)
+    wiring = Wiring(groups, mode, width, cluster, scheme, show)
+    # Asked for one shape now, so that what is not possible is refused before anything runs.
+    _ = wiring.chosen(Clip(1, groups.plan.degree, groups.plan.degree))
+    if groups.all.size * tensor.size > 1:
+        lines = tuple(line for line in (tensor, groups.all) if line.size > 1)
+        for embedder in _of_kind(model.y_embedder, CaptionEmbedder):
+            embedder.register_forward_pre_hook(partial(_drop_alike, lines))
+    if groups.all.size == 1:
+        return
+    model.register_forward_pre_hook(partial(_average_inputs, groups.all), with_kwargs=True)
+    first = _of_kind(model.spatial_blocks[0], Block)
+    for block in _of_kind(model, Block):
+        block.__class__ = ShardedBlock
+        assert isinstance(block, ShardedBlock)
+        block.wiring, block.cuts = wiring, block in first
+    for layer in _of_kind(model.final_layer, FinalLayer):
+        layer.__class__ = ShardedFinalLayer
+        assert isinstance(layer, ShardedFinalLayer)
+        layer.wiring = wiring
+
+
+class Wiring:
+    """What the parts of a wired model share; copies of the model share it, too."""
+
+    def __init__(
+        self,
+        groups: SequenceGroups,
+        mode: str,
+        width: Width,
+        cluster: Cluster,
+        fixed: str | None,
+        show: Show | None,
+    ) -> None:
+        self.groups = groups
+        self._given = width, groups.plan, mode, cluster, fixed
+        self._show = show if groups.rank == 0 else None
+        self._chosen: dict[Clip, ChosenScheme] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # A process group cannot be copied, and need not be.
+        return self
+
+    def chosen(self, clip: Clip) -> ChosenScheme:
+        """How a clip runs."""
+        return choose_scheme(clip, *self._given)
+
+    def scheme(self, x: Tensor, grid: Grid) -> Scheme:
+        """How the clip runs of which `x` is a part; one answer for a whole forward."""
+        clip = Clip(len(x), *grid)
+        if clip not in self._chosen:
+            self._chosen[clip] = self.chosen(clip)
+            if self._show is not None:
+                self._show(str(self._chosen[clip]))
+        return self._chosen[clip].scheme
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of what all have; its gradient stays where it is."""
+        return shard(x, self.groups, dim, gradient="own")
+
+    def swap(self, x: Tensor, cut: int, other: int, size: int) -> Tensor:
+        """Tokens cut along another dim; `size` is that of the first."""
+        return swap_sharded_dim(x, cut, other, self.groups, size)
+
+    def attention(self, length: int) -> Mix:
+        """Softmax attention over the ranks, of so many tokens."""
+        return partial(attention, groups=self.groups, length=length)
+
+
+class ShardedBlock(Block):
+    """A block on a part of a clip's tokens; the first block is given all and cuts them."""
+
+    wiring: Wiring
+    cuts: bool
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor,
+        y_mask: Tensor | None,
+        modulation: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        grid: Grid,
+    ) -> Tensor:
+        cut = self.wiring.scheme(x, grid).cut
+        if self.cuts:
+            x = self.wiring.part(x, cut)
+        if cut == FRAMES and modulation.shape[2] > 1:
+            modulation = self.wiring.part(modulation, 2)
+        return super().forward(x, y, y_mask, modulation, rotation, grid)
+
+    def attend(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        grid: Grid,
+        mix: Mix = nn.functional.scaled_dot_product_attention,
+    ) -> Tensor:
+        scheme = self.wiring.scheme(x, grid)
+        cut, other = scheme.cut, FRAMES + PLACES - scheme.cut
+        if cut != (FRAMES if self.temporal else PLACES):
+            return super().attend(x, rotation, grid, mix)
+        sizes = {FRAMES: grid[0], PLACES: grid[1]}
+        if scheme.by == "swap":
+            x = self.wiring.swap(x.to(working_dtype(x)), cut, other, sizes[cut])
+            out = super().attend(x, rotation, grid, mix)
+            return self.wiring.swap(out, other, cut, sizes[other])
+        if rotation is not None:
+            cos, sin = rotation
+            rotation = self.wiring.part(cos, 0), self.wiring.part(sin, 0)
+        return super().attend(x, rotation, grid, self.wiring.attention(sizes[cut]))
+
+
+class ShardedFinalLayer(FinalLayer):
+    """The final layer on a part of the tokens; all ranks get the patches of all."""
+
+    wiring: Wiring
+
+    def forward(
+        self, x: Tensor, t: Tensor, t0: Tensor | None, x_mask: Tensor | None, grid: Grid
+    ) -> Tensor:
+        cut = self.wiring.scheme(x, grid).cut
+        if cut == FRAMES and x_mask is not None:
+            x_mask = self.wiring.part(x_mask, 1)
+        out = super().forward(x, t, t0, x_mask, grid)
+        groups = self.wiring.groups
+        out = _TimesGradient.apply(out, groups.plan.degree)
+        return unshard(out, groups, cut, grid[0] if cut == FRAMES else grid[1])
+
+
+class _TimesGradient(torch.autograd.Function):
+    """The same; its gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        return grad * ctx.factor, None
+
+
+class _MeanGradient(torch.autograd.Function):
+    """The same; its gradient is averaged over the ranks of a line."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        whole = grad.contiguous().clone()
+        all_reduce(whole.view(-1), "mean", ctx.line.group)
+        return whole, None
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """What linears compute in: autocast's dtype, where it is on."""
+    kind = x.device.type
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+def _average_inputs(
+    line: Line, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def averaged(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.requires_grad:
+            return _MeanGradient.apply(value, line)
+        return value
+
+    return tuple(map(averaged, args)), {name: averaged(v) for name, v in kwargs.items()}
+
+
+def _drop_alike(
+    lines: tuple[Line, ...], embedder: nn.Module, args: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None] | None:
+    """Draws which captions are dropped once for all ranks: the draw of the first rank."""
+    y, given = args
+    assert isinstance(embedder, CaptionEmbedder)
+    if given is not None or not embedder.training or embedder.drop <= 0:
+        return None
+    dropped = (torch.rand(len(y), device=y.device) < embedder.drop).to(torch.uint8)
+    for line in lines:
+        broadcast(dropped, _first(line), line.group)
+    return y, dropped.bool()
+
+
+def _first(line: Line) -> int:
+    """The number that a line's group gives its first rank."""
+    return line.group_order().index(0)
+
+
+def _width(model: STDiT3, tensor: Line) -> Width:
+    """Found from the configuration, so that every pipeline stage finds the same."""
+    return Width(
+        channels=model.hidden_size,
+        heads=max(1, model.num_heads // tensor.size),
+        head_dim=model.hidden_size // model.num_heads,
+        hidden=max(1, int(model.hidden_size * model.mlp_ratio) // tensor.size),
+        depth=model.depth,
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+    )
+
+
+def _of_kind(root: nn.Module, kind: type[Found]) -> list[Found]:
+    """Modules of a kind at or below one, which may be wrapped or missing."""
+    return [module for module in root.modules() if isinstance(module, kind)]
