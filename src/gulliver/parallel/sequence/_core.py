@@ -41,8 +41,9 @@ from gulliver.parallel.sequence._tiles import Tile, tiles
 Circulate = Literal["kv", "q"]
 
 
-LEAST_PIECE = 1024
-"""A block travels as two pieces if each has at least so many tokens: kernels are slower below."""
+LEAST_PIECE, MOST_PIECES = 1024, 4
+"""Tokens of a piece, below which kernels are slower; and pieces of a block, beyond which the last
+step, which nothing hides, is short enough."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class _Cuts:
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._sizes = layout, layout.place_sizes()
-        long = layout.ring > 1 and max(self._sizes) >= 2 * LEAST_PIECE
-        self.pieces = 2 if long else 1
+        most = MOST_PIECES if layout.ring > 1 else 1
+        self.pieces = min(most, max(1, max(self._sizes) // LEAST_PIECE))
 
     def range(self, place: int, piece: int) -> Interval:
         """Local tokens of a piece."""
