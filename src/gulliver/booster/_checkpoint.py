@@ -27,13 +27,14 @@ from gulliver.checkpoint import (
     Mismatch,
     PerRank,
     StepReader,
+    as_leaf,
     join_state,
     names_in,
     refuse_boosted,
 )
 from gulliver.comm import gather_objects, group_rank, init_world
 from gulliver.errors import GulliverError
-from gulliver.memory import Part
+from gulliver.memory import Part, whole_shape
 from gulliver.parallel import BoostedOptimizer, Counter
 
 MODEL, OPTIMIZER, SCHEDULER, RANDOM = "model", "optimizer", "lr_scheduler", "random"
@@ -61,7 +62,11 @@ def boosted_state(
     """
     found: dict[str, Any] = {}
     plain = unwrapped(model)
-    found[MODEL] = _model_leaves(plain, holder, "save")
+    if holder is not None:
+        found[MODEL] = holder.model_leaves(plain)
+    else:
+        refuse_boosted(plain, "save")
+        found[MODEL] = plain
     if optimizer is not None:
         found[OPTIMIZER] = {
             "optimizer": type(optimizer.inner).__name__,
@@ -123,26 +128,29 @@ def load_boosted(
     """
     loaded = Loaded(reader.manifest.step)
     entries: dict[str, Any] = {}
+    # Groups may be asked of all ranks: not where one of them might have failed before.
+    groups = None if optimizer is None else optimizer.all_group_names()
+    elsewhere = _names_of_all(model, holder)
+    wanted: dict[str, Tensor | Part] = {}
 
     def check() -> None:
-        for entry, wanted in ((MODEL, model), (OPTIMIZER, optimizer), (SCHEDULER, lr_scheduler)):
-            if wanted is not None:
+        for entry, given in ((MODEL, model), (OPTIMIZER, optimizer), (SCHEDULER, lr_scheduler)):
+            if given is not None:
                 reader.skeleton(entry)
         if model is not None:
-            _check_model(reader, model, holder, strict, prefix, loaded)
+            leaves = _tied(reader, unwrapped(model), holder, prefix)
+            _check_model(reader, leaves, elsewhere, strict, prefix, loaded)
+            odd = loaded.mismatches.get(MODEL, Mismatch())
+            wanted.update((n, leaf) for n, leaf in leaves.items() if n not in odd.missing)
         if optimizer is not None:
-            entries.update(_check_optimizer(reader, optimizer))
+            entries.update(_check_optimizer(reader, optimizer, groups or []))
         if lr_scheduler is not None:
             _check_scheduler(reader, lr_scheduler)
 
     agreed(check)
     if model is not None:
-        plain = unwrapped(model)
         if holder is not None:
             holder.before_model_load()
-        odd = loaded.mismatches.get(MODEL, Mismatch())
-        leaves = _model_leaves(plain, holder, "load")
-        wanted = {name: leaf for name, leaf in leaves.items() if name not in odd.missing}
         agreed(lambda: reader.read_into(MODEL, wanted, prefix))
         if holder is not None:
             holder.after_model_load()
@@ -154,35 +162,55 @@ def load_boosted(
     return loaded
 
 
-def _model_leaves(
-    model: nn.Module, holder: BoostedOptimizer | None, action: str
+def _names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> set[str]:
+    """Names that a checkpoint may have of this model: what this rank has no part of, others fill.
+
+    Every rank calls it.
+    """
+    if model is None:
+        return set()
+    names = [name for name, _ in unwrapped(model).named_parameters(remove_duplicate=False)]
+    if holder is None or holder.has_whole_model:
+        return set(names)
+    names += [name for name, _ in unwrapped(model).named_buffers(remove_duplicate=False)]
+    return {name for found in gather_objects(names) for name in found}
+
+
+def _tied(
+    reader: StepReader, model: nn.Module, holder: BoostedOptimizer | None, prefix: str
 ) -> dict[str, Tensor | Part]:
-    if holder is not None:
-        return holder.model_leaves(model)
-    refuse_boosted(model, action)
-    return dict(model.state_dict())
+    """What is to be filled, by names in the checkpoint, which may have one only of tied ones."""
+    if holder is None:
+        refuse_boosted(model, "load")
+        state = model.state_dict(keep_vars=True)
+        return {name: as_leaf(v) for name, v in state.items() if isinstance(v, Tensor)}
+    leaves, saved = holder.load_leaves(model), reader.tensors(MODEL)
+    for name, known in holder.canonical_names(model).items():
+        if name in leaves and prefix + name not in saved and prefix + known in saved:
+            leaf = leaves.pop(name)
+            leaves.setdefault(known, leaf)
+    return leaves
 
 
 def _check_model(
     reader: StepReader,
-    model: nn.Module,
-    holder: BoostedOptimizer | None,
+    leaves: Mapping[str, Tensor | Part],
+    elsewhere: set[str],
     strict: bool,
     prefix: str,
     loaded: Loaded,
 ) -> None:
-    leaves = _model_leaves(unwrapped(model), holder, "load")
-    names = {name for name, _ in unwrapped(model).named_parameters(remove_duplicate=False)}
     odd = reader.match(MODEL, leaves, prefix)
-    # What this rank has no part of, others fill.
-    odd.unexpected = [name for name in odd.unexpected if name not in names and not prefix]
+    odd.unexpected = [name for name in odd.unexpected if name not in elsewhere and not prefix]
     if odd.unlike or (strict and odd) or (leaves and len(odd.missing) == len(leaves)):
         raise GulliverError(f"{reader.folder} is of another model: {odd}")
     if odd:
         loaded.mismatches[MODEL] = odd
 
 
-def _check_optimizer(reader: StepReader, optimizer: BoostedOptimizer) -> dict[str, Any]:
+def _check_optimizer(
+    reader: StepReader, optimizer: BoostedOptimizer, groups: list[list[str]]
+) -> dict[str, Any]:
     """The optimizer's entry, with stand-ins for tensors."""
     tensors, skeleton = reader.tensors(OPTIMIZER), reader.skeleton(OPTIMIZER)
     refs: dict[str, Any] = {
@@ -198,8 +226,8 @@ def _check_optimizer(reader: StepReader, optimizer: BoostedOptimizer) -> dict[st
         raise GulliverError(
             f"{reader.folder} is of {content['optimizer']}, the optimizer is {ours}"
         )
-    check_groups(optimizer, content["groups"], reader.folder)
-    shapes = {name: tuple(p.shape) for p, name in optimizer.names.items()}
+    check_groups(groups, content["groups"], reader.folder)
+    shapes = {name: whole_shape(p) for p, name in optimizer.names.items()}
     for name, entries in content["state"].items():
         for key, value in entries.items():
             if isinstance(value, _Ref) and value.shape != shapes.get(name, value.shape):

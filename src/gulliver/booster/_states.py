@@ -104,7 +104,7 @@ def read_optimizer(optimizer: BoostedOptimizer, folder: Path) -> None:
             f"{TENSORS} and {SKELETON} in {folder} are not of one save: take another checkpoint"
         )
     saved = join_state(read_tensors(folder / TENSORS), content["state"])
-    check_groups(optimizer, saved["groups"], folder)
+    check_groups(optimizer.all_group_names(), saved["groups"], folder)
     try:
         optimizer.import_state(saved["state"])
     except GulliverError as error:
@@ -117,13 +117,13 @@ def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:
     """The groups by the names of their parameters, with their options."""
     return [
         {"names": names, "options": {k: v for k, v in group.items() if k != "params"}}
-        for names, group in zip(optimizer.group_names(), optimizer.param_groups, strict=True)
+        for names, group in zip(optimizer.all_group_names(), optimizer.param_groups, strict=True)
     ]
 
 
-def check_groups(optimizer: BoostedOptimizer, saved: list[Any], folder: Path) -> None:
+def check_groups(ours: list[list[str]], saved: list[Any], folder: Path) -> None:
     """Refuses groups of other parameters."""
-    theirs, ours = [set(group["names"]) for group in saved], optimizer.group_names()
+    theirs = [set(group["names"]) for group in saved]
     if len(theirs) != len(ours):
         raise GulliverError(f"{folder} has {len(theirs)} parameter groups, not {len(ours)}")
     for number, (found, names) in enumerate(zip(theirs, ours, strict=True)):

@@ -29,7 +29,7 @@ from gulliver.checkpoint._manifest import Manifest, read_manifest
 from gulliver.checkpoint._reader import Mismatch, StepReader
 from gulliver.checkpoint._saving import AsyncCheckpointer, Saved
 from gulliver.checkpoint._single import FileSaver
-from gulliver.checkpoint._tree import join_state, names_in, split_state
+from gulliver.checkpoint._tree import as_leaf, join_state, names_in, split_state
 from gulliver.checkpoint._weights import Weights, is_step_or_run, open_weights
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "StepReader",
     "Weights",
     "any_step",
+    "as_leaf",
     "compare",
     "export_huggingface",
     "import_huggingface",

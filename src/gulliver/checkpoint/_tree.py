@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.memory import Part, region_of
+from gulliver.memory import Part, part_of, region_of
 
 Leaf = Tensor | Part
 
@@ -21,12 +21,8 @@ def as_leaf(value: Leaf) -> Leaf:
     Raises:
         GulliverError: its elements lie apart.
     """
-    region = region_of(value) if isinstance(value, Tensor) else None
-    if region is None or isinstance(value, Part):
-        return value
-    if not value.is_contiguous():
-        raise GulliverError(f"a slice of {region.shape} is not contiguous: clone it first")
-    return Part(value.detach(), region.shape, 0, value, region)
+    is_slice = isinstance(value, Tensor) and region_of(value) is not None
+    return part_of(value) if is_slice else value  # type: ignore[arg-type]
 
 
 def split_state(state: Any) -> tuple[dict[str, Leaf], Any]:

@@ -13,7 +13,7 @@ from gulliver.memory._claims import (
     storage_of,
 )
 from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
-from gulliver.memory._parts import Part, Region, region_of, set_region
+from gulliver.memory._parts import Part, Region, part_of, region_of, set_region, whole_shape
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
 
 __all__ = [
@@ -34,9 +34,11 @@ __all__ = [
     "before_any_write",
     "before_write",
     "drop_claim",
+    "part_of",
     "plan_chunks",
     "reduced_gradient",
     "region_of",
     "set_region",
     "storage_of",
+    "whole_shape",
 ]

@@ -61,6 +61,12 @@ def region_of(parameter: Tensor) -> Region | None:
     return vars(parameter).get("_region")
 
 
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Of the tensor that a parameter holds a region of; its own where it is the whole."""
+    region = region_of(parameter)
+    return tuple(parameter.shape) if region is None else region.shape
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """Elements `start` to `stop` of a whole tensor or of a region of it, in row-major order.
@@ -96,3 +102,15 @@ class Part:
     def is_whole(self) -> bool:
         """Whether there is no other part."""
         return self.value.numel() == math.prod(self.shape)
+
+
+def part_of(tensor: Tensor) -> Part:
+    """All that a tensor holds, as a part of its whole.
+
+    Raises:
+        GulliverError: its elements lie apart.
+    """
+    region = region_of(tensor)
+    if not tensor.is_contiguous():
+        raise GulliverError(f"a slice of {tuple(tensor.shape)} is not contiguous: clone it first")
+    return Part(tensor.detach(), whole_shape(tensor), 0, tensor, region)

@@ -1,6 +1,6 @@
 """Exact parallel primitives."""
 
-from gulliver.parallel._optimizer import BoostedOptimizer, Counter, named_trainables
+from gulliver.parallel._optimizer import BoostedOptimizer, Counter, named_groups, named_trainables
 from gulliver.parallel.zero import BucketTuner, ZeroOptimizer, state_tensors
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "BucketTuner",
     "Counter",
     "ZeroOptimizer",
+    "named_groups",
     "named_trainables",
     "state_tensors",
 ]

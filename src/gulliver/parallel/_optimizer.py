@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from gulliver.comm import gather_objects
 from gulliver.errors import GulliverError
 from gulliver.memory import Part
 
@@ -66,13 +67,34 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def everything(name: str) -> bool:
+    """Says of every name that this rank writes it."""
+    return True
+
+
 class BoostedOptimizer(torch.optim.Optimizer):
     """An optimizer around the user's, whose groups, defaults and schedulers it shares.
+
+    [Note: models that no rank has all of] Where a model is cut by tensors or into stages, three
+    things are set after the optimizer is made. Each rank then saves, as `Part`s, what it is
+    responsible for, and loads all that it holds; names are merged over the ranks.
+
+    Attributes:
+        responsible: says of a name in the model's state whether the ranks that this optimizer
+            shards over write it: what several such groups have alike one of them writes. Slices
+            (`gulliver.memory.Region`) are written by all. Set it on every rank, or on none.
+        whole_groups: names in each parameter group of the whole model, in its order; None asks all
+            ranks once.
+        names: a tied parameter that lies in another stage, too, has the same name in both: the one
+            that it has in the whole model.
 
     Args:
         inner: the user's optimizer.
         names: the name of every parameter that it trains.
     """
+
+    responsible: Callable[[str], bool] = staticmethod(everything)
+    whole_groups: list[list[str]] | None = None
 
     def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
         # Deliberately without super().__init__: groups and state are the inner optimizer's.
@@ -235,6 +257,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
                 )
         return dict(state)
 
+    def load_leaves(self, model: nn.Module) -> dict[str, Leaf]:
+        """What of the model's state this rank fills when it is loaded: all that it holds."""
+        return self.model_leaves(model)
+
     def state_leaves(self) -> Saved:
         """The optimizer's state as far as this rank has it."""
         return {
@@ -280,6 +306,28 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def after_model_load(self) -> None:
         """Lets all ranks have what was filled; every rank calls it."""
 
+    @property
+    def has_whole_model(self) -> bool:
+        """Whether the model is the same on all ranks, apart from what is sharded over them all."""
+        return self.responsible is everything
+
+    def all_group_names(self) -> list[list[str]]:
+        """Names of each group over all ranks; every rank calls it where models are cut."""
+        if self.whole_groups is None:
+            if self.has_whole_model:
+                return self.group_names()
+            every = gather_objects(self.group_names())
+            self.whole_groups = [
+                list(dict.fromkeys(name for names in found for name in names))
+                for found in zip(*every, strict=True)
+            ]
+        return self.whole_groups
+
+    def canonical_names(self, model: nn.Module) -> dict[str, str]:
+        """By names in the model's state that are tied to others: those that state is kept by."""
+        known = dict(model.named_parameters(remove_duplicate=False))
+        return {n: self.names[p] for n, p in known.items() if self.names.get(p, n) != n}
+
     def group_names(self) -> list[list[str]]:
         """Names of the trained parameters of each group."""
         return [
@@ -299,6 +347,16 @@ def _check_entries(
                 f"the optimizer state of {name!r} does not fit: {key} is {tuple(value.shape)} "
                 f"{value.dtype}, the parameter {tuple(parameter.shape)} {dtype}"
             )
+
+
+def named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Names of the trainable parameters of each group, in the model's order.
+
+    For `BoostedOptimizer.whole_groups`, before the model is cut.
+    """
+    names = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    stepped = [set(group["params"]) for group in optimizer.param_groups]
+    return [[name for name, p in names if p in members] for members in stepped]
 
 
 def named_trainables(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:

@@ -470,6 +470,11 @@ class ZeroOptimizer(BoostedOptimizer):
         take_finished_writes(self)
         return model_leaves(self, model)
 
+    def load_leaves(self, model: nn.Module) -> dict[str, Leaf]:
+        """What of the model's state this rank fills when it is loaded: all that it holds."""
+        take_finished_writes(self)
+        return model_leaves(self, model, saving=False)
+
     def state_leaves(self) -> Saved:
         """The optimizer's state as far as this rank has it."""
         return state_leaves(self)

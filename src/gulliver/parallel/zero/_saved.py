@@ -1,19 +1,22 @@
 """What a rank has of a sharded model and its optimizer: for checkpoints, with nothing gathered.
 
-Parameters of 16 bits are saved by their float32 copies, which they are rounded from.
+Parameters of 16 bits are saved by their float32 copies, which they are rounded from. A parameter
+that holds a region of a whole (a slice of tensor parallelism) is saved and loaded as parts of that
+region; see the note at `BoostedOptimizer` for models that no rank has all of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from gulliver.errors import GulliverError
-from gulliver.memory import Part, before_write
+from gulliver.memory import Part, before_write, part_of, region_of, whole_shape
 from gulliver.parallel._optimizer import (
     Counter,
     Leaf,
@@ -26,9 +29,20 @@ from gulliver.parallel.zero._sharded import Presence, ShardedChunk
 if TYPE_CHECKING:
     from gulliver.parallel.zero._optimizer import ZeroOptimizer
 
+SMALL, ALIKE = 2**16, 2**20
+"""Bytes: smaller buffers are copied at once; smaller tensors are written by one rank."""
 
-def model_leaves(optimizer: ZeroOptimizer, model: nn.Module) -> dict[str, Leaf]:
+
+def model_leaves(
+    optimizer: ZeroOptimizer, model: nn.Module, saving: bool = True
+) -> dict[str, Leaf]:
     """The model's state as far as this rank has it, by the names of its `state_dict`.
+
+    Args:
+        optimizer: of the model.
+        model: boosted.
+        saving: only what this rank is to write, where no rank has the whole model; else all that
+            it holds.
 
     Raises:
         GulliverError: a module keeps state that is no tensor.
@@ -40,14 +54,52 @@ def model_leaves(optimizer: ZeroOptimizer, model: nn.Module) -> dict[str, Leaf]:
                 "with ZeRO: keep it in buffers"
             )
     mine = {name: leaf for chunk in optimizer.everything for name, leaf in _homes(optimizer, chunk)}
+    shared = saving and not optimizer.has_whole_model
     found: dict[str, Leaf] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         known = optimizer.names.get(parameter) or optimizer.frozen_names.get(parameter)
-        if known is None:
-            found[name] = parameter.detach()
-        elif known in mine:
-            found[name] = mine[known]
-    return found | persistent_buffers(model)
+        leaf = _held(parameter) if known is None else mine.get(known)
+        if leaf is None or (shared and not optimizer.responsible(name)):
+            continue
+        if shared and (known is None or optimizer.parts == 1):
+            leaf = _share(optimizer, leaf)
+        if leaf is not None:
+            found[name] = leaf
+    return found | _buffers(optimizer, model, shared)
+
+
+def _buffers(optimizer: ZeroOptimizer, model: nn.Module, shared: bool) -> dict[str, Leaf]:
+    buffers = persistent_buffers(model)
+    if not shared:
+        return {name: _held(buffer) for name, buffer in buffers.items()}
+    if optimizer.rank != 0:
+        # They need not be alike on all ranks: one rank's are taken.
+        return {}
+    mine = {name: part_of(b) for name, b in buffers.items() if optimizer.responsible(name)}
+    return {name: _copied(part) for name, part in mine.items()}
+
+
+def _copied(part: Part) -> Part:
+    """Small buffers are copied at once: forwards write to them, and ask nobody."""
+    if part.value.nbytes > SMALL:
+        return part
+    return replace(part, value=part.value.clone(), owner=None)
+
+
+def _held(tensor: Tensor) -> Leaf:
+    """A tensor that this rank has as a whole; of a slice, all of it."""
+    return tensor.detach() if region_of(tensor) is None else part_of(tensor)
+
+
+def _share(optimizer: ZeroOptimizer, leaf: Leaf) -> Part | None:
+    """This rank's share of what all ranks of the group have alike: small ones are the first's."""
+    whole = leaf if isinstance(leaf, Part) else part_of(leaf)
+    count, size = whole.value.numel(), optimizer.size
+    if size == 1 or whole.value.nbytes < ALIKE:
+        return whole if optimizer.rank == 0 else None
+    begin, stop = (count * number // size for number in (optimizer.rank, optimizer.rank + 1))
+    run = whole.value.reshape(-1)[begin:stop]
+    return replace(whole, value=run, start=whole.start + begin)
 
 
 def _homes(optimizer: ZeroOptimizer, sharded: ShardedChunk) -> Iterator[tuple[str, Leaf]]:
@@ -56,18 +108,25 @@ def _homes(optimizer: ZeroOptimizer, sharded: ShardedChunk) -> Iterator[tuple[st
     for piece in chunk.layout.pieces(chunk.part):
         parameter = chunk.parameters[piece.name]
         run = chunk.home[piece.start : piece.end].detach()
+        owner = parameter if chunk.home_is_view else None
         if optimizer.parts > 1:
-            owner = parameter if chunk.home_is_view else None
-            yield piece.name, Part(run, tuple(parameter.shape), piece.offset, owner)
+            yield piece.name, _part(parameter, run, piece.offset, owner)
+        elif region_of(parameter) is not None:
+            yield piece.name, _part(parameter, run, 0, owner)
         else:
             # What every rank has as a whole is shared out among them like any other tensor.
-            view = chunk.home_is_view
+            view = owner is not None
             yield piece.name, parameter.detach() if view else run.view(parameter.shape)
     if chunk.part == 0:
         # A parameter without elements lies on no part.
         for name, parameter in chunk.parameters.items():
             if parameter.shape.numel() == 0:
-                yield name, Part(chunk.home[:0].detach(), tuple(parameter.shape))
+                yield name, _part(parameter, chunk.home[:0].detach())
+
+
+def _part(parameter: Tensor, run: Tensor, start: int = 0, owner: Tensor | None = None) -> Part:
+    """Elements of a parameter, or of what has its shape, in the whole that it is of."""
+    return Part(run, whole_shape(parameter), start, owner, region_of(parameter))
 
 
 def take_finished_writes(optimizer: ZeroOptimizer) -> None:
@@ -104,10 +163,13 @@ def state_leaves(optimizer: ZeroOptimizer) -> Saved:
         GulliverError: state that is neither element-wise nor one value.
     """
     found: Saved = {}
+    shared = not optimizer.has_whole_model
     for sharded in optimizer.chunks:
         for piece, owned in sharded.pieces:
+            if shared and not optimizer.responsible(piece.name):
+                continue
             entries = found.setdefault(piece.name, {})
-            shape = sharded.chunk.parameters[piece.name].shape
+            parameter = sharded.chunk.parameters[piece.name]
             for key, value in optimizer.inner.state.get(owned, {}).items():
                 if value is None:
                     continue
@@ -119,10 +181,19 @@ def state_leaves(optimizer: ZeroOptimizer) -> Saved:
                         f"the optimizer keeps {key!r} of {piece.name!r} as {tuple(value.shape)}, "
                         f"not {tuple(owned.shape)}: only element-wise state can be saved"
                     )
-                whole = optimizer.parts == 1
-                part = Part(value, tuple(shape), piece.offset)
-                entries[key] = value.view(shape) if whole else part
+                leaf = _state_leaf(optimizer, _part(parameter, value, piece.offset), parameter)
+                if leaf is not None:
+                    entries[key] = leaf
     return found
+
+
+def _state_leaf(optimizer: ZeroOptimizer, part: Part, parameter: Tensor) -> Leaf | None:
+    """State as this rank saves it; None where another rank of its group does."""
+    if optimizer.parts > 1:
+        return part
+    if optimizer.has_whole_model:
+        return part.value.view(parameter.shape) if part.region is None else part
+    return _share(optimizer, part)
 
 
 def make_state(
@@ -154,8 +225,8 @@ def make_state(
                     found[key] = value.to_value(owned.device if owned in capturing else None)
                     continue
                 found[key] = torch.empty_like(owned, requires_grad=False)
-                shape = sharded.chunk.parameters[piece.name].shape
-                wanted[piece.name, key] = Part(found[key], tuple(shape), piece.offset)
+                parameter = sharded.chunk.parameters[piece.name]
+                wanted[piece.name, key] = _part(parameter, found[key], piece.offset)
             if found:
                 optimizer.inner.state[owned] = found
     return wanted
