@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -117,8 +118,7 @@ def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tupl
 def recompute(model: STDiT3) -> None:
     """Activation checkpointing of every block, from outside."""
     for block in [m for m in model.modules() if isinstance(m, Block)]:
-        forward = block.forward
-        block.forward = lambda *args, f=forward: checkpoint(f, *args, use_reentrant=False)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # pyright: ignore
 
 
 def _compared(

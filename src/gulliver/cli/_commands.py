@@ -14,7 +14,7 @@ import tyro
 from gulliver import __version__
 from gulliver.checkpoint import read_json, write_json
 from gulliver.cli._checkpoint import CheckpointConfig, checkpoint_command
-from gulliver.comm import default_ranks, launch, under_launcher
+from gulliver.comm import default_ranks, guard, init_world, launch, under_launcher
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError, nearest
 from gulliver.models import STDIT3_SIZES
@@ -32,6 +32,7 @@ from gulliver.video import (
     extend,
     from_plain,
     read_frames,
+    split_ranks,
     train,
     write_clip,
 )
@@ -71,6 +72,12 @@ class GenerateConfig:
     """Repeat every pixel so many times in the file."""
     fps: float = 8.0
     """Frames per second of the file."""
+    sequence: int = 0
+    """Ranks that share each clip's tokens; 0: all that guidance leaves."""
+    guidance_ranks: int = 0
+    """2: with and without the sentence on ranks of their own; 0: where that is possible."""
+    ranks: int = 0
+    """Processes on this machine; 0: --sequence x --guidance-ranks. Ignored under torchrun."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +112,33 @@ def train_command(config: TrainConfig, arguments: list[str]) -> int:
 
 
 def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
-    """Makes clips from sentences."""
+    """Makes clips from sentences, on ranks of this machine that are started where asked for."""
     prompts = _prompts(config)
     bucket = Bucket(config.frames, *_sides(config.aspect_ratio, config.resolution))
     check_output(config.out, config.frames)
-    model = VideoModel.load(config.run)
+    guided = config.guidance != 1
+    if not under_launcher():
+        ranks = config.ranks or max(1, config.sequence) * max(1, config.guidance_ranks)
+        split_ranks(ranks, config.sequence, config.guidance_ranks, guided)
+        if ranks > 1:
+            return launch("gulliver.cli", ["generate", *arguments], ranks)
+    world = init_world()
+    with guard():
+        model = VideoModel.load(config.run, world.device)
+        model.share(config.sequence, config.guidance_ranks, guided, console().print)
+        clips = _made(config, model, prompts, bucket, world.is_main)
+    if world.is_main:
+        paths = _numbered(config.out, len(prompts))
+        for path, clip, prompt in zip(paths, clips, prompts, strict=True):
+            print(f"{write_clip(path, clip, config.fps, config.scale)}  {prompt}")
+    return 0
+
+
+def _made(
+    config: GenerateConfig, model: VideoModel, prompts: list[str], bucket: Bucket, show: bool
+) -> list[Any]:
+    """The clips, in the order of the prompts."""
     sampling = SamplingConfig(config.steps, config.guidance)
-    paths = _numbered(config.out, len(prompts))
     given = None if config.image is None else read_frames(config.image)[:, :1]
     requests = [
         Request(prompt, bucket, config.seed + number, given)
@@ -119,15 +146,11 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     ]
     for request in requests:
         model.check(request)
-        for remark in model.remarks(request):
+        for remark in model.remarks(request) if show else ():
             console().print(f"note: {remark}")
     if config.extend is None:
-        clips = model.generate(requests, sampling, show=True)
-    else:
-        clips = _extended(config, model, requests, sampling)
-    for path, clip, prompt in zip(paths, clips, prompts, strict=True):
-        print(f"{write_clip(path, clip, config.fps, config.scale)}  {prompt}")
-    return 0
+        return model.generate(requests, sampling, show=show)
+    return _extended(config, model, requests, sampling)
 
 
 def _extended(

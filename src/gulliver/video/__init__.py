@@ -23,6 +23,7 @@ from gulliver.video._generate import Request, SamplingConfig, VideoModel, extend
 from gulliver.video._judges import Judges, Scores, train_judges
 from gulliver.video._media import check_output, read_frames, write_clip
 from gulliver.video._rectified_flow import RectifiedFlow
+from gulliver.video._shared import split_ranks
 from gulliver.video._training import Outcome, Trainer, train
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "read_frames",
     "resolved",
     "save_autoencoder",
+    "split_ranks",
     "train",
     "train_autoencoder",
     "train_judges",

@@ -2,15 +2,18 @@
 
 `VideoModel.load` reads a run folder; `VideoModel.generate` makes clips: text-to-video,
 text-to-image (one frame), and, given a picture or the end of a clip, image-to-video and extension.
+`VideoModel.share` makes all ranks of the world make each clip together (`_shared.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gulliver.checkpoint import StepReader, load
@@ -24,6 +27,7 @@ from gulliver.video._media import fit
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
 from gulliver.video._seeds import derive
+from gulliver.video._shared import Shared, share, split_ranks
 from gulliver.video._sources import vocabulary
 from gulliver.video._training import build_model
 
@@ -68,6 +72,7 @@ class VideoModel:
             shift=config.flow.shift, use_timestep_transform=config.flow.shift_by_size
         )
         self.known_words = vocabulary(config)
+        self.shared = Shared(model)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | None = None) -> Self:
@@ -91,6 +96,30 @@ class VideoModel:
         load(checkpoint, {"ema": model})
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return cls(config, model.to(device), autoencoder.to(device))
+
+    def share(
+        self,
+        sequence: int = 0,
+        guidance_ranks: int = 0,
+        guided: bool = True,
+        show: Callable[[str], None] | None = None,
+    ) -> None:
+        """Makes all ranks of the world make each clip together; every rank calls it, once.
+
+        Afterwards every rank asks for the same clips, and gets them.
+
+        Args:
+            sequence: ranks that share a clip's tokens; 0: all that guidance leaves.
+            guidance_ranks: ranks of the branches with and without caption; 0: 2 where possible.
+            guided: whether guidance will be on.
+            show: told how clips are cut, on rank 0.
+
+        Raises:
+            GulliverError: the sizes do not make the world.
+        """
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        sizes = split_ranks(world, sequence, guidance_ranks, guided)
+        self.shared = share(self.model, *sizes, show=show)
 
     def check(self, request: Request) -> None:
         """Refuses a request that cannot be fulfilled.
@@ -157,6 +186,8 @@ class VideoModel:
         sampling = sampling or SamplingConfig()
         for request in requests:
             self.check(request)
+        self.shared.check_guidance(sampling.guidance != 1)
+        self.shared.agree([_described(r) for r in requests] + [sampling])
         groups: dict[tuple[Bucket, int], list[int]] = {}
         for index, request in enumerate(requests):
             given = 0 if request.given is None else request.given.shape[1]
@@ -190,7 +221,7 @@ class VideoModel:
         null = self.model.y_embedder.y_embedding[: y.shape[2]]
         given, generate = self._given(requests, shape, device)
         latents = self.flow.sample(
-            self.model,
+            self.shared.model,
             noise,
             conditions,
             null_y=null[None, None].expand(count, 1, -1, -1),
@@ -199,7 +230,7 @@ class VideoModel:
             given=given,
             mask=generate,
         )
-        videos = self.autoencoder.decode(latents).clamp(-1, 1).cpu()
+        videos = self.shared.decode(self.autoencoder, latents, bucket).clamp(-1, 1).cpu()
         return list(videos.unbind())
 
     def _given(
@@ -252,6 +283,12 @@ def extend(
     request = Request(prompt, bucket, seed, given=clip[:, -overlap:])
     piece = model.generate([request], sampling)[0]
     return torch.cat([clip, piece[:, overlap:]], dim=1)
+
+
+def _described(request: Request) -> tuple[object, ...]:
+    """What ranks that make a clip together compare."""
+    given = None if request.given is None else request.given.cpu().numpy().tobytes()
+    return request.prompt, request.bucket, request.seed, given
 
 
 def _noise(seed: int, shape: tuple[int, ...]) -> Tensor:

@@ -1,0 +1,186 @@
+"""One clip on several ranks: guidance x sequence.
+
+Classifier-free guidance asks the model twice for each step, with the caption and without it. With
+two *guidance* ranks each asks once, and they exchange what they found. The ranks of a *sequence*
+share the tokens of the clip (`gulliver.booster.hybrid._stdit`). Both together: rank
+``branch * sequence + place``, so that those of a sequence, which send most, are neighbours. Noise,
+conditions and Euler steps are computed on every rank, and are the same on all.
+
+Read `split_ranks`, `share`, `Shared`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from gulliver.booster.hybrid._stdit import wire_stdit
+from gulliver.comm import ALONE, Line, all_gather, broadcast, gather_objects, make_axes
+from gulliver.data import Bucket
+from gulliver.errors import GulliverError
+from gulliver.models import STDiT3, VideoAutoencoder
+from gulliver.parallel.sequence import SequencePlan, make_groups
+
+
+def split_ranks(
+    world: int, sequence: int = 0, guidance_ranks: int = 0, guided: bool = True
+) -> tuple[int, int]:
+    """How many ranks share a clip's tokens, and how many the branches of guidance.
+
+    Args:
+        world: ranks there are.
+        sequence: ranks of a sequence; 0: all that guidance leaves.
+        guidance_ranks: 1 or 2; 0: 2 where that is possible, for it sends least.
+        guided: whether guidance is on, so that there are two branches.
+
+    Returns:
+        The ranks of a sequence, and those of guidance; their product is the world.
+
+    Raises:
+        GulliverError: the sizes do not make the world; a second rank for guidance that is off.
+    """
+    if guidance_ranks not in (0, 1, 2) or sequence < 0:
+        raise GulliverError(
+            f"--sequence {sequence} x --guidance-ranks {guidance_ranks} cannot be: guidance has 2 "
+            "branches, so it takes 1 or 2 ranks, and a sequence at least 1"
+        )
+    if guidance_ranks == 2 and not guided:
+        raise GulliverError(
+            "--guidance-ranks 2 with --guidance 1: guidance is off, so there is one branch only; "
+            "leave --guidance-ranks out"
+        )
+    if guidance_ranks == 0:
+        both = guided and world % 2 == 0 and sequence in (0, world // 2)
+        guidance_ranks = 2 if both else 1
+    if sequence == 0:
+        sequence = max(1, world // guidance_ranks)
+    if sequence * guidance_ranks != world:
+        raise GulliverError(
+            f"--sequence {sequence} x --guidance-ranks {guidance_ranks} = "
+            f"{sequence * guidance_ranks} ranks, but there are {world}: start as many, or leave "
+            "one of the two out"
+        )
+    return sequence, guidance_ranks
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The ranks that make clips together.
+
+    Attributes:
+        model: called as the model is, with both branches of guidance in one batch.
+        ranks: there are.
+        rank: this one.
+        branches: ranks that share the branches of guidance.
+    """
+
+    model: Callable[..., Tensor]
+    ranks: int = 1
+    rank: int = 0
+    branches: Line = ALONE
+
+    def agree(self, requests: Any) -> None:
+        """Refuses requests that differ between the ranks.
+
+        Raises:
+            GulliverError: naming a rank with other requests than rank 0.
+        """
+        if self.ranks == 1:
+            return
+        found = gather_objects(hashlib.sha256(repr(requests).encode()).hexdigest())
+        for rank, digest in enumerate(found):
+            if digest != found[0]:
+                raise GulliverError(
+                    f"rank {rank} was asked for other clips than rank 0, and they make them "
+                    "together: give all ranks the same requests"
+                )
+
+    def check_guidance(self, guided: bool) -> None:
+        """Refuses ranks for a branch that there is not.
+
+        Raises:
+            GulliverError: guidance is off.
+        """
+        if self.branches.size > 1 and not guided:
+            raise GulliverError(
+                "guidance 1 has one branch only, and the ranks are shared between two: share the "
+                "model with guidance_ranks=1"
+            )
+
+    def decode(self, autoencoder: VideoAutoencoder, latents: Tensor, bucket: Bucket) -> Tensor:
+        """Latents of a bucket's clips to the clips, [B, 3, T, H, W]: each decoded by one rank."""
+        if self.ranks == 1:
+            return autoencoder.decode(latents)
+        clips = latents.new_empty(len(latents), 3, *astuple(bucket))
+        if self.rank < len(latents):
+            clips[self.rank :: self.ranks] = autoencoder.decode(latents[self.rank :: self.ranks])
+        for index, clip in enumerate(clips):
+            broadcast(clip, index % self.ranks)
+        return clips
+
+
+def share(
+    model: STDiT3,
+    sequence: int,
+    guidance_ranks: int,
+    *,
+    scheme: str | None = None,
+    show: Callable[[str], None] | None = None,
+) -> Shared:
+    """Makes all ranks of the world make each clip together; every rank calls it, once.
+
+    Args:
+        model: wired in place, where a sequence has several ranks.
+        sequence: ranks that share the tokens of a clip.
+        guidance_ranks: ranks that share the branches of guidance.
+        scheme: a name of `gulliver.booster.hybrid._stdit_choice.SCHEMES`; None chooses.
+        show: told of choices, on rank 0.
+
+    Raises:
+        GulliverError: the sizes do not make the world.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    split_ranks(world, sequence, guidance_ranks)
+    if world == 1:
+        return Shared(model)
+    axes = make_axes({"branch": guidance_ranks, "sequence": sequence})
+    branches = axes.line("branch") if guidance_ranks > 1 else ALONE
+    if sequence > 1:
+        starts = range(0, world, sequence)
+        groups = make_groups(
+            _plan(sequence, model.num_heads), [list(range(s, s + sequence)) for s in starts]
+        )
+        told = show if dist.get_rank() == 0 else None
+        wire_stdit(model, groups, "all_to_all", scheme=scheme, show=told)
+    called = OneBranch(model, branches) if branches.size > 1 else model
+    return Shared(called, world, dist.get_rank(), branches)
+
+
+class OneBranch:
+    """Calls a model with this rank's branch of a batch that holds two, and gives both answers."""
+
+    def __init__(self, model: Callable[..., Tensor], line: Line) -> None:
+        assert line.size == 2, "guidance has two branches"
+        self._model, self._line = model, line
+
+    def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
+        of_branch = {n: None if v is None else self._own(v) for n, v in inputs.items()}
+        own = self._model(self._own(x), self._own(timestep), **of_branch).contiguous()
+        both = own.new_empty(2, *own.shape)
+        all_gather(both.view(-1), own.view(-1), self._line.group)
+        # A group numbers its ranks in ascending order, as this line does.
+        return both.flatten(0, 1)
+
+    def _own(self, both: Tensor) -> Tensor:
+        return both.chunk(2)[self._line.place]
+
+
+def _plan(sequence: int, heads: int) -> SequencePlan:
+    """Heads exchanged between as many ranks as there are heads for, a ring of the others."""
+    ulysses = max(n for n in range(1, sequence + 1) if sequence % n == 0 and n <= heads)
+    return SequencePlan(ulysses=ulysses, inner=sequence // ulysses)
