@@ -44,7 +44,14 @@ from gulliver.models import STDiT3
 from gulliver.models._attention import Mix
 from gulliver.models._embeddings import CaptionEmbedder
 from gulliver.models.stdit import Block, FinalLayer, Grid
-from gulliver.parallel.sequence import SequenceGroups, attention, shard, swap_sharded_dim, unshard
+from gulliver.parallel.sequence import (
+    SequenceGroups,
+    SequencePlan,
+    attention,
+    shard,
+    swap_sharded_dim,
+    unshard,
+)
 
 Show = Callable[[str], None]
 Found = TypeVar("Found", bound=nn.Module)
@@ -86,16 +93,15 @@ def wire_stdit(
     width = _width(model, tensor)
     if cluster is None:
         cluster = current_cluster(dist.get_world_size() if dist.is_initialized() else 1)
-    wiring = Wiring(groups, mode, width, cluster, scheme, show)
+    wiring = Wiring(groups, tensor, (width, groups.plan, mode, cluster, scheme), show)
     # Asked for one shape now, so that what is not possible is refused before anything runs.
     _ = wiring.chosen(Clip(1, groups.plan.degree, groups.plan.degree))
     if groups.all.size * tensor.size > 1:
-        lines = tuple(line for line in (tensor, groups.all) if line.size > 1)
         for embedder in _of_kind(model.y_embedder, CaptionEmbedder):
-            embedder.register_forward_pre_hook(partial(_drop_alike, lines))
+            embedder.register_forward_pre_hook(wiring.drop_alike)
     if groups.all.size == 1:
         return
-    model.register_forward_pre_hook(partial(_average_inputs, groups.all), with_kwargs=True)
+    model.register_forward_pre_hook(wiring.average_inputs, with_kwargs=True)
     first = _of_kind(model.spatial_blocks[0], Block)
     for block in _of_kind(model, Block):
         block.__class__ = ShardedBlock
@@ -113,14 +119,13 @@ class Wiring:
     def __init__(
         self,
         groups: SequenceGroups,
-        mode: str,
-        width: Width,
-        cluster: Cluster,
-        fixed: str | None,
+        tensor: Line,
+        choice: tuple[Width, SequencePlan, str, Cluster, str | None],
         show: Show | None,
     ) -> None:
         self.groups = groups
-        self._given = width, groups.plan, mode, cluster, fixed
+        self._lines = [line for line in (tensor, groups.all) if line.size > 1]
+        self._choice = choice
         self._show = show if groups.rank == 0 else None
         self._chosen: dict[Clip, ChosenScheme] = {}
 
@@ -130,7 +135,7 @@ class Wiring:
 
     def chosen(self, clip: Clip) -> ChosenScheme:
         """How a clip runs."""
-        return choose_scheme(clip, *self._given)
+        return choose_scheme(clip, *self._choice)
 
     def scheme(self, x: Tensor, grid: Grid) -> Scheme:
         """How the clip runs of which `x` is a part; one answer for a whole forward."""
@@ -152,6 +157,31 @@ class Wiring:
     def attention(self, length: int) -> Mix:
         """Softmax attention over the ranks, of so many tokens."""
         return partial(attention, groups=self.groups, length=length)
+
+    def average_inputs(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Averages the gradients of what a model is given, before it runs."""
+
+        def averaged(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.requires_grad:
+                return _MeanGradient.apply(value, self.groups.all)
+            return value
+
+        return tuple(map(averaged, args)), {name: averaged(v) for name, v in kwargs.items()}
+
+    def drop_alike(
+        self, embedder: nn.Module, args: tuple[Tensor, Tensor | None]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Draws which captions are dropped for all ranks: as the first rank draws."""
+        y, given = args
+        assert isinstance(embedder, CaptionEmbedder)
+        if given is not None or not embedder.training or embedder.drop <= 0:
+            return None
+        dropped = (torch.rand(len(y), device=y.device) < embedder.drop).to(torch.uint8)
+        for line in self._lines:
+            broadcast(dropped, _first(line), line.group)
+        return y, dropped.bool()
 
 
 class ShardedBlock(Block):
@@ -249,31 +279,6 @@ def working_dtype(x: Tensor) -> torch.dtype:
     if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return x.dtype
-
-
-def _average_inputs(
-    line: Line, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def averaged(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.requires_grad:
-            return _MeanGradient.apply(value, line)
-        return value
-
-    return tuple(map(averaged, args)), {name: averaged(v) for name, v in kwargs.items()}
-
-
-def _drop_alike(
-    lines: tuple[Line, ...], embedder: nn.Module, args: tuple[Tensor, Tensor | None]
-) -> tuple[Tensor, Tensor | None] | None:
-    """Draws which captions are dropped once for all ranks: the draw of the first rank."""
-    y, given = args
-    assert isinstance(embedder, CaptionEmbedder)
-    if given is not None or not embedder.training or embedder.drop <= 0:
-        return None
-    dropped = (torch.rand(len(y), device=y.device) < embedder.drop).to(torch.uint8)
-    for line in lines:
-        broadcast(dropped, _first(line), line.group)
-    return y, dropped.bool()
 
 
 def _first(line: Line) -> int:
