@@ -314,6 +314,19 @@ def _part_of_a_world(world: World) -> list[float]:
     return largest_errors(groups, found, full_attention(*given, Mask(causal=True)))
 
 
+@pytest.mark.parametrize("which", range(4))
+def test_tensors_may_lie_in_memory_as_they_like(which: int) -> None:
+    """Kernels read rows as if their elements lay side by side."""
+    given = tensors(torch.float64, 31, 31, (6, 2))
+    expected = full_attention(*given, Mask())
+    given[which] = given[which].mT.contiguous().mT
+    q, k, v = (t.requires_grad_() for t in given[:3])
+    groups = make_groups(SequencePlan())
+    out = attention(q, k, v, groups)
+    found = [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3])]
+    assert max(largest_errors(groups, found, expected)) < 1e-12
+
+
 def test_several_sequences_share_a_world_in_any_order(pool: Pool) -> None:
     assert max(max(errors) for errors in pool.run(_part_of_a_world, 4)) < 1e-10
 

@@ -133,9 +133,9 @@ class RingAttention(torch.autograd.Function):
 
 def forward_kv(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
     """Keys and values go round."""
-    pack = _Pack([k, v], call.cuts())
+    pack = _Pack([k, v], call)
     partial = Partial.empty(q, v.shape[3])
-    for visit in turn(pack.own(call), pack.bytes, call.groups):
+    for visit in turn(pack.own(), pack.bytes, call.groups):
         k_block, v_block = pack.open(visit)
         attend(partial, q, k_block, v_block, call.tiles(visit, pack.cuts), call.how)
     return partial
@@ -143,7 +143,7 @@ def forward_kv(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
 
 def backward_kv(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
     """Keys and values go round, and their gradients come home with them."""
-    pack = _Pack([k, v], call.cuts())
+    pack = _Pack([k, v], call)
     dtype = precise(k.dtype)
     dq = torch.zeros(rows.q.shape, dtype=dtype, device=k.device)
 
@@ -155,16 +155,16 @@ def backward_kv(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
         attend_backward(into, rows, k_block, v_block, found, call.how)
         return gathered
 
-    totals = round_trip(pack.own(call), pack.bytes, pack.numel, call.groups, compute, _plus)
-    dk, dv = pack.joined(totals, call)
+    totals = round_trip(pack.own(), pack.bytes, pack.numel, call.groups, compute, _plus)
+    dk, dv = pack.joined(totals)
     return Gradients(dq, dk, dv)
 
 
 def forward_q(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
     """Queries go round, and their output and log-sum-exp come home with them."""
-    pack = _Pack([q], call.cuts())
+    pack = _Pack([q], call)
     whole = Partial.empty(q, v.shape[3])
-    home = _Pack([whole.out, whole.lse], pack.cuts)
+    home = _Pack([whole.out, whole.lse], call)
 
     def partial(flat: Tensor, visit: Visit) -> Partial:
         return Partial(*home.split(flat, visit))
@@ -183,17 +183,17 @@ def forward_q(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
         partial(into, visit).merge(other.out, other.lse, slice(None), rows)
         return into
 
-    totals = round_trip(pack.own(call), pack.bytes, home.numel, call.groups, compute, add)
-    return Partial(*home.joined(totals, call))
+    totals = round_trip(pack.own(), pack.bytes, home.numel, call.groups, compute, add)
+    return Partial(*home.joined(totals))
 
 
 def backward_q(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
     """Queries and their rows' output go round, and their gradients come home with them."""
     # The widest dtype first, so that each part begins at a multiple of its element.
-    pack = _Pack([rows.lse, rows.q, rows.grad, rows.out], call.cuts())
+    pack = _Pack([rows.lse, rows.q, rows.grad, rows.out], call)
     dtype = precise(k.dtype)
     dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (k, v))
-    home = _Pack([rows.q], pack.cuts)
+    home = _Pack([rows.q], call)
 
     def compute(visit: Visit) -> Tensor:
         lse, q, grad, out = pack.open(visit)
@@ -202,28 +202,30 @@ def backward_q(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
         attend_backward(Gradients(dq, dk, dv), Rows(q, grad, out, lse), k, v, found, call.how)
         return dq.view(-1)
 
-    totals = round_trip(pack.own(call), pack.bytes, home.numel, call.groups, compute, _plus)
-    (dq,) = home.joined(totals, call)
+    totals = round_trip(pack.own(), pack.bytes, home.numel, call.groups, compute, _plus)
+    (dq,) = home.joined(totals)
     return Gradients(dq, dk, dv)
 
 
 class _Pack:
     """Tensors ``[batch, heads, length, ...]`` of a place as one message for each piece."""
 
-    def __init__(self, tensors: Sequence[Tensor], cuts: _Cuts) -> None:
-        self._tensors, self.cuts = tensors, cuts
+    def __init__(self, tensors: Sequence[Tensor], call: Call) -> None:
+        self._tensors, self.cuts = tensors, call.cuts()
+        self._place, self._alone = call.groups.place, call.groups.plan.ring == 1
 
-    def own(self, call: Call) -> list[Tensor]:
+    def own(self) -> list[Tensor]:
         """This place's messages, in bytes; in a ring of one nothing is copied for one."""
-        place = call.groups.place
-        if call.groups.plan.ring == 1:
+        if self._alone:
             return [self._tensors[0].new_empty(0)]
         return [
-            torch.cat(
-                [_bytes_of(t[:, :, slice(*self.cuts.range(place, piece))]) for t in self._tensors]
-            )
+            torch.cat([_bytes_of(t) for t in self._held(piece)])
             for piece in range(self.cuts.pieces)
         ]
+
+    def _held(self, piece: int) -> list[Tensor]:
+        """A piece of this place's tensors."""
+        return [t[:, :, slice(*self.cuts.range(self._place, piece))] for t in self._tensors]
 
     def bytes(self, place: int, piece: int) -> int:
         """Of a message."""
@@ -235,9 +237,8 @@ class _Pack:
 
     def open(self, visit: Visit) -> list[Tensor]:
         """The tensors of a message."""
-        if not visit.block.numel():
-            # Not sent, in a ring of one or because there is nothing in it.
-            return [t[:, :, : self.cuts.size(visit.place, visit.piece)] for t in self._tensors]
+        if visit.place == self._place:
+            return self._held(visit.piece)
         parts = visit.block.split(self._sizes(visit.place, visit.piece, each_byte=True))
         shapes = self._shapes(visit.place, visit.piece)
         return [
@@ -251,10 +252,9 @@ class _Pack:
         shapes = self._shapes(visit.place, visit.piece)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def joined(self, totals: list[Tensor], call: Call) -> list[Tensor]:
+    def joined(self, totals: list[Tensor]) -> list[Tensor]:
         """This place's tensors of what came home for each piece."""
-        place = call.groups.place
-        pieces = [self.split(t, Visit(place, n, t)) for n, t in enumerate(totals)]
+        pieces = [self.split(t, Visit(self._place, n, t)) for n, t in enumerate(totals)]
         return [torch.cat(parts, 2) for parts in zip(*pieces, strict=True)]
 
     def _shapes(self, place: int, piece: int) -> list[torch.Size]:

@@ -17,6 +17,9 @@ along the outer ring from there.
 The part of the own block is computed in two halves, one while the first block is on its way here,
 one while the last sum is on its way home: nothing but the pipeline's first and last step waits.
 
+[Note: what is kept] Whoever computes has its own block at hand: the copy of it that travels is let
+go when it has left, and visits of the own place may carry nothing.
+
 [Note: pieces] A long block travels as pieces, which take turns: each goes on as soon as it is its
 turn again, so that the link has something to carry all the time, and the last step that nothing can
 hide is that of one piece. What is sent is the same.
@@ -44,7 +47,7 @@ class Visit:
     Attributes:
         place: whose block it is.
         piece: its number.
-        block: flat.
+        block: flat; of the own place it may be empty.
         half: of the work, 0 or 1; None for all of it.
     """
 
@@ -116,6 +119,7 @@ def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterato
         groups: of the ranks.
     """
     pieces = [_turn(_Road(groups, p, count), block, groups) for p, block in enumerate(own)]
+    del own
     for _ in range(groups.plan.ring):
         for piece in pieces:
             yield next(piece)
@@ -123,17 +127,17 @@ def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterato
 
 def _turn(road: _Road, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
     """Of one piece of each block. What is waited for is waited for when it is its turn again."""
-    held = own
+    ahead: Flight | None = Flight((), own)
+    del own
     for a in range(groups.outer.size):
-        ahead = road.outwards(a, held)
-        block = held
+        assert ahead is not None
+        block = ahead.wait()
+        ahead = road.outwards(a, block)
         for b in range(groups.inner.size):
             following = road.inwards(a, b, block)
             yield road.visit(a, b, block)
             if following is not None:
                 block = following.wait()
-        if ahead is not None:
-            held = ahead.wait()
 
 
 def round_trip(
@@ -158,6 +162,7 @@ def round_trip(
         _Trip(_Road(groups, p, count), p, gathered_count, groups, add).steps(block)
         for p, block in enumerate(own)
     ]
+    del own
     totals: dict[int, Tensor] = {}
     while len(totals) < len(trips):
         for number, trip in enumerate(trips):
@@ -190,10 +195,15 @@ class _Trip:
         if self.groups.plan.ring == 1:
             return (yield self.road.visit(0, 0, own))
         road, outer = self.road, self.groups.outer
+        nothing = own.new_empty(0)
         held, home, home_flight, flight = own, None, None, None
+        del own
         for a in range(outer.size):
             ahead = road.outwards(a, held)
-            first, arriving = yield from self._inner_turn(a, held)
+            steps = self._inner_turn(a, held)
+            if a == 0:
+                held = nothing
+            first, arriving = yield from steps
             if a == 0:
                 home, home_flight = first, arriving
             else:
@@ -205,14 +215,16 @@ class _Trip:
             if ahead is not None:
                 held = ahead.wait()
         assert home is not None
-        total = yield from self._rest(road.visit(0, 0, own, 1), home, home_flight)
-        return total if flight is None else self.add(total, flight.wait(), road.visit(0, 0, own))
+        visit = road.visit(0, 0, nothing, 1)
+        total = yield from self._rest(visit, home, home_flight)
+        return total if flight is None else self.add(total, flight.wait(), visit)
 
     def _inner_turn(
         self, a: int, held: Tensor
     ) -> Generator[Visit | None, Tensor, tuple[Tensor, Flight | None]]:
         """The first half for the held block, and the other ranks' sum for it on its way here."""
         road, inner, block = self.road, self.groups.inner, held
+        del held
         following = road.inwards(a, 0, block)
         first = yield road.visit(a, 0, block, 0)
         arriving = None
