@@ -130,7 +130,7 @@ def load_boosted(
     entries: dict[str, Any] = {}
     # Groups may be asked of all ranks: not where one of them might have failed before.
     groups = None if optimizer is None else optimizer.all_group_names()
-    elsewhere = _names_of_all(model, holder)
+    elsewhere = names_of_all(model, holder)
     wanted: dict[str, Tensor | Part] = {}
 
     def check() -> None:
@@ -162,7 +162,7 @@ def load_boosted(
     return loaded
 
 
-def _names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> set[str]:
+def names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> set[str]:
     """Names that a checkpoint may have of this model: what this rank has no part of, others fill.
 
     Every rank calls it.

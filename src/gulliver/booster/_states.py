@@ -93,6 +93,23 @@ def write_optimizer(optimizer: BoostedOptimizer, state: Any, folder: Path) -> No
 
 def read_optimizer(optimizer: BoostedOptimizer, folder: Path) -> None:
     """Checks and takes over what `write_optimizer` wrote; nothing changes if it does not fit."""
+    skeleton = read_skeleton(optimizer, folder)
+    saved = join_state(read_tensors(folder / TENSORS), skeleton)
+    check_groups(optimizer.all_group_names(), saved["groups"], folder)
+    try:
+        optimizer.import_state(saved["state"])
+    except GulliverError as error:
+        raise GulliverError(f"{folder} does not fit: {error}") from error
+    for group, entry in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update(entry["options"])
+
+
+def read_skeleton(optimizer: BoostedOptimizer, folder: Path) -> Any:
+    """Where the tensors of a saved optimizer belong.
+
+    Raises:
+        GulliverError: the files are missing, of two saves, or of another kind of optimizer.
+    """
     content = read_json(folder / SKELETON)
     if not isinstance(content, Mapping) or not {"optimizer", "mark", "state"} <= content.keys():
         raise GulliverError(f"{folder / SKELETON} holds no optimizer state")
@@ -103,14 +120,7 @@ def read_optimizer(optimizer: BoostedOptimizer, folder: Path) -> None:
         raise GulliverError(
             f"{TENSORS} and {SKELETON} in {folder} are not of one save: take another checkpoint"
         )
-    saved = join_state(read_tensors(folder / TENSORS), content["state"])
-    check_groups(optimizer.all_group_names(), saved["groups"], folder)
-    try:
-        optimizer.import_state(saved["state"])
-    except GulliverError as error:
-        raise GulliverError(f"{folder} does not fit: {error}") from error
-    for group, entry in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group.update(entry["options"])
+    return content["state"]
 
 
 def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:

@@ -18,18 +18,22 @@ from gulliver.checkpoint._files import (
     write_tensors,
 )
 from gulliver.checkpoint._folder import CheckpointFolder
+from gulliver.checkpoint._gathering import GatheredWeights, on_gathered
 from gulliver.checkpoint._interchange import (
     export_huggingface,
+    gather_huggingface,
     import_huggingface,
     load_huggingface,
+    match_huggingface,
     save_huggingface,
+    write_single,
 )
 from gulliver.checkpoint._loading import Loaded, load, step_folder
 from gulliver.checkpoint._manifest import Manifest, read_manifest
 from gulliver.checkpoint._reader import Mismatch, StepReader
 from gulliver.checkpoint._saving import AsyncCheckpointer, Saved
 from gulliver.checkpoint._single import FileSaver
-from gulliver.checkpoint._tree import as_leaf, join_state, names_in, split_state
+from gulliver.checkpoint._tree import as_leaf, join_state, merge_skeletons, names_in, split_state
 from gulliver.checkpoint._weights import Weights, is_step_or_run, open_weights
 
 __all__ = [
@@ -38,6 +42,7 @@ __all__ = [
     "Comparison",
     "Difference",
     "FileSaver",
+    "GatheredWeights",
     "Loaded",
     "Manifest",
     "Mismatch",
@@ -50,12 +55,16 @@ __all__ = [
     "as_leaf",
     "compare",
     "export_huggingface",
+    "gather_huggingface",
     "import_huggingface",
     "is_step_or_run",
     "join_state",
     "load",
     "load_huggingface",
+    "match_huggingface",
+    "merge_skeletons",
     "names_in",
+    "on_gathered",
     "open_weights",
     "read_json",
     "read_manifest",
@@ -68,5 +77,6 @@ __all__ = [
     "step_folder",
     "verify",
     "write_json",
+    "write_single",
     "write_tensors",
 ]

@@ -26,6 +26,7 @@ from torch.autograd.graph import increment_version
 
 from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import LATEST, CheckpointFolder, FolderLock
+from gulliver.checkpoint._gathering import GatheredWeights, on_gathered
 from gulliver.checkpoint._image import CODES, Image
 from gulliver.checkpoint._manifest import (
     MANIFEST,
@@ -174,6 +175,8 @@ def _write_files(
     """
     total, done = sum(plan.image.nbytes for plan in plans), 0
     batch, entries = Batch(), dict[str, FileEntry]()
+    if isinstance(weights, GatheredWeights):
+        weights.announce(p.sources[n] for p in plans for n in p.image.names if n is not None)
     with default_engine(page_bytes=PAGE, pages=PAGES) as engine:
         for plan in plans:
             order = {plan.sources[name]: name for name in plan.image.names if name is not None}
@@ -238,14 +241,44 @@ def load_huggingface(
     """
     targets = _targets(model)
     with open_weights(path) as weights:
-        _add_aliases(weights, targets, prefix, aliases or {})
+        odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
         names = {name: prefix + name for name in targets if prefix + name in weights.infos}
-        odd = _mismatch(weights, targets, prefix)
-        odd.unexpected = [name for name in odd.unexpected if name not in elsewhere]
-        if odd.unlike or (strict and odd) or (targets and not names):
-            raise GulliverError(f"{path} does not fit the model: {odd}")
         before_write(_value(targets[name]) for name in names if _is_plain(targets[name]))
         _fill(weights, {source: targets[name] for name, source in names.items()})
+    return odd
+
+
+def match_huggingface(
+    model: nn.Module | Mapping[str, Leaf],
+    path: Path | str,
+    strict: bool = True,
+    prefix: str = "",
+    elsewhere: Collection[str] = (),
+    aliases: Mapping[str, str] | None = None,
+) -> Mismatch:
+    """What `load_huggingface` would say of these arguments; it reads headers only.
+
+    Raises:
+        GulliverError: as it does, but for broken values.
+    """
+    with open_weights(path) as weights:
+        return _matched(weights, _targets(model), strict, prefix, elsewhere, aliases)
+
+
+def _matched(
+    weights: Weights,
+    targets: Mapping[str, Leaf],
+    strict: bool,
+    prefix: str,
+    elsewhere: Collection[str],
+    aliases: Mapping[str, str] | None,
+) -> Mismatch:
+    _add_aliases(weights, targets, prefix, aliases or {})
+    found = any(prefix + name in weights.infos for name in targets)
+    odd = _mismatch(weights, targets, prefix)
+    odd.unexpected = [name for name in odd.unexpected if name not in elsewhere]
+    if odd.unlike or (strict and odd) or (targets and not found):
+        raise GulliverError(f"{weights.path} does not fit the model: {odd}")
     return odd
 
 
@@ -401,6 +434,50 @@ def save_huggingface(
     )
 
 
+def gather_huggingface(
+    leaves: Mapping[str, Leaf],
+    folder: Path | str,
+    max_shard_bytes: float = 5e9,
+    config: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes a model that is spread over ranks as a Hugging Face folder; every rank calls it.
+
+    Rank 0 writes, and has one tensor at a time: the others send it theirs.
+
+    Args:
+        leaves: that this rank has, by name: parts, and tensors that are alike wherever they are.
+        folder: to make; it must not exist.
+        max_shard_bytes: of tensors in a file; a larger tensor has a file of its own.
+        config: written as ``config.json``.
+        dtype: that floating-point tensors are converted to.
+        dtypes: that floating-point tensors of this rank are, by name, instead of their own.
+        aliases: names that are left out, and those that have their values (tied weights).
+        progress: on rank 0, is told the bytes done and all there are.
+
+    Returns:
+        The folder.
+
+    Raises:
+        GulliverError: on every rank: the folder exists or cannot be written; parts are missing.
+    """
+
+    def write(weights: GatheredWeights) -> None:
+        kept = aliases or {}
+        left = {
+            name: of for name, of in kept.items() if name in weights.infos and of in weights.infos
+        }
+        names = {name: name for name in weights.infos if name not in left}
+        place = Path(folder)
+        _write_huggingface(weights, names, place, max_shard_bytes, config, dtype, progress, left)
+
+    on_gathered(leaves, write, dtypes)
+    return Path(folder)
+
+
 def export_huggingface(
     path: Path | str,
     target: Path | str,
@@ -439,14 +516,38 @@ def export_huggingface(
         names = _unprefixed(weights, prefix)
         if target.suffix == SUFFIX:
             _refuse_existing(target)
-            plan = _plan(target, weights, names, dtype)
-            with _parents(target), atomic_file(target, plan.image.nbytes) as partial:
-                plan.path = partial
-                _write_files(weights, [plan], dtype, progress)
+            write_single(weights, names, target, dtype, progress)
             return target
         if config is None:
             config = _config_of(weights)
         return _write_huggingface(weights, names, target, max_shard_bytes, config, dtype, progress)
+
+
+def write_single(
+    weights: Weights,
+    names: Mapping[str, str],
+    target: Path,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes tensors as one safetensors file, whole or not at all; one that is there is replaced.
+
+    Args:
+        weights: to read from.
+        names: of the tensors in the file, and in `weights`.
+        target: the file.
+        dtype: that floating-point tensors are converted to.
+        progress: is told the bytes done and all there are.
+        metadata: text beside the tensors.
+
+    Raises:
+        GulliverError: it cannot be written; nothing is left of it then.
+    """
+    plan = _plan(target, weights, names, dtype, metadata)
+    with _parents(target), atomic_file(target, plan.image.nbytes) as partial:
+        plan.path = partial
+        _write_files(weights, [plan], dtype, progress)
 
 
 def _config_of(weights: Weights) -> Mapping[str, Any] | None:

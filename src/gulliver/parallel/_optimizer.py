@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gulliver.comm import gather_objects
 from gulliver.errors import GulliverError
-from gulliver.memory import Part
+from gulliver.memory import Part, region_of
 
 Leaf = Tensor | Part
 State = dict[str, dict[str, Any]]
@@ -75,14 +75,16 @@ def everything(name: str) -> bool:
 class BoostedOptimizer(torch.optim.Optimizer):
     """An optimizer around the user's, whose groups, defaults and schedulers it shares.
 
-    [Note: models that no rank has all of] Where a model is cut by tensors or into stages, three
+    [Note: models that no rank has all of] Where a model is cut by tensors or into stages, some
     things are set after the optimizer is made. Each rank then saves, as `Part`s, what it is
     responsible for, and loads all that it holds; names are merged over the ranks.
 
     Attributes:
         responsible: says of a name in the model's state whether the ranks that this optimizer
             shards over write it: what several such groups have alike one of them writes. Slices
-            (`gulliver.memory.Region`) are written by all. Set it on every rank, or on none.
+            (`gulliver.memory.Region`) are written without asking. Set it on every rank, or on none.
+        written_elsewhere: names that another group writes although this one has them, slices or
+            not: copies of tied weights in later stages.
         whole_groups: names in each parameter group of the whole model, in its order; None asks all
             ranks once.
         names: a tied parameter that lies in another stage, too, has the same name in both: the one
@@ -94,6 +96,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     """
 
     responsible: Callable[[str], bool] = staticmethod(everything)
+    written_elsewhere: Collection[str] = ()
     whole_groups: list[list[str]] | None = None
 
     def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
@@ -310,6 +313,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def has_whole_model(self) -> bool:
         """Whether the model is the same on all ranks, apart from what is sharded over them all."""
         return self.responsible is everything
+
+    def writes(self, name: str, tensor: Tensor) -> bool:
+        """Whether this rank's group saves a tensor of the model's state."""
+        if name in self.written_elsewhere:
+            return False
+        return region_of(tensor) is not None or self.responsible(name)
 
     def all_group_names(self) -> list[list[str]]:
         """Names of each group over all ranks; every rank calls it where models are cut."""

@@ -2,6 +2,15 @@
 
 from gulliver.parallel.zero._elementwise import ELEMENTWISE, state_tensors
 from gulliver.parallel.zero._optimizer import ZeroOptimizer
+from gulliver.parallel.zero._saved import export_leaves, import_leaves
 from gulliver.parallel.zero._tuner import BucketTuner, Tuning
 
-__all__ = ["ELEMENTWISE", "BucketTuner", "Tuning", "ZeroOptimizer", "state_tensors"]
+__all__ = [
+    "ELEMENTWISE",
+    "BucketTuner",
+    "Tuning",
+    "ZeroOptimizer",
+    "export_leaves",
+    "import_leaves",
+    "state_tensors",
+]

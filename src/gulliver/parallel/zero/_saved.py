@@ -25,6 +25,7 @@ from gulliver.parallel._optimizer import (
     persistent_buffers,
 )
 from gulliver.parallel.zero._sharded import Presence, ShardedChunk
+from gulliver.parallel.zero._state import MASTER
 
 if TYPE_CHECKING:
     from gulliver.parallel.zero._optimizer import ZeroOptimizer
@@ -59,7 +60,7 @@ def model_leaves(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         known = optimizer.names.get(parameter) or optimizer.frozen_names.get(parameter)
         leaf = _held(parameter) if known is None else mine.get(known)
-        if leaf is None or (shared and not optimizer.responsible(name)):
+        if leaf is None or (shared and not optimizer.writes(name, parameter)):
             continue
         if shared and (known is None or optimizer.parts == 1):
             leaf = _share(optimizer, leaf)
@@ -75,7 +76,7 @@ def _buffers(optimizer: ZeroOptimizer, model: nn.Module, shared: bool) -> dict[s
     if optimizer.rank != 0:
         # They need not be alike on all ranks: one rank's are taken.
         return {}
-    mine = {name: part_of(b) for name, b in buffers.items() if optimizer.responsible(name)}
+    mine = {name: part_of(b) for name, b in buffers.items() if optimizer.writes(name, b)}
     return {name: _copied(part) for name, part in mine.items()}
 
 
@@ -166,10 +167,10 @@ def state_leaves(optimizer: ZeroOptimizer) -> Saved:
     shared = not optimizer.has_whole_model
     for sharded in optimizer.chunks:
         for piece, owned in sharded.pieces:
-            if shared and not optimizer.responsible(piece.name):
+            parameter = sharded.chunk.parameters[piece.name]
+            if shared and not optimizer.writes(piece.name, parameter):
                 continue
             entries = found.setdefault(piece.name, {})
-            parameter = sharded.chunk.parameters[piece.name]
             for key, value in optimizer.inner.state.get(owned, {}).items():
                 if value is None:
                     continue
@@ -230,3 +231,38 @@ def make_state(
             if found:
                 optimizer.inner.state[owned] = found
     return wanted
+
+
+def export_leaves(optimizer: ZeroOptimizer) -> Saved:
+    """State and, of parameters of 16 bits, their float32 copies, as far as this rank saves them."""
+    found = state_leaves(optimizer)
+    for name, part, parameter in _masters(optimizer):
+        if optimizer.has_whole_model or optimizer.writes(name, parameter):
+            leaf = _state_leaf(optimizer, part, parameter)
+            if leaf is not None:
+                found.setdefault(name, {})[MASTER] = leaf
+    return found
+
+
+def import_leaves(
+    optimizer: ZeroOptimizer, entries: Mapping[str, Mapping[str, Any]]
+) -> dict[tuple[str, str], Leaf]:
+    """As `make_state`, for what `export_leaves` gave: float32 copies are to be filled, too."""
+    state = {n: {k: v for k, v in found.items() if k != MASTER} for n, found in entries.items()}
+    wanted = make_state(optimizer, state)
+    before_write(sharded.chunk.home for sharded in optimizer.chunks)
+    for name, part, _ in _masters(optimizer):
+        if MASTER in entries.get(name, {}):
+            wanted[name, MASTER] = part
+    return wanted
+
+
+def _masters(optimizer: ZeroOptimizer) -> Iterator[tuple[str, Part, Tensor]]:
+    """This rank's pieces of float32 copies, and the parameters that they are of."""
+    for sharded in optimizer.chunks:
+        chunk = sharded.chunk
+        if chunk.home.dtype == chunk.dtype:
+            continue
+        for piece, owned in sharded.pieces:
+            parameter = chunk.parameters[piece.name]
+            yield piece.name, _part(parameter, owned.detach(), piece.offset), parameter
