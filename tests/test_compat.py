@@ -99,3 +99,30 @@ def test_the_gpu_kernels_give_output_log_sum_exp_and_gradients(name: str, causal
         (out, lse, *grads), _by_hand(q, k, v, grad, 0.3, causal), strict=True
     ):
         assert (found.double() - expected).abs().max() < 0.03 * expected.abs().max()
+
+
+def _torch_ring(world: World, rotate: str) -> float:
+    """The largest error of this rank's parts."""
+    whole = [t.float() for t in _parts_of_attention("cpu", torch.float64)]
+    q, k, v, grad = (t.chunk(world.size, 2)[world.rank].contiguous() for t in whole)
+
+    def op(query, key, value, **_):
+        return _compat.cpu_flash_forward(query, key, value, 0.3, False, None)
+
+    def op_backward(grad_out, query, key, value, out, logsumexp, **_):
+        given = grad_out, query, key, value, out, logsumexp
+        return _compat.cpu_flash_backward(*given, 0.3, False, None)
+
+    forward, backward = _compat.context_parallel_ring(rotate)
+    group = torch.distributed.group.WORLD
+    out, lse = forward(group, 2, op, q, k, v)[:2]
+    named = {"query": q, "key": k, "value": v, "out": out, "logsumexp": lse, "is_causal": False}
+    grads = backward(group, 2, op_backward, grad_out=grad, grad_out_name="grad_out", **named)
+    expected = _by_hand(*whole, 0.3, False)
+    parts = (t.chunk(world.size, 2)[world.rank] for t in (expected[0], *expected[2:]))
+    return max(float((a - b).abs().max()) for a, b in zip((out, *grads[:3]), parts, strict=True))
+
+
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+def test_the_ring_of_torch_is_attention(pool: Pool, rotate: str) -> None:
+    assert max(pool.run(_torch_ring, 2, rotate)) < 1e-5

@@ -135,6 +135,25 @@ def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     return isinstance(found._get_backend(device), getattr(dist, "ProcessGroupGloo", ()))
 
 
+def backward_of_inputs(
+    outputs: list[Tensor],
+    gradients: list[Tensor] | None,
+    inputs: list[Tensor],
+    weights: Iterator[torch.nn.Parameter],
+) -> tuple[tuple[Tensor | None, ...], Any]:
+    """Gradients of inputs alone; the second value is what `backward_of_weights` goes on from."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    return stage_backward_input(outputs, gradients, inputs, weights)  # type: ignore[arg-type]
+
+
+def backward_of_weights(weights: Iterator[torch.nn.Parameter], rest: Any) -> None:
+    """Adds the gradients of weights to their ``grad``, without hooks of accumulation."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(weights, rest)
+
+
 # Attention kernels that return the log-sum-exp of each row's logits, which torch's public attention
 # does not, and their backwards, which take the output and log-sum-exp of more keys than they see.
 
@@ -264,4 +283,23 @@ def cuda_cudnn_backward(
         *(grad, q, k, v, out, lse.unsqueeze(-1), state, state, None, None, None),
         *(q.shape[2], k.shape[2], 0.0, causal),
         scale=scale,
+    )
+
+
+def context_parallel_ring(rotate: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Torch's own ring attention, forward and backward, of any attention op.
+
+    Its public entrance knows the ops of CUDA only.
+
+    Args:
+        rotate: how keys and values go round, "allgather" or "alltoall".
+    """
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    # Zigzag, which it would want a causal mask for.
+    _attention._cp_options.enable_load_balance = False
+    _attention.set_rotate_method(rotate)
+    return (
+        _attention._templated_ring_attention,
+        _attention._templated_ring_attention_backward,
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.sequence._core import Call, Circulate, RingAttention
 from gulliver.parallel.sequence._heads import Heads, Swap, ToHeads, ToSequence, deal_heads
-from gulliver.parallel.sequence._kernels import DTYPES, HALVES, asked_of, select
+from gulliver.parallel.sequence._kernels import DTYPES, HALVES, asked_of, readable, select
 from gulliver.parallel.sequence._layout import Layout
 from gulliver.parallel.sequence._mask import Mask
 from gulliver.parallel.sequence._partial import How
@@ -78,7 +78,7 @@ def attention(
     """
     q, k, v = _autocast(q, k, v)
     _check_arguments(q, k, v, mask, dropout, circulate)
-    q, k, v = (_rows(t) for t in (q, k, v))
+    q, k, v = (readable(t) for t in (q, k, v))
     options = scale, length, key_length, kernel, deterministic, circulate
     return _eager(q, k, v, groups, mask or Mask(), *options)
 
@@ -137,11 +137,6 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t.dtype in (torch.float32, *HALVES) else t for t in tensors)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """With the elements of a row side by side: kernels take that for granted, and do not look."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _check_arguments(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.parallel.sequence._heads import deal_heads
-from gulliver.parallel.sequence._kernels import Block, Kernel, asked_of, precise, select
+from gulliver.parallel.sequence._kernels import Block, Kernel, asked_of, precise, readable, select
 from gulliver.parallel.sequence._mask import Mask
 from gulliver.parallel.sequence._partial import Partial
 from gulliver.parallel.sequence._plan import SequenceGroups
@@ -60,7 +60,7 @@ def decode(
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     kind = "plain" if allowed is None else "masked"
     chosen = select(asked_of(q, v, kind), kernel)
-    own = _own(q, k, v, scale, allowed, chosen)
+    own = _own(readable(q), readable(k), readable(v), scale, allowed, chosen)
     return _merged(own, q, groups).to(q.dtype)
 
 

@@ -101,6 +101,11 @@ def precise(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def readable(tensor: Tensor) -> Tensor:
+    """With the elements of a row side by side: kernels take that for granted, and do not look."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def select(asked: Asked, name: str | None = None) -> Kernel:
     """The kernel that is named, or the first that can do what is asked.
 
