@@ -46,7 +46,7 @@ MODEL: dict[str, Any] = {
     "class_dropout_prob": 0.0,
     "temporal_positions": True,
 }
-BARS = {torch.float64: 1e-11, torch.float32: 1e-5}
+BARS = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 @dataclass(frozen=True)
