@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
 
+from gulliver.checkpoint import AsyncCheckpointer, load, load_huggingface
+from gulliver.checkpoint import _weights as weights_module
 from gulliver.checkpoint._regions import (
     Place,
     copy_bytes,
@@ -19,7 +25,16 @@ from gulliver.checkpoint._regions import (
     region_from_json,
     region_to_json,
 )
-from gulliver.memory import Region
+from gulliver.comm import World, adopt_world
+from gulliver.errors import GulliverError
+from gulliver.memory import Part, Region, set_region
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    adopt_world(World(0, 1, 0, torch.device("cpu")))
+    yield
+    adopt_world(None)
 
 
 @st.composite
@@ -154,3 +169,62 @@ def test_regions_are_written_as_they_are_read() -> None:
     for broken in ([2, []], [1, [[0, 9]]], [1, [[3, 2]]]):
         with pytest.raises(ValueError, match="no region"):
             region_from_json((6, 8), broken)
+
+
+REGIONS = [
+    Region((40, 30), 0, ((3, 9), (20, 21))),
+    Region((40, 30), 1, ((0, 4), (10, 11), (29, 30))),
+    Region((40, 30), 1, ((7, 7),)),
+    Region((40, 30), 1, ((0, 30),)),
+]
+
+
+@pytest.mark.parametrize("region", REGIONS, ids=str)
+@pytest.mark.parametrize("gap", [0, 4, 2**16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint8])
+def test_slices_of_files_are_read_in_pieces_of_any_size(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    region: Region,
+    gap: int,
+    dtype: torch.dtype,
+) -> None:
+    monkeypatch.setattr(weights_module, "GAP", gap)
+    monkeypatch.setattr(weights_module, "READ", 128)
+    whole = (torch.arange(1200) % 251).view(40, 30).to(dtype)
+    save_file({"odd": torch.ones(3, dtype=torch.uint8), "whole": whole}, tmp_path / "m.safetensors")
+    index = torch.cat([torch.arange(a, b) for a, b in region.runs])
+    wanted = whole.index_select(region.dim, index)
+    held = nn.Parameter(torch.zeros(region.local_shape, dtype=dtype), requires_grad=False)
+    set_region(held, region)
+    # A tensor that holds the region, elements of it, and another dtype.
+    first = min(1, wanted.numel())
+    some = Part(torch.zeros(wanted.numel() // 2, dtype=dtype), (40, 30), first, region=region)
+    other = Part(torch.zeros(wanted.numel(), dtype=torch.float64), (40, 30), 0, region=region)
+    for leaf in (held, some, other):
+        load_huggingface({"whole": leaf}, tmp_path / "m.safetensors", strict=False)
+    assert torch.equal(held, wanted)
+    flat = wanted.reshape(-1)
+    assert torch.equal(some.value, flat[first : first + some.value.numel()])
+    assert torch.equal(other.value, flat.double())
+
+
+class Slice(nn.Module):
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(region.local_shape))
+        set_region(self.weight, region)
+
+
+def test_a_plain_module_with_a_slice_loads_by_itself(tmp_path: Path) -> None:
+    whole = torch.arange(1200.0).view(40, 30)
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": {"weight": whole}})
+        checkpointer.save(2, {"model": Slice(REGIONS[1])})
+        with pytest.raises(GulliverError, match="lacks index 4 along dim 1"):
+            checkpointer.wait()
+    model = Slice(REGIONS[1])
+    load(tmp_path, {"model": model})
+    assert torch.equal(model.weight, whole[:, [0, 1, 2, 3, 10, 29]])
+    with pytest.raises(GulliverError, match="cannot hold a region"):
+        set_region(model.weight, REGIONS[0])

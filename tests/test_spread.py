@@ -152,7 +152,7 @@ class Job:
         frozen = {p: n for n, p in self.model.named_parameters() if not p.requires_grad}
         for group, members in zip(inner.param_groups, whole_groups, strict=True):
             group["params"] = [held[n] for n in members if n in held]
-        mine = None
+        mine: Any = None
         for stage in range(cut.stages):
             for place in range(cut.slices):
                 first = stage * cut.replicas * cut.slices + place
