@@ -21,7 +21,7 @@ Nothing is kept from call to call, so shapes may change, and a block may run aga
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -104,11 +104,11 @@ def wire_stdit(
     model.register_forward_pre_hook(wiring.average_inputs, with_kwargs=True)
     first = _of_kind(model.spatial_blocks[0], Block)
     for block in _of_kind(model, Block):
-        block.__class__ = ShardedBlock
+        block.__class__ = _both(ShardedBlock, type(block))
         assert isinstance(block, ShardedBlock)
         block.wiring, block.cuts = wiring, block in first
     for layer in _of_kind(model.final_layer, FinalLayer):
-        layer.__class__ = ShardedFinalLayer
+        layer.__class__ = _both(ShardedFinalLayer, type(layer))
         assert isinstance(layer, ShardedFinalLayer)
         layer.wiring = wiring
 
@@ -279,6 +279,12 @@ def working_dtype(x: Tensor) -> torch.dtype:
     if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return x.dtype
+
+
+@cache
+def _both(sharded: type[nn.Module], kind: type[nn.Module]) -> Any:
+    """A class that is both, under the second's name: a pipeline may have given a block its own."""
+    return type(kind.__name__, (sharded, kind) if kind not in sharded.__mro__ else (sharded,), {})
 
 
 def _first(line: Line) -> int:
