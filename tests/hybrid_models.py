@@ -95,7 +95,7 @@ def outputs(model: nn.Module, data: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def precise_loss(family: str, logits: Tensor, data: dict[str, Tensor]) -> Tensor:
-    """The same loss in the dtype of the logits: Hugging Face's own is float32 for float64 models."""
+    """The same loss in the dtype of the logits; Hugging Face takes its own in float32."""
     if family == "stdit3":
         target = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
         return (logits - target).square().mean()

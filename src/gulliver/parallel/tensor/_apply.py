@@ -1,0 +1,228 @@
+"""A plan becomes a model: modules are replaced by ones that hold this rank's part.
+
+    apply_tensor(model, plan, line)                              # in place
+    apply_tensor(model, plan, line, sequence="split_gather")     # sequence cut between blocks
+
+The model stays the same object, with the same module paths and parameter names. A parameter that is
+cut says which region of the whole it holds (`memory.region_of`); tied ones stay one. Parameters on
+meta stay there. Read `apply_tensor`, then `_Applied`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.comm import Line
+from gulliver.errors import GulliverError, nearest
+from gulliver.memory import Region, set_region
+from gulliver.parallel.tensor._collectives import summed
+from gulliver.parallel.tensor._convolution import (
+    CONVOLUTIONS,
+    ColumnConvolution,
+    RowConvolution,
+)
+from gulliver.parallel.tensor._deal import Interval, deal, intervals
+from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbedding
+from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
+from gulliver.parallel.tensor._plan import Placed, TensorPlan, is_transposed
+from gulliver.parallel.tensor._shared import SharedSequence
+from gulliver.parallel.tensor._sites import guard_stack, take_in_once
+from gulliver.parallel.tensor._table import SCALED
+
+SequenceMode = Literal["split_gather", "ring"]
+MODES = ("split_gather", "ring")
+
+
+def apply_tensor(
+    model: nn.Module, plan: TensorPlan, line: Line, sequence: SequenceMode | None = None
+) -> None:
+    """Cuts a model over the ranks of a line, in place; every rank of it calls this.
+
+    Args:
+        model: that the plan was made of, the same on all ranks.
+        plan: of `plan_tensor`.
+        line: of as many ranks as the plan; of one, nothing is changed.
+        sequence: how the sequence is cut between blocks, over the same ranks; None not at all.
+
+    Raises:
+        GulliverError: the line has another size, the mode is unknown, or the model has no blocks
+            that take hidden states of shape ``[batch, length, width]``.
+    """
+    if line.size != plan.size:
+        raise GulliverError(f"the plan is for {plan.size} ranks, the line has {line.size}")
+    if sequence is not None and sequence not in MODES:
+        raise GulliverError(f"unknown mode {sequence!r}: {nearest(sequence, MODES)}")
+    if line.size > 1:
+        _Applied(model, plan, line, sequence).run()
+
+
+class _Applied:
+    def __init__(
+        self, model: nn.Module, plan: TensorPlan, line: Line, sequence: SequenceMode | None
+    ) -> None:
+        self.model, self.plan, self.line, self.sequence = model, plan, line, sequence
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.local: dict[int, nn.Parameter] = {}
+        self.replaced: dict[int, nn.Module] = {}
+        if sequence is not None and type(model).__name__ == "STDiT3":
+            raise GulliverError(
+                f"the STDiT's tokens are cut by its own sequence modes, not by {sequence!r}: "
+                "use sequence_parallelism_mode='all_to_all' or 'ring_attn'"
+            )
+        if sequence is not None and not plan.stacks:
+            raise GulliverError(
+                f"sequence_parallelism_mode={sequence!r} needs a list of blocks "
+                "(torch.nn.ModuleList), and this model has none: use None"
+            )
+
+    def run(self) -> None:
+        shared: dict[str, SharedSequence] = {}
+        if self.sequence is not None:
+            ring = self.sequence == "ring"
+            shared = {stack: SharedSequence(self.line, ring) for stack in self.plan.stacks}
+        for path, placed in self.plan.modules.items():
+            module = self.modules[path]
+            if placed.how.kind == "summed":
+                continue
+            if id(module) not in self.replaced:
+                self.replaced[id(module)] = self._cut(path, module, placed, shared)
+            parent, _, name = path.rpartition(".")
+            setattr(self.model.get_submodule(parent), name, self.replaced[id(module)])
+        self._tie()
+        for path, groups in self.plan.attention.items():
+            scale_heads(self.modules[path], deal(groups, self.line.size)[self.line.place], groups)
+        self._hook(shared)
+
+    def _cut(
+        self, path: str, module: nn.Module, placed: Placed, shared: Mapping[str, SharedSequence]
+    ) -> nn.Module:
+        runs = placed.runs(self.line.size, self.line.place)
+        parameters = {
+            name: None if p is None else self._part(p, placed.dims.get(name), runs)
+            for name, p in module._parameters.items()
+        }
+        new = self._module(module, placed, runs, parameters, _stack_of(path, shared))
+        if path.rpartition(".")[0] in self.plan.sites and isinstance(new, ColumnLinear):
+            # What comes here plain, past the site, is whole.
+            new.shared = None
+        return new.train(module.training)
+
+    def _module(
+        self,
+        module: Any,
+        placed: Placed,
+        runs: tuple[Interval, ...],
+        parameters: dict[str, Any],
+        shared: SharedSequence | None,
+    ) -> nn.Module:
+        how, line, weight = placed.how, self.line, parameters["weight"]
+        bias, transposed = parameters.get("bias"), is_transposed(module)
+        column = how.kind == "column"
+        if type(module) in CONVOLUTIONS:
+            if column:
+                return ColumnConvolution(module, weight, bias, line, how.gather)
+            return RowConvolution(module, weight, bias, line, how.split)
+        if column:
+            return ColumnLinear(
+                weight, bias, line, runs, placed.total, transposed, how.gather, shared
+            )
+        if how.kind == "row":
+            return RowLinear(weight, bias, line, transposed, how.split, placed.total, shared)
+        padding = module.padding_idx
+        if how.kind == "vocabulary":
+            return VocabularyEmbedding(weight, line, runs[0], placed.total, padding)
+        return ColumnEmbedding(weight, line, runs[0], placed.total, padding, how.gather)
+
+    def _part(
+        self, whole: nn.Parameter, dim: int | None, runs: tuple[Interval, ...]
+    ) -> nn.Parameter:
+        """This rank's part of a parameter, the same object for tied ones."""
+        if dim is None:
+            return whole
+        if id(whole) not in self.local:
+            self.local[id(whole)] = cut_parameter(whole, dim, runs)
+        return self.local[id(whole)]
+
+    def _tie(self) -> None:
+        """Modules that hold a parameter for another one take its part."""
+        for module in self.model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and id(parameter) in self.local:
+                    setattr(module, name, self.local[id(parameter)])
+
+    def _hook(self, shared: Mapping[str, SharedSequence]) -> None:
+        plan, line = self.plan, self.line
+        for path in plan.sites:
+            take_in_once(self.modules[path], line, _stack_of(path, shared))
+        for path, names in plan.sliced.items():
+            spans = intervals(deal(plan.attention[path], line.size))
+            slice_heads(self.modules[path], names, plan.attention[path], spans[line.place])
+        partial: dict[int, nn.Parameter] = {}
+        for path, placed in plan.modules.items():
+            if placed.how.kind == "summed":
+                partial |= {id(p): p for p in self.modules[path].parameters()}
+        for path, sequence in shared.items():
+            stack = self.model.get_submodule(path)
+            guard_stack(path, stack, sequence, plan.known)
+            whole = {id(p): p for p in stack.parameters()}
+            for parameter in self.local.values():
+                whole.pop(id(parameter), None)
+            partial |= whole
+        sum_gradients(self.model, list(partial.values()), line)
+
+
+def _stack_of(path: str, shared: Mapping[str, SharedSequence]) -> SharedSequence | None:
+    return next((s for stack, s in shared.items() if path.startswith(f"{stack}.")), None)
+
+
+def cut_parameter(whole: nn.Parameter, dim: int, runs: tuple[Interval, ...]) -> nn.Parameter:
+    """A new parameter that holds a region of one."""
+    region = Region(tuple(whole.shape), dim, runs)
+    with torch.no_grad():
+        part = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim)
+    local = nn.Parameter(part.contiguous(), requires_grad=whole.requires_grad)
+    set_region(local, region)
+    return local
+
+
+def scale_heads(attention: nn.Module, local: int, groups: int) -> None:
+    """Lets an attention module count the heads of this rank."""
+    for name in SCALED:
+        count = vars(attention).get(name)
+        if isinstance(count, int):
+            setattr(attention, name, count * local // groups)
+
+
+def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Interval) -> None:
+    """Lets a module have its heads' part of arguments ``[batch * heads, ...]``, by name."""
+
+    def cut(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        for name in names:
+            value = kwargs.get(name)
+            if isinstance(value, Tensor):
+                heads = value.unflatten(0, (-1, groups))
+                kwargs[name] = heads[:, own[0] : own[1]].flatten(0, 1)
+        return args, kwargs
+
+    module.register_forward_pre_hook(cut, with_kwargs=True)
+
+
+def sum_gradients(model: nn.Module, parameters: list[nn.Parameter], line: Line) -> None:
+    """Lets each rank have the sum of the ranks' gradients of some parameters.
+
+    A frozen parameter cannot have a hook; it gets its own when the model runs after it was thawed.
+    """
+    waiting = list(parameters)
+
+    def watch(*_: Any) -> None:
+        for parameter in [p for p in waiting if p.requires_grad]:
+            parameter.register_hook(lambda grad: summed(grad, line))
+            waiting[:] = [p for p in waiting if p is not parameter]
+
+    watch()
+    if waiting:
+        model.register_forward_pre_hook(watch)

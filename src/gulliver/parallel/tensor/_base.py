@@ -1,0 +1,29 @@
+"""What the modules of this room share."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+
+from gulliver.comm import ALONE, Line
+
+
+class OnLine(nn.Module):
+    """A module that holds one rank's part of something.
+
+    Attributes:
+        line: of ranks.
+    """
+
+    def __init__(self, line: Line = ALONE) -> None:
+        super().__init__()
+        self.line = line
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A process group cannot be copied: a copy is of the same ranks.
+        memo[id(self.line)] = self.line
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        vars(copied).update(deepcopy(vars(self), memo))
+        return copied

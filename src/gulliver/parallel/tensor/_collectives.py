@@ -1,0 +1,140 @@
+"""Collectives that gradients pass through, each with its opposite in the backward pass.
+
+| forward | backward | where |
+|---|---|---|
+| `copy`: nothing | all-reduce | a whole tensor goes into columns |
+| `reduce`: all-reduce | nothing | partial sums become a whole tensor |
+| `gather`: all-gather | keep the own piece | columns, or a sequence, become whole for all |
+| `split`: keep the own piece | all-gather | a whole tensor is cut, its rest not needed here |
+| `gather_partial`: all-gather | reduce-scatter | a piece is used by all, each in its own way |
+| `reduce_split`: reduce-scatter | all-gather | partial sums become pieces |
+
+The first four keep to one rule: what is whole is the same on all ranks, and so is its gradient.
+A line of one rank changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from gulliver.comm import Line, all_reduce
+from gulliver.parallel.tensor._pieces import pieces_of, start_gather, start_reduce
+
+
+def copy(x: Tensor, line: Line) -> Tensor:
+    """The same tensor; its gradient is summed over the ranks."""
+    return x if line.size == 1 else _Copy.apply(x, line)
+
+
+def reduce(x: Tensor, line: Line) -> Tensor:
+    """The sum over the ranks; its gradient goes to each as it is."""
+    return x if line.size == 1 else _Reduce.apply(x, line)
+
+
+def gather(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+    """The whole of which each rank has a piece; of the gradient each keeps its piece.
+
+    Args:
+        x: this rank's piece.
+        dim: that is cut.
+        lengths: of the pieces, by place.
+        line: of ranks.
+    """
+    return x if line.size == 1 else _Gather.apply(x, dim % x.dim(), tuple(lengths), line)
+
+
+def split(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+    """This rank's piece of a whole that all have; the gradient is gathered."""
+    return x if line.size == 1 else _Split.apply(x, dim % x.dim(), tuple(lengths), line)
+
+
+def gather_partial(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+    """The whole of which each rank has a piece; gradients are summed, each keeps its piece."""
+    return x if line.size == 1 else _GatherPartial.apply(x, dim % x.dim(), tuple(lengths), line)
+
+
+def reduce_split(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+    """This rank's piece of the sum over the ranks; the gradient is gathered."""
+    return x if line.size == 1 else _ReduceSplit.apply(x, dim % x.dim(), tuple(lengths), line)
+
+
+def summed(x: Tensor, line: Line) -> Tensor:
+    """The sum over the ranks, in a new tensor; not differentiable."""
+    total = x.detach().clone().contiguous()
+    all_reduce(total, group=line.group)
+    return total
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return summed(grads[0], ctx.line), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        return summed(x, line)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: Line) -> Tensor:
+        ctx.cut = dim, lengths, line
+        return start_gather(x, dim, lengths, line)()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _own(grads[0], *ctx.cut), None, None, None
+
+
+class _Split(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: Line) -> Tensor:
+        ctx.cut = dim, lengths, line
+        return _own(x, dim, lengths, line)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return start_gather(grads[0], *ctx.cut)(), None, None, None
+
+
+class _GatherPartial(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: Line) -> Tensor:
+        ctx.cut = dim, lengths, line
+        return start_gather(x, dim, lengths, line)()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return start_reduce(grads[0], *ctx.cut)(), None, None, None
+
+
+class _ReduceSplit(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: Line) -> Tensor:
+        ctx.cut = dim, lengths, line
+        return start_reduce(x, dim, lengths, line)()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return start_gather(grads[0], *ctx.cut)(), None, None, None
+
+
+def _own(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+    start, stop = pieces_of(lengths)[line.place]
+    # A copy: a view would keep the whole alive.
+    return x.narrow(dim, start, stop - start).clone()

@@ -1,0 +1,104 @@
+"""Convolutions of which each rank holds some output (column) or input (row) channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gulliver.comm import ALONE, Line
+from gulliver.parallel.tensor._base import OnLine
+from gulliver.parallel.tensor._collectives import copy, gather, reduce, split
+from gulliver.parallel.tensor._deal import deal
+
+CONVOLUTIONS: dict[type[nn.Module], Any] = {
+    nn.Conv1d: F.conv1d,
+    nn.Conv2d: F.conv2d,
+    nn.Conv3d: F.conv3d,
+}
+
+
+class _Convolution(OnLine):
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, like: nn.Module, weight: nn.Parameter, bias: nn.Parameter | None, line: Line
+    ) -> None:
+        super().__init__(line)
+        assert isinstance(like, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.stride, self.padding, self.dilation = like.stride, like.padding, like.dilation
+        self._convolve = CONVOLUTIONS[type(like)]
+
+    def _apply_weight(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._convolve(x, self.weight, bias, self.stride, self.padding, self.dilation)
+
+    @property
+    def _channels(self) -> int:
+        """Dim of channels, from the end: before the dims of space."""
+        return 1 - self.weight.dim()
+
+
+class ColumnConvolution(_Convolution):
+    """A convolution of which this rank holds some output channels.
+
+    Args:
+        like: the whole layer, for stride, padding and dilation.
+        weight: of this rank, cut along dim 0.
+        bias: of this rank, or None.
+        line: of ranks.
+        gather_output: all ranks get all channels.
+    """
+
+    def __init__(
+        self,
+        like: nn.Module,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        line: Line = ALONE,
+        gather_output: bool = False,
+    ) -> None:
+        super().__init__(like, weight, bias, line)
+        self.total, self.gather_output = int(like.out_channels), gather_output  # pyright: ignore[reportArgumentType]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Some or all output channels of an input that is whole on all ranks."""
+        y = self._apply_weight(copy(x, self.line), self.bias)
+        if not self.gather_output:
+            return y
+        return gather(y, self._channels, deal(self.total, self.line.size), self.line)
+
+
+class RowConvolution(_Convolution):
+    """A convolution of which this rank holds some input channels.
+
+    Args:
+        like: the whole layer, for stride, padding and dilation.
+        weight: of this rank, cut along dim 1.
+        bias: whole, or None; added once.
+        line: of ranks.
+        split_input: the input is whole on all ranks, of which each takes its channels.
+    """
+
+    def __init__(
+        self,
+        like: nn.Module,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        line: Line = ALONE,
+        split_input: bool = False,
+    ) -> None:
+        super().__init__(like, weight, bias, line)
+        self.total, self.split_input = int(like.in_channels), split_input  # pyright: ignore[reportArgumentType]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All output channels, the same on all ranks, of an input of this rank's channels."""
+        if self.split_input:
+            x = split(x, self._channels, deal(self.total, self.line.size), self.line)
+        y = reduce(self._apply_weight(x, None), self.line)
+        if self.bias is None:
+            return y
+        return y + self.bias.view(-1, *[1] * (self.weight.dim() - 2))

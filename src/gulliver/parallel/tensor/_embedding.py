@@ -1,0 +1,104 @@
+"""Embeddings of which each rank holds some rows (of the vocabulary) or some columns."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gulliver.comm import ALONE, Line
+from gulliver.parallel.tensor._base import OnLine
+from gulliver.parallel.tensor._collectives import gather, reduce
+from gulliver.parallel.tensor._deal import Interval, deal
+
+
+class _Embedding(OnLine):
+    weight: nn.Parameter
+
+    def __init__(self, weight: nn.Parameter, line: Line) -> None:
+        super().__init__(line)
+        self.weight = weight
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of this rank."""
+        return self.weight.shape[0]
+
+    @property
+    def embedding_dim(self) -> int:
+        """Columns of this rank."""
+        return self.weight.shape[1]
+
+
+class VocabularyEmbedding(_Embedding):
+    """An embedding of which this rank holds some rows; all ranks get whole vectors.
+
+    Args:
+        weight: this rank's rows.
+        line: of ranks.
+        rows: first and one past the last of them.
+        total: rows of the whole.
+        padding_idx: a row that never has a gradient, counted in the whole.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        line: Line = ALONE,
+        rows: Interval | None = None,
+        total: int = 0,
+        padding_idx: int | None = None,
+    ) -> None:
+        super().__init__(weight, line)
+        self.rows = rows or (0, weight.shape[0])
+        self.total, self.padding_idx = total or weight.shape[0], padding_idx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Vectors of ids, ``[...]`` to ``[..., width]``.
+
+        Raises:
+            IndexError: an id is out of the whole vocabulary (on a GPU its usual assertion).
+        """
+        (start, stop), padding = self.rows, self.padding_idx
+        if padding is not None:
+            padding = padding - start if start <= padding < stop else None
+        here = (ids >= start) & (ids < stop)
+        # What nobody has stays out of range, so that it is found as in one process.
+        nowhere = (ids < 0) | (ids >= self.total)
+        own = (ids - start).masked_fill(~here, 0).masked_fill(nowhere, self.total)
+        vectors = F.embedding(own, self.weight, padding)
+        return reduce(vectors.masked_fill(~here.unsqueeze(-1), 0), self.line)
+
+
+class ColumnEmbedding(_Embedding):
+    """An embedding of which this rank holds some columns of every row.
+
+    Args:
+        weight: this rank's columns.
+        line: of ranks.
+        columns: first and one past the last of them.
+        total: columns of the whole.
+        padding_idx: a row that never has a gradient.
+        gather_output: all ranks get whole vectors; else each its own columns, such as its heads'.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        line: Line = ALONE,
+        columns: Interval | None = None,
+        total: int = 0,
+        padding_idx: int | None = None,
+        gather_output: bool = False,
+    ) -> None:
+        super().__init__(weight, line)
+        self.columns = columns or (0, weight.shape[1])
+        self.total, self.padding_idx = total or weight.shape[1], padding_idx
+        self.gather_output = gather_output
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Vectors of ids, ``[...]`` to ``[..., columns]``."""
+        vectors = F.embedding(ids, self.weight, self.padding_idx)
+        if not self.gather_output:
+            return vectors
+        lengths = deal(self.total, self.line.size)
+        return gather(vectors, vectors.dim() - 1, lengths, self.line)

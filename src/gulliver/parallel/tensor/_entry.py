@@ -1,0 +1,357 @@
+"""How a tensor enters columns: once for all the columns that it goes into.
+
+[Note: one entry, many columns] Queries, keys and values are three products of one input. What its
+entry costs on the links is paid once for all of them, and hidden where it can be:
+
+- *whole*: all ranks have the input. Forward nothing is sent; the columns' gradients of it are added
+  up here and then over the ranks, in one all-reduce that runs under the last weight gradient.
+- *cut*: each rank has a piece of the sequence. Forward the pieces are gathered while the module
+  that was called comes to its first product ("split_gather"), or go round the ring, each being
+  multiplied while the next one travels ("ring"). Only the piece is kept for the backward pass,
+  where it is gathered again under the input gradient's product, for the weights' gradients; the
+  input gradient is reduced and scattered under the last weight gradient's product.
+
+The input's own place in the graph is `_Enter`: the columns hand their gradients to the `Entry`, not
+to autograd, and `_Enter.backward`, which autograd runs after all of them, ends what was begun. So a
+column whose output is not used, or not differentiated, changes nothing.
+
+What a cut input looks like before it is gathered is an `Arriving` tensor: it has the shape of the
+whole, and any operation that looks further than that waits for it first.
+
+Read `enter`, `Arrival`, `Entry`, then `Arriving`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from gulliver.comm import Line, all_reduce
+from gulliver.parallel.tensor._pieces import (
+    Reduction,
+    Wait,
+    ring_gather,
+    start_gather,
+    start_reduce,
+)
+from gulliver.parallel.tensor._products import (
+    Sum,
+    input_gradient,
+    product,
+    weight_gradient,
+)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a sequence lies over ranks.
+
+    Attributes:
+        dim: that is cut.
+        lengths: of the pieces, by place.
+        ring: piece by piece instead of at once.
+    """
+
+    dim: int
+    lengths: tuple[int, ...]
+    ring: bool = False
+
+    @property
+    def whole(self) -> int:
+        """Length of the whole."""
+        return sum(self.lengths)
+
+    def pieces(self, x: Tensor) -> list[Tensor]:
+        """Views of the pieces of a whole."""
+        return list(x.split(list(self.lengths), self.dim))
+
+
+def enter(x: Tensor, line: Line, cut: Cut | None) -> Tensor:
+    """Takes a tensor into columns; pass what is returned to all of them.
+
+    Args:
+        x: the whole, or this rank's piece of it; cast to what autocast computes in.
+        line: of ranks.
+        cut: how the pieces lie; None where `x` is whole.
+
+    Returns:
+        A tensor of the whole's shape, with the gradient that belongs to `x`.
+    """
+    x = autocast(x)
+    entry = Entry(line, cut)
+    token = _Enter.apply(x, entry)
+    arrival = Arrival(entry, x.detach())
+    if cut is None:
+        vars(token)["_arrival"] = arrival
+        return token
+    arriving = token.as_subclass(Arriving)
+    vars(arriving).update(_arrival=arrival, _token=token)
+    return arriving
+
+
+def autocast(x: Tensor) -> Tensor:
+    """What an operation under autocast would make of its input."""
+    if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def arrival_of(x: Tensor) -> Arrival | None:
+    """What `enter` attached to a tensor."""
+    return vars(x).get("_arrival")
+
+
+class Arrival:
+    """The whole input, in the forward pass; it is gone when the module that was called returns."""
+
+    def __init__(self, entry: Entry, own: Tensor) -> None:
+        self.entry, self.own = entry, own
+        self._data: Tensor | None = None
+        self._wait: Wait | None = None
+        self._ring: Iterator[tuple[int, Tensor]] | None = None
+        line, cut = entry.line, entry.cut
+        if cut is None:
+            self._data = own
+        elif cut.ring:
+            self._ring = _begun(ring_gather(own, cut.dim, cut.lengths, line))
+        else:
+            self._wait = start_gather(own, cut.dim, cut.lengths, line)
+
+    def data(self) -> Tensor:
+        """The whole, when it is here."""
+        if self._wait is not None:
+            self._data, self._wait = self._wait(), None
+        if self._ring is not None:
+            for _ in self.pieces():
+                pass
+        assert self._data is not None
+        return self._data
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """The pieces as they come; afterwards `data` has them all."""
+        ring, self._ring = self._ring, None
+        assert ring is not None
+        cut, own = self.entry.cut, self.own
+        assert cut is not None
+        shape = list(own.shape)
+        shape[cut.dim] = cut.whole
+        self._data = own.new_empty(shape)
+        parts = cut.pieces(self._data)
+        for place, piece in ring:
+            parts[place].copy_(piece)
+            yield place, piece
+
+    def multiply(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        """The product with a weight, which hides what is still on its way."""
+        if self._ring is None:
+            return product(self.data(), weight, bias, transposed)
+        cut = self.entry.cut
+        assert cut is not None
+        parts = {p: product(piece, weight, bias, transposed) for p, piece in self.pieces()}
+        return torch.cat([parts[place] for place in range(len(parts))], cut.dim)
+
+
+class Entry:
+    """What the columns of one input share in the backward pass.
+
+    Attributes:
+        line: of ranks.
+        cut: how the input is cut, None where it is whole.
+    """
+
+    def __init__(self, line: Line, cut: Cut | None) -> None:
+        self.line, self.cut = line, cut
+        self._columns = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._done = 0
+        self._sum: Tensor | None = None
+        self._reduced: Wait | None = None
+        self._again: Tensor | None = None
+        self._wait: Wait | None = None
+        self._ring: Iterator[tuple[int, Tensor]] | None = None
+
+    def join(self) -> None:
+        """A column that will have a gradient."""
+        self._columns += 1
+
+    def begin(self, own: Tensor) -> None:
+        """Begins to gather the input again, unless another column did."""
+        cut = self.cut
+        if cut is None:
+            self._again = own
+        elif self._again is None and self._wait is None and self._ring is None:
+            if cut.ring:
+                self._ring = _begun(ring_gather(own, cut.dim, cut.lengths, self.line))
+            else:
+                self._wait = start_gather(own, cut.dim, cut.lengths, self.line)
+
+    def add(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
+        """Adds a column's input gradient; the last column's begins the sum over the ranks."""
+        last = self._done + 1 == self._columns
+        if last and self.cut is not None and self.cut.ring:
+            self._add_in_pieces(grad, weight, transposed)
+            return
+        self._sum = input_gradient(grad, weight, transposed, self._sum)
+        if last:
+            self._reduced, self._sum = self._reduce(self._sum), None
+
+    def _add_in_pieces(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
+        cut, line = self.cut, self.line
+        assert cut is not None
+        grads = cut.pieces(grad)
+        sums = cut.pieces(self._sum) if self._sum is not None else [None] * line.size
+
+        def piece(place: int) -> Tensor:
+            part = input_gradient(grads[place], weight, transposed)
+            before = sums[place]
+            return part if before is None else part.add_(before)
+
+        shape = (*grads[line.place].shape[:-1], weight.shape[0 if transposed else 1])
+        reduction = Reduction(shape, cut.dim, cut.lengths, line, grad)
+        for place in reduction.order:
+            reduction.send(place, piece(place))
+        own, self._sum = piece(line.place), None
+        self._reduced = lambda: reduction.finish(own)
+
+    def weight_gradient(self, grad: Tensor, own: Tensor, transposed: bool) -> Tensor:
+        """Of the column whose output's gradient this is; `begin` came before."""
+        if self._ring is None:
+            if self._wait is not None:
+                self._again, self._wait = self._wait(), None
+            assert self._again is not None
+            return weight_gradient(grad, self._again, transposed)
+        cut, ring = self.cut, self._ring
+        assert cut is not None
+        shape = list(own.shape)
+        shape[cut.dim] = cut.whole
+        self._again, self._ring = own.new_empty(shape), None
+        grads, parts, total = cut.pieces(grad), cut.pieces(self._again), Sum()
+        for place, part in ring:
+            parts[place].copy_(part)
+            total.add(weight_gradient(grads[place], part, transposed))
+        return total.value(grad.dtype)
+
+    def leave(self) -> None:
+        """A column is through; the last one drops what was gathered."""
+        self._done += 1
+        if self._done >= self._columns:
+            self._again, self._done = None, 0
+
+    def end(self, grad: Tensor | None) -> Tensor | None:
+        """The input's gradient: the columns', and `grad` of whatever else used the input."""
+        if self._sum is not None:
+            grad = self._sum if grad is None else self._sum.view_as(grad) + grad
+        found = self._reduced() if self._reduced is not None else None
+        if grad is not None:
+            rest = self._reduce(grad)()
+            found = rest if found is None else found + rest.view_as(found)
+        self._reset()
+        return found
+
+    def _reduce(self, grad: Tensor) -> Wait:
+        line, cut = self.line, self.cut
+        if cut is not None:
+            return start_reduce(grad, cut.dim, cut.lengths, line)
+        grad = grad.contiguous()
+        handle = all_reduce(grad, group=line.group, async_op=True)
+
+        def wait() -> Tensor:
+            handle.wait()
+            return grad
+
+        return wait
+
+
+def _begun(ring: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    """The same pieces, the first hop being under way."""
+    first = next(ring)
+
+    def pieces() -> Iterator[tuple[int, Tensor]]:
+        yield first
+        yield from ring
+
+    return pieces()
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entry: Entry) -> Tensor:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        if entry.cut is None:
+            return x.view_as(x)
+        shape = list(x.shape)
+        shape[entry.cut.dim] = entry.cut.whole
+        # Only a shape: one element, whatever the size.
+        return x.new_empty(1).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.entry.end(grads[0]), None
+
+
+class _Look(Function):
+    """The gathered tensor, for operations that are no columns."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, data: Tensor) -> Tensor:
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+SHAPES = (
+    Tensor.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.dtype.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.device.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.ndim.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.requires_grad.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.is_cuda.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    Tensor.__len__,
+)
+"""What may be asked of an input that is still on its way."""
+
+
+class Arriving(Tensor):
+    """A whole that is being gathered; everything but its shape waits for it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls `func` with plain tensors."""
+        look = token_of if func in SHAPES else _looked_at
+        given = {name: _plain(value, look) for name, value in (kwargs or {}).items()}
+        return func(*(_plain(value, look) for value in args), **given)
+
+
+def token_of(x: Tensor) -> Tensor:
+    """An entered tensor as autograd knows it."""
+    return vars(x).get("_token", x)
+
+
+def _looked_at(x: Tensor) -> Tensor:
+    arrival = arrival_of(x)
+    assert arrival is not None
+    return _Look.apply(token_of(x), arrival.data())
+
+
+def _plain(value: Any, look: Any) -> Any:
+    if isinstance(value, Arriving):
+        return look(value)
+    if isinstance(value, list | tuple) and any(isinstance(item, Arriving) for item in value):
+        return type(value)(_plain(item, look) for item in value)
+    return value

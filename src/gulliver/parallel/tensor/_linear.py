@@ -1,0 +1,289 @@
+"""Linear layers of which each rank holds columns or rows.
+
+A *column* layer holds some of the outputs: its input is whole on all ranks, its output is the
+rank's own. A *row* layer holds some of the inputs: its input is what a column layer left on this
+rank, its output the sum over the ranks, to which the bias is added once. A pair of them costs one
+all-reduce forward and one backward; where the sequence between blocks is cut over the same ranks,
+an all-gather and a reduce-scatter each way in their place (Korthikanti et al., 2022).
+
+Parameters are plain, hold the rank's own part, and keep the names of the layer they replace. Read
+`ColumnLinear`, `RowLinear`, then the two functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from gulliver.comm import ALONE, Line, all_reduce
+from gulliver.parallel.tensor._base import OnLine
+from gulliver.parallel.tensor._collectives import gather, split
+from gulliver.parallel.tensor._deal import Interval, deal
+from gulliver.parallel.tensor._entry import (
+    Arrival,
+    Cut,
+    Entry,
+    arrival_of,
+    autocast,
+    enter,
+    token_of,
+)
+from gulliver.parallel.tensor._pieces import Reduction, ring_gather, start_gather, start_reduce
+from gulliver.parallel.tensor._products import (
+    Sum,
+    bias_gradient,
+    input_gradient,
+    product,
+    weight_gradient,
+)
+from gulliver.parallel.tensor._shared import SharedSequence
+
+
+class _Sharded(OnLine):
+    """A linear layer of which this rank holds a part.
+
+    Attributes:
+        weight: ``[outputs, inputs]`` of this rank, or the other way round where `transposed`.
+        bias: or None.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, line: Line, transposed: bool
+    ) -> None:
+        super().__init__(line)
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.transposed = transposed
+
+    @property
+    def out_features(self) -> int:
+        """Of this rank."""
+        return self.weight.shape[1 if self.transposed else 0]
+
+    @property
+    def in_features(self) -> int:
+        """Of this rank."""
+        return self.weight.shape[0 if self.transposed else 1]
+
+    def extra_repr(self) -> str:
+        """What `print` shows."""
+        shape = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{shape}, bias={self.bias is not None}, rank {self.line.place} of {self.line.size}"
+
+
+class ColumnLinear(_Sharded):
+    """A linear layer of which this rank holds some of the outputs.
+
+    Args:
+        weight: this rank's.
+        bias: this rank's, or None.
+        line: of ranks.
+        runs: this rank's outputs in the whole layer; several where projections are fused.
+        total: outputs of the whole layer.
+        transposed: the weight is ``[inputs, outputs]``.
+        gather_output: all ranks get all outputs, the same on each; for one run only.
+        shared: the sequence that the input is a piece of; None where it is whole.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        line: Line = ALONE,
+        runs: tuple[Interval, ...] = (),
+        total: int = 0,
+        transposed: bool = False,
+        gather_output: bool = False,
+        shared: SharedSequence | None = None,
+    ) -> None:
+        super().__init__(weight, bias, line, transposed)
+        self.runs = runs or ((0, self.out_features),)
+        self.total = total or self.out_features
+        self.gather_output, self.shared = gather_output, shared
+
+    @property
+    def columns(self) -> Interval:
+        """This rank's outputs, first and one past the last; of a layer that is not fused."""
+        (run,) = self.runs
+        return run
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs of this rank, or all of them.
+
+        Args:
+            x: ``[..., inputs]``, whole or entered; with `shared` a piece of the sequence.
+        """
+        weight, bias = _autocast(x, self.weight, self.bias)
+        if self.line.size == 1:
+            return product(x, weight, bias, self.transposed)
+        arrival = arrival_of(x)
+        if arrival is None:
+            x = enter(x, self.line, self.shared.cut_of(x) if self.shared else None)
+            arrival = arrival_of(x)
+        y = _Column.apply(token_of(x), weight, bias, arrival, self.transposed)
+        if self.gather_output:
+            lengths = deal(self.total, self.line.size)
+            return gather(y, y.dim() - 1, lengths, self.line)
+        return y
+
+
+class RowLinear(_Sharded):
+    """A linear layer of which this rank holds some of the inputs.
+
+    Args:
+        weight: this rank's.
+        bias: whole, or None.
+        line: of ranks.
+        transposed: the weight is ``[inputs, outputs]``.
+        split_input: the input is whole on all ranks, of which each takes its part.
+        total: inputs of the whole layer, for `split_input`.
+        shared: the sequence that the output becomes a piece of; None for a whole output.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        line: Line = ALONE,
+        transposed: bool = False,
+        split_input: bool = False,
+        total: int = 0,
+        shared: SharedSequence | None = None,
+    ) -> None:
+        super().__init__(weight, bias, line, transposed)
+        self.split_input, self.total, self.shared = split_input, total, shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output, whole on all ranks or this rank's piece of the sequence.
+
+        Args:
+            x: ``[..., inputs of this rank]``, of the whole sequence.
+        """
+        weight, bias = _autocast(x, self.weight, self.bias)
+        x = autocast(x)
+        if self.line.size == 1:
+            return product(x, weight, bias, self.transposed)
+        if self.split_input:
+            x = split(x, x.dim() - 1, deal(self.total, self.line.size), self.line)
+        cut = self.shared.cut_for(x) if self.shared else None
+        return _Row.apply(x, weight, bias, self.line, cut, self.transposed)
+
+
+def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if not torch.is_autocast_enabled(x.device.type):
+        return weight, bias
+    return autocast(weight), None if bias is None else autocast(bias)
+
+
+class _Column(Function):
+    """[Note: what is kept] This rank's piece and the weight; never the gathered input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        arrival: Arrival,
+        transposed: bool,
+    ) -> Tensor:
+        ctx.entry, ctx.transposed = arrival.entry, transposed
+        if any(ctx.needs_input_grad[:3]):
+            ctx.entry.join()
+        # A frozen weight needs no input, and a bias needs neither.
+        kept = arrival.own if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(kept, weight if ctx.needs_input_grad[0] else None)
+        return arrival.multiply(weight, bias, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        own, weight = ctx.saved_tensors
+        entry: Entry = ctx.entry
+        grad, of_weight = grads[0].contiguous(), None
+        if ctx.needs_input_grad[1]:
+            entry.begin(own)
+        if ctx.needs_input_grad[0]:
+            entry.add(grad, weight, ctx.transposed)
+        if ctx.needs_input_grad[1]:
+            of_weight = entry.weight_gradient(grad, own, ctx.transposed)
+        entry.leave()
+        of_bias = bias_gradient(grad) if ctx.needs_input_grad[2] else None
+        return None, of_weight, of_bias, None, None
+
+
+class _Row(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        line: Line,
+        cut: Cut | None,
+        transposed: bool,
+    ) -> Tensor:
+        ctx.how = line, cut, transposed
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        if cut is not None and cut.ring:
+            y = _reduced_in_pieces(x, weight, line, cut, transposed)
+        else:
+            y = product(x, weight, None, transposed).contiguous()
+            if cut is None:
+                all_reduce(y, group=line.group)
+            else:
+                y = start_reduce(y, cut.dim, cut.lengths, line)()
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        line, cut, transposed = ctx.how
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad = grads[0].contiguous()
+        of_bias = bias_gradient(grad) if needs_bias else None
+        if cut is not None and cut.ring and (needs_x or needs_weight):
+            found = _gradients_in_pieces(grad, x, weight, line, cut, transposed)
+            return *found, of_bias, None, None, None
+        if cut is not None and (needs_x or needs_weight):
+            grad = start_gather(grad, cut.dim, cut.lengths, line)()
+        of_x = input_gradient(grad, weight, transposed) if needs_x else None
+        of_weight = weight_gradient(grad, x, transposed) if needs_weight else None
+        return of_x, of_weight, of_bias, None, None, None
+
+
+def _reduced_in_pieces(x: Tensor, weight: Tensor, line: Line, cut: Cut, transposed: bool) -> Tensor:
+    """Each piece of the output goes to its owner while the next one is computed."""
+    pieces = cut.pieces(x)
+    shape = (*pieces[line.place].shape[:-1], weight.shape[1 if transposed else 0])
+    reduction = Reduction(shape, cut.dim, cut.lengths, line, x)
+    for place in reduction.order:
+        reduction.send(place, product(pieces[place], weight, None, transposed))
+    return reduction.finish(product(pieces[line.place], weight, None, transposed))
+
+
+def _gradients_in_pieces(
+    grad: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    line: Line,
+    cut: Cut,
+    transposed: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of input and weight, from each piece of the output's gradient as it comes."""
+    parts: dict[int, Tensor] = {}
+    inputs = cut.pieces(x) if x is not None else []
+    total = Sum()
+    for place, piece in ring_gather(grad, cut.dim, cut.lengths, line):
+        if weight is not None:
+            parts[place] = input_gradient(piece, weight, transposed)
+        if inputs:
+            total.add(weight_gradient(piece, inputs[place], transposed))
+    of_x = torch.cat([parts[p] for p in range(line.size)], cut.dim) if parts else None
+    return of_x, total.value(grad.dtype) if inputs else None

@@ -1,0 +1,101 @@
+"""Cross-entropy of logits of which each rank has some columns.
+
+With ``m`` the largest logit of a token and ``s`` the sum of ``exp(logit - m)``, both taken over all
+ranks, the loss is ``m + log(s) - target``. Two small all-reduces carry ``m``, then ``s`` and the
+target's logit; the logits themselves never travel, and the gradient, ``softmax - one-hot``, is each
+rank's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from gulliver.comm import Line, all_reduce
+from gulliver.errors import GulliverError
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    line: Line,
+    vocabulary: tuple[int, int],
+    ignore_index: int = -100,
+) -> Tensor:
+    """The loss of each token, the same on all ranks of the line.
+
+    Args:
+        logits: ``[..., stop - start]``, this rank's columns.
+        labels: ``[...]``, of the whole vocabulary, the same on all ranks.
+        line: of ranks, each of which has other columns.
+        vocabulary: first and one past the last of this rank's columns.
+        ignore_index: of labels whose loss and gradient are 0.
+
+    Returns:
+        ``[...]`` in float32 (float64 for float64); of a label that nobody has, not a number.
+
+    Raises:
+        GulliverError: shapes do not fit.
+    """
+    start, stop = vocabulary
+    if logits.shape != (*labels.shape, stop - start):
+        raise GulliverError(
+            f"logits of shape {tuple(logits.shape)} do not fit labels {tuple(labels.shape)} and "
+            f"columns {start} to {stop}: expected {(*labels.shape, stop - start)}"
+        )
+    return _CrossEntropy.apply(logits, labels, line, start, ignore_index)
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, line: Line, start: int, ignore_index: int
+    ) -> Tensor:
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        precise = logits.to(wide)
+        # A rank may have no column at all.
+        low = torch.finfo(wide).min
+        largest = precise.amax(-1) if precise.shape[-1] else precise.new_full(labels.shape, low)
+        _everywhere(largest, "max", line)
+        total = (precise - largest.unsqueeze(-1)).exp().sum(-1)
+        here, column = _own(labels, start, logits.shape[-1])
+        if precise.shape[-1]:
+            target = precise.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)
+        else:
+            target = torch.zeros_like(total)
+        sums = torch.stack([total, target, here.to(wide)])
+        _everywhere(sums, "sum", line)
+        total, target, found = sums.unbind()
+        log_total = largest + total.log()
+        ignored = labels == ignore_index
+        # A label out of range is a mistake that must show, and a check would make a GPU wait.
+        loss = (log_total - target).masked_fill(found == 0, torch.nan).masked_fill(ignored, 0)
+        ctx.save_for_backward(logits, labels, log_total)
+        ctx.start, ctx.ignored = start, ignore_index
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, labels, log_total = ctx.saved_tensors
+        precise = logits.to(log_total.dtype)
+        grad = grads[0].masked_fill(labels == ctx.ignored, 0).unsqueeze(-1)
+        found = (precise - log_total.unsqueeze(-1)).exp_()
+        here, column = _own(labels, ctx.start, logits.shape[-1])
+        if logits.shape[-1]:
+            found.scatter_add_(-1, column.unsqueeze(-1), -here.to(found.dtype).unsqueeze(-1))
+        return found.mul_(grad).to(logits.dtype), None, None, None, None
+
+
+def _own(labels: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+    """Whether a label is among this rank's columns, and which it is, or any where it is not."""
+    column = labels - start
+    here = (column >= 0) & (column < count)
+    return here, column.masked_fill(~here, 0)
+
+
+def _everywhere(tensor: Tensor, op: Any, line: Line) -> None:
+    if line.size > 1:
+        all_reduce(tensor, op, group=line.group)

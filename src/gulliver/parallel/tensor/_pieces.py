@@ -1,0 +1,202 @@
+"""Gathering and reducing tensors that are cut along one dim, at once or piece by piece.
+
+A whole tensor is cut along `dim` into pieces of the lengths that the ranks hold; lengths differ by
+at most one when they were dealt evenly, and then a collective of padded pieces carries them.
+
+*At once*: `start_gather` and `start_reduce` begin one collective and return what to wait for.
+*Piece by piece*: `ring_gather` hands out each piece as it comes round the ring, so that a product
+with it hides the next hop; `Reduction` sends each piece to its owner as soon as it is computed, and
+the owner adds what it gets in the order of the ranks, in float32 or wider.
+
+All ranks call the same functions in the same order. Nothing here is differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gulliver.comm import Line, all_gather, reduce_scatter
+from gulliver.parallel.tensor._deal import intervals
+
+RING_TAG, PIECE_TAG, SIZE_TAG = 500, 600, 700
+"""Of the pieces that go round, and of those that go to their owner, plus the step."""
+
+Wait = Callable[[], Tensor]
+
+
+def start_gather(own: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Wait:
+    """Begins to gather the pieces of all ranks.
+
+    Args:
+        own: this rank's piece; `lengths` at its place along `dim`.
+        dim: that is cut.
+        lengths: of the pieces.
+        line: of ranks.
+
+    Returns:
+        What returns the whole.
+    """
+    longest, size, slots = max(lengths), line.size, _slots(line)
+    padded = _padded(own, dim, longest)
+    flat = padded.new_empty(size * padded.numel())
+    handle = all_gather(flat, padded.view(-1), group=line.group, async_op=True)
+    buffer = flat.view(size, *padded.shape)
+
+    def wait() -> Tensor:
+        handle.wait()
+        if min(lengths) == longest and slots == list(range(size)):
+            # A view where nothing comes before the dim, else one copy.
+            return buffer.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+        pieces = [buffer[slots[p]].narrow(dim, 0, lengths[p]) for p in range(size)]
+        return torch.cat(pieces, dim)
+
+    return wait
+
+
+def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Wait:
+    """Begins to add up a tensor over the ranks; each gets its piece of the sum."""
+    longest = max(lengths)
+    parts = whole.detach().split(list(lengths), dim)
+    stacked = torch.stack([_padded(parts[place], dim, longest) for place in line.group_order()])
+    shape = stacked.shape[1:]
+    own = stacked.new_empty(stacked[0].numel())
+    handle = reduce_scatter(own, stacked.view(-1), group=line.group, async_op=True)
+    # It is read until the collective is done.
+    kept = [stacked]
+
+    def wait() -> Tensor:
+        handle.wait()
+        kept.clear()
+        return own.view(shape).narrow(dim, 0, lengths[line.place]).contiguous()
+
+    return wait
+
+
+def ring_gather(
+    own: Tensor, dim: int, lengths: Sequence[int], line: Line
+) -> Iterator[tuple[int, Tensor]]:
+    """Hands out the place and the piece of every rank, the own one first, while the next travels.
+
+    Every piece is passed on to the next rank, so each link carries one piece at a time.
+    """
+    place, piece = line.place, own.detach().contiguous()
+    after, before = (line.ranks[(place + step) % line.size] for step in (1, -1))
+    for step in range(line.size):
+        works, coming = [], piece
+        if step < line.size - 1:
+            shape = list(own.shape)
+            shape[dim] = lengths[(place - 1) % line.size]
+            coming = own.new_empty(shape)
+            works = _post([(before, coming)], [(after, piece)], line.group, RING_TAG + step)
+        yield place, piece
+        for work in works:
+            work.wait()
+        place, piece = (place - 1) % line.size, coming
+
+
+class Reduction:
+    """A sum over ranks of a tensor whose pieces are computed one by one.
+
+    Call `send` for every place of `order`, then `finish` with the own piece.
+
+    Args:
+        shape: of the own piece.
+        dim: that is cut.
+        lengths: of the pieces.
+        line: of ranks.
+        like: of what dtype and device.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], dim: int, lengths: Sequence[int], line: Line, like: Tensor
+    ) -> None:
+        self._line, self._works, self._sent = line, [], []
+        self._shape = tuple(shape)
+        self._arrived = {
+            place: like.new_empty(self._shape) for place in range(line.size) if place != line.place
+        }
+
+    @property
+    def order(self) -> list[int]:
+        """In which pieces are computed: all send to different ranks at any time."""
+        place, size = self._line.place, self._line.size
+        return [(place + step) % size for step in range(1, size)]
+
+    def send(self, place: int, piece: Tensor) -> None:
+        """Sends the piece of another rank, and begins to receive one."""
+        line, piece = self._line, piece.detach().contiguous()
+        step = (place - line.place) % line.size
+        source = (line.place - step) % line.size
+        self._works += _post(
+            [(line.ranks[source], self._arrived[source])],
+            [(line.ranks[place], piece)],
+            line.group,
+            PIECE_TAG + step,
+        )
+        self._sent.append(piece)
+
+    def finish(self, own: Tensor) -> Tensor:
+        """The sum of all ranks' pieces for this one, in the order of the ranks."""
+        for work in self._works:
+            work.wait()
+        self._sent.clear()
+        wide = own.dtype if own.dtype.itemsize > 2 else torch.float32
+        total: Tensor | None = None
+        for place in range(self._line.size):
+            term = own if place == self._line.place else self._arrived.pop(place)
+            total = term.to(wide, copy=True) if total is None else total.add_(term)
+        assert total is not None
+        return total.to(own.dtype)
+
+
+def pieces_of(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """First and one past the last index of each piece."""
+    return intervals(lengths)
+
+
+def gather_sizes(size: int, line: Line, device: torch.device) -> tuple[int, ...]:
+    """The numbers that all ranks of a line passed; one small message."""
+    own = torch.tensor([size], device=device)
+    sizes = own.new_empty(line.size)
+    all_gather(sizes, own, group=line.group)
+    found: list[int] = sizes.tolist()
+    return tuple(found[slot] for slot in _slots(line))
+
+
+def _slots(line: Line) -> list[int]:
+    """Where the group's collectives put each place of a line."""
+    order = line.group_order()
+    return [order.index(place) for place in range(line.size)]
+
+
+def _padded(piece: Tensor, dim: int, length: int) -> Tensor:
+    # Detached: a collective's copies run on a thread of their own, where gradients are recorded.
+    piece = piece.detach()
+    if piece.shape[dim] == length:
+        return piece.contiguous()
+    shape = list(piece.shape)
+    shape[dim] = length
+    padded = piece.new_zeros(shape)
+    padded.narrow(dim, 0, piece.shape[dim]).copy_(piece)
+    return padded
+
+
+def _post(
+    incoming: Sequence[tuple[int, Tensor]],
+    outgoing: Sequence[tuple[int, Tensor]],
+    group: dist.ProcessGroup | None,
+    tag: int,
+) -> list[Any]:
+    # Both sides know the sizes, so a message without content is sent by neither.
+    calls = [
+        dist.P2POp(call, tensor.view(-1).view(torch.uint8), peer, group, tag)
+        for call, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
+        for peer, tensor in messages
+        if tensor.numel()
+    ]
+    return dist.batch_isend_irecv(calls) if calls else []

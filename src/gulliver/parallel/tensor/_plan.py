@@ -1,0 +1,409 @@
+"""Which module is cut how: from the model's own plan, from the table, or from the user's rules.
+
+    plan = plan_tensor(model, 4)
+    print(plan)
+
+A plan is pure: it looks at modules and shapes and touches nothing. What it does not understand it
+names and refuses. Read `plan_tensor`, then `_Planner`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.parallel.tensor._convolution import CONVOLUTIONS
+from gulliver.parallel.tensor._deal import Interval, share
+from gulliver.parallel.tensor._table import (
+    DRAWN_ALIKE,
+    FAMILIES,
+    HEADS,
+    HUGGING_FACE,
+    KV_HEADS,
+    STYLES,
+    Family,
+    How,
+)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """How one module is cut.
+
+    Attributes:
+        style: its name, of `STYLES`.
+        how: what that means.
+        dims: parameter to the dim that is cut; those that are whole are not named.
+        total: features along it.
+        units: indivisible things that they are, in each block.
+    """
+
+    style: str
+    how: How
+    dims: Mapping[str, int]
+    total: int = 0
+    units: int = 0
+
+    def runs(self, size: int, place: int) -> tuple[Interval, ...]:
+        """The part of a rank."""
+        return share(self.total, self.units, size, place, self.how.blocks)
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How a model is cut over the ranks of a tensor line.
+
+    Attributes:
+        size: ranks.
+        modules: of each path that is cut, or whose gradients are partial.
+        attention: path of an attention module to how many head groups it has.
+        sites: modules whose input goes into several columns, and is taken in once.
+        stacks: paths of the lists of blocks.
+        sliced: path to arguments of which a rank takes its heads' part.
+        replicated: paths of modules with parameters that stay whole.
+        known: the model is of a known type, or has a plan of its own.
+    """
+
+    size: int
+    modules: Mapping[str, Placed]
+    attention: Mapping[str, int]
+    sites: tuple[str, ...]
+    stacks: tuple[str, ...]
+    sliced: Mapping[str, tuple[str, ...]]
+    replicated: tuple[str, ...]
+    known: bool
+
+    def __str__(self) -> str:
+        lines: dict[str, str] = {}
+        for path, placed in self.modules.items():
+            what = f"{placed.total} in {placed.units}" if placed.units else ""
+            lines[re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)] = f"{placed.style:20} {what}"
+        for path in self.replicated:
+            lines.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path) or "(model)", "replicate")
+        width = max(map(len, lines), default=0)
+        return "\n".join(
+            [f"tensor parallel over {self.size} ranks"]
+            + [f"  {path:{width}}  {what}".rstrip() for path, what in lines.items()]
+        )
+
+
+def plan_tensor(
+    model: nn.Module,
+    size: int,
+    rules: Mapping[str, str] | None = None,
+    replicate_rest: bool = False,
+    allow_dropout: bool = False,
+) -> TensorPlan:
+    """Decides how a model is cut.
+
+    Args:
+        model: with whole parameters, perhaps on meta; modules without parameters are left alone.
+        size: ranks.
+        rules: pattern of module paths to style, before what is known of the model: the last parts
+            of a path, ``*`` for one part. See `STYLES`.
+        replicate_rest: modules that no rule names stay whole on all ranks.
+        allow_dropout: see below.
+
+    Returns:
+        The plan.
+
+    Raises:
+        GulliverError: modules that were not understood, sizes that cannot be dealt, an unknown
+            style, or dropout: ranks would draw other masks than one process, for whole tensors
+            even different ones each. With `allow_dropout` the caller gives all ranks of a line the
+            same random state, and the heads of each rank draw the same masks.
+    """
+    if size < 1:
+        raise GulliverError(f"a tensor line has at least one rank, not {size}")
+    return _Planner(model, size, rules or {}, replicate_rest, allow_dropout).plan()
+
+
+class _Planner:
+    def __init__(
+        self,
+        model: nn.Module,
+        size: int,
+        rules: Mapping[str, str],
+        replicate_rest: bool,
+        allow_dropout: bool,
+    ) -> None:
+        self.model, self.size, self.rest = model, size, replicate_rest
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.family = family_of(model)
+        self.own = _own_plan(model) if self.family is None else {}
+        self.rules = dict(rules)
+        for style in rules.values():
+            if style not in STYLES:
+                raise GulliverError(f"unknown style {style!r}: {nearest(style, STYLES)}")
+        if not allow_dropout and size > 1:
+            self._refuse_dropout()
+
+    def plan(self) -> TensorPlan:
+        placed: dict[str, Placed] = {}
+        replicated: list[str] = []
+        unknown: list[str] = []
+        for path, module in self.modules.items():
+            if not module._parameters or not any(
+                p is not None for p in module._parameters.values()
+            ):
+                continue
+            style = self._style(path, module)
+            if style is None:
+                (replicated if self.rest else unknown).append(path)
+            elif style == "replicate":
+                replicated.append(path)
+            else:
+                placed[path] = self._place(path, module, style)
+        cut = {id(p) for path in placed for p in self.modules[path].parameters(recurse=False)}
+        unknown = [path for path in unknown if not self._tied(path, cut)]
+        if unknown:
+            raise GulliverError(
+                f"no rule says how {_listed(unknown)} are cut: give rules={{pattern: style}}, or "
+                "replicate_rest=True to keep them whole on all ranks"
+            )
+        replicated = [path for path in replicated if not self._tied(path, cut)]
+        self._check_ties(placed)
+        stacks = self._stacks(placed)
+        sites = self._sites(placed, stacks)
+        self._check_sites(sites, replicated)
+        attention = {
+            self._attention(path)[0]: self._attention(path)[1]
+            for path, one in placed.items()
+            if one.how.heads
+        }
+        return TensorPlan(
+            self.size,
+            placed,
+            attention,
+            sites,
+            stacks,
+            self._sliced(attention),
+            tuple(replicated),
+            self.family is not None or bool(self.own),
+        )
+
+    def _style(self, path: str, module: nn.Module) -> str | None:
+        """The user's rule, then the table's or the model's own; norms are whole."""
+        known = self.family.rules if self.family else {}
+        for rules in (self.rules, known):
+            found = best_match(path, rules)
+            if found is not None:
+                return rules[found]
+        if self.own:
+            found = best_match(path, self.own)
+            return "replicate" if found is None else self._translated(path, self.own[found])
+        return "replicate" if type(module).__name__.endswith("Norm") else None
+
+    def _translated(self, path: str, name: str) -> str:
+        if name not in HUGGING_FACE:
+            raise GulliverError(
+                f"the model's own plan cuts {path} as {name!r}, which is not supported: give a "
+                f"rule for it; known are {', '.join(HUGGING_FACE)}"
+            )
+        style = HUGGING_FACE[name]
+        parent = self.modules[path.rpartition(".")[0]]
+        by_heads = {"column": "column by heads", "row": "row by heads"}
+        return by_heads.get(style, style) if head_groups(parent) else style
+
+    def _place(self, path: str, module: nn.Module, style: str) -> Placed:
+        how = STYLES[style]
+        if how.kind == "summed":
+            return Placed(style, how, {})
+        dims = _cut_dims(path, module, how)
+        total = module._parameters["weight"].shape[dims["weight"]]  # pyright: ignore[reportOptionalMemberAccess]
+        units = self._attention(path)[1] if how.heads else total // how.blocks
+        what = "heads (key-value heads where grouped)" if how.heads else "features"
+        if total % (units * how.blocks):
+            raise GulliverError(
+                f"{path} has {total} features, which are not {how.blocks} x {units} equal parts: "
+                "give it another rule"
+            )
+        if units < self.size:
+            raise GulliverError(
+                f"{path} has {units} {what}, fewer than {self.size} tensor ranks: "
+                f"tp_size from 1 to {units} would do"
+            )
+        return Placed(style, how, dims, total, units)
+
+    def _attention(self, path: str) -> tuple[str, int]:
+        """The attention module that a module belongs to, and how many head groups it has."""
+        above = path
+        while above:
+            above = above.rpartition(".")[0]
+            near = [(above, self.modules[above])]
+            near += [(f"{above}.{n}", m) for n, m in self.modules[above].named_children()]
+            for name, module in near:
+                if groups := head_groups(module):
+                    return name, groups
+        raise GulliverError(
+            f"{path} is to be cut by heads, but no module near it counts them: "
+            f"looked for {', '.join((*KV_HEADS, *HEADS))}"
+        )
+
+    def _tied(self, path: str, cut: set[int]) -> bool:
+        """Whether all parameters of a module are those of modules that are cut."""
+        return all(id(p) in cut for p in self.modules[path].parameters(recurse=False))
+
+    def _check_ties(self, placed: dict[str, Placed]) -> None:
+        """Tied parameters must be cut alike; a module that only holds one takes what is cut."""
+        seen: dict[int, tuple[str, Any]] = {}
+        for path, module in self.modules.items():
+            one = placed.get(path)
+            for name, parameter in module._parameters.items():
+                dim = one.dims.get(name) if one else None
+                cut = None if one is None or dim is None else (dim, one.runs(self.size, 0))
+                if parameter is None or (cut is None and any(module.children())):
+                    continue
+                other, before = seen.setdefault(id(parameter), (f"{path}.{name}", cut))
+                if before != cut:
+                    raise GulliverError(
+                        f"{path}.{name} and {other} are one parameter, but would be cut "
+                        "differently: give both the same style"
+                    )
+
+    def _stacks(self, placed: dict[str, Placed]) -> tuple[str, ...]:
+        """Lists of blocks: the outermost whose members hold what is cut."""
+        found: list[str] = []
+        for path, module in self.modules.items():
+            if not isinstance(module, nn.ModuleList) or any(
+                path.startswith(f"{above}.") for above in found
+            ):
+                continue
+            if any(inner.startswith(f"{path}.") for inner in placed):
+                found.append(path)
+        return tuple(found)
+
+    def _sites(self, placed: dict[str, Placed], stacks: tuple[str, ...]) -> tuple[str, ...]:
+        """Parents of columns, unless they are blocks: these have other business too."""
+        parents = {
+            path.rpartition(".")[0]: None
+            for path, one in placed.items()
+            if one.how.kind == "column" and any(path.startswith(f"{s}.") for s in stacks)
+        }
+        return tuple(p for p in parents if p.rpartition(".")[0] not in stacks)
+
+    def _check_sites(self, sites: tuple[str, ...], replicated: list[str]) -> None:
+        """Inside, tensors are each rank's own: what is whole there would get partial gradients."""
+        wrong = [r for r in replicated if any(r.startswith(f"{s}.") or r == s for s in sites)]
+        if wrong:
+            raise GulliverError(
+                f"{_listed(wrong)} stand between columns and rows, where each rank has other "
+                "features: give them a rule ('summed' for what works on each head alike)"
+            )
+
+    def _sliced(self, attention: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+        patterns = self.family.sliced if self.family else {}
+        found = {path: best_match(path, patterns) for path in attention}
+        return {path: patterns[pattern] for path, pattern in found.items() if pattern is not None}
+
+    def _refuse_dropout(self) -> None:
+        names = []
+        for path, module in self.modules.items():
+            if any(part in DRAWN_ALIKE for part in path.split(".")):
+                continue
+            if isinstance(module, nn.Dropout) and module.p > 0:
+                names.append(f"{path}.p = {module.p}")
+            names += [
+                f"{path}.{name} = {value}"
+                for name, value in vars(module).items()
+                if "drop" in name and isinstance(value, float) and value > 0
+            ]
+        if names:
+            raise GulliverError(
+                f"dropout draws other masks on several ranks than on one: {_listed(names)} must be "
+                "0 (in the model's config), or pass allow_dropout=True"
+            )
+
+
+def family_of(model: nn.Module) -> Family | None:
+    """What the table knows of a model, by its config's model type or its class name."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return FAMILIES.get(kind or "") or FAMILIES.get(type(model).__name__)
+
+
+def best_match(path: str, patterns: Mapping[str, Any]) -> str | None:
+    """The longest pattern that the last parts of a path fit; None where none does."""
+    parts = path.split(".")
+    fitting = [pattern for pattern in patterns if _fits(parts, pattern.split("."))]
+    return max(fitting, key=lambda p: (p.count("."), -p.count("*")), default=None)
+
+
+def _fits(parts: list[str], pattern: list[str]) -> bool:
+    tail = parts[-len(pattern) :]
+    return len(tail) == len(pattern) and all(
+        p in ("*", t) for t, p in zip(tail, pattern, strict=True)
+    )
+
+
+def head_groups(module: nn.Module) -> int:
+    """Heads of an attention module that can lie on different ranks; 0 for other modules."""
+    keys, width = getattr(module, "k_proj", None), vars(module).get("head_dim")
+    if isinstance(keys, nn.Linear) and isinstance(width, int):
+        return keys.out_features // width
+    for name in (*KV_HEADS, *HEADS):
+        count = vars(module).get(name)
+        if isinstance(count, int) and not isinstance(module, nn.ModuleList):
+            return count
+    return 0
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a layer is GPT-2's Conv1D, whose weight is ``[inputs, outputs]``."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _cut_dims(path: str, module: nn.Module, how: How) -> dict[str, int]:
+    """Parameter to the dim that is cut."""
+    transposed = is_transposed(module)
+    linear = transposed or type(module).forward is nn.Linear.forward
+    convolution = type(module) in CONVOLUTIONS
+    embedding = type(module).forward is nn.Embedding.forward
+    cuts = how.kind in ("column", "row")
+    if not ((cuts and (linear or convolution)) or (not cuts and embedding)):
+        wanted = "a linear layer or a convolution" if cuts else "an embedding"
+        raise GulliverError(
+            f"{path} is a {type(module).__name__}, but its rule is for {wanted}: give it another"
+        )
+    if convolution:
+        _check_convolution(path, module, how)
+    if embedding:
+        _check_embedding(path, module)
+    names = {name for name, p in module._parameters.items() if p is not None}
+    if not names <= {"weight", "bias"} or "weight" not in names:
+        raise GulliverError(f"{path} has parameters {sorted(names)}: expected weight and bias")
+    dim = int((how.kind in ("row", "embedding")) != transposed)
+    return (
+        {"weight": dim, "bias": 0} if how.kind == "column" and "bias" in names else {"weight": dim}
+    )
+
+
+def _check_convolution(path: str, module: Any, how: How) -> None:
+    if module.groups != 1 or module.padding_mode != "zeros" or how.heads or how.blocks > 1:
+        raise GulliverError(
+            f"{path} is a convolution with groups={module.groups} and "
+            f"padding_mode={module.padding_mode!r}: only plain ones are cut; give it 'replicate'"
+        )
+
+
+def _check_embedding(path: str, module: Any) -> None:
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise GulliverError(
+            f"{path} is an embedding with max_norm, scale_grad_by_freq or sparse gradients: "
+            "only plain ones are cut; give it 'replicate'"
+        )
+
+
+def _own_plan(model: nn.Module) -> dict[str, str]:
+    """A Hugging Face model's plan for itself."""
+    found = getattr(model, "tp_plan", None) or {}
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:6])
+    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

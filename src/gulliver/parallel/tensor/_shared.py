@@ -1,0 +1,84 @@
+"""The sequence that the blocks of a stack share, cut over the tensor ranks.
+
+Between blocks each rank has a piece of the hidden states along dim 1; inside, columns gather it and
+rows scatter it. How long the whole is cannot be told from a piece, so the first block notes it
+(`SharedSequence.lengths`) for as long as a block runs. Where a block is computed again for its
+gradient by a checkpoint inside of it, nothing was noted, and the ranks ask each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from gulliver.comm import Line
+from gulliver.errors import GulliverError
+from gulliver.parallel.tensor._deal import deal
+from gulliver.parallel.tensor._entry import Cut
+from gulliver.parallel.tensor._pieces import gather_sizes
+
+UNCUT: tuple[int, ...] = ()
+"""Lengths of a pass whose sequence is not cut: it is shorter than there are ranks."""
+
+
+class SharedSequence:
+    """What a stack's blocks know of the sequence that they are in.
+
+    Attributes:
+        line: of ranks.
+        ring: gather and scatter piece by piece.
+        lengths: of the pieces, by place, while a block runs; None where it is not known.
+    """
+
+    def __init__(self, line: Line, ring: bool) -> None:
+        self.line, self.ring = line, ring
+        self.lengths: tuple[int, ...] | None = None
+        self._rows: tuple[int, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedSequence:
+        # A process group cannot be copied; nothing lasts here from call to call.
+        return memo.setdefault(id(self), SharedSequence(self.line, self.ring))
+
+    def deal(self, length: int, training: bool) -> tuple[int, ...]:
+        """The lengths of the pieces of a sequence.
+
+        Raises:
+            GulliverError: in training, there are fewer tokens than ranks.
+        """
+        if length >= self.line.size:
+            return deal(length, self.line.size)
+        if training:
+            raise GulliverError(
+                f"a sequence of {length} tokens cannot be cut over {self.line.size} tensor ranks: "
+                f"train on at least {self.line.size} tokens, or without sequence_parallelism_mode"
+            )
+        return UNCUT
+
+    def ask(self, piece: Tensor) -> tuple[int, ...]:
+        """The lengths of all ranks' pieces; one small message."""
+        return gather_sizes(piece.shape[1], self.line, piece.device)
+
+    def cut_of(self, piece: Tensor) -> Cut | None:
+        """How a tensor is cut of which this rank has a piece: ``[B, length, ...]`` or rows."""
+        lengths = self.lengths
+        if lengths == UNCUT:
+            return None
+        dim = 1 if piece.dim() > 2 else 0
+        own = piece.shape[dim]
+        if lengths is None:
+            lengths = gather_sizes(own, self.line, piece.device)
+        elif dim == 0:
+            # Rows of a batch: tokens stand in another order than elsewhere, until they are cut.
+            lengths = tuple(n * (own // lengths[self.line.place]) for n in lengths)
+        self._rows = lengths
+        return Cut(dim, lengths, self.ring)
+
+    def cut_for(self, whole: Tensor) -> Cut | None:
+        """How a tensor is to be cut that is whole, ``[B, length, ...]``, or of `cut_of`'s rows."""
+        if self.lengths == UNCUT:
+            return None
+        if whole.dim() > 2:
+            return Cut(1, deal(whole.shape[1], self.line.size), self.ring)
+        assert sum(self._rows) == len(whole), "rows leave a block as they entered"
+        return Cut(0, self._rows, self.ring)

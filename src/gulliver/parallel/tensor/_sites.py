@@ -1,0 +1,130 @@
+"""Hooks on modules of the model: where an input is taken in once, and where the sequence is cut.
+
+*Sites* are modules whose input goes into several columns, such as attention and gated MLPs:
+`take_in_once` lets all of them share one entry. *Stacks* are lists of blocks: `guard_stack` cuts
+the sequence at the entry of the first block and joins it at the exit of the last, and says inside
+how long it is. A block that is not here, because it belongs to another stage of a pipeline, does
+neither; what its neighbours get is then a piece already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.comm import Line
+from gulliver.errors import GulliverError
+from gulliver.parallel.tensor._collectives import gather, split
+from gulliver.parallel.tensor._entry import Arriving, arrival_of, enter
+from gulliver.parallel.tensor._shared import UNCUT, SharedSequence
+from gulliver.parallel.tensor._table import HIDDEN, STATES
+
+
+def take_in_once(site: nn.Module, line: Line, shared: SharedSequence | None) -> None:
+    """Enters a module's hidden states, and the states that it looks at, for all its columns.
+
+    Args:
+        site: parent of columns.
+        line: of ranks.
+        shared: the sequence that hidden states are a piece of; None where they are whole.
+    """
+
+    def entered(value: Any, shared: SharedSequence | None) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        if isinstance(value, Arriving) or arrival_of(value) is not None:
+            return value
+        return enter(value, line, shared.cut_of(value) if shared else None)
+
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        for name in HIDDEN:
+            if name in kwargs:
+                kwargs[name] = entered(kwargs[name], shared)
+        if args and not any(name in kwargs for name in HIDDEN):
+            args = (entered(args[0], shared), *args[1:])
+        for name in STATES:
+            if kwargs.get(name) is not None:
+                kwargs[name] = entered(kwargs[name], None)
+        return args, kwargs
+
+    site.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool) -> None:
+    """Cuts the sequence at the first block, and joins it at the last.
+
+    Args:
+        path: of the stack, for errors.
+        stack: a list of blocks; those without parameters are left alone.
+        shared: what the blocks know of the sequence.
+        known: which other arguments blocks have is known; else differentiable ones are refused.
+    """
+    blocks = list(stack.children())
+    for number, block in enumerate(blocks):
+        if not any(True for _ in block.parameters()):
+            continue
+        guard = _Guard(f"{path}.{number}", shared, known)
+        guard.first, guard.last = number == 0, number == len(blocks) - 1
+        block.register_forward_pre_hook(guard.before, with_kwargs=True)
+        block.register_forward_hook(guard.after, always_call=True)
+
+
+class _Guard:
+    """What happens at the edges of one block."""
+
+    first = last = False
+
+    def __init__(self, path: str, shared: SharedSequence, known: bool) -> None:
+        self.path, self.shared, self.known = path, shared, known
+
+    def before(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Cuts the hidden states, or finds out how they were cut."""
+        name = next((n for n in HIDDEN if n in kwargs), None)
+        hidden = kwargs[name] if name else args[0] if args else None
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            raise GulliverError(
+                f"{self.path} does not get hidden states of shape [batch, length, width] as its "
+                "first argument: its sequence cannot be cut; use sequence_parallelism_mode=None"
+            )
+        if not self.known:
+            self._check_others([v for v in (*args, *kwargs.values()) if v is not hidden])
+        hidden = self._entered(hidden)
+        if name:
+            kwargs[name] = hidden
+        else:
+            args = (hidden, *args[1:])
+        return args, kwargs
+
+    def _entered(self, hidden: Tensor) -> Tensor:
+        shared = self.shared
+        if self.first:
+            shared.lengths = shared.deal(hidden.shape[1], torch.is_grad_enabled())
+            if shared.lengths != UNCUT:
+                hidden = split(hidden, 1, shared.lengths, shared.line)
+        else:
+            # None where it comes from another stage: the ranks then ask each other.
+            shared.lengths = vars(hidden).get("_lengths")
+            if shared.lengths is None:
+                shared.lengths = shared.ask(hidden)
+        return hidden
+
+    def after(self, block: nn.Module, args: Any, output: Any) -> Any:
+        """Joins the hidden states, or notes how they are cut."""
+        shared, lengths = self.shared, self.shared.lengths
+        shared.lengths = None
+        if output is None or lengths is None:
+            return output
+        hidden = output[0] if isinstance(output, tuple) else output
+        if self.last and lengths != UNCUT:
+            hidden = gather(hidden, 1, lengths, shared.line)
+        vars(hidden)["_lengths"] = lengths
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    def _check_others(self, values: list[Any]) -> None:
+        if any(isinstance(v, Tensor) and v.requires_grad for v in values):
+            raise GulliverError(
+                f"{self.path} gets a differentiable tensor besides its hidden states; each rank "
+                "would have the gradient of its part: use sequence_parallelism_mode=None"
+            )
