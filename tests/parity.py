@@ -308,15 +308,9 @@ def row(
     return f"| {cell.name} | {MODES[stage]} | {size} | {name} | {errors} | {verdict} |"
 
 
-def main(path: Path) -> None:
-    """Runs every cell and writes the table."""
-    from tests.pool import Pool, start_server
-
-    start_server()
-    pool = Pool()
-    # As the workers: in 16 bits the kernels' results depend on the number of threads.
-    torch.set_num_threads(1)
-    rows = [
+def data_rows(pool: Any) -> list[str]:
+    """Lines of the table of data parallelism."""
+    return [
         row(pool, cell, stage, size, dtype, values)
         for cell in CELLS
         for dtype in dtypes(cell)
@@ -324,9 +318,59 @@ def main(path: Path) -> None:
         for stage in modes(cell)
         for values in [expected(cell, size, dtype, stage)]
     ]
+
+
+def sections(pool: Any) -> Iterator[tuple[str, list[str]]]:
+    """Every table: what stands over it, and its lines."""
+    from tests import hybrid_cells, sequence_cells, tensor_cells
+
+    yield HEADER, data_rows(pool)
+    bars = "Bars: 1e-10 in float64, 1e-5 in float32."
+    yield (
+        f"""
+## Attention over sequences on several ranks
+
+Output and gradients of q, k and v against one rank; each line is the worst of several lengths,
+even and uneven, and of heads with and without grouped keys and values. {bars}
+
+{sequence_cells.HEADER}""",
+        sequence_cells.rows(pool),
+    )
+    yield (
+        f"""
+## Tensor parallelism
+
+Outputs and every gradient against one rank. {bars}
+
+{tensor_cells.HEADER}""",
+        list(tensor_cells.rows(pool)),
+    )
+    yield (
+        f"""
+## Whole models on grids of ranks
+
+Losses of {hybrid_cells.STEPS} steps, all gradients before the first, and all weights after the
+last, against one process on the same global batches, whose lengths change from step to step. AdamW
+runs with an eps of 1e-4, because gradients that are zero but for rounding are nobody's. {bars}
+
+{hybrid_cells.HEADER}""",
+        list(hybrid_cells.rows(pool)),
+    )
+
+
+def main(path: Path) -> None:
+    """Runs every cell and writes the tables."""
+    from tests.pool import Pool, start_server
+
+    start_server()
+    pool = Pool()
+    # As the workers: in 16 bits the kernels' results depend on the number of threads.
+    torch.set_num_threads(1)
+    found = list(sections(pool))
     pool.close()
-    path.write_text(HEADER + "\n".join(rows) + "\n")
-    print(f"{path}: {len(rows)} cells, {sum('over' in line for line in rows)} over their bar")
+    path.write_text("".join(header + "\n".join(rows) + "\n" for header, rows in found))
+    lines = [line for _, rows in found for line in rows]
+    print(f"{path}: {len(lines)} lines, {sum('over' in line for line in lines)} over their bar")
 
 
 if __name__ == "__main__":

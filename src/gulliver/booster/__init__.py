@@ -2,5 +2,12 @@
 
 from gulliver.booster._booster import Booster
 from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+from gulliver.booster.hybrid._plugin import HybridParallelPlugin
 
-__all__ = ["Booster", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin"]
+__all__ = [
+    "Booster",
+    "HybridParallelPlugin",
+    "LowLevelZeroPlugin",
+    "Plugin",
+    "TorchDDPPlugin",
+]

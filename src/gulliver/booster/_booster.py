@@ -7,7 +7,7 @@ written and read in `_states.py`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from gulliver.booster import _spread
 from gulliver.booster._autocast import autocast_calls, check_precision
 from gulliver.booster._checkpoint import (
     RANDOM,
@@ -24,6 +25,7 @@ from gulliver.booster._checkpoint import (
     load_boosted,
     restore_random,
 )
+from gulliver.booster._pipelined import run_whole
 from gulliver.booster._plugins import Plugin, TorchDDPPlugin, unwrapped
 from gulliver.booster._states import (
     on_main,
@@ -34,6 +36,7 @@ from gulliver.booster._states import (
     write_optimizer,
     write_scheduler,
 )
+from gulliver.booster.hybrid._optimizer import HybridOptimizer
 from gulliver.checkpoint import (
     AsyncCheckpointer,
     FileSaver,
@@ -131,6 +134,52 @@ class Booster:
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
         """Backward of this rank's loss; gradients are averaged over the ranks."""
         _boosted(optimizer).backward(loss)
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[[Any, Any], Tensor] | None = None,
+        optimizer: BoostedOptimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Forward and backward of the next batch through the stages of a pipeline.
+
+        Without a pipeline it calls the model, so that one loop serves both. Gradients are there
+        when it returns; `optimizer.step` follows. Every rank calls it, those of one model with the
+        same batch.
+
+        Args:
+            data_iter: of batches: dicts of the model's keyword arguments, or tuples.
+            model: that `boost` returned.
+            criterion: the loss of a micro-batch's outputs and that micro-batch; the batch's loss is
+                their mean, weighted by samples. None takes the outputs' own ``loss``, and then
+                tokens count alike wherever they are.
+            optimizer: that `boost` returned; None, or a model in evaluation, runs forward only.
+            return_loss: whether the loss is wanted.
+            return_outputs: whether the outputs are; the last stage gets them.
+
+        Returns:
+            ``loss``: of the whole batch, on every stage, or None; ``outputs`` or None.
+
+        Raises:
+            GulliverError: the batch cannot be cut; ranks of one model have different batches.
+            StopIteration: there is no further batch.
+        """
+        if not hasattr(data_iter, "__next__"):
+            raise GulliverError(
+                f"data_iter is a {type(data_iter).__name__}: pass iter(dataloader), made once"
+            )
+        if model not in self._optimizers:
+            raise GulliverError("execute_pipeline needs a model that this booster has boosted")
+        if optimizer is not None:
+            _boosted(optimizer)
+        holder, backward = self._optimizers[model], optimizer is not None and model.training
+        batch = next(data_iter)
+        if isinstance(holder, HybridOptimizer) and holder.pipeline is not None:
+            return holder.run(batch, criterion, backward, return_loss, return_outputs)
+        return run_whole(batch, model, criterion, holder if backward else None, return_outputs)
 
     def no_sync(
         self, model: nn.Module, optimizer: BoostedOptimizer | None = None
@@ -294,17 +343,21 @@ class Booster:
             path: of the file.
             use_async: write it while training goes on; `wait`, or the next save of a model, says
                 if that failed. Sharded parameters are gathered, and copied, before this returns.
+                A model that no rank has all of is written before this returns, in any case.
 
         Raises:
             GulliverError: it cannot be written; nothing is left behind then.
         """
         plain, place = unwrapped(model), Path(path)
         self._await_file()
+        holder = self._optimizers.get(model)
+        if holder is not None and not holder.has_whole_model:
+            _spread.write_model(holder, plain, place)
+            return
         state = whole_model(plain)
         if not use_async:
             on_main(lambda: write_tensors(place, state))
             return
-        holder = self._optimizers.get(model)
         if isinstance(holder, ZeroOptimizer) and holder.stage == 3:
             # What was gathered is given back; rank 0 keeps a copy.
             state = {n: v.clone() for n, v in state.items()} if init_world().is_main else {}
@@ -340,17 +393,43 @@ class Booster:
         Raises:
             GulliverError: the file is missing or broken; names or shapes differ.
         """
+        holder = self._optimizers.get(model)
+        if holder is not None and not holder.has_whole_model:
+            return _spread.read_model(holder, unwrapped(model), Path(path), strict)
         return read_model(unwrapped(model), Path(path), strict)
+
+    def save_huggingface(self, model: nn.Module, folder: Path | str, **options: Any) -> None:
+        """Writes a boosted model as a Hugging Face folder; every rank calls it, rank 0 writes.
+
+        What lies with several ranks is gathered one tensor at a time.
+
+        Args:
+            model: boosted by this booster.
+            folder: to make; it must not exist.
+            options: ``max_shard_bytes``, ``config`` and ``dtype``, as of
+                `gulliver.checkpoint.save_huggingface`.
+
+        Raises:
+            GulliverError: it cannot be written; nothing is left behind then.
+        """
+        holder = self._optimizers.get(model)
+        if holder is None:
+            raise GulliverError("the model was not boosted by this booster: boost it first")
+        _spread.write_folder(holder, unwrapped(model), Path(folder), **options)
 
     def save_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
         """Writes the optimizer state by parameter name, and the plan, to a folder.
 
         Every rank calls it. It loads at any world size, stage and chunk size, and with any plugin.
         """
-        state = _boosted(optimizer).export_state(keep=init_world().is_main)
+        spread = not _boosted(optimizer).has_whole_model
+        if spread:
+            _spread.write_optimizer(optimizer, Path(path))
+        state = {} if spread else optimizer.export_state(keep=init_world().is_main)
 
         def write() -> None:
-            write_optimizer(optimizer, state, Path(path))
+            if not spread:
+                write_optimizer(optimizer, state, Path(path))
             if self._plan is not None:
                 self._plan.save(Path(path) / "plan.yaml")
 
@@ -362,7 +441,10 @@ class Booster:
         Raises:
             GulliverError: missing, broken, of another optimizer or other parameters.
         """
-        read_optimizer(_boosted(optimizer), Path(path))
+        if not _boosted(optimizer).has_whole_model:
+            _spread.read_optimizer(optimizer, Path(path))
+            return
+        read_optimizer(optimizer, Path(path))
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: Path | str) -> None:
         """Writes a scheduler's numbers as JSON; rank 0 writes, the others need not call it.

@@ -83,18 +83,18 @@ class Plugin(ABC, metaclass=_NamedArguments):
         Raises:
             GulliverError: an argument that the loader does not have; fewer samples than ranks.
         """
-        world = current_world()
+        world, (place, size) = current_world(), self.data_place()
         count = len(dataset) if hasattr(dataset, "__len__") else None  # type: ignore[arg-type]
-        if count is None or count < world.size:
+        if count is None or count < size:
             has = "no length" if count is None else f"{count} samples"
-            raise GulliverError(f"the data set has {has}: {world.size} ranks need one sample each")
+            raise GulliverError(f"the data set has {has}: {size} ranks need one sample each")
         for name in ("sampler", "batch_sampler", "rank", "world_size"):
             if name in kwargs:
                 raise GulliverError(
                     f"prepare_dataloader sets {name} itself: make a gulliver.data.DataLoader"
                 )
         sampler: DistributedSampler = DistributedSampler(
-            dataset, world.size, world.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+            dataset, size, place, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
         kwargs.setdefault("device", world.device if world.device.type != "cpu" else None)
         return DataLoader(
@@ -103,10 +103,15 @@ class Plugin(ABC, metaclass=_NamedArguments):
             sampler=sampler,
             drop_last=drop_last,
             seed=seed,
-            rank=world.rank,
-            world_size=world.size,
+            rank=place,
+            world_size=size,
             **kwargs,
         )
+
+    def data_place(self) -> tuple[int, int]:
+        """This rank's number among those that read different samples, and how many there are."""
+        world = current_world()
+        return world.rank, world.size
 
 
 class TorchDDPPlugin(Plugin):

@@ -144,6 +144,11 @@ class Chunk:
         self._gradient_views = self.named_views(self.gradient)
         self._placed = set()
 
+    @property
+    def placed(self) -> frozenset[str]:
+        """Parameters whose gradients are being collected in the buffer."""
+        return frozenset(self._placed)
+
     def expect_gradient(self, name: str) -> None:
         """Called before autograd adds to a parameter: the first gradient is taken as it comes."""
         parameter = self.parameters[name]

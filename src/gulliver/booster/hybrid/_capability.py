@@ -65,7 +65,11 @@ FAMILIES = {
     "bloom": Family(ANY_ATTENTION, True, (), True, _BIASED),
     "t5": Family(ANY_ATTENTION, False, (), True, _BIASED),
     "whisper": Family(ANY_ATTENTION, False, (), True, "its encoder makes tokens by convolution"),
-    "STDiT3": Family(masks=("full", "padding")),
+    "STDiT3": Family(
+        SHARED_BY_SEQUENCE,
+        masks=("full", "padding"),
+        why="its tokens are cut by frames or places, by modes of its own",
+    ),
 }
 
 
@@ -79,7 +83,8 @@ class Wanted:
     sp_size: int = 1
     mode: str | None = None
     dtypes: tuple[torch.dtype, ...] = ()
-    has_rules: bool = False
+    anonymous: bool = False
+    """There is no model yet: only the sizes and the mode are looked at."""
 
 
 def family_of(model: nn.Module) -> str | None:
@@ -102,7 +107,7 @@ def check(wanted: Wanted) -> None:
         if dtype not in DTYPES:
             known = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
             raise GulliverError(f"parameters of {dtype} cannot be trained so: one of {known}")
-    if wanted.mode is None:
+    if wanted.mode is None or wanted.anonymous:
         return
     family = FAMILIES.get(wanted.family or "")
     if family is None:
@@ -117,8 +122,13 @@ def check(wanted: Wanted) -> None:
     if wanted.mode not in family.sequence:
         raise GulliverError(
             f"{wanted.family} does not run under sequence_parallelism_mode={wanted.mode!r}: "
-            f"{family.why}; take {family.sequence[0]!r} with tp_size={max(2, wanted.sp_size)}"
+            f"{family.why}; take {family.sequence[0]!r} with {_size_of(family.sequence[0], wanted)}"
         )
+
+
+def _size_of(mode: str, wanted: Wanted) -> str:
+    size = max(2, wanted.sp_size, wanted.tp_size)
+    return f"{'tp' if mode in SHARED_BY_TENSOR else 'sp'}_size={size}"
 
 
 def _check_mode(wanted: Wanted) -> None:

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import Line, all_reduce
-from gulliver.memory import region_of
+from gulliver.comm import ALONE, all_reduce, gather_objects
+from gulliver.memory import Region, region_of
 from gulliver.parallel import ZeroOptimizer
+from gulliver.parallel.pipeline import Pipeline, Stage
 
 if TYPE_CHECKING:
     from gulliver.booster.hybrid._mesh import HybridMesh
-    from gulliver.parallel.pipeline import Pipeline
+
+Held = dict[str, tuple[Tensor, Region | None]]
+"""Tensors by name, with the region of the whole that each is."""
 
 
 class HybridOptimizer(ZeroOptimizer):
@@ -30,9 +33,9 @@ class HybridOptimizer(ZeroOptimizer):
         inner: the user's optimizer, its groups rewritten to this rank's parameters.
         names: of this rank's trainable parameters, as the whole model names them.
         mesh: of the run.
-        all_groups: names of all parameters of each group, of all ranks, in the model's order.
-        copies: parameters that several stages hold: the line of ranks that hold them.
-        sum_copies: adds up the gradients of such parameters over their stages.
+        whole_groups: names of all parameters of each group, of all ranks, in the model's order.
+        pipeline_stage: that this rank has of the model; None where it is not cut into stages.
+        zero_stage: what is sharded over the replicas.
         options: of `ZeroOptimizer`.
     """
 
@@ -41,42 +44,103 @@ class HybridOptimizer(ZeroOptimizer):
         inner: torch.optim.Optimizer,
         names: Mapping[nn.Parameter, str],
         mesh: HybridMesh,
-        all_groups: Sequence[Sequence[str]],
-        copies: Mapping[str, Line],
-        sum_copies: Callable[[Mapping[str, Tensor]], None] | None = None,
+        whole_groups: Sequence[Sequence[str]],
+        pipeline_stage: Stage | None = None,
+        zero_stage: int = 0,
         **options: Any,
     ) -> None:
-        super().__init__(inner, names, group=mesh.replicas.group, **options)
-        self.mesh, self.pipeline = mesh, None
-        self._all_groups = [list(group) for group in all_groups]
-        self._copies, self._sum_copies = dict(copies), sum_copies
-        self._counted = {name: self._weight(name, p) for p, name in self.names.items()}
+        super().__init__(inner, names, zero_stage, group=mesh.replicas.group, **options)
+        self.mesh, self.pipeline_stage = mesh, pipeline_stage
         self.pipeline: Pipeline | None = None
+        self._copies = pipeline_stage.copies() if pipeline_stage is not None else {}
+        self.whole_groups = [list(group) for group in whole_groups]
+        self.responsible = self._writes
+        self.written_elsewhere = {n for n, line in self._copies.items() if line.place > 0}
+        self._counted = {name: self._weight(name, p) for p, name in self.names.items()}
+
+    def run(
+        self,
+        batch: Any,
+        criterion: Callable[[Any, Any], Tensor] | None,
+        backward: bool,
+        return_loss: bool,
+        return_outputs: bool,
+    ) -> dict[str, Any]:
+        """One batch through the pipeline; see `Booster.execute_pipeline`."""
+        assert self.pipeline is not None, "the model is not cut into stages"
+        scale = 1.0 if self.scaler is None or not backward else self.scaler.scale
+        if backward:
+            self._reducer.scale = scale
+        return self.pipeline.run(
+            batch,
+            criterion,
+            forward_only=not backward,
+            return_loss=return_loss,
+            return_outputs=return_outputs,
+            scale=scale,
+        )
+
+    def _writes(self, name: str) -> bool:
+        """Whether this rank and its replicas save what several of them have alike."""
+        return self.mesh.tensor.place == 0 and self._copies.get(name, ALONE).place == 0
 
     def _weight(self, name: str, parameter: nn.Parameter) -> float:
         """What this rank's values count in a sum over all shards."""
         ranks = 1 if region_of(parameter) is not None else self.mesh.tensor.size
-        stages = self._copies[name].size if name in self._copies else 1
-        return 1.0 / (ranks * stages)
+        return 1.0 / (ranks * self._copies.get(name, ALONE).size)
 
-    def group_names(self) -> list[list[str]]:
-        """Names of the trained parameters of each group, of all ranks."""
-        return [list(group) for group in self._all_groups]
+    def _settle(self) -> set[str]:
+        if self._used is None or not self._reducer.settled:
+            self._sum_copies()
+        return super()._settle()
+
+    def _sum_copies(self) -> None:
+        """Adds up the gradients of weights that several stages hold."""
+        if self.pipeline_stage is None:
+            return
+        trained = [name for name in self._counted if name in self._copies]
+        gradients = {name: self._reducer.open_gradient(name) for name in trained}
+        self.pipeline_stage.sum_tied(gradients)
 
     def _squared_norm(self) -> Tensor:
         """Of the mean gradient of the whole model, float64."""
-        device = self.chunks[0].chunk.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=self.chunks[0].chunk.device)
         for sharded in self.chunks:
             shard = sharded.gradient_shard
-            if shard is None:
-                continue
             for piece in sharded.chunk.layout.pieces(sharded.chunk.part):
-                run = shard[piece.start : piece.end]
-                squared = torch.linalg.vector_norm(run, dtype=torch.float64) ** 2
-                total += squared * self._counted[piece.name]
+                if shard is not None:
+                    run = shard[piece.start : piece.end]
+                    squared = torch.linalg.vector_norm(run, dtype=torch.float64) ** 2
+                    total += squared * self._counted[piece.name]
         if self.parts > 1:
             all_reduce(total, "sum", self.group)
         if self.mesh.shards.size > 1:
             all_reduce(total, "sum", self.mesh.shards.group)
         return total
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Whole averaged gradients by name, where there is one; every rank calls it.
+
+        They travel as objects: for looking at, not for training with.
+        """
+        held = super().full_gradients()
+        regions = {name: region_of(p) for p, name in self.names.items()}
+        return self._joined({name: (g.clone(), regions[name]) for name, g in held.items()})
+
+    def _joined(self, held: Held) -> dict[str, Tensor]:
+        """Whole tensors of what the ranks of one model hold of them."""
+        found: dict[str, Tensor] = {}
+        for part in gather_objects(held, self.mesh.shards.group) if self._is_cut else [held]:
+            for name, (value, region) in part.items():
+                if region is None:
+                    found.setdefault(name, value)
+                    continue
+                whole = found.setdefault(name, value.new_zeros(region.shape))
+                index = torch.cat([torch.arange(*run) for run in region.runs])
+                whole.index_copy_(region.dim, index.to(value.device), value)
+        order = [name for group in self.whole_groups or () for name in group]
+        return {name: found[name] for name in order if name in found}
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.mesh.shards.size > 1

@@ -190,6 +190,19 @@ class GradientReducer:
             self._reduce(self.chunks[self._next])
             self._next -= 1
 
+    def open_gradient(self, name: str) -> torch.Tensor:
+        """What backward has added up for a parameter and nobody has reduced, to be changed.
+
+        Zeros where nothing came: then it counts as used from here on.
+        """
+        parameter = self._home[name].chunk.parameters[name]
+        if name not in self._home[name].chunk.placed:
+            self._before_gradient(name)
+            parameter.grad = torch.zeros_like(parameter)
+            self._gradient_ready(name)
+        assert parameter.grad is not None
+        return parameter.grad
+
     def _begin(self, sharded: ShardedChunk) -> None:
         self._forget_cleared(sharded)
         sharded.chunk.begin_gradient()

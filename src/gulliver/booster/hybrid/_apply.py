@@ -1,0 +1,242 @@
+"""What the plugin does with a model: five steps, in place.
+
+1. pipeline: blocks of other stages are taken out;
+2. tensor: the rest is cut over the tensor axis;
+3. sequence: attention, inputs and losses are wired;
+4. the optimizer's groups are given what this rank has now;
+5. ZeRO over the data and sequence axes.
+
+Parameters stay plain parameters with the model's own names; each knows the region of the whole
+that it holds (`gulliver.memory.region_of`), which is all that norms and checkpoints need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from gulliver.booster._plugins import HALVES, MIB, _broadcast_any, _convert, _plan, chunk_plans
+from gulliver.booster.hybrid._batches import watch_batches
+from gulliver.booster.hybrid._capability import SHARED_BY_TENSOR
+from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
+from gulliver.booster.hybrid._optimizer import HybridOptimizer
+from gulliver.booster.hybrid._stdit import wire_stdit
+from gulliver.comm import World
+from gulliver.errors import GulliverError
+from gulliver.parallel import named_groups, named_trainables
+from gulliver.parallel.pipeline import (
+    Pipeline,
+    Stage,
+    checkpoint_blocks,
+    cut,
+    deal,
+    make_stage,
+    stack_of,
+    style_of,
+)
+from gulliver.parallel.sequence import SequencePlan
+from gulliver.parallel.tensor import TensorPlan, apply_tensor, plan_tensor
+from gulliver.plan import MemoryPlan, Plan
+
+if TYPE_CHECKING:
+    from gulliver.booster.hybrid._plugin import HybridParallelPlugin
+
+
+def make_equal(model: nn.Module) -> None:
+    """Gives all ranks rank 0's values, of parameters and buffers."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if not tensor.is_meta:
+                _broadcast_any(tensor)
+
+
+def apply(
+    plugin: HybridParallelPlugin,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    precision: str,
+    sizes: Mapping[str, int],
+    sequence: SequencePlan,
+    family: str | None,
+) -> tuple[nn.Module, HybridOptimizer, Plan]:
+    """Cuts a model and its optimizer as a plugin says; every rank calls it with the same model.
+
+    Raises:
+        GulliverError: something that cannot be cut so, named.
+    """
+    if optimizer.state:
+        raise GulliverError(
+            "the optimizer has stepped before boost: boost cuts the model, so boost first"
+        )
+    named_trainables(model, optimizer)  # refuses an optimizer of another model
+    if plugin.precision:
+        _convert(model, optimizer, HALVES[plugin.precision])
+        precision = f"{plugin.precision} with float32 copies"
+    make_equal(model)
+    groups, aliases = named_groups(model, optimizer), _aliases(model)
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in named_trainables(model, optimizer))
+    mesh = make_mesh(sizes, sequence, world.device.type)
+    # Before anything is cut: what cannot be done is refused while the model is whole.
+    tensor = _tensor_plan(plugin, model) if plugin.tp_size > 1 else None
+    stage = _make_stage(plugin, model, mesh) if plugin.pp_size > 1 else None
+    if tensor is not None:
+        if stage is not None:
+            tensor = _tensor_plan(plugin, model)  # of what is left
+        shared = plugin.mode if plugin.mode in SHARED_BY_TENSOR else None
+        apply_tensor(model, tensor, mesh.tensor, shared)  # type: ignore[arg-type]
+    _wire(plugin, model, mesh, family, stage)
+    names = _rewrite_groups(optimizer, model, groups, aliases)
+    rest = {p: name for name, p in model.named_parameters() if p not in names}
+    boosted = HybridOptimizer(
+        optimizer,
+        names,
+        mesh,
+        groups,
+        stage,
+        zero_stage=plugin.zero_stage,
+        chunk_bytes=int(plugin.chunk_mb * MIB),
+        max_norm=plugin.max_norm or math.inf,
+        frozen=rest,
+        ahead=plugin.gather_ahead,
+    )
+    if stage is not None:
+        boosted.pipeline = Pipeline(
+            stage,
+            plugin.pp_style,
+            plugin.num_microbatches,
+            readers=mesh.model,
+            check_batch=plugin.check_batches,
+        )
+    elif plugin.check_batches:
+        watch_batches(model, mesh.model)
+    plan = _plan(
+        plugin,
+        model,
+        names,
+        optimizer,
+        world,
+        precision,
+        plugin.zero_stage,
+        MemoryPlan(**boosted.memory()),
+        chunk_plans(boosted),
+    )
+    plan = replace(
+        plan,
+        mesh={_AXES[name]: size for name, size in sizes.items() if size > 1} or {"data": 1},
+        parameters=total,
+        trainable=trained,
+        tensor={path: placed.style for path, placed in tensor.modules.items()} if tensor else {},
+        sequence=_described(plugin, sequence),
+        stages=tuple(_stage_lines(stage)) if stage is not None else (),
+        schedule=_scheduled(boosted.pipeline) if boosted.pipeline is not None else "",
+    )
+    return model, boosted, plan
+
+
+_AXES = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
+
+
+def _tensor_plan(plugin: HybridParallelPlugin, model: nn.Module) -> TensorPlan:
+    return plan_tensor(model, plugin.tp_size, plugin.tensor_rules, plugin.replicate_rest)
+
+
+def _make_stage(plugin: HybridParallelPlugin, model: nn.Module, mesh: HybridMesh) -> Stage:
+    """Takes the blocks of other stages out."""
+    style = style_of(plugin.pp_style, plugin.num_model_chunks)
+    chunks = plugin.num_model_chunks or style.chunks
+    stack = stack_of(model)
+    numbers = deal(plugin.pp_style, plugin.pp_size, chunks)
+    found = cut(model, stack, plugin.pp_size * chunks, at=plugin.cut)
+    stage = make_stage(model, stack, found, mesh.pipeline, numbers)
+    if plugin.checkpoint_activations:
+        checkpoint_blocks(stage)
+    return stage
+
+
+def _wire(
+    plugin: HybridParallelPlugin,
+    model: nn.Module,
+    mesh: HybridMesh,
+    family: str | None,
+    stage: Stage | None,
+) -> None:
+    """Lets attention, inputs and losses know that sequences and vocabularies are shared."""
+    if family == "STDiT3":
+        if mesh.sequence.plan.degree > 1:
+            wire_stdit(model, mesh.sequence, plugin.mode or "all_to_all", mesh.tensor)
+    elif is_hugging_face(model) and mesh.sequence.plan.degree * mesh.tensor.size > 1:
+        from gulliver.booster.hybrid._transformers import wire_sequence
+
+        wire_sequence(model, mesh.sequence, mesh.tensor)
+    if plugin.checkpoint_activations and stage is None:
+        if not hasattr(model, "gradient_checkpointing_enable"):
+            raise GulliverError(
+                "checkpoint_activations needs a model with gradient_checkpointing_enable, or a "
+                "pipeline: wrap the blocks with torch.utils.checkpoint before boost"
+            )
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Whether a model's class, or one that it derives from, is one of transformers'."""
+    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """The first name of every parameter, by each of its names."""
+    first: dict[nn.Parameter, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(parameter, name) for name, parameter in named}
+
+
+def _rewrite_groups(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    groups: Sequence[Sequence[str]],
+    aliases: Mapping[str, str],
+) -> dict[nn.Parameter, str]:
+    """Puts what this rank has into the groups, in place of what the whole model had.
+
+    Returns:
+        This rank's trainable parameters, with the first names that the whole model has for them.
+    """
+    present: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        present.setdefault(aliases[name], parameter)
+    for group, members in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [present[name] for name in members if name in present]
+    members = {name for group in groups for name in group}
+    trained = {p: name for name, p in present.items() if name in members}
+    if not trained:
+        raise GulliverError(
+            "a stage of the pipeline has no trainable parameter: cut it otherwise, or use fewer "
+            "stages"
+        )
+    return trained
+
+
+def _described(plugin: HybridParallelPlugin, plan: SequencePlan) -> str:
+    if plugin.mode is None:
+        return ""
+    if plugin.mode in SHARED_BY_TENSOR:
+        return f"{plugin.mode}, sharded over the tensor axis between attentions"
+    return f"{plugin.mode}, {plan}"
+
+
+def _stage_lines(stage: Stage) -> list[str]:
+    bounds = stage.cut.bounds
+    return [
+        f"blocks {begin} to {end - 1} ({100 * time / sum(stage.cut.times):.0f} % of the work)"
+        for begin, end, time in zip(bounds, bounds[1:], stage.cut.times, strict=False)
+    ]
+
+
+def _scheduled(pipeline: Pipeline) -> str:
+    return f"pipeline {pipeline.style} of {pipeline.micro_batches} micro-batches"

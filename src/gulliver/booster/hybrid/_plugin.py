@@ -1,0 +1,194 @@
+"""The plugin for hybrid parallelism: few arguments, checked before anything is done.
+
+What is done with the model is in `_apply.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gulliver.booster._plugins import HALVES, STAGES, Plugin
+from gulliver.booster.hybrid._apply import apply
+from gulliver.booster.hybrid._capability import (
+    FAMILIES,
+    SHARED_BY_TENSOR,
+    Wanted,
+    check,
+    family_of,
+)
+from gulliver.booster.hybrid._mesh import size_axes
+from gulliver.comm import World, current_world
+from gulliver.errors import GulliverError, nearest
+from gulliver.parallel import BoostedOptimizer
+from gulliver.parallel.pipeline import STYLES
+from gulliver.parallel.sequence import SequencePlan
+from gulliver.plan import Plan
+
+
+class HybridParallelPlugin(Plugin):
+    """Tensor, pipeline and sequence parallelism over one model, ZeRO over its replicas.
+
+    What the sizes leave of the world goes to data parallelism. The model stays the object that it
+    was, with parameters under their own names; the loop stays as it is, but for a pipeline, whose
+    steps are `Booster.execute_pipeline`.
+
+    Args:
+        tp_size: ranks that share each layer's tensors.
+        pp_size: stages that the layers are cut into.
+        sp_size: ranks that share each sequence, in the modes that have ranks of their own.
+        sequence_parallelism_mode: ``split_gather`` or ``ring`` shard activations over the tensor
+            axis; ``all_to_all`` (Ulysses) or ``ring_attn`` share sequences over `sp_size` ranks.
+        zero_stage: what is sharded over the replicas: 0 nothing, 1 the optimizer, 2 the gradients
+            too, 3 the parameters too.
+        precision: ``bf16`` or ``fp16``, as of `LowLevelZeroPlugin`.
+        num_microbatches: that a pipeline's batch is cut into; None for two to a stage.
+        pp_style: the pipeline's schedule: ``gpipe``, ``1f1b``, ``interleaved``, ``zero_bubble``,
+            ``zbv``, ``dualpipev``.
+        num_model_chunks: stages on each rank, for the schedules that have several.
+        cut: blocks of each stage, first to last; None cuts by predicted cost.
+        inner_ring_size: ranks of an inner ring, for ``ring_attn`` over links of two speeds.
+        ulysses_size: ranks that exchange heads inside a ring, for ``ring_attn``.
+        tensor_rules: how modules lie over the tensor axis, by pattern of their names, for models
+            without a plan of their own; see `gulliver.parallel.tensor`.
+        replicate_rest: keep modules that no rule knows whole on every rank, instead of refusing.
+        checkpoint_activations: recompute blocks in backward instead of keeping what they computed.
+        max_norm: clip gradients to this norm of the whole model in every step; 0 does not.
+        chunk_mb: size of ZeRO's chunks in MiB.
+        gather_ahead: chunks that stage 3 gathers ahead of the one in use.
+        weights: folder of a Hugging Face checkpoint to fill a model on meta from; each rank reads
+            its part.
+        check_batches: compare what the ranks of one model read, at every step.
+        verbose: print the plan when the model is boosted.
+
+    Raises:
+        GulliverError: an argument or a combination that is not supported; see `_capability.py`.
+    """
+
+    def __init__(
+        self,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        sp_size: int | None = None,
+        sequence_parallelism_mode: str | None = None,
+        zero_stage: int = 0,
+        precision: str | None = None,
+        num_microbatches: int | None = None,
+        pp_style: str = "1f1b",
+        num_model_chunks: int | None = None,
+        cut: Sequence[int] | None = None,
+        inner_ring_size: int | None = None,
+        ulysses_size: int | None = None,
+        tensor_rules: Mapping[str, str] | None = None,
+        replicate_rest: bool = False,
+        checkpoint_activations: bool = False,
+        max_norm: float = 0.0,
+        chunk_mb: float = 4.0,
+        gather_ahead: int = 2,
+        weights: Path | str | None = None,
+        check_batches: bool = True,
+        verbose: bool = True,
+    ) -> None:
+        self.tp_size, self.pp_size = tp_size, pp_size
+        self.mode, self.zero_stage = sequence_parallelism_mode, zero_stage
+        # Colossal's users name the tensor axis once more in the modes that it serves.
+        shared = self.mode in SHARED_BY_TENSOR and sp_size == tp_size
+        self.sp_size = 1 if sp_size is None or shared else sp_size
+        self.precision, self.max_norm, self.chunk_mb = precision, max_norm, chunk_mb
+        self.num_microbatches, self.pp_style = num_microbatches, pp_style
+        self.num_model_chunks, self.cut = num_model_chunks, cut
+        self.inner_ring_size, self.ulysses_size = inner_ring_size, ulysses_size
+        self.tensor_rules, self.replicate_rest = tensor_rules, replicate_rest
+        self.checkpoint_activations, self.gather_ahead = checkpoint_activations, gather_ahead
+        self.weights = None if weights is None else Path(weights)
+        self.check_batches, self.verbose = check_batches, verbose
+        self._check()
+
+    def _check(self) -> None:
+        """Refuses what is wrong whatever the model is."""
+        if self.zero_stage not in STAGES:
+            raise GulliverError(
+                f"zero_stage={self.zero_stage!r} is not supported: 0 shards nothing, 1 the "
+                "optimizer, 2 the gradients too, 3 the parameters too"
+            )
+        if self.precision not in (None, *HALVES):
+            raise GulliverError(
+                f"precision={self.precision!r} is not supported: "
+                f"{nearest(str(self.precision), HALVES)} (or None)"
+            )
+        if self.pp_style not in STYLES:
+            raise GulliverError(
+                f"pp_style={self.pp_style!r} is not known: {nearest(self.pp_style, STYLES)}"
+            )
+        if not (self.chunk_mb > 0 and self.max_norm >= 0 and self.gather_ahead >= 0):
+            raise GulliverError(
+                "chunk_mb must be positive, max_norm and gather_ahead not negative, not "
+                f"{self.chunk_mb}, {self.max_norm}, {self.gather_ahead}"
+            )
+        alone = {
+            "num_microbatches": self.num_microbatches,
+            "num_model_chunks": self.num_model_chunks,
+            "cut": self.cut,
+        }
+        for name, value in alone.items():
+            if value is not None and self.pp_size == 1:
+                raise GulliverError(f"{name}={value!r} is of a pipeline: it needs a pp_size")
+        for name in ("inner_ring_size", "ulysses_size"):
+            if getattr(self, name) is not None and self.mode != "ring_attn":
+                raise GulliverError(
+                    f"{name}={getattr(self, name)} needs sequence_parallelism_mode='ring_attn'"
+                )
+        if self.tensor_rules is not None and self.tp_size == 1:
+            raise GulliverError("tensor_rules say how tensors are shared: they need a tp_size")
+        self.sequence_plan(causal=False)
+        check(self._wanted(None, ()))
+
+    def _wanted(self, family: str | None, dtypes: tuple[torch.dtype, ...]) -> Wanted:
+        # Whether a family takes a mode is asked when there is a model.
+        sizes = self.tp_size, self.pp_size, self.sp_size
+        return Wanted(family, *sizes, self.mode, dtypes, anonymous=not dtypes)
+
+    def sequence_plan(self, causal: bool) -> SequencePlan:
+        """How a sequence lies over its ranks.
+
+        Raises:
+            GulliverError: the inner sizes do not divide `sp_size`.
+        """
+        layout = "zigzag" if causal else "contiguous"
+        if self.mode != "ring_attn":
+            return SequencePlan(ulysses=self.sp_size, layout=layout)
+        ulysses = self.ulysses_size or 1
+        inner = self.inner_ring_size or max(1, self.sp_size // ulysses)
+        if self.sp_size % (ulysses * inner):
+            raise GulliverError(
+                f"sp_size={self.sp_size} is no multiple of ulysses_size {ulysses} x "
+                f"inner_ring_size {inner} = {ulysses * inner}"
+            )
+        return SequencePlan(ulysses, self.sp_size // (ulysses * inner), inner, layout)
+
+    def configure(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, precision: str
+    ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
+        """Cuts the model and its optimizer; the model stays the object that it was."""
+        sizes = size_axes(world.size, self.pp_size, self.sp_size, self.tp_size)
+        if self.precision and precision != "none":
+            raise GulliverError(
+                f"Booster(mixed_precision={precision!r}) and HybridParallelPlugin(precision="
+                f"{self.precision!r}) exclude each other: the first computes in 16 bits and keeps "
+                "float32 parameters, the second keeps 16"
+            )
+        family = family_of(model)
+        dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
+        check(self._wanted(family, dtypes))
+        known = FAMILIES.get(family or "")
+        plan = self.sequence_plan(causal=known.causal if known else False)
+        return apply(self, model, optimizer, world, precision, sizes, plan, family)
+
+    def data_place(self) -> tuple[int, int]:
+        """This rank's number among those that read different samples, and how many there are."""
+        world = current_world()
+        sizes = size_axes(world.size, self.pp_size, self.sp_size, self.tp_size)
+        return world.rank // (sizes["sp"] * sizes["tp"]) % sizes["dp"], sizes["dp"]
