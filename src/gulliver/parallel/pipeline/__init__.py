@@ -1,0 +1,33 @@
+"""Pipeline parallelism: the blocks of a model dealt to stages, batches run through them.
+
+Read `_stack.py` (which modules are the blocks), `_cut.py` (where to cut), `_conductor.py` (what a
+forward does on one stage), `_stage.py` (making a stage in place), then `_pipeline.py` (a step).
+"""
+
+from gulliver.parallel.pipeline._agree import agree
+from gulliver.parallel.pipeline._batch import split
+from gulliver.parallel.pipeline._cut import Cut, block_costs, cut
+from gulliver.parallel.pipeline._pipeline import Pipeline
+from gulliver.parallel.pipeline._schedules import STYLES, check_counts, deal, style_of
+from gulliver.parallel.pipeline._stack import FAMILIES, Stack, family_name, stack_of
+from gulliver.parallel.pipeline._stage import Stage, checkpoint_blocks, make_stage
+
+__all__ = [
+    "FAMILIES",
+    "STYLES",
+    "Cut",
+    "Pipeline",
+    "Stack",
+    "Stage",
+    "agree",
+    "block_costs",
+    "check_counts",
+    "checkpoint_blocks",
+    "cut",
+    "deal",
+    "family_name",
+    "make_stage",
+    "split",
+    "stack_of",
+    "style_of",
+]

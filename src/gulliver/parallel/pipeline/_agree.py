@@ -1,0 +1,79 @@
+"""Before a run: do all ranks of one model read the same batch, and what state is each in?
+
+One gather of two numbers from each rank. The batches are compared by shapes, dtypes and a sample
+of their bytes. The other number tells apart states in which a stage would send other tensors
+(training or not, which parameters are frozen, autocast), so that both ends of a cut know together
+when they have to speak about shapes again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.comm import Line, all_gather
+from gulliver.errors import GulliverError
+from gulliver.parallel.pipeline._batch import leaves
+
+SAMPLED = 2**20
+"""Bytes looked at of a large tensor, spread over it evenly."""
+
+
+def agree(batch: Any, state: str, line: Line, device: torch.device, check: bool) -> str:
+    """Compares the batches of a line's ranks; every rank of it calls it.
+
+    Args:
+        batch: of this rank.
+        state: of this rank.
+        line: ranks that share a model.
+        device: of the tensors that are sent.
+        check: False takes the batches for equal.
+
+    Returns:
+        The states of all ranks as one text, equal on all.
+
+    Raises:
+        GulliverError: naming a rank that has another batch than the first.
+    """
+    own = torch.tensor(
+        [digest(batch) if check else 0, _number(state.encode())], dtype=torch.int64, device=device
+    )
+    found = torch.empty(2 * line.size, dtype=torch.int64, device=device)
+    all_gather(found, own, line.group)
+    rows = found.view(-1, 2).tolist()
+    # A group numbers its ranks in ascending order, a line need not.
+    by_rank = dict(zip(sorted(line.ranks), rows, strict=True))
+    first = line.ranks[0]
+    for rank in line.ranks:
+        if by_rank[rank][0] != by_rank[first][0]:
+            raise GulliverError(
+                f"rank {rank} has another batch than rank {first}, and they share one model: give "
+                "all ranks of a model the same samples"
+            )
+    return ",".join(str(by_rank[rank][1]) for rank in line.ranks)
+
+
+def digest(batch: Any) -> int:
+    """A number that is equal for equal batches."""
+    seen = hashlib.blake2b(digest_size=7)
+    for path, value in leaves(batch):
+        seen.update(path.encode())
+        if isinstance(value, Tensor):
+            seen.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            seen.update(_sample(value))
+        else:
+            seen.update(repr(value).encode())
+    return int.from_bytes(seen.digest(), "big")
+
+
+def _number(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+
+
+def _sample(tensor: Tensor) -> bytes:
+    flat = tensor.detach().reshape(-1)
+    step = max(1, flat.numel() * flat.element_size() // SAMPLED)
+    return flat[::step].contiguous().view(torch.uint8).cpu().numpy().tobytes()

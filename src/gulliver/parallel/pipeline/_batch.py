@@ -1,0 +1,198 @@
+"""A batch as micro-batches, and their losses and outputs as those of the batch.
+
+Tensors are cut along dim 0 into parts whose sizes are as even as can be, so a last, short batch
+is as exact as any. The loss of the batch is the mean of those of its micro-batches, weighted by
+what each of them was a mean over: samples, or labels that are not ignored (`weigh`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError, nearest
+
+IGNORED = -100
+"""The label that Hugging Face's losses leave out."""
+
+WEIGHTS = ("samples", "labels", "shifted_labels")
+Batch = Mapping[str, Any] | Sequence[Any] | Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some of the samples of a batch.
+
+    Attributes:
+        given: in the form of the batch, for the criterion.
+        samples: how many.
+    """
+
+    given: Any
+    samples: int
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Positional arguments of the model."""
+        if isinstance(self.given, Mapping):
+            return ()
+        return (self.given,) if isinstance(self.given, Tensor) else tuple(self.given)
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of the model."""
+        return dict(self.given) if isinstance(self.given, Mapping) else {}
+
+    def shapes(self) -> str:
+        """What must be equal for two micro-batches to send tensors of equal shapes."""
+        return ";".join(f"{p}:{_shape(v)}" for p, v in leaves(self.given))
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{value.requires_grad}"
+    return repr(value)
+
+
+def split(batch: Batch, parts: int) -> list[MicroBatch]:
+    """Cuts a batch into micro-batches.
+
+    Args:
+        batch: keyword arguments of the model, or positional ones, or one tensor. Tensors of as
+            many rows as there are samples are cut, others must have one row or none and go to
+            all, as what is no tensor does.
+        parts: how many micro-batches.
+
+    Raises:
+        GulliverError: fewer samples than parts, or tensors of different numbers of rows.
+    """
+    rows = {path: len(v) for path, v in leaves(batch) if isinstance(v, Tensor) and v.ndim > 0}
+    if not rows:
+        raise GulliverError("the batch has no tensor to cut into micro-batches along dim 0")
+    path, samples = max(rows.items(), key=lambda entry: entry[1])
+    for other, count in rows.items():
+        if count not in (1, samples):
+            raise GulliverError(
+                f"{other!r} of the batch has {count} rows where {path!r} has {samples}: tensors "
+                "are cut along dim 0, so all need as many rows as there are samples, or one"
+            )
+    if samples < parts:
+        raise GulliverError(
+            f"a batch of {samples} samples cannot be cut into {parts} micro-batches: at least "
+            f"{parts} samples, or num_microbatches={samples}"
+        )
+    sizes = [samples // parts + (n < samples % parts) for n in range(parts)]
+    made, start = [], 0
+    for size in sizes:
+        made.append(MicroBatch(_rows(batch, start, start + size, samples), size))
+        start += size
+    return made
+
+
+def _rows(value: Any, start: int, stop: int, samples: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[start:stop] if value.ndim and len(value) == samples else value
+    if isinstance(value, Mapping):
+        return {key: _rows(entry, start, stop, samples) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_rows(entry, start, stop, samples) for entry in value)
+    return value
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in nested mappings and lists, with its path."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from leaves(value[key], f"{path}.{key}" if path else str(key))
+    elif isinstance(value, tuple | list):
+        for number, entry in enumerate(value):
+            yield from leaves(entry, f"{path}.{number}" if path else str(number))
+    else:
+        yield path, value
+
+
+def weigh(
+    micros: Sequence[MicroBatch], by: str | Callable[[Any], float] | None, shifted: bool | None
+) -> tuple[list[float], bool]:
+    """What each micro-batch's loss counts in the batch's; the weights add up to 1.
+
+    Args:
+        micros: of a batch.
+        by: ``samples``, ``labels`` that are not ignored, ``shifted_labels`` (without the first of
+            each sample), or a function of a micro-batch. None chooses.
+        shifted: whether the model's own loss leaves out the first label of each sample; None: not
+            known.
+
+    Returns:
+        The weights; and whether they hold only for the model's own loss, because another criterion
+        may count otherwise.
+
+    Raises:
+        GulliverError: labels are ignored unevenly and what the loss counts is not known.
+    """
+    if callable(by):
+        return _normal([float(by(micro.given)) for micro in micros]), False
+    if by is not None and by not in WEIGHTS:
+        raise GulliverError(f"weight={by!r} is not known: {nearest(by, WEIGHTS)}")
+    samples = _normal([float(micro.samples) for micro in micros])
+    if by == "samples":
+        return samples, False
+    counts = {name: _label_counts(micros, name == "shifted_labels") for name in WEIGHTS[1:]}
+    if by is not None:
+        found = counts[by]
+        if found is None:
+            raise GulliverError(f"weight={by!r} needs integer labels in the batch, by that name")
+        return _normal(found), False
+    if all(c is None or _close(_normal(c), samples) for c in counts.values()):
+        return samples, False
+    if shifted is None:
+        raise GulliverError(
+            "micro-batches have different numbers of labels to count: say what the loss is a mean "
+            "over, weight='labels', 'shifted_labels', 'samples' or a function of a micro-batch"
+        )
+    return _normal(counts["shifted_labels" if shifted else "labels"] or []), True
+
+
+def _label_counts(micros: Sequence[MicroBatch], shifted: bool) -> list[float] | None:
+    counts = []
+    for micro in micros:
+        labels = micro.given.get("labels") if isinstance(micro.given, Mapping) else None
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return None
+        labels = labels[:, 1:] if shifted and labels.ndim > 1 else labels
+        counts.append(float((labels != IGNORED).sum()))
+    return counts
+
+
+def _normal(counts: Sequence[float]) -> list[float]:
+    total = sum(counts)
+    return [count / total for count in counts] if total else [1 / len(counts)] * len(counts)
+
+
+def _close(first: Sequence[float], second: Sequence[float]) -> bool:
+    return all(abs(a - b) < 1e-12 for a, b in zip(first, second, strict=True))
+
+
+def merge(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The outputs of micro-batches as those of the batch.
+
+    Tensors are joined along dim 0; numbers of no dim, as losses are, are averaged by the weights;
+    of what is no tensor nothing is kept.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        if first.ndim == 0:
+            terms = [o.detach() * w for o, w in zip(outputs, weights, strict=True)]
+            return torch.stack(terms).sum(0)
+        return torch.cat([o.detach() for o in outputs])
+    if isinstance(first, Mapping):
+        made = {key: merge([o[key] for o in outputs], weights) for key in first}
+        known = {key: value for key, value in made.items() if value is not None}
+        return known if type(first) is dict else type(first)(**known)
+    if isinstance(first, tuple | list):
+        return type(first)(merge(entries, weights) for entries in zip(*outputs, strict=True))
+    return None

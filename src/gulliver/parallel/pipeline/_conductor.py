@@ -1,0 +1,275 @@
+"""One forward of a stage: the model's own forward, in which blocks of other stages do nothing.
+
+The model is called as ever, with the whole micro-batch, so that masks, positions and rotary tables
+are made by its own code. What is different is what its blocks do (`Conductor.block`):
+
+- a block before the stage's first returns the hidden state that it got;
+- the first block of the stage is given the hidden state that the stage before sent;
+- after the last block of the stage the forward is left, by an exception that carries the hidden
+  state out (`Leave`), so that nothing behind it runs. On the last stage it runs to its end.
+
+Modules around the blocks that lie elsewhere are ghosts (`_ghosts.py`). They return NaN, not zeros:
+what they return is replaced before it is used, and if it should leak into a block by another way,
+that is seen and refused by name (`_refuse_leaks`) rather than trained on.
+
+In an encoder-decoder the finished output of the encoder, the *memory*, travels with the hidden
+state (`Conductor.around_memory`). What is carried over the cut before block b is
+
+    (hidden,) inside the first list    (memory,) between the lists    (hidden, memory) in the second
+
+What it does not know: ranks, messages, micro-batches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gulliver.errors import GulliverError
+from gulliver.parallel.pipeline._hollow import find_form, to_meta
+from gulliver.parallel.pipeline._stack import Stack
+
+Carry = tuple[Tensor, ...]
+"""What one stage hands to the next."""
+
+
+class Leave(Exception):
+    """Ends the forward of a stage that is not the last."""
+
+    def __init__(self, carry: Carry) -> None:
+        super().__init__("the forward of a stage is done")
+        self.carry = carry
+
+
+@dataclass
+class Passage:
+    """A forward that is under way.
+
+    Attributes:
+        start: the stage's first block.
+        stop: one past its last.
+        last: whether the model ends with it.
+        hidden: received, for the first block; None where the stage begins with modules.
+        memory: output of the first list's module, received or computed.
+        live: whether this stage's own computation has begun.
+        look: whether to look for what leaks past the received tensors.
+    """
+
+    start: int
+    stop: int
+    last: bool
+    hidden: Tensor | None
+    memory: Tensor | None
+    live: bool
+    look: bool
+
+
+class Conductor:
+    """What all blocks of a model on one rank ask when they are called.
+
+    Args:
+        stack: of the whole model.
+        bounds: first blocks of all stages, and the number of blocks.
+    """
+
+    def __init__(self, stack: Stack, bounds: tuple[int, ...]) -> None:
+        self.stack, self.bounds = stack, bounds
+        self.passage: Passage | None = None
+        self.extra = stack.extra
+        self.recomputed = False
+
+    @property
+    def stages(self) -> int:
+        """Of the whole pipeline."""
+        return len(self.bounds) - 1
+
+    def forward(
+        self,
+        call: Callable[..., Any],
+        stage: int,
+        carry: Carry,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        look: bool = False,
+    ) -> Any:
+        """Runs one micro-batch through one stage.
+
+        Args:
+            call: the model, or what wraps its forward.
+            stage: number of the stage.
+            carry: what the stage before handed over; empty for the first.
+            args: of the model.
+            kwargs: of the model.
+            look: whether to look for what leaks past the carry, at the price of some reading.
+
+        Returns:
+            The carry for the next stage; the model's output on the last.
+
+        Raises:
+            GulliverError: the model's forward does not go through the blocks as it should.
+        """
+        self.passage = passage = self._passage(stage, carry, look)
+        try:
+            output = call(*args, **kwargs)
+        except Leave as leave:
+            return leave.carry
+        finally:
+            self.passage = None
+        if not passage.last or not passage.live:
+            name = self.stack.blocks[passage.stop - 1 if passage.live else passage.start]
+            raise GulliverError(
+                f"the model's forward ended without running block {name!r} of its stage: the "
+                "blocks of a pipeline all run, in the order of their list"
+            )
+        return output
+
+    def _passage(self, stage: int, carry: Carry, look: bool) -> Passage:
+        start, stop = self.bounds[stage], self.bounds[stage + 1]
+        border = self.stack.border
+        hidden, memory = None, None
+        if stage > 0 and start == border:
+            (memory,) = carry
+        elif stage > 0:
+            hidden, memory = carry if border and start > border else (carry[0], None)
+        last = stage == self.stages - 1
+        return Passage(start, stop, last, hidden, memory, stage == 0, look)
+
+    def running(self, name: str) -> Passage:
+        """The forward that is under way.
+
+        Raises:
+            GulliverError: there is none: the model was called directly.
+        """
+        if self.passage is None:
+            raise GulliverError(
+                f"the model was called directly, but {name!r} and others lie on other stages of a "
+                "pipeline: run it with Pipeline.run, or Booster.execute_pipeline"
+            )
+        return self.passage
+
+    def block(
+        self, number: int, block: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """What block `number` does; `call` is what it would do by itself."""
+        if self.passage is None and self.stages == 1:
+            return self._run(call, args, kwargs)
+        passage = self.running(self.stack.blocks[number])
+        if not passage.start <= number < passage.stop:
+            return self.pass_by(block, self.stack.blocks[number], args, kwargs)
+        if number == passage.start:
+            args, kwargs = self._enter(passage, block, args, kwargs)
+        if passage.look:
+            self._refuse_leaks(passage, number, hidden_of(block, args, kwargs), args, kwargs)
+        output = self._run(call, args, kwargs)
+        self._check_form(output, number)
+        leaves = number == passage.stop - 1 and not passage.last
+        if leaves and passage.stop != self.stack.border:
+            hidden = first_of(output)
+            raise Leave((hidden,) if passage.memory is None else (hidden, passage.memory))
+        return output
+
+    def _enter(self, passage: Passage, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Puts the received hidden state in the place of what came through the ghosts."""
+        passage.live = True
+        if passage.hidden is None:
+            return args, kwargs
+        return with_hidden(block, args, kwargs, passage.hidden)
+
+    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self.recomputed or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        return checkpoint(call, *args, use_reentrant=False, **kwargs)
+
+    def pass_by(self, block: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        """What a block of another stage returns: its hidden state, in the form of its own."""
+        if self.extra == -1:
+            self.extra = find_form(to_meta(block), path, args, kwargs)
+        hidden = hidden_of(block, args, kwargs)
+        return hidden if self.extra is None else (hidden, *[None] * self.extra)
+
+    def _check_form(self, output: Any, number: int) -> None:
+        found = None if isinstance(output, Tensor) else len(output) - 1
+        if self.extra not in (-1, found):
+            raise GulliverError(
+                f"block {self.stack.blocks[number]!r} returns {_form(found)}, not "
+                f"{_form(self.extra)}: pass extra={found!r} to stack_of"
+            )
+
+    def around_memory(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What the module around the first list of blocks does."""
+        if self.passage is None and self.stages == 1:
+            return call(*args, **kwargs)
+        passage = self.running(self.stack.memory or "")
+        if passage.start >= self.stack.border:
+            assert passage.memory is not None, "stages of the second list are handed the memory"
+            passage.live = passage.start == self.stack.border
+            return _finished(passage.memory)
+        output = call(*args, **kwargs)
+        passage.memory = first_of(output)
+        if passage.stop == self.stack.border and not passage.last:
+            raise Leave((passage.memory,))
+        return output
+
+    def _refuse_leaks(
+        self, passage: Passage, number: int, hidden: Tensor, args: Any, kwargs: Any
+    ) -> None:
+        for path, tensor in _tensors((args, kwargs)):
+            if tensor is hidden or tensor is passage.memory or not tensor.is_floating_point():
+                continue
+            if bool(torch.isnan(tensor).any()):
+                raise GulliverError(
+                    f"argument {path} of block {self.stack.blocks[number]!r} is computed by a "
+                    "module that lies on another stage: keep that module on every stage "
+                    "(everywhere=... of stack_of)"
+                )
+
+
+def _form(extra: int | None) -> str:
+    return "a tensor" if extra is None else f"a tuple of {extra + 1}"
+
+
+def _finished(memory: Tensor) -> Any:
+    """A finished encoder's output, as Hugging Face models read it."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(last_hidden_state=memory)  # pyright: ignore[reportArgumentType]
+
+
+def first_of(output: Any) -> Tensor:
+    """The hidden state in what a block or an encoder returned."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def hidden_of(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The hidden state among the arguments of a block: the first of its forward."""
+    return args[0] if args else kwargs[_first_name(block)]
+
+
+def with_hidden(
+    block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments of a block with another hidden state."""
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, {**kwargs, _first_name(block): hidden}
+
+
+def _first_name(block: nn.Module) -> str:
+    return next(iter(inspect.signature(block.forward).parameters))
+
+
+def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield from _tensors(value[key], f"{path}.{key}" if path else str(key))
+    elif isinstance(value, tuple | list):
+        for number, entry in enumerate(value):
+            yield from _tensors(entry, f"{path}.{number}" if path else str(number))

@@ -1,0 +1,96 @@
+"""Tensors and modules of which only the shape is there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError
+
+
+def to_meta(module: nn.Module) -> nn.Module:
+    """A copy of a module whose tensors have shapes and no storage; the original stays."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        hollow: Tensor = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            hollow = nn.Parameter(hollow, requires_grad=False)
+        memo[id(tensor)] = hollow
+    return copy.deepcopy(module, memo)
+
+
+def run_hollow(twin: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What a module on meta returns for tensors of these shapes."""
+    with torch.no_grad():
+        return twin(*map_tensors(args, _empty), **map_tensors(kwargs, _empty))
+
+
+def find_form(twin: nn.Module, path: str, args: Any, kwargs: Any) -> int | None:
+    """How many entries a block returns after its hidden state; None for a plain tensor.
+
+    Args:
+        twin: the block, on meta.
+        path: of the block.
+        args: that it is called with.
+        kwargs: that it is called with.
+
+    Raises:
+        GulliverError: it cannot be run on meta, or returns tensors beside the hidden state.
+    """
+    try:
+        found = run_hollow(twin, args, kwargs)
+    except Exception as error:
+        raise GulliverError(
+            f"what block {path!r} returns cannot be found without its values ({error}): pass "
+            "extra=... to stack_of"
+        ) from error
+    if isinstance(found, Tensor):
+        return None
+    if not isinstance(found, tuple) or any(isinstance(entry, Tensor) for entry in found[1:]):
+        raise GulliverError(
+            f"block {path!r} returns more than its hidden state, which other stages cannot make: "
+            "if nothing reads it, pass extra=... to stack_of"
+        )
+    return len(found) - 1
+
+
+def fill(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape and dtype, of NaN, or of zeros where there is no NaN."""
+    value = float("nan") if tensor.is_floating_point() else 0
+    return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
+
+
+def device_of(*values: Any) -> torch.device:
+    """The device of the first tensor in nested values; the CPU without one."""
+    found: list[Tensor] = []
+    map_tensors(values, found.append)
+    return found[0].device if found else torch.device("cpu")
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Nested lists, tuples and mappings with a function applied to their tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        made = {key: map_tensors(entry, function) for key, entry in value.items()}
+        return made if type(value) is dict else _like(value, made)
+    if isinstance(value, tuple | list):
+        entries = [map_tensors(entry, function) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    return value
+
+
+def _like(value: Mapping[str, Any], made: dict[str, Any]) -> Any:
+    """A mapping of the same class, as the outputs of Hugging Face models are."""
+    try:
+        return type(value)(**made)
+    except TypeError:
+        return made
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")

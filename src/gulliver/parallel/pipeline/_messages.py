@@ -1,0 +1,179 @@
+"""Tensors between neighbouring stages, of any shape, dtype and number.
+
+A receiver must know what comes. What crosses a cut is the same from step to step for micro-batches
+of the same shapes in the same states, so it is told once: before the first message of each kind
+goes a header on the CPU with the shapes, dtypes, and which of the tensors want gradients. Both
+ends then remember it; a message of known kind has no header, and a tensor that is not as the
+header said is refused, not sent. Gradients go back in the shapes of what came.
+
+On the CPU each message has a tag of its own, so the order in which the two ends ask does not
+matter; on GPUs the order is that of torch's schedules, which is the same at both ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gulliver.comm import Line
+from gulliver.errors import GulliverError
+
+HEADER = 64
+DIMS = 12
+_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What is known of a tensor before it comes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> Meta:
+        """What a receiver has to know of a tensor."""
+        return Meta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A tensor to receive into."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def _encode(metas: Sequence[Meta]) -> Tensor:
+    numbers = [len(metas)]
+    for meta in metas:
+        if len(meta.shape) > DIMS or meta.dtype not in _DTYPES:
+            raise GulliverError(
+                f"a tensor of {meta.dtype} and {len(meta.shape)} dims cannot cross stages: at most "
+                f"{DIMS} dims, of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
+            )
+        numbers += [_DTYPES.index(meta.dtype), int(meta.requires_grad), len(meta.shape)]
+        numbers += meta.shape
+    return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64)
+
+
+def _decode(header: Tensor) -> tuple[Meta, ...]:
+    numbers = header.tolist()
+    count, at, metas = numbers[0], 1, []
+    for _ in range(count):
+        dtype, wants, dims = numbers[at : at + 3]
+        metas.append(Meta(tuple(numbers[at + 3 : at + 3 + dims]), _DTYPES[dtype], bool(wants)))
+        at += 3 + dims
+    return tuple(metas)
+
+
+class Messages:
+    """Ends of the cuts before and behind one stage.
+
+    Args:
+        line: ranks of the pipeline.
+        stage: number of the stage.
+        places: of all stages in the line.
+        micro_batches: of a run, at most.
+    """
+
+    def __init__(self, line: Line, stage: int, places: Sequence[int], micro_batches: int) -> None:
+        self.line, self.stage, self.places = line, stage, places
+        self.micro_batches = micro_batches
+        self._known: dict[tuple[int, str], tuple[Meta, ...]] = {}
+        self._headers: list[tuple[Any, Tensor]] = []
+
+    def metas(self, cut: int, kind: str) -> tuple[Meta, ...] | None:
+        """What crosses the cut before stage `cut` for micro-batches of a kind, if it is known."""
+        return self._known.get((cut, kind))
+
+    def know(self, kind: str, tensors: Sequence[Tensor], micro: int) -> tuple[Meta, ...]:
+        """Makes sure that the next stage knows what it will be sent; returns it.
+
+        Raises:
+            GulliverError: it was told otherwise.
+        """
+        found = tuple(Meta.of(t) for t in tensors)
+        known = self.metas(self.stage + 1, kind)
+        if known is None:
+            self._known[self.stage + 1, kind] = found
+            if self._peer(self.stage + 1) is not None:
+                self._tell(found, micro)
+        elif known != found:
+            raise GulliverError(
+                f"stage {self.stage} returns {found} where an equal micro-batch returned {known}: "
+                "shapes between stages may depend on the shapes of the batch, not on its values"
+            )
+        return found
+
+    def expect(self, kind: str, micro: int) -> tuple[Meta, ...]:
+        """What the stage before will send; waits for its header if that is new."""
+        known = self.metas(self.stage, kind)
+        if known is None:
+            peer = self._peer(self.stage - 1)
+            assert peer is not None, "stages of one rank tell each other by `hand_over`"
+            header = torch.empty(HEADER, dtype=torch.int64)
+            dist.recv(header, peer, self.line.group, tag=self._tag(self.stage, 2, micro, 0))
+            known = self._known[self.stage, kind] = _decode(header)
+        return known
+
+    def hand_over(self, kind: str, tensors: Sequence[Tensor]) -> None:
+        """Notes what the stage before, on this rank, hands over."""
+        self._known[self.stage, kind] = tuple(Meta.of(t) for t in tensors)
+
+    def _tell(self, metas: Sequence[Meta], micro: int) -> None:
+        peer = self._peer(self.stage + 1)
+        header = _encode(metas)
+        tag = self._tag(self.stage + 1, 2, micro, 0)
+        assert peer is not None
+        work = dist.isend(header, peer, self.line.group, tag=tag)
+        # Kept until the run is over: a buffer may not be freed while it is sent.
+        self._headers.append((work, header))
+
+    def finish(self) -> None:
+        """Waits for headers that are still under way."""
+        while self._headers:
+            work, _ = self._headers.pop()
+            work.wait()
+
+    def sends(self, cut: int, tensors: Sequence[Tensor | None], micro: int) -> list[dist.P2POp]:
+        """Operations that send tensors over the cut before stage `cut`, forward or backward."""
+        return self._ops(dist.isend, cut, tensors, micro)
+
+    def receives(self, cut: int, tensors: Sequence[Tensor | None], micro: int) -> list[dist.P2POp]:
+        """Operations that receive into tensors what comes over the cut before stage `cut`."""
+        return self._ops(dist.irecv, cut, tensors, micro)
+
+    def _ops(
+        self, op: Any, cut: int, tensors: Sequence[Tensor | None], micro: int
+    ) -> list[dist.P2POp]:
+        forward = (op is dist.isend) == (cut == self.stage + 1)
+        peer = self._peer(cut if cut == self.stage + 1 else cut - 1)
+        if peer is None:
+            return []
+        return [
+            dist.P2POp(op, t, peer, self.line.group, self._tag(cut, int(not forward), micro, i))
+            for i, t in enumerate(tensors)
+            if t is not None
+        ]
+
+    def _peer(self, stage: int) -> int | None:
+        """Rank of a neighbouring stage; None where it is this rank's own."""
+        place = self.places[stage]
+        return None if place == self.line.place else self.line.ranks[place]
+
+    def _tag(self, cut: int, way: int, micro: int, entry: int) -> int:
+        return 1 + ((cut * 3 + way) * self.micro_batches + micro) * 4 + entry

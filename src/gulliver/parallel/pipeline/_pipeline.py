@@ -1,0 +1,281 @@
+"""Running batches through the stages of a pipeline.
+
+`Pipeline.run` is one step: agree on the batch (`_agree.py`), cut it into micro-batches
+(`_batch.py`), let torch's schedule run them through this rank's stages (`_runner.py`), give all
+ranks the loss. Gradients add up in the parameters as a single backward's would; the tied ones are
+to be summed afterwards (`Stage.sum_tied`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.comm import Line, broadcast, guard
+from gulliver.errors import GulliverError
+from gulliver.parallel.pipeline._agree import agree
+from gulliver.parallel.pipeline._batch import Batch, MicroBatch, merge, split, weigh
+from gulliver.parallel.pipeline._runner import Run, Runner
+from gulliver.parallel.pipeline._schedules import check_counts, make_schedule, style_of
+from gulliver.parallel.pipeline._stage import Stage
+
+LOSSES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+Criterion = Callable[[Any, Any], Tensor]
+
+
+class Pipeline:
+    """Batches through the stages of a model, as one model would take them.
+
+    Args:
+        stage: this rank's, of `make_stage`, with stages dealt as `deal(style, ...)` says.
+        style: ``gpipe``, ``1f1b``, ``interleaved``, ``zero_bubble``, ``zbv`` or ``dualpipev``.
+        micro_batches: that a batch is cut into; None: two for each stage.
+        call: what to call instead of the model, for instance under autocast.
+        readers: ranks that must read the same batch; None: those of the pipeline.
+        check_batch: compare what they read, at every run.
+
+    Raises:
+        GulliverError: an unknown style, or a number of micro-batches that it cannot order.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        style: str = "1f1b",
+        micro_batches: int | None = None,
+        *,
+        call: Callable[..., Any] | None = None,
+        readers: Line | None = None,
+        check_batch: bool = True,
+    ) -> None:
+        style_of(style, len(stage.own))
+        self.stage, self.style, self.call = stage, style, call
+        self.micro_batches = micro_batches or 2 * stage.cut.stages
+        self.readers, self.check_batch = readers or stage.line, check_batch
+        check_counts(style, stage.cut.stages, stage.line.size, self.micro_batches)
+        self._runners: list[Runner] = []
+        self._schedule: Any = None
+        self._failed = False
+        self._loss: _Losses | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's part of the model."""
+        return self.stage.model
+
+    def run(
+        self,
+        batch: Batch,
+        criterion: Criterion | None = None,
+        *,
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+        weight: str | Callable[[Any], float] | None = None,
+        scale: float = 1.0,
+    ) -> dict[str, Any]:
+        """Runs one batch, forward and (unless `forward_only`) backward.
+
+        Args:
+            batch: the same on all ranks: keyword arguments of the model, positional ones, or one
+                tensor, cut along dim 0.
+            criterion: of the model's outputs and the micro-batch, a mean over its samples; None
+                takes the model's own loss.
+            forward_only: evaluate, without gradients; the loss is None where there is neither a
+                criterion nor a loss of the model's own.
+            return_loss: give the loss to all ranks.
+            return_outputs: return the outputs, on the rank of the last stage.
+            weight: what the loss is a mean over, if not samples: ``labels``, ``shifted_labels``,
+                or a function of a micro-batch that counts it. None finds it out for the model's
+                own loss.
+            scale: that losses are multiplied by before backward; not in what is returned.
+
+        Returns:
+            ``loss``, a detached tensor on every rank, and ``outputs``, None but on the rank of
+            the last stage.
+
+        Raises:
+            GulliverError: a rank reads another batch (named); too few samples; a rank of the
+                pipeline is gone (named).
+        """
+        if self._failed:
+            raise GulliverError(
+                "the run before failed in mid-schedule, and messages may still be under way: "
+                "start again from a checkpoint"
+            )
+        self._check(batch)
+        # A message that is awaited from a rank that failed never comes, so a failure is final.
+        with guard():
+            states = self._agree(batch, forward_only)
+            micros = split(batch, self.micro_batches)
+            weights, only_own = weigh(micros, weight, self._shifted())
+            losses = _Losses(micros, weights, only_own, criterion, scale, forward_only)
+            kinds = [_short(f"{states}|{micro.shapes()}") for micro in micros]
+            run = Run(micros, kinds, self.call or self.model, return_outputs)
+            run.weights = [p for p in self.model.parameters() if p.requires_grad]
+            self._failed = True
+            self._go(run, losses, forward_only)
+            loss = self._share(losses) if return_loss else None
+            self._failed = False
+        found = [run.outputs[n] for n in range(len(micros))] if run.outputs else None
+        return {"loss": loss, "outputs": merge(found, weights) if found else None}
+
+    def _go(self, run: Run, losses: _Losses, forward_only: bool) -> None:
+        if self.stage.line.size == 1 and self.stage.cut.stages == 1:
+            self._alone(run, losses, forward_only)
+            return
+        self._loss = losses
+        schedule = self._schedule = self._schedule or self._make_schedule()
+        for runner in self._runners:
+            runner.run = run
+        # What a schedule calls the target is the number of the micro-batch.
+        numbers = torch.arange(len(run.micros))
+        step = schedule.eval if forward_only else schedule.step
+        try:
+            with torch.set_grad_enabled(not forward_only):
+                step(target=numbers, losses=[], return_outputs=False)
+            for runner in self._runners:
+                runner.messages.finish()
+        finally:
+            self._loss = None
+            for runner in self._runners:
+                runner.run = None
+                runner.clear_runtime_states()
+
+    def _alone(self, run: Run, losses: _Losses, forward_only: bool) -> None:
+        """All blocks on one rank: micro-batches one after the other."""
+        with torch.set_grad_enabled(not forward_only):
+            for number, micro in enumerate(run.micros):
+                output = run.call(*micro.args, **micro.kwargs)
+                if run.keep:
+                    run.outputs[number] = output
+                loss = losses(output, torch.tensor([number]))
+                if not forward_only:
+                    loss.backward()
+
+    def _make_schedule(self) -> Any:
+        places = {n: place for place, held in enumerate(self.stage.numbers) for n in held}
+        ordered = [places[n] for n in range(self.stage.cut.stages)]
+        device = self._device()
+        self._runners = [
+            Runner(self.stage, number, ordered, self.micro_batches, device)
+            for number in self.stage.own
+        ]
+        return make_schedule(
+            self.style, self._runners, self.micro_batches, lambda o, n: self._losses(o, n)
+        )
+
+    def _losses(self, output: Any, number: Tensor) -> Tensor:
+        assert self._loss is not None, "losses are computed in a run"
+        return self._loss(output, number)
+
+    def _share(self, losses: _Losses) -> Tensor | None:
+        """The batch's loss, on every rank."""
+        line = self.stage.line
+        mine = line.place == self.stage.last_place
+        # Whether there is a loss at all, and of which dtype, the last stage alone knows.
+        found = torch.zeros(2, dtype=torch.float64, device=self._device())
+        total = losses.total()
+        if mine and total is not None:
+            found[0], found[1] = 1 + LOSSES.index(total.dtype), total
+        if line.size > 1:
+            source = sorted(line.ranks).index(line.ranks[self.stage.last_place])
+            broadcast(found, source, line.group)
+        return found[1].to(LOSSES[int(found[0]) - 1]) if found[0] else None
+
+    def _agree(self, batch: Batch, forward_only: bool) -> str:
+        frozen = "".join("01"[p.requires_grad] for p in self.model.parameters())
+        device = self._device()
+        cast = torch.is_autocast_enabled(device.type)
+        kind = torch.get_autocast_dtype(device.type) if cast else None
+        state = f"{self.model.training} {forward_only} {kind} {frozen}"
+        if self.readers.size == 1:
+            return _short(state)
+        return _short(agree(batch, state, self.readers, device, self.check_batch))
+
+    def _check(self, batch: Batch) -> None:
+        embedder = getattr(self.model, "y_embedder", None)
+        drops = getattr(embedder, "class_dropout_prob", getattr(embedder, "dropout", 0.0))
+        if self.stage.stack.family != "STDiT3" or not self.model.training or not drops:
+            return
+        if not isinstance(batch, dict) or batch.get("drop_caption") is None:
+            raise GulliverError(
+                f"STDiT3 drops captions at random (class_dropout_prob {drops}), each stage "
+                "others: pass drop_caption with the batch, or build the model with 0"
+            )
+
+    def _shifted(self) -> bool | None:
+        family = self.stage.stack.family
+        return None if family is None else self.stage.stack.known.shifted
+
+    def _device(self) -> torch.device:
+        found = next(self.model.parameters(), None)
+        return torch.device("cpu") if found is None else found.device
+
+
+class _Losses:
+    """The loss of each micro-batch, weighted, as the last stage's forwards end."""
+
+    def __init__(
+        self,
+        micros: list[MicroBatch],
+        weights: list[float],
+        only_own: bool,
+        criterion: Criterion | None,
+        scale: float,
+        optional: bool,
+    ) -> None:
+        self._micros, self._weights, self._only_own = micros, weights, only_own
+        self._criterion, self._scale, self._optional = criterion, scale, optional
+        self._terms: list[Tensor] = []
+
+    def __call__(self, output: Any, number: Tensor) -> Tensor:
+        micro = int(number)
+        loss = self._of(output, self._micros[micro].given)
+        if loss is None:
+            return torch.zeros(())
+        weight = self._weights[micro]
+        # A mean over nothing is no number; what counts nothing has no gradient either.
+        term = loss * weight if weight else _any_float(output).sum() * 0
+        self._terms.append(term.detach())
+        return term * self._scale if self._scale != 1 else term
+
+    def _of(self, output: Any, given: Any) -> Tensor | None:
+        own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if self._criterion is None:
+            if own is None and not self._optional:
+                raise GulliverError(
+                    "the model's outputs have no loss: pass a criterion(outputs, micro_batch), or "
+                    "labels to a model that computes its loss from them"
+                )
+            return own
+        loss = self._criterion(output, given)
+        if self._only_own and loss is not own:
+            raise GulliverError(
+                "micro-batches have different numbers of labels to count: say what the criterion "
+                "is a mean over, weight='labels', 'shifted_labels', 'samples' or a function of a "
+                "micro-batch"
+            )
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise GulliverError("a criterion returns one number, the mean over a micro-batch")
+        return loss
+
+    def total(self) -> Tensor | None:
+        """The batch's loss; None where there was none."""
+        return torch.stack(self._terms).sum() if self._terms else None
+
+
+def _any_float(output: Any) -> Tensor:
+    values = output.values() if isinstance(output, dict) else output
+    entries = [output] if isinstance(output, Tensor) else [v for v in values if v is not None]
+    return next(
+        v for v in entries if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 0
+    )
+
+
+def _short(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

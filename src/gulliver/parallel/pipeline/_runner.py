@@ -1,0 +1,287 @@
+"""One stage as torch's schedules see it.
+
+Schedules of `torch.distributed.pipelining` decide what is done when, and ask their stages to do it
+by the methods of `Runner`, whose names are torch's. torch's own stage wants tensors of one shape in
+all micro-batches, and finds that out by an additional forward and backward; this one learns it as
+the first micro-batch comes by (`_messages.py`), so that shapes may differ and change.
+
+Backward is that of autograd for each micro-batch. Schedules that fill the bubble ask for it in two
+parts, gradients of the inputs first and those of the weights later (`_split.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gulliver.parallel.pipeline._batch import MicroBatch
+from gulliver.parallel.pipeline._conductor import Carry
+from gulliver.parallel.pipeline._messages import Messages
+from gulliver.parallel.pipeline._split import backward_of_inputs
+from gulliver.parallel.pipeline._stage import Stage
+
+
+@dataclass
+class Run:
+    """What the stages of one rank work on.
+
+    Attributes:
+        micros: micro-batches of the batch.
+        kinds: of the micro-batches; those of one kind send tensors of equal shapes.
+        call: the model, or what wraps its forward.
+        keep: whether outputs of the last stage are wanted.
+        outputs: of the last stage, by micro-batch.
+        weights: parameters that want gradients.
+    """
+
+    micros: Sequence[MicroBatch]
+    kinds: Sequence[str]
+    call: Callable[..., Any]
+    keep: bool
+    outputs: dict[int, Any] = field(default_factory=dict)
+    weights: list[nn.Parameter] = field(default_factory=list)
+
+
+@dataclass
+class _Kept:
+    """Of a micro-batch between its forward and its backward."""
+
+    outputs: Carry
+    carry: Carry
+
+
+class Runner:
+    """Does what a schedule asks of one stage.
+
+    Args:
+        stage: the rank's part of the model.
+        number: of the stage.
+        places: of all stages in the line.
+        micro_batches: of a run.
+        device: of what is sent.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        number: int,
+        places: Sequence[int],
+        micro_batches: int,
+        device: torch.device,
+    ) -> None:
+        self.stage = stage
+        self.messages = Messages(stage.line, number, places, micro_batches)
+        self.run: Run | None = None
+        self._looked: set[str] = set()
+        self._received: dict[int, Carry] = {}
+        self._kept: dict[int, _Kept] = {}
+        self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
+        self._to_send: dict[int, tuple[Tensor | None, ...]] = {}
+        self._later: dict[int, Callable[[], None]] = {}
+        # What schedules read.
+        self.submod, self.device = stage.model, device
+        self.stage_index, self.num_stages = number, stage.cut.stages
+        self.group, self.group_rank = stage.line.group, stage.line.place
+        self.group_size = stage.line.size
+        self.stage_index_to_group_rank = dict(enumerate(places))
+        self.has_backward = True
+        self.args_recv_info: dict[int, tuple[()]] = {0: ()}
+        self.act_send_info: dict[int, list[int]] = {}
+        self.output_chunks: list[Any] = []
+
+    @property
+    def is_first(self) -> bool:
+        """Whether batches begin here."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether losses are computed here."""
+        return self.stage_index == self.num_stages - 1
+
+    # What a schedule asks before and after.
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> tuple[()]:
+        return ()
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def clear_runtime_states(self) -> None:
+        """Forgets what is left of the run before."""
+        for kept in (self._received, self._kept, self._gradients, self._to_send, self._later):
+            kept.clear()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Nothing: gradients are not scaled, their losses are weighted."""
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Nothing, as `perform_reduce_grad`, under the name of older schedules."""
+
+    # Forward.
+
+    def get_fwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
+        """Operations that receive a micro-batch from the stage before."""
+        if self.is_first:
+            return []
+        metas = self.messages.expect(self._run.kinds[micro], micro)
+        carry = tuple(meta.empty(self.device) for meta in metas)
+        self._received[micro] = carry
+        return self.messages.receives(self.stage_index, carry, micro)
+
+    def get_fwd_send_ops(self, micro: int) -> list[dist.P2POp]:
+        """Operations that send a micro-batch to the next stage."""
+        if self.is_last:
+            return []
+        outputs = tuple(t.detach().contiguous() for t in self._kept[micro].outputs)
+        if not self.has_backward:
+            del self._kept[micro]
+        return self.messages.sends(self.stage_index + 1, outputs, micro)
+
+    def set_local_fwd_input(self, outputs: Any, micro: int) -> None:
+        """Takes a micro-batch from the stage before, which lies on this rank."""
+        self.messages.hand_over(self._run.kinds[micro], outputs)
+        self._received[micro] = tuple(t.detach() for t in outputs)
+
+    def forward_one_chunk(
+        self,
+        micro: int,
+        args: Any = (),
+        kwargs: Any = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Runs a micro-batch through the stage."""
+        run, kind = self._run, self._run.kinds[micro]
+        carry = self._received.pop(micro, ())
+        if self.has_backward and not self.is_first:
+            metas = self.messages.metas(self.stage_index, kind)
+            assert metas is not None, "what was received was announced"
+            carry = tuple(
+                t.requires_grad_(m.requires_grad) for t, m in zip(carry, metas, strict=True)
+            )
+        look = kind not in self._looked
+        self._looked.add(kind)
+        micro_batch = run.micros[micro]
+        output = self.stage.conductor.forward(
+            run.call, self.stage_index, carry, micro_batch.args, micro_batch.kwargs, look
+        )
+        if self.is_last:
+            if run.keep:
+                run.outputs[micro] = output
+            if self.has_backward:
+                self._kept[micro] = _Kept((), carry)
+            return output
+        self.messages.know(kind, output, micro)
+        self._kept[micro] = _Kept(output, carry)
+        return output
+
+    # Backward.
+
+    def get_bwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
+        """Operations that receive the gradients of what was sent."""
+        if self.is_last or not self.has_backward:
+            return []
+        metas = self.messages.metas(self.stage_index + 1, self._run.kinds[micro])
+        assert metas is not None, "gradients come back for what was sent"
+        buffers = tuple(m.empty(self.device) if m.requires_grad else None for m in metas)
+        self._gradients[micro] = buffers
+        return self.messages.receives(self.stage_index + 1, buffers, micro)
+
+    def get_bwd_send_ops(self, micro: int) -> list[dist.P2POp]:
+        """Operations that send gradients to the stage before."""
+        if self.is_first or not self.has_backward:
+            return []
+        gradients = self._to_send.pop(micro)
+        sent = tuple(None if g is None else g.contiguous() for g in gradients)
+        return self.messages.sends(self.stage_index, sent, micro)
+
+    def get_local_bwd_output(self, micro: int) -> tuple[Tensor | None, ...]:
+        """Gradients for the stage before, which lies on this rank."""
+        return self._to_send.pop(micro, ())
+
+    def set_local_bwd_input(self, gradients: tuple[Tensor | None, ...], micro: int) -> None:
+        """Takes gradients from the next stage, which lies on this rank."""
+        self._gradients[micro] = gradients
+
+    def backward_one_chunk(
+        self,
+        micro: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Backward of a micro-batch, of its inputs only if not `full_backward`."""
+        if not self.has_backward:
+            return
+        kept = self._kept.pop(micro)
+        roots, gradients, passing = self._roots(kept, loss, self._gradients.pop(micro, ()))
+        inputs = [t for t in kept.carry if t.requires_grad]
+        if full_backward or not inputs or not roots:
+            run = _full(roots, gradients)
+            if full_backward or inputs:
+                run()
+            else:
+                # The first stage has no gradient to send on: all of it can wait.
+                self._later[micro] = run
+        else:
+            rest = backward_of_inputs(roots, gradients, inputs, self._run.weights)
+            self._later[micro] = rest.run
+        self._to_send[micro] = tuple(_gradient(t, passing) for t in kept.carry)
+
+    def backward_weight_one_chunk(self, micro: int, last_backward: bool = False) -> None:
+        """The part of a micro-batch's backward that `backward_one_chunk` left."""
+        if self.has_backward:
+            self._later.pop(micro, _nothing)()
+
+    def _roots(
+        self, kept: _Kept, loss: Tensor | None, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor] | None, dict[Tensor, Tensor]]:
+        """Where backward begins, with which gradients; and gradients that pass the stage by."""
+        if self.is_last:
+            assert loss is not None, "the last stage has losses"
+            return [loss], None, {}
+        roots, used, passing = [], [], {}
+        for output, gradient in zip(kept.outputs, gradients, strict=True):
+            if gradient is None:
+                continue
+            if any(output is t for t in kept.carry):
+                passing[output] = gradient
+            else:
+                roots.append(output)
+                used.append(gradient)
+        return roots, used, passing
+
+    @property
+    def _run(self) -> Run:
+        assert self.run is not None, "a schedule runs inside Pipeline.run"
+        return self.run
+
+
+def _full(roots: list[Tensor], gradients: list[Tensor] | None) -> Callable[[], None]:
+    def run() -> None:
+        if roots:
+            torch.autograd.backward(roots, gradients)
+
+    return run
+
+
+def _gradient(tensor: Tensor, passing: dict[Tensor, Tensor]) -> Tensor | None:
+    """The gradient of what was received, None where none is wanted."""
+    if not tensor.requires_grad:
+        return None
+    found, tensor.grad = tensor.grad, None
+    if tensor in passing:
+        return passing[tensor] if found is None else found + passing[tensor]
+    return torch.zeros_like(tensor) if found is None else found
+
+
+def _nothing() -> None:
+    """Of a stage in which nothing was left to do."""

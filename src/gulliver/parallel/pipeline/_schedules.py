@@ -1,0 +1,108 @@
+"""Schedules by the names that users know, which stages lie where, and what each demands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining import schedules
+
+from gulliver.errors import GulliverError, nearest
+
+
+@dataclass(frozen=True)
+class Style:
+    """A way to order the forwards and backwards of micro-batches.
+
+    Attributes:
+        schedule: torch's class.
+        chunks: stages on each rank, unless the user says otherwise.
+        fixed: whether it can have no other number.
+        folded: whether the second half of the stages lies in reverse order.
+        splits: whether backward comes in two parts.
+    """
+
+    schedule: str
+    chunks: int = 1
+    fixed: bool = True
+    folded: bool = False
+    splits: bool = False
+
+
+STYLES = {
+    "gpipe": Style("ScheduleGPipe"),
+    "1f1b": Style("Schedule1F1B"),
+    "interleaved": Style("ScheduleInterleaved1F1B", 2, fixed=False),
+    "zero_bubble": Style("ScheduleInterleavedZeroBubble", 1, fixed=False, splits=True),
+    "zbv": Style("ScheduleZBVZeroBubble", 2, folded=True, splits=True),
+    "dualpipev": Style("ScheduleDualPipeV", 2, folded=True, splits=True),
+}
+
+
+def style_of(name: str, chunks: int | None = None) -> Style:
+    """The style of a name.
+
+    Raises:
+        GulliverError: it is not known, torch does not have it, or it has another number of stages
+            on each rank.
+    """
+    if name not in STYLES:
+        raise GulliverError(f"pp_style={name!r} is not known: {nearest(name, STYLES)}")
+    style = STYLES[name]
+    if not hasattr(schedules, style.schedule):
+        raise GulliverError(
+            f"pp_style={name!r} needs torch's {style.schedule}, which this torch does not have"
+        )
+    if chunks is not None and chunks != style.chunks and style.fixed:
+        raise GulliverError(
+            f"pp_style={name!r} has {style.chunks} stages on each rank, not {chunks}: take "
+            "'interleaved' or 'zero_bubble' for other numbers"
+        )
+    return style
+
+
+def deal(name: str, ranks: int, chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the stages that each of `ranks` places holds."""
+    style = style_of(name, chunks)
+    count = chunks or style.chunks
+    if style.folded:
+        return tuple((place, 2 * ranks - 1 - place) for place in range(ranks))
+    return tuple(tuple(range(place, count * ranks, ranks)) for place in range(ranks))
+
+
+def check_counts(name: str, stages: int, ranks: int, micro_batches: int) -> None:
+    """Refuses a number of micro-batches that a schedule cannot order.
+
+    Raises:
+        GulliverError: saying which numbers would do.
+    """
+    least = 1
+    if name == "1f1b":
+        least = ranks
+    elif name == "dualpipev":
+        least = stages
+    if micro_batches < least:
+        raise GulliverError(
+            f"pp_style={name!r} over {ranks} ranks needs at least {least} micro-batches, not "
+            f"{micro_batches}"
+        )
+    rounds = max(1, micro_batches // ranks)
+    if name in ("interleaved", "zero_bubble") and micro_batches % rounds:
+        fits = micro_batches - micro_batches % ranks
+        raise GulliverError(
+            f"pp_style={name!r} over {ranks} ranks cannot order {micro_batches} micro-batches: "
+            f"take {fits} or {fits + ranks}"
+        )
+
+
+def make_schedule(
+    name: str, runners: Sequence[Any], micro_batches: int, loss: Callable[[Any, Tensor], Tensor]
+) -> Any:
+    """The schedule of torch over the stages of this rank."""
+    style = style_of(name, None if STYLES[name].fixed else len(runners))
+    made = getattr(schedules, style.schedule)
+    single = issubclass(made, schedules.PipelineScheduleSingle)
+    stages = runners[0] if single else list(runners)
+    return made(stages, n_microbatches=micro_batches, loss_fn=loss, scale_grads=False)

@@ -1,0 +1,287 @@
+"""Making a stage of a model, in place: what the stage does not own becomes a ghost.
+
+`make_stage` decides from the whole model, the same on every rank, which stage keeps which module
+(`_holdings`), then replaces all others. What is kept stays the object that it was, under its own
+path, with its own parameters; ghosts hold none. A weight that several stages keep, because the
+model ties it or needs it everywhere, is listed in `Stage.tied`; its gradient is the sum of those
+of its copies (`Stage.sum_tied`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gulliver.comm import Line, all_reduce
+from gulliver.errors import GulliverError
+from gulliver.parallel.pipeline._conductor import Conductor
+from gulliver.parallel.pipeline._cut import Cut
+from gulliver.parallel.pipeline._ghosts import Ghost, GhostBlock, own, own_memory
+from gulliver.parallel.pipeline._stack import Stack, around, units_of
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """The part of a model that lies on one rank: one stage, or several of a looped pipeline.
+
+    Attributes:
+        model: the model, with ghosts where others' modules were.
+        stack: its blocks, as they were.
+        cut: of the whole model.
+        line: ranks of the pipeline.
+        numbers: of the stages on each of these ranks, by place in the line.
+        conductor: that the blocks of the model ask.
+        tied: places in the line that hold each parameter that several ranks hold, by the first
+            name that the whole model has for it.
+        aliases: the first name of every parameter of the whole model, by each of its names.
+    """
+
+    model: nn.Module
+    stack: Stack
+    cut: Cut
+    line: Line
+    numbers: tuple[tuple[int, ...], ...]
+    conductor: Conductor
+    tied: Mapping[str, tuple[int, ...]]
+    aliases: Mapping[str, str]
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Numbers of this rank's stages."""
+        return self.numbers[self.line.place]
+
+    @property
+    def last_place(self) -> int:
+        """Place in the line of the rank that has the last stage."""
+        return next(p for p, held in enumerate(self.numbers) if self.cut.stages - 1 in held)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, by the first names that the whole model has for them."""
+        found: dict[str, nn.Parameter] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            found.setdefault(self.aliases.get(name, name), parameter)
+        return found
+
+    def copies(self) -> dict[str, Line]:
+        """The ranks that hold each tied parameter of this rank; the lines have no groups."""
+        place = self.line.place
+        return {
+            name: Line(tuple(self.line.ranks[p] for p in places), places.index(place))
+            for name, places in self.tied.items()
+            if place in places
+        }
+
+    def sum_tied(self, gradients: Mapping[str, Tensor]) -> None:
+        """Adds up the gradients of tied parameters over the stages that hold them, in place.
+
+        Every rank of the pipeline calls it once after the schedule, before gradients are averaged
+        over replicas, with all tied parameters that it holds and trains.
+
+        Args:
+            gradients: by name as in `tied`; zeros where a stage made none.
+
+        Raises:
+            GulliverError: one is missing.
+        """
+        mine = {name: p for name, p in self.named_parameters().items() if name in self.tied}
+        for name in self.tied:
+            if name in mine and mine[name].requires_grad and name not in gradients:
+                raise GulliverError(f"the gradient of tied parameter {name!r} was not given")
+        for name, places in self.tied.items():
+            if name in gradients and name in mine:
+                _sum(gradients[name], places, self.line)
+
+    def share_tied(self) -> None:
+        """Gives all copies of tied parameters the values of the first stage that holds them."""
+        mine = self.named_parameters()
+        with torch.no_grad():
+            for name, places in self.tied.items():
+                if name not in mine or mine[name].is_meta:
+                    continue
+                value = mine[name].detach().contiguous()
+                _send_first(value, places, self.line)
+                mine[name].copy_(value)
+
+
+def make_stage(
+    model: nn.Module, stack: Stack, cut: Cut, line: Line, numbers: Sequence[Sequence[int]]
+) -> Stage:
+    """Turns a whole model into one rank's stage, in place.
+
+    Args:
+        model: whole, the same on all ranks of the pipeline; its parameters may be on meta.
+        stack: its blocks.
+        cut: of the blocks.
+        line: ranks of the pipeline.
+        numbers: of the stages that each place in the line holds.
+
+    Returns:
+        The stage.
+
+    Raises:
+        GulliverError: blocks that are not run in every forward, or that are recomputed already.
+    """
+    _check(model, stack)
+    conductor = Conductor(stack, cut.bounds)
+    kept = [_kept(model, stack, cut, held) for held in numbers]
+    aliases, tied = _tied(model, stack, kept)
+    mine = kept[line.place]
+    _replace(model, stack, conductor, mine)
+    held = tuple(tuple(n) for n in numbers)
+    return Stage(model, stack, cut, line, held, conductor, tied, aliases)
+
+
+def checkpoint_blocks(stage: Stage, recomputed: bool = True) -> None:
+    """Recomputes the stage's blocks in backward instead of keeping what they computed.
+
+    The result is the same to the last bit, random choices included.
+    """
+    stage.conductor.recomputed = recomputed
+
+
+def _check(model: nn.Module, stack: Stack) -> None:
+    for path, module in model.named_modules():
+        if getattr(module, "layerdrop", 0.0) and model.training:
+            raise GulliverError(
+                f"{path!r} skips blocks at random (layerdrop {module.layerdrop}): a pipeline runs "
+                "every block; set the configuration's layerdrop to 0"
+            )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise GulliverError(
+                f"{path!r} recomputes its activations by itself: call "
+                "model.gradient_checkpointing_disable() and checkpoint_blocks(stage)"
+            )
+
+
+def _kept(model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[int]) -> frozenset[str]:
+    """Paths of the blocks and of the modules around them that a rank keeps."""
+    blocks = {b for n in numbers for b in range(cut.bounds[n], cut.bounds[n + 1])}
+    kept = {stack.blocks[b] for b in blocks}
+    kept |= {u.path for u in units_of(model, stack) if u.home is None or u.home in blocks}
+    for first, row in _rows(stack):
+        if stack.first_only is not None and blocks & set(row) and first not in blocks:
+            kept.add(f"{stack.blocks[first]}.{stack.first_only}")
+    return frozenset(kept)
+
+
+def _rows(stack: Stack) -> list[tuple[int, range]]:
+    """The first block of each list that is run in one go, with all of its blocks."""
+    borders = [0, stack.border, len(stack.blocks)] if stack.border else [0, len(stack.blocks)]
+    return [(a, range(a, b)) for a, b in itertools.pairwise(borders)]
+
+
+def _tied(
+    model: nn.Module, stack: Stack, kept: Sequence[frozenset[str]]
+) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """First names of all parameters; and the places that hold those which several hold."""
+    first: dict[nn.Parameter, str] = {}
+    aliases: dict[str, str] = {}
+    places: dict[str, set[int]] = {}
+    roots = set(around(model, stack))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own_name = aliases[name] = first.setdefault(parameter, name)
+        for place, paths in enumerate(kept):
+            if name.rpartition(".")[0] in roots or _holds(paths, name):
+                places.setdefault(own_name, set()).add(place)
+    return aliases, {n: tuple(sorted(p)) for n, p in places.items() if len(p) > 1}
+
+
+def _holds(paths: frozenset[str], name: str) -> bool:
+    """Whether a parameter lies in one of the modules."""
+    path = name.rpartition(".")[0]
+    while path:
+        if path in paths:
+            return True
+        path = path.rpartition(".")[0]
+    return False
+
+
+def _replace(model: nn.Module, stack: Stack, conductor: Conductor, kept: frozenset[str]) -> None:
+    paths = dict(model.named_modules())
+    for number, path in enumerate(stack.blocks):
+        if path in kept:
+            own(conductor, number, paths[path])
+        else:
+            ghost = GhostBlock(conductor, number, paths[path])
+            first_only = f"{path}.{stack.first_only}"
+            if first_only in kept:
+                _graft(ghost, stack.first_only or "", paths[first_only])
+            model.set_submodule(path, ghost)
+    for unit in units_of(model, stack):
+        if unit.path not in kept:
+            model.set_submodule(unit.path, Ghost(conductor, unit.path, paths[unit.path]))
+    if stack.memory is not None:
+        own_memory(conductor, paths[stack.memory])
+    if stack.first_only is not None:
+        for first, row in _rows(stack):
+            _lend(model, stack, first, [b for b in row if stack.blocks[b] in kept and b != first])
+
+
+def _graft(ghost: nn.Module, path: str, module: nn.Module) -> None:
+    """Puts a module at a path inside a ghost, through modules that hold nothing else."""
+    # Not by register_module: a ghost seems to have the modules that were in its place.
+    inner = ghost
+    *names, last = path.split(".")
+    for name in names:
+        inner = inner._modules.setdefault(name, nn.Module()) or inner
+    inner._modules[last] = module
+
+
+class _Lent:
+    """Calls what now lies at a path, without being a second name for it."""
+
+    def __init__(self, model: nn.Module, path: str) -> None:
+        self._model, self._path = model, path
+
+    def __call__(self, *args: object) -> Tensor:
+        return self._model.get_submodule(self._path)(*args)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model.get_submodule(self._path), name)
+
+
+def _lend(model: nn.Module, stack: Stack, first: int, blocks: Sequence[int]) -> None:
+    """Lets blocks compute the position bias that the first block of their list computes.
+
+    They do so only when they are handed none, as the first block of a stage is.
+    """
+    inner, _, name = (stack.first_only or "").rpartition(".")
+    lent = _Lent(model, f"{stack.blocks[first]}.{stack.first_only}")
+    for block in blocks:
+        module = model.get_submodule(f"{stack.blocks[block]}.{inner}")
+        vars(module)[name] = lent
+        vars(module)[f"has_{name}"] = True
+
+
+def _sum(value: Tensor, places: Sequence[int], line: Line) -> None:
+    """Sums a tensor over some of the ranks of a line, in the order of their places."""
+    if len(places) == line.size:
+        all_reduce(value, "sum", line.group)
+        return
+    own = value.contiguous()
+    others = [place for place in places if place != line.place]
+    found = {place: torch.empty_like(own) for place in others}
+    found[line.place] = own.clone()
+    works = [dist.isend(found[line.place], line.ranks[p], line.group) for p in others]
+    works += [dist.irecv(found[p], line.ranks[p], line.group) for p in others]
+    for work in works:
+        assert work is not None
+        work.wait()
+    total = found[places[0]]
+    for place in places[1:]:
+        total = total + found[place]
+    value.copy_(total)
+
+
+def _send_first(value: Tensor, places: Sequence[int], line: Line) -> None:
+    """Gives the others the value of the first."""
+    if line.place == places[0]:
+        for place in places[1:]:
+            dist.send(value, line.ranks[place], line.group)
+    else:
+        dist.recv(value, line.ranks[places[0]], line.group)
