@@ -135,25 +135,6 @@ def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     return isinstance(found._get_backend(device), getattr(dist, "ProcessGroupGloo", ()))
 
 
-def backward_of_inputs(
-    outputs: list[Tensor],
-    gradients: list[Tensor] | None,
-    inputs: list[Tensor],
-    weights: Iterator[torch.nn.Parameter],
-) -> tuple[tuple[Tensor | None, ...], Any]:
-    """Gradients of inputs alone; the second value is what `backward_of_weights` goes on from."""
-    from torch.distributed.pipelining._backward import stage_backward_input
-
-    return stage_backward_input(outputs, gradients, inputs, weights)  # type: ignore[arg-type]
-
-
-def backward_of_weights(weights: Iterator[torch.nn.Parameter], rest: Any) -> None:
-    """Adds the gradients of weights to their ``grad``, without hooks of accumulation."""
-    from torch.distributed.pipelining._backward import stage_backward_weight
-
-    stage_backward_weight(weights, rest)
-
-
 # Attention kernels that return the log-sum-exp of each row's logits, which torch's public attention
 # does not, and their backwards, which take the output and log-sum-exp of more keys than they see.
 
