@@ -1,0 +1,221 @@
+"""How well a ring computes while it sends, and how evenly ranks compute under a causal mask.
+
+*Computing alone* is one call of the kernel over all keys, *sending alone* the same messages with
+nothing between them; both in the same ranks, taking turns with the ring. The link is shaped so that
+sending takes a third of computing, as long, and three times as long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks._harness import Report, Spread, alternate, at_least, at_most
+from benchmarks._sequence_shared import Options, milli, seconds_of, shape_of, slowest, tensors
+from benchmarks.netlab import Net, run
+from benchmarks.netlab._net import bits_per_second
+from gulliver.comm import gather_objects, init_world
+from gulliver.hardware import Axis, Cluster, Device, Link
+from gulliver.parallel.sequence import (
+    Layout,
+    Mask,
+    SequenceGroups,
+    SequencePlan,
+    Shape,
+    attention,
+    imbalance,
+    make_groups,
+    predict,
+    volume,
+)
+from gulliver.parallel.sequence._core import Call, _Pack
+from gulliver.parallel.sequence._heads import deal_heads
+from gulliver.parallel.sequence._mask import Rules
+from gulliver.parallel.sequence._partial import How, Partial, attend
+from gulliver.parallel.sequence._ring import round_trip, turn
+from gulliver.parallel.sequence._tiles import tiles
+
+RANKS, RING = 4, SequencePlan(inner=4)
+WAYS = ("forward", "backward")
+Steps = Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]
+"""Gives what to call for a forward, and what for its backward."""
+
+
+def of_overlap(options: Options) -> Shape:
+    """The attention whose overlap is measured."""
+    return shape_of(options, RANKS, options.overlap_local, options.overlap_heads)
+
+
+def time_computing(options: Options) -> tuple[float, ...]:
+    """Seconds of computing alone, each rank for itself."""
+    init_world()
+    steps = _computing(*tensors(of_overlap(options), RANKS))
+    return alternate({"": lambda: sum(_timed(steps))}, 2)[""].values
+
+
+def time_overlap(options: Options) -> dict[str, tuple[float, ...]]:
+    """Seconds of a forward and of a backward: as they are, computing alone, sending alone."""
+    init_world()
+    groups, shape = make_groups(RING), of_overlap(options)
+    q, k, v, grad = tensors(shape, RANKS)
+
+    def ring() -> tuple[Callable[[], Any], Callable[[], Any]]:
+        out: list[Tensor] = []
+        forward = lambda: out.append(attention(q, k, v, groups, length=shape.length))  # noqa: E731
+        return forward, lambda: out[0].backward(grad)
+
+    everything: dict[str, Steps] = {
+        "ring": ring,
+        "computing": _computing(q, k, v, grad),
+        "sending": _sending(k, v, groups, shape),
+    }
+    found: dict[str, list[float]] = {f"{n}, {way}": [] for n in everything for way in WAYS}
+
+    def measured(name: str) -> float:
+        seconds = _timed(everything[name])
+        for way, value in zip(WAYS, seconds, strict=True):
+            found[f"{name}, {way}"].append(value)
+        return sum(seconds)
+
+    both = alternate({name: lambda n=name: measured(n) for name in everything}, options.rounds)
+    ways = {name: tuple(values[-options.rounds :]) for name, values in found.items()}
+    return {name: spread.values for name, spread in both.items()} | ways
+
+
+def _timed(steps: Steps) -> tuple[float, float]:
+    forward, backward = steps()
+    return seconds_of(forward), seconds_of(backward)
+
+
+def _computing(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Steps:
+    alone = SequenceGroups(SequencePlan())
+    wide_k, wide_v = (t.detach().repeat(1, 1, RANKS, 1).requires_grad_() for t in (k, v))
+    lengths: Any = {"length": q.shape[2], "key_length": wide_k.shape[2]}
+
+    def steps() -> tuple[Callable[[], Any], Callable[[], Any]]:
+        out: list[Tensor] = []
+        forward = lambda: out.append(attention(q, wide_k, wide_v, alone, **lengths))  # noqa: E731
+        return forward, lambda: out[0].backward(grad)
+
+    return steps
+
+
+def _sending(k: Tensor, v: Tensor, groups: SequenceGroups, shape: Shape) -> Steps:
+    """The messages of a forward and a backward, without what is computed in between."""
+    layout = groups.plan.lay(shape.length)
+    call = Call(groups, layout, layout, How(1.0, Rules(), ()))
+    pack = _Pack([k.detach(), v.detach()], call)
+    part = torch.zeros(pack.numel(0, 0))
+
+    def forward() -> None:
+        for _ in turn(pack.own(), pack.bytes, groups):
+            pass
+
+    def backward() -> None:
+        round_trip(
+            *(pack.own(), pack.bytes, pack.numel, groups),
+            lambda visit: part,
+            lambda into, arrived, visit: into,
+        )
+
+    return lambda: (forward, backward)
+
+
+def rate_for(ratio: float, computing: float, sent: float) -> str:
+    """The rate at which so many bytes take `ratio` times as long as computing."""
+    return f"{8e-6 * sent / (ratio * computing):.0f}mbit"
+
+
+def report_overlap(options: Options, report: Report) -> None:
+    """Rows and a bar for each link."""
+    shape = of_overlap(options)
+    sent = volume(RING, shape)
+    alone = run(time_computing, None, options, ranks=RANKS)
+    computing = Spread(tuple(map(max, zip(*alone, strict=True)))).low
+    for ratio in options.ratios:
+        rate = rate_for(ratio, computing, sent.forward + sent.backward)
+        with Net(RANKS, rate) as net:
+            times = slowest(run(time_overlap, net, options))
+        for way in (*WAYS, "both"):
+            _row_of_overlap(report, times, rate, way)
+        bound = max(times["computing"].median, times["sending"].median)
+        value = times["ring"].median / bound
+        name = f"overlap: sending {ratio:g} x computing, ring / max(alone)"
+        report.bars.append(at_most(name, value, 1.15))
+        expected = predicted(shape, rate, times["computing"].median)
+        shown = f"{expected * 1e3:.0f} ms", f"{times['ring'].median / expected:.3f}"
+        report.rows.append(("overlap", f"{rate}, predicted", milli(times["ring"]), *shown))
+        report.figures[f"overlap {rate}"] = {n: list(s.values) for n, s in times.items()}
+
+
+def _row_of_overlap(report: Report, times: dict[str, Spread], rate: str, way: str) -> None:
+    of = "" if way == "both" else f", {way}"
+    ring, computing, sending = (times[f"{n}{of}"] for n in ("ring", "computing", "sending"))
+    ratio = ring.median / max(computing.median, sending.median)
+    shown = f"{milli(computing)} / {milli(sending)}"
+    report.rows.append(("overlap", f"{rate}, {way}", milli(ring), shown, f"{ratio:.3f}"))
+
+
+def predicted(shape: Shape, rate: str, computing: float) -> float:
+    """Seconds of the ring by the library's formula, from the time that computing takes alone."""
+    local = shape.length // RANKS
+    operations = 4 * shape.heads * local * shape.length * shape.head_dim
+    speed = {"float32": 3.5 * operations / computing}
+    device = Device("a core", speed, memory_rate=1e10, memory_bytes=1 << 30)
+    link = Link(1e-3, bits_per_second(rate) / 8)
+    cluster = Cluster("shaped", device, (Axis("local", RANKS, link),))
+    return predict(cluster, shape, RING).seconds
+
+
+def time_balance(options: Options) -> dict[str, float]:
+    """Seconds of the slowest rank of each step over the mean, less 1, by layout."""
+    init_world()
+    found = {}
+    for name in ("contiguous", "zigzag"):
+        groups = make_groups(SequencePlan(inner=RANKS, layout=name))
+        shape = shape_of(options, RANKS, options.local)
+        q, k, v, _ = (t.detach() for t in tensors(shape, RANKS))
+        layout = groups.plan.lay(shape.length)
+        rules = Mask(causal=True).rules(1, shape.length, shape.length)
+        how = How(0.125, rules, deal_heads(shape.heads, shape.heads, 1).runs(0))
+        call = Call(groups, layout, layout, how)
+        steps = [_step_seconds(q, k, v, call, step, options.rounds) for step in range(RANKS)]
+        ranks = gather_objects(steps)
+        worst = sum(max(step) for step in zip(*ranks, strict=True))
+        found[name] = worst * RANKS / sum(map(sum, ranks)) - 1
+    return found
+
+
+def _step_seconds(q: Tensor, k: Tensor, v: Tensor, call: Call, step: int, rounds: int) -> float:
+    """Processor seconds of one step's block: neither messages nor other processes count.
+
+    The least of all rounds: what is computed is the same each time, and more is a disturbance.
+    """
+    place = call.groups.place
+    held = call.queries.of_place(place), call.keys.of_place((place - step) % RANKS)
+    found = tiles(*held, call.how.rules)
+    seconds = []
+    for _ in range(2 * rounds):
+        partial = Partial.empty(q, v.shape[3])
+        started = time.thread_time()
+        attend(partial, q, k, v, found, call.how)
+        seconds.append(time.thread_time() - started)
+    return min(seconds)
+
+
+def report_balance(options: Options, report: Report) -> None:
+    """Measured and by pairs."""
+    found = run(time_balance, None, options, ranks=RANKS)[0]
+    length = RANKS * options.local
+    causal: Rules = Mask(causal=True).rules(1, length, length)
+    for name, value in found.items():
+        pairs = imbalance(Layout(length, RANKS, 1, name), causal)  # type: ignore[arg-type]
+        report.rows.append(("balance", name, f"{value:.1%}", f"{pairs:.1%}", ""))
+    report.bars += [
+        at_most("balance: zigzag, slowest over mean less 1", found["zigzag"], 0.03),
+        at_least("balance: contiguous, the same", found["contiguous"], 0.5),
+    ]
