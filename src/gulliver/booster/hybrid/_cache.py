@@ -1,0 +1,83 @@
+"""Keys and values of a generation, of which each rank keeps some.
+
+A prompt's tokens stay where the layout puts them. New tokens are dealt in turn: the one at position
+p is kept by the rank of number p modulo their count, so that no rank grows faster than another.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.parallel.sequence import SequenceGroups
+
+SPARE = 64
+"""Tokens that a layer's memory grows by at least."""
+
+
+class ShardedCache:
+    """This rank's keys and values of all layers.
+
+    Attributes:
+        length: tokens that all ranks have seen together.
+        positions: of the tokens that this rank keeps, ``[kept]``.
+        asked: of the tokens of the forward under way, ``[tokens]``.
+    """
+
+    def __init__(self, groups: SequenceGroups) -> None:
+        self.length = 0
+        self.positions = self.asked = torch.empty(0, dtype=torch.int64)
+        self._groups = groups
+        self._own = torch.empty(0, dtype=torch.int64)
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def begin(self, count: int) -> None:
+        """A forward of the next tokens begins.
+
+        Args:
+            count: of tokens; of a prompt, which comes first, those of the whole.
+        """
+        self.asked = torch.arange(self.length, self.length + count)
+        if self.length == 0:
+            held = self._groups.plan.lay(count).positions(self._groups.rank)
+            self._own = torch.arange(len(held))
+        else:
+            held = self.asked[self.asked % self._groups.all.size == self._groups.rank]
+            self._own = held - self.length
+        self.positions = torch.cat([self.positions, held])
+        self.length += count
+
+    def keep(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds a layer's new keys and values.
+
+        Args:
+            module: the layer's attention.
+            key: of the new tokens, ``[batch, KV heads, tokens, head dim]``.
+            value: the same.
+
+        Returns:
+            All that this rank keeps of the layer: views, valid until the next call.
+        """
+        count = len(self.positions)
+        buffers = self._layers.get(id(module))
+        if buffers is None or buffers[0].shape[2] < count:
+            buffers = tuple(
+                _grown(x, count, old)
+                for x, old in zip((key, value), buffers or (None,) * 2, strict=True)
+            )
+            self._layers[id(module)] = buffers[0], buffers[1]
+        first = count - len(self._own)
+        if len(self._own):
+            index = self._own.to(key.device)
+            for buffer, new in zip(buffers, (key, value), strict=True):
+                buffer[:, :, first:count] = new.detach().index_select(2, index)
+        return buffers[0][:, :, :count], buffers[1][:, :, :count]
+
+
+def _grown(like: Tensor, count: int, old: Tensor | None) -> Tensor:
+    batch, heads, _, dim = like.shape
+    room = count + max(SPARE, count // 4)
+    buffer = like.new_empty(batch, heads, room, dim)
+    if old is not None:
+        buffer[:, :, : old.shape[2]] = old
+    return buffer

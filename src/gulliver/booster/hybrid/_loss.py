@@ -1,0 +1,219 @@
+"""Losses of logits that are cut over the vocabulary, over the sequence, or over both; ways out.
+
+[Note: gradients] What a rank computes of a shared sequence, it computes from its own tokens. Its
+gradients of parameters are averaged over the ranks of the sequence later, as over those with other
+sequences. So whatever leaves the sharded part of a model, the loss or a gathered tensor, multiplies
+the gradient that comes back by the number of ranks: the average of the ranks' shares is then their
+sum, which is the gradient that one process has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gulliver.comm import Line, all_reduce
+from gulliver.errors import GulliverError
+from gulliver.parallel.sequence import Layout, SequenceGroups, unshard
+from gulliver.parallel.sequence._shard import _Unshard
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Counting:
+    """What a loss of tokens is a mean over.
+
+    Attributes:
+        ignore_index: label of tokens that do not count.
+        items: what the sum is divided by; None for the tokens that count, of all ranks.
+    """
+
+    ignore_index: int = -100
+    items: Tensor | int | None = None
+
+
+def token_losses(
+    logits: Tensor,
+    labels: Tensor,
+    tensor: Line,
+    columns: tuple[int, int] | None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """The cross-entropy of each token.
+
+    Args:
+        logits: ``[batch, tokens, vocabulary]``, or this rank's columns of them.
+        labels: ``[batch, tokens]``, aligned with the logits.
+        tensor: ranks that share the columns.
+        columns: this rank's, first and one past the last; None where it has all.
+        ignore_index: label of tokens whose loss and gradient are 0.
+
+    Returns:
+        ``[batch, tokens]``, in float32 for 16 bits.
+    """
+    if columns is not None:
+        from gulliver.parallel.tensor import cross_entropy
+
+        return cross_entropy(logits, labels, tensor, columns, ignore_index)
+    wide = logits.float() if logits.dtype in HALVES else logits
+    flat = F.cross_entropy(
+        wide.flatten(0, 1), labels.flatten(), ignore_index=ignore_index, reduction="none"
+    )
+    return flat.view(labels.shape)
+
+
+def mean_over_ranks(
+    losses: Tensor, labels: Tensor, groups: SequenceGroups, counting: Counting
+) -> Tensor:
+    """The mean over all tokens that count, of which each rank has its own.
+
+    Args:
+        losses: of this rank's tokens, 0 for those that do not count.
+        labels: of the same shape.
+        groups: of the ranks that share the sequence.
+        counting: what is counted.
+
+    Returns:
+        The same number on every rank; its gradient as the top of the file says. Where nothing
+        counts it is not a number, as for one process, and its gradients are 0.
+    """
+    total = losses.sum()
+    count = (labels != counting.ignore_index).sum()
+    if counting.items is not None:
+        count = torch.as_tensor(counting.items, device=losses.device)
+    sums = torch.stack([total.detach().double(), count.double()])
+    if groups.plan.degree > 1:
+        own = sums[1].clone()
+        all_reduce(sums, group=groups.all.group)
+        if counting.items is not None:
+            sums[1] = own
+    whole = (sums[0] / sums[1]).to(losses.dtype)
+    share = scale_gradient(total / sums[1].clamp(min=1).to(losses.dtype), groups.plan.degree)
+    return _Shown.apply(share, whole)
+
+
+def leave(x: Tensor, groups: SequenceGroups, length: int) -> Tensor:
+    """The whole of a tensor of which each rank has its tokens, ``[batch, tokens, ...]``."""
+    if groups.plan.degree == 1:
+        return x
+    return unshard(scale_gradient(x, groups.plan.degree), groups, 1, length)
+
+
+def leave_tail(x: Tensor, groups: SequenceGroups, tail: Tail) -> Tensor:
+    """The same of the last tokens only."""
+    if groups.plan.degree == 1:
+        return x
+    return _Unshard.apply(scale_gradient(x, groups.plan.degree), groups, tail, 1, "own")
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """The same values; the gradient times a factor."""
+    return x if factor == 1 else _ScaleGradient.apply(x, factor)
+
+
+class _Shown(torch.autograd.Function):
+    """The value of the whole with the gradient of the share; also where either is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, whole: Tensor) -> Tensor:
+        return whole.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        return grad, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        return grad * ctx.factor, None
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Where the last tokens of a sequence lie, numbered from the first of them.
+
+    Attributes:
+        whole: layout of the sequence.
+        count: of the tokens, at most its length.
+    """
+
+    whole: Layout
+    count: int
+
+    @property
+    def degree(self) -> int:
+        """Ranks."""
+        return self.whole.degree
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return self.count
+
+    def of_rank(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Which of them a rank holds."""
+        first = self.whole.length - self.count
+        held = ((max(a, first), b) for a, b in self.whole.of_rank(rank) if b > first)
+        return tuple((a - first, b - first) for a, b in held)
+
+    def sizes(self) -> list[int]:
+        """How many each rank holds."""
+        return [sum(b - a for a, b in self.of_rank(rank)) for rank in range(self.degree)]
+
+    def order(self) -> Tensor:
+        """Their numbers, rank after rank."""
+        runs = [torch.arange(a, b) for rank in range(self.degree) for a, b in self.of_rank(rank)]
+        return torch.cat(runs)
+
+    def local(self, rank: int) -> Tensor:
+        """Where they stand among the tokens that a rank holds."""
+        positions = self.whole.positions(rank)
+        return (positions >= self.whole.length - self.count).nonzero().squeeze(1)
+
+
+class NotGatheredError(GulliverError, AttributeError):
+    """Something was asked of logits that are not there."""
+
+
+class NotGathered:
+    """Stands for logits that were used for the loss and not brought together."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise NotGatheredError(
+            "logits are not brought together in training with labels, because each rank has its "
+            "part only: leave labels out of the model's call to compute a loss from its logits, "
+            "or call model.eval() to look at them"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return self._refuse()
+
+    __getitem__ = __iter__ = __len__ = __add__ = __sub__ = __mul__ = __matmul__ = _refuse
+    __array__ = __float__ = __bool__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls()._refuse()
+
+    def __repr__(self) -> str:
+        return "NotGathered()"
+
+    def __reduce__(self) -> Any:
+        return NotGathered, ()
+
+    def __deepcopy__(self, memo: Any) -> NotGathered:
+        return self

@@ -1,0 +1,406 @@
+"""Hugging Face models whose sequences are shared by several ranks.
+
+    wire_sequence(model, make_groups(SequencePlan(inner=2, layout="zigzag")))
+    loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss      # as ever
+
+Nothing in the user's loop changes: every rank calls the model with the whole batch and gets the
+loss of all tokens, or whole logits. Three hooks do it, around the model's own forward:
+
+1. on the way in (`Wiring.enter`), this rank's tokens are taken, with the positions that they have
+   (`_inputs.py`);
+2. attention is `attend` (`_call.py`), which transformers finds under a name in the configuration;
+3. on the way out (`Wiring.leave`), the loss is computed of what each rank has, or logits and hidden
+   states are brought together (`_loss.py`).
+
+Which part of a model runs on cut sequences is its *region*. Where a head works token by token
+(`TASKS`) it is the whole model with its loss; else it is the base model, from whose end on all
+ranks go on with whole hidden states. `FAMILIES` says what differs from model to model.
+
+Without ranks that share sequences but with some that share tensors, only the loss is wired: the
+head's columns stay apart and the cross-entropy reaches over them.
+
+Generation is in `_generate.py`. What this file does not know: optimizers, and pipelines: blocks and
+modules of other stages may be missing, and a forward may be left in the middle.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from gulliver.booster.hybrid._call import KEY, NAME, Call, attend
+from gulliver.booster.hybrid._capability import FAMILIES as CAPABLE
+from gulliver.booster.hybrid._generate import generate
+from gulliver.booster.hybrid._inputs import (
+    ALONG_TOKENS,
+    WHOLE,
+    Batch,
+    Opened,
+    Packing,
+    check_length,
+    cut_tokens,
+    next_tokens,
+    take_targets,
+)
+from gulliver.booster.hybrid._loss import (
+    NotGathered,
+    Tail,
+    leave,
+    leave_tail,
+    mean_over_ranks,
+    token_losses,
+)
+from gulliver.comm import ALONE, Line
+from gulliver.errors import GulliverError
+from gulliver.parallel.sequence import SequenceGroups, shard
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is particular about the models of one type.
+
+    Attributes:
+        packing: how they are told of positions and documents.
+        entry: path in the base model of the module that makes the tokens, of whose output each
+            rank takes its part; None where tokens are given.
+        exit: path in the base model of the module whose output is brought together, where more
+            than the region reads it; None for the end of the base model.
+        masked: whether they take a padding mask.
+        dropouts: values of the configuration that drop out inside attention, or layers.
+        refused: values of the configuration that must not be set.
+    """
+
+    packing: Packing = field(default_factory=Packing)
+    entry: str | None = None
+    exit: str | None = None
+    masked: bool = True
+    dropouts: tuple[str, ...] = ("attention_dropout",)
+    refused: tuple[str, ...] = ()
+
+
+def _counted(mask: Tensor) -> Tensor:
+    """OPT's positions: how many tokens of the row were no padding."""
+    return (mask.long().cumsum(1) * mask - 1).long()
+
+
+_DECODER = Family(Packing(by_positions=True))
+FAMILIES = {
+    "llama": _DECODER,
+    "mistral": _DECODER,
+    "qwen2": _DECODER,
+    "gpt2": Family(
+        Packing(by_positions=True),
+        dropouts=("attn_pdrop",),
+        refused=("reorder_and_upcast_attn", "add_cross_attention"),
+    ),
+    "opt": Family(Packing(positions=_counted), dropouts=("attention_dropout", "layerdrop")),
+    "bert": Family(
+        exit="encoder", dropouts=("attention_probs_dropout_prob",), refused=("add_cross_attention",)
+    ),
+    "vit": Family(
+        entry="embeddings",
+        exit="layernorm",
+        masked=False,
+        dropouts=("attention_probs_dropout_prob",),
+    ),
+}
+
+TASKS = {"ForCausalLM": True, "LMHeadModel": True, "ForMaskedLM": False}
+"""Ends of the names of classes whose head works token by token; whether its labels are shifted."""
+
+LOCAL_ROPE = ("dynamic", "longrope")
+"""Kinds of rotary embedding that look at the largest position of a call, which ranks differ in."""
+
+
+def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: Line = ALONE) -> None:
+    """Makes a Hugging Face model share its sequences between ranks, in place.
+
+    Parameters stay as they are, whole or cut by tensor parallelism; blocks may be missing. All
+    ranks of a sequence must call the model with the same batch. Gradients of parameters are right
+    once they are averaged over the ranks of the sequence.
+
+    In training with labels, logits are not brought together (`NotGathered`); without labels, and in
+    evaluation, they are whole.
+
+    Args:
+        model: of transformers.
+        groups: of the ranks that share a sequence; of one rank, only the loss is wired.
+        tensor: ranks that share the tensors.
+
+    Raises:
+        GulliverError: a model or a configuration that cannot run so.
+    """
+    task = next((t for end, t in TASKS.items() if type(model).__name__.endswith(end)), None)
+    if groups.plan.degree == 1 and (tensor.size == 1 or task is None):
+        return
+    if getattr(model, "gulliver_wiring", None) is not None:
+        raise GulliverError("this model is wired for a sequence already: build it anew")
+    if task is not None and "_loss_function" in vars(model):
+        raise GulliverError(
+            "the model has a loss_function of its own, which would see a part of the logits: "
+            "leave labels out of its call and compute the loss of its logits"
+        )
+    family = Family()
+    if groups.plan.degree > 1:
+        family = _family_of(model)
+        _check_config(model, family)
+    wiring = Wiring(groups, tensor, family, task)
+    region = model if task is not None else _base_of(model)
+    region.register_forward_pre_hook(wiring.enter, with_kwargs=True)
+    region.register_forward_hook(wiring.leave, with_kwargs=True, always_call=True)
+    # Not an attribute of the module's own kind: nothing of it is saved or copied.
+    object.__setattr__(model, "gulliver_wiring", wiring)
+    if groups.plan.degree > 1:
+        _use_attention(model)
+        _wire_inside(_base_of(model), wiring, whole_region=task is not None)
+        if task and hasattr(model, "generate"):
+            object.__setattr__(model, "generate", partial(generate, model))
+
+
+def keep_logits(model: nn.Module, keep: bool = True) -> None:
+    """Whether a wired model brings its logits together in training with labels, too.
+
+    For criteria that are given labels and logits both.
+
+    Args:
+        model: wired or not.
+        keep: or only where a loss cannot be had otherwise.
+    """
+    wiring: Wiring | None = getattr(model, "gulliver_wiring", None)
+    if wiring is not None:
+        wiring.keeps_logits = keep
+
+
+class Wiring:
+    """What the hooks of one model share; copies of the model share it, too."""
+
+    def __init__(
+        self, groups: SequenceGroups, tensor: Line, family: Family, task: bool | None
+    ) -> None:
+        self.groups, self.tensor, self.family, self.task = groups, tensor, family, task
+        self.keeps_logits = False
+        # Of the forward that runs now. Blocks, which may run again later, have theirs as argument.
+        self.opened: Opened | None = None
+
+    def __deepcopy__(self, memo: Any) -> Wiring:
+        return self
+
+    @property
+    def shared(self) -> bool:
+        """Whether sequences are cut."""
+        return self.groups.plan.degree > 1
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The arguments that the model is called with on this rank."""
+        batch = Batch.of(module, args, dict(kwargs))
+        cache = batch.take("gulliver_cache")
+        if self.shared:
+            self._check_call(module, batch)
+        decoding = cache is not None and cache.length > 0
+        opened = Opened(Call(self.groups), shared=self.shared and not decoding)
+        opened.as_tuple = not batch.take("return_dict", _returns_dict(module))
+        if self.task is not None:
+            opened.targets = take_targets(batch, self.groups, self.task)
+        if decoding:
+            assert cache is not None
+            opened.call = next_tokens(batch, self.groups, cache)
+        elif self.shared and self.family.entry is None:
+            opened.call = cut_tokens(batch, self.groups, self.family.packing)
+            opened.call.cache = cache
+            if cache is not None:
+                cache.begin(opened.call.length)
+        if self.shared:
+            known = (*ALONG_TOKENS, *WHOLE, "logits_to_keep")
+            batch.refuse_rest(known)
+            self._keep_tail(batch, opened)
+            batch.kwargs[KEY] = opened.call
+        opened.hold = opened.targets is not None and module.training and not self.keeps_logits
+        self._switch_head(module, opened)
+        self.opened = opened
+        return (), {**batch.kwargs, "return_dict": True}
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """What the user gets; called too when a forward is left in the middle."""
+        opened, self.opened = self.opened, None
+        if opened is None or output is None:
+            return None
+        fields = dict(output)
+        if opened.targets is not None:
+            fields = {"loss": self._loss(module, fields["logits"], opened), **fields}
+        if opened.hold:
+            fields["logits"] = NotGathered()
+        if opened.shared:
+            self._gather(fields, opened)
+        found = type(output)(**fields)
+        return found.to_tuple() if opened.as_tuple else found
+
+    def cut_made_tokens(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """This rank's part of tokens that a module has made, with the gradient of that part."""
+        if self.opened is None:
+            return output
+        check_length(self.groups, output.shape[1])
+        self.opened.call.length = output.shape[1]
+        return shard(output, self.groups, gradient="own")
+
+    def join(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The whole of what a module inside returns."""
+        if self.opened is None or not self.opened.shared:
+            return output
+        length = self.opened.call.length
+        if isinstance(output, Tensor):
+            return leave(output, self.groups, length)
+        output.last_hidden_state = leave(output.last_hidden_state, self.groups, length)
+        return output
+
+    def _loss(self, module: nn.Module, logits: Tensor, opened: Opened) -> Tensor:
+        targets = opened.targets
+        assert targets is not None
+        head = self._head(module)
+        columns = head.columns if opened.hold and head is not None else None
+        ignored = targets.counting.ignore_index
+        losses = token_losses(logits, targets.labels, self.tensor, columns, ignored)
+        return mean_over_ranks(losses, targets.labels, self.groups, targets.counting)
+
+    def _gather(self, fields: dict[str, Any], opened: Opened) -> None:
+        length = opened.call.length
+        last = fields.get("last_hidden_state")
+        if self.family.exit is None and isinstance(last, Tensor):
+            fields["last_hidden_state"] = leave(last, self.groups, length)
+        if fields.get("hidden_states") is not None:
+            # The last may be the very tensor that was brought together already.
+            fields["hidden_states"] = tuple(
+                fields["last_hidden_state"] if h is last else leave(h, self.groups, length)
+                for h in fields["hidden_states"]
+            )
+        if self.task is None or opened.hold:
+            return
+        if opened.tail is None:
+            fields["logits"] = leave(fields["logits"], self.groups, length)
+        else:
+            fields["logits"] = leave_tail(fields["logits"], self.groups, opened.tail)
+
+    def _keep_tail(self, batch: Batch, opened: Opened) -> None:
+        """Logits of the last tokens only: this rank computes those that it has."""
+        keep = batch.kwargs.get("logits_to_keep", 0)
+        if not isinstance(keep, int):
+            raise GulliverError(
+                "logits_to_keep by places is not supported where a sequence is shared: give the "
+                "number of last tokens"
+            )
+        if not keep or not opened.shared:
+            return
+        if opened.targets is not None:
+            raise GulliverError("logits_to_keep with labels is not supported: leave one out")
+        layout = self.groups.plan.lay(opened.call.length)
+        opened.tail = Tail(layout, min(keep, opened.call.length))
+        batch.kwargs["logits_to_keep"] = opened.tail.local(self.groups.rank)
+
+    def _switch_head(self, module: nn.Module, opened: Opened) -> None:
+        """Columns stay apart where only the loss reads them."""
+        head = self._head(module)
+        if head is not None:
+            head.gather_output = not opened.hold
+
+    def _head(self, module: nn.Module) -> Any:
+        """The head where the tensor ranks share its columns."""
+        if self.task is None or self.tensor.size == 1:
+            return None
+        head = module.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+        return head if hasattr(head, "gather_output") and hasattr(head, "columns") else None
+
+    def _check_call(self, module: nn.Module, batch: Batch) -> None:
+        if module.training:
+            check_dropout(module, self.family)
+        if batch.take("use_cache"):
+            raise GulliverError(
+                "use_cache=True: keys and values lie on several ranks; generate with "
+                "model.generate(input_ids, max_new_tokens=...)"
+            )
+        if _accepts(module, "use_cache"):
+            batch.kwargs["use_cache"] = False
+        if not self.family.masked and batch.kwargs.get("attention_mask") is not None:
+            raise GulliverError(f"{type(module).__name__} takes no attention_mask when shared")
+
+
+def check_dropout(model: nn.Module, family: Family) -> None:
+    """Refuses what is dropped at random where ranks would have to choose alike.
+
+    Raises:
+        GulliverError: naming the setting.
+    """
+    config: Any = model.config
+    for name in family.dropouts:
+        if getattr(config, name, 0):
+            raise GulliverError(
+                f"{name}={getattr(config, name)} is not supported where a sequence is shared by "
+                "several ranks: set it to 0; dropout elsewhere is not affected"
+            )
+
+
+def _family_of(model: nn.Module) -> Family:
+    kind = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+    if kind in FAMILIES:
+        return FAMILIES[kind]
+    why = CAPABLE[kind].why if kind in CAPABLE else "its attention is not in the table"
+    raise GulliverError(
+        f"{kind} cannot share its sequences between ranks of their own: {why}; take "
+        f"sequence_parallelism_mode='split_gather', or one of {', '.join(FAMILIES)}"
+    )
+
+
+def _check_config(model: nn.Module, family: Family) -> None:
+    config: Any = model.config
+    for name in family.refused:
+        if getattr(config, name, False):
+            raise GulliverError(f"{name}={getattr(config, name)} does not run on shared sequences")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in LOCAL_ROPE:
+        raise GulliverError(
+            f"rotary embeddings of type {rope!r} depend on the longest position that a rank sees: "
+            "take 'default', 'linear', 'yarn' or 'llama3', or sequence_parallelism_mode="
+            "'split_gather'"
+        )
+    if model.training:
+        check_dropout(model, family)
+
+
+def _base_of(model: nn.Module) -> nn.Module:
+    """The model without its head."""
+    return getattr(model, "base_model", model)
+
+
+def _use_attention(model: nn.Module) -> None:
+    """Names our attention in the model's configuration, which is made its own."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+    # Others may have been built from the same configuration.
+    old: Any = model.config
+    new = copy.deepcopy(old)
+    new._attn_implementation = NAME
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = new
+
+
+def _wire_inside(base: nn.Module, wiring: Wiring, whole_region: bool) -> None:
+    """Hooks on the modules where a region begins or ends inside the base model."""
+    family = wiring.family
+    if family.entry is not None:
+        base.get_submodule(family.entry).register_forward_hook(wiring.cut_made_tokens)
+    if family.exit is not None and not whole_region:
+        base.get_submodule(family.exit).register_forward_hook(wiring.join)
+
+
+def _returns_dict(module: nn.Module) -> bool:
+    return bool(getattr(getattr(module, "config", None), "return_dict", True))
+
+
+def _accepts(module: nn.Module, name: str) -> bool:
+    import inspect
+
+    return name in inspect.signature(module.forward).parameters
