@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -29,10 +28,13 @@ from gulliver.booster.hybrid._stdit_choice import (
 from gulliver.comm import Line, World, make_axes
 from gulliver.errors import GulliverError
 from gulliver.hardware import Axis, Cluster, Device, Link, described
+from gulliver.memory import region_of
 from gulliver.models import STDiT3
 from gulliver.models.stdit import Block
+from gulliver.parallel.pipeline import Pipeline, cut, deal, make_stage, stack_of
 from gulliver.parallel.sequence import SequencePlan, make_groups
 from gulliver.parallel.sequence import _wire as wire
+from gulliver.parallel.tensor import apply_tensor, plan_tensor
 from tests.pool import Pool
 
 MODEL: dict[str, Any] = {
@@ -123,6 +125,7 @@ def results_of(model: STDiT3, inputs: dict[str, Any], line: Line | None) -> dict
 
 def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
     assert found.keys() == expected.keys()
+    assert all(bool(value.isfinite().all()) for value in found.values())
     return max(
         (float((found[n] - e).abs().max() / e.abs().max().clamp(min=1)), n)
         for n, e in expected.items()
@@ -164,10 +167,8 @@ MODES = {
     "swap 3": (SequencePlan(ulysses=3), "all_to_all", "places-swap"),
     "swap 4": (SequencePlan(ulysses=4), "all_to_all", "places-swap"),
     "frames swap 3": (SequencePlan(ulysses=3), "all_to_all", "frames-swap"),
-    "heads 3": (SequencePlan(ulysses=3), "all_to_all", "places-heads"),
     "heads 4": (SequencePlan(ulysses=4), "all_to_all", "places-heads"),
     "frames heads 2": (SequencePlan(ulysses=2), "all_to_all", "frames-heads"),
-    "frames heads 4": (SequencePlan(ulysses=4), "all_to_all", "frames-heads"),
     "ring 2": (SequencePlan(inner=2), "ring_attn", "places-ring"),
     "ring 4": (SequencePlan(inner=4), "ring_attn", None),
     "ring 2 x 2": (SequencePlan(outer=2, inner=2), "ring_attn", "places-ring"),
@@ -234,90 +235,23 @@ def test_under_autocast_as_near_to_float32_as_one_process(pool: Pool) -> None:
         assert all(shared <= 1.5 * alone for alone, shared in errors), errors
 
 
-class _Copied(torch.autograd.Function):
-    """What every tensor rank has; its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
-        ctx.line = line
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.line.group)
-        return grad, None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum of what tensor ranks have; its gradient is that of each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=line.group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        return grad, None
-
-
-class _Part(nn.Module):
-    """Some outputs of a linear layer, or the whole output from some inputs."""
-
-    def __init__(self, whole: nn.Linear, line: Line, kept: Tensor, rows: bool) -> None:
-        super().__init__()
-        self.line, self.rows = line, rows
-        weight = whole.weight.detach()
-        self.weight = nn.Parameter(weight[:, kept] if rows else weight[kept])
-        bias = whole.bias.detach()
-        self.bias = nn.Parameter(bias.clone() if rows else bias[kept])
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.rows:
-            return _Summed.apply(F.linear(x, self.weight), self.line) + self.bias
-        return F.linear(_Copied.apply(x, self.line), self.weight, self.bias)
-
-
-def _split_attention(model: STDiT3, line: Line) -> None:
-    """Tensor parallelism of self-attention written out: each rank has some of its heads."""
-    heads = model.num_heads // line.size
-    numbers = torch.arange(3 * model.hidden_size).view(3, model.num_heads, -1)
-    own = numbers[:, line.place * heads : (line.place + 1) * heads]
-    for block in [*model.spatial_blocks, *model.temporal_blocks]:
-        attention: Any = block.get_submodule("attn")
-        attention.qkv = _Part(attention.qkv, line, own.flatten(), False)
-        attention.proj = _Part(attention.proj, line, own[0].flatten(), True)
-        attention.num_heads = heads
-        for norm in (attention.q_norm, attention.k_norm):
-            norm.weight.register_hook(lambda grad: _reduced(grad, line))
-
-
-def _reduced(grad: Tensor, line: Line) -> Tensor:
-    grad = grad.clone()
-    dist.all_reduce(grad, group=line.group)
-    return grad
-
-
 def _beside_tensor_parallelism(world: World, scheme: str) -> list[tuple[float, str]]:
     axes = make_axes({"sp": 2, "tp": 2})
-    line, row = axes.line("tp"), axes.line("sp")
     alone = build()
     wired = copy.deepcopy(alone)
-    _split_attention(wired, line)
+    apply_tensor(wired, plan_tensor(wired, 2), axes.line("tp"))
     groups = make_groups(SequencePlan(ulysses=2), [[0, 2], [1, 3]])
-    wire_stdit(wired, groups, "all_to_all", line, scheme=scheme)
+    wire_stdit(wired, groups, "all_to_all", axes.line("tp"), scheme=scheme)
     errors = []
     for case in CASES[:2]:
         expected = results_of(alone, inputs_of(case), None)
-        found = results_of(wired, inputs_of(case), row)
-        # Of the parts the sums of squares: what each rank has of a whole is its own.
-        for name in [n for n in expected if "attn.qkv" in n or "attn.proj.weight" in n]:
-            if "cross" in name:
-                continue
-            square = _reduced(found[name].square().sum(), line)
-            found[name], expected[name] = square, expected[name].square().sum()
+        for name, parameter in wired.named_parameters():
+            region = region_of(parameter)
+            if region is not None:
+                whole = expected[name]
+                runs = [whole.narrow(region.dim, a, b - a) for a, b in region.runs]
+                expected[name] = torch.cat(runs, region.dim)
+        found = results_of(wired, inputs_of(case), groups.all)
         errors.append(largest_error(found, expected))
     return errors
 
@@ -326,6 +260,44 @@ def _beside_tensor_parallelism(world: World, scheme: str) -> list[tuple[float, s
 def test_heads_may_be_a_tensor_ranks_own(pool: Pool, scheme: str) -> None:
     for result in pool.run(_beside_tensor_parallelism, 4, scheme):
         assert max(result)[0] <= BARS[torch.float64], result
+
+
+def _mean_of_products(out: Tensor, micro: Any) -> Tensor:
+    weights = torch.arange(out[0].numel(), dtype=out.dtype).view(out[0].shape).sin()
+    return (out * weights).sum((1, 2, 3, 4)).mean()
+
+
+def _beside_a_pipeline(world: World, scheme: str) -> list[tuple[float, str]]:
+    axes = make_axes({"pp": 2, "sp": 2})
+    alone = build()
+    wired = copy.deepcopy(alone)
+    stack = stack_of(wired)
+    stage = make_stage(wired, stack, cut(wired, stack, 2), axes.line("pp"), deal("1f1b", 2, 1))
+    groups = make_groups(SequencePlan(ulysses=2))
+    wire_stdit(wired, groups, "all_to_all", scheme=scheme)
+    errors = []
+    for case in (Case(4, 6, 6, (7, 4, 3, 7)), Case(5, 4, 6, (7, 2), given=True)):
+        inputs = {n: v.detach() for n, v in inputs_of(case).items() if v is not None}
+        _mean_of_products(alone(**inputs), None).backward()
+        Pipeline(stage, "1f1b", 2).run(inputs, _mean_of_products)
+        trained = {n: p for n, p in stage.named_parameters().items() if p.requires_grad}
+        found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
+        stage.sum_tied({n: grad for n, grad in found.items() if n in stage.tied})
+        for grad in found.values():
+            dist.all_reduce(grad, group=groups.all.group)
+            grad /= 2
+        expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+        errors.append(largest_error(found, {n: expected[n] for n in found}))
+        alone.zero_grad()
+        wired.zero_grad()
+    return errors
+
+
+@pytest.mark.parametrize("scheme", ["places-swap", "frames-heads"])
+def test_stages_of_a_pipeline_hand_on_parts_of_a_clip(pool: Pool, scheme: str) -> None:
+    for result in pool.run(_beside_a_pipeline, 4, scheme):
+        assert max(result)[0] <= BARS[torch.float64], result
+        assert all(name for _, name in result)
 
 
 def _bytes_sent(world: World, plan: SequencePlan, mode: str, scheme: str) -> list[list[float]]:
