@@ -140,7 +140,7 @@ class ChosenScheme:
             f"  {p.scheme!s:<22} {p.seconds * 1e3:10.3f} ms {p.sent / 1e6:10.3f} MB sent"
             for p in self.predicted
         ]
-        return "\n".join([f"{head}: {self.scheme}", *rows])
+        return "\n".join([f"{head}: {self.scheme}; of a forward and a backward:", *rows])
 
 
 def choose_scheme(
