@@ -5,7 +5,6 @@ forward does on one stage), `_stage.py` (making a stage in place), then `_pipeli
 """
 
 from gulliver.parallel.pipeline._agree import agree
-from gulliver.parallel.pipeline._agree import agree
 from gulliver.parallel.pipeline._batch import split
 from gulliver.parallel.pipeline._cut import Cut, block_costs, cut
 from gulliver.parallel.pipeline._pipeline import Pipeline
@@ -20,7 +19,6 @@ __all__ = [
     "Pipeline",
     "Stack",
     "Stage",
-    "agree",
     "agree",
     "block_costs",
     "check_counts",

@@ -186,7 +186,8 @@ def merge(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
     first = outputs[0]
     if isinstance(first, Tensor):
         if first.ndim == 0:
-            terms = [o.detach() * w for o, w in zip(outputs, weights, strict=True)]
+            # The mean over nothing, which is no number, counts nothing.
+            terms = [o.detach() * w for o, w in zip(outputs, weights, strict=True) if w]
             return torch.stack(terms).sum(0)
         return torch.cat([o.detach() for o in outputs])
     if isinstance(first, Mapping):

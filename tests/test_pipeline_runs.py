@@ -1,0 +1,401 @@
+"""Batches through pipelines: any shape, dtype and model; what cannot be exact is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gulliver.comm import Line, World
+from gulliver.errors import GulliverError
+from gulliver.parallel.pipeline import (
+    STYLES,
+    Pipeline,
+    block_costs,
+    cut,
+    deal,
+    make_stage,
+    split,
+    stack_of,
+)
+from tests import hybrid_models
+from tests.pipelines import (
+    BAR,
+    batch_of,
+    build,
+    criterion,
+    difference,
+    grad_of,
+    gradients_of,
+    pipeline_of,
+    plain,
+    reference,
+)
+from tests.pool import Pool
+
+
+def _many_runs(world: World, style: str) -> list[float]:
+    """Batches of other sizes and lengths, training and evaluation in turns."""
+    pipe = pipeline_of(world, build("llama", 4), style, 2)
+    errors = []
+    for seed, (size, length) in enumerate([(2, 12), (5, 7), (2, 12), (3, 16), (4, 16), (5, 7)]):
+        data = batch_of("llama", size, seed, length)
+        loss, wanted, outputs = reference("llama", 4, data)
+        evaluated = pipe.run(data, criterion("llama"), forward_only=True, return_outputs=True)
+        errors.append(difference(evaluated["loss"], loss))
+        assert (evaluated["outputs"] is None) == (world.rank != pipe.stage.last_place)
+        if evaluated["outputs"] is not None:
+            assert not evaluated["outputs"].logits.requires_grad
+            errors.append(difference(evaluated["outputs"].logits, outputs))
+        found = pipe.run(data, criterion("llama"))
+        errors.append(difference(found["loss"], loss))
+        errors += [difference(g, wanted[n]) for n, g in gradients_of(pipe).items()]
+        pipe.model.zero_grad()
+    return errors
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_shapes_may_change_from_run_to_run_and_evaluation_is_exact(pool: Pool, style: str) -> None:
+    if style == "dualpipev":
+        pytest.skip("wants more micro-batches than the smallest batch has samples")
+    for errors in pool.run(_many_runs, 2, style):
+        assert max(errors) <= BAR
+
+
+def _own_loss(world: World, family: str) -> list[float]:
+    """The model's own loss is a mean over labels, of which micro-batches have different numbers."""
+    data = hybrid_models.batch(family, 4, padded=True)
+    labels = data["labels"]
+    labels[1] = -100
+    labels[2, 3:] = -100
+    model = build(family, 2)
+    wanted = model(**data)
+    wanted.loss.backward()
+    pipe = pipeline_of(world, build(family, 2), "gpipe", 4)
+    found = pipe.run(data, return_outputs=True)
+    errors = [difference(found["loss"], wanted.loss.detach())]
+    gradients = dict(model.named_parameters())
+    errors += [difference(g, grad_of(gradients[n])) for n, g in gradients_of(pipe).items()]
+    if found["outputs"] is not None:
+        errors.append(difference(found["outputs"].logits, wanted.logits.detach()))
+        errors.append(difference(found["outputs"].loss, wanted.loss.detach()))
+    again = pipe.run(data, lambda outputs, _: outputs.loss)["loss"]
+    return [*errors, difference(again, wanted.loss.detach())]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "bert"])
+def test_the_models_own_loss_counts_labels_that_are_not_ignored(pool: Pool, family: str) -> None:
+    # Hugging Face computes the loss of a float64 model in float32.
+    for errors in pool.run(_own_loss, 2, family):
+        assert max(errors) <= 2e-6
+
+
+class Table(nn.Module):
+    """A model that no table knows: blocks return tuples and share what a module computes."""
+
+    def __init__(self, everywhere: bool = False) -> None:
+        super().__init__()
+        self.ids, self.mix = nn.Embedding(11, 6), nn.Linear(1, 6)
+        self.scale = nn.Parameter(torch.full((6,), 1.5))
+        self.blocks = nn.ModuleList(TupleBlock() for _ in range(4))
+        self.head = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3))
+        self.double()
+
+    def forward(self, ids: Tensor, when: Tensor) -> Tensor:
+        hidden, context = self.ids(ids) * self.scale, self.mix(when[:, None])
+        for block in self.blocks:
+            hidden = block(hidden, context=context)[0]
+        return self.head(hidden * self.scale)
+
+
+class TupleBlock(nn.Module):
+    """Returns its hidden state and nothing else, in a tuple of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, hidden: Tensor, context: Tensor) -> tuple[Tensor, None]:
+        return hidden + torch.tanh(self.inner(hidden) + context[:, None]), None
+
+
+def _unknown(world: World, everywhere: tuple[str, ...]) -> list[float]:
+    torch.manual_seed(0)
+    model, data = Table(), (torch.arange(12).view(4, 3) % 11, torch.rand(4, dtype=torch.float64))
+    loss = lambda outputs, _: outputs.square().mean()  # noqa: E731
+    whole = loss(model(*data), data)
+    whole.backward()
+    wanted = {n: grad_of(p).clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    pipe = pipeline_of(world, model, "1f1b", 2, everywhere=everywhere)
+    found = pipe.run(data, loss)
+    assert "scale" in pipe.stage.tied, "what lies on the model itself may be used anywhere"
+    errors = [difference(g, wanted[n]) for n, g in gradients_of(pipe).items()]
+    return [difference(found["loss"], whole.detach()), *errors]
+
+
+def test_a_model_that_no_table_knows_is_cut_or_refused_by_name(pool: Pool) -> None:
+    for errors in pool.run(_unknown, 2, ("mix",)):
+        assert max(errors) <= BAR
+    with pytest.raises(GulliverError, match=r"argument 1.context of block 'blocks.2'"):
+        pool.run(_unknown, 2, ())
+
+
+def _crossing(world: World, dtype: torch.dtype, style: str) -> list[float]:
+    data = batch_of("plain", 4).to(dtype)
+    loss = lambda outputs, _: outputs.float().square().mean()  # noqa: E731
+    model = plain(4, dtype)
+    for part in data.split(1):
+        (loss(model(part), None) / 4).backward()
+    wanted = {n: grad_of(p) for n, p in model.named_parameters()}
+    pipe = pipeline_of(world, plain(4, dtype), style, 4)
+    pipe.run(data, loss)
+    return [difference(g.float(), wanted[n].float()) for n, g in gradients_of(pipe).items()]
+
+
+@pytest.mark.parametrize("style", ["gpipe", "zbv"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_tensors_of_any_dtype_cross_stages(pool: Pool, dtype: torch.dtype, style: str) -> None:
+    bar = 1e-6 if dtype == torch.float32 else 2e-2
+    for errors in pool.run(_crossing, 2, dtype, style):
+        assert max(errors) <= bar
+
+
+def _frozen(world: World, style: str) -> list[Any]:
+    """The first stage does not train, then it does."""
+    model = plain(4)
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    pipe = pipeline_of(world, model, style, 2, at=[2, 2] if style == "1f1b" else None)
+    data, errors = batch_of("plain", 4), []
+    for trains in (False, True):
+        for number in (0, 1):
+            pipe.model.get_submodule(str(number)).requires_grad_(trains)
+        pipe.run(data, criterion("plain"))
+        _, wanted, _ = reference("plain", 4, data)
+        found = {n: grad_of(p) for n, p in pipe.stage.named_parameters().items() if p.requires_grad}
+        errors += [difference(g, wanted[n]) for n, g in found.items()]
+        pipe.model.zero_grad()
+    return errors
+
+
+@pytest.mark.parametrize("style", ["1f1b", "zero_bubble", "zbv"])
+def test_a_stage_may_be_frozen_and_thawed(pool: Pool, style: str) -> None:
+    for errors in pool.run(_frozen, 2, style):
+        assert max(errors, default=0.0) <= BAR
+
+
+def _hooks(world: World, style: str) -> tuple[list[int], float]:
+    """Hooks on parameters: before accumulation, as tensor parallelism's, and after, as ZeRO's."""
+    pipe = pipeline_of(world, plain(4), style, 4)
+    after = {n: 0 for n, _ in pipe.model.named_parameters()}
+
+    def count(name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            after[name] += 1
+
+        return hook
+
+    for name, parameter in pipe.model.named_parameters():
+        parameter.register_hook(lambda gradient: 2 * gradient)
+        parameter.register_post_accumulate_grad_hook(count(name))
+    data = batch_of("plain", 4)
+    pipe.run(data, criterion("plain"))
+    _, wanted, _ = reference("plain", 4, data)
+    errors = [difference(g, 2 * wanted[n]) for n, g in gradients_of(pipe).items()]
+    return sorted(set(after.values())), max(errors)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_hooks_of_parameters_run_once_for_each_micro_batch(pool: Pool, style: str) -> None:
+    for calls, error in pool.run(_hooks, 2, style):
+        assert calls == [4]
+        assert error <= BAR
+
+
+def test_names_and_blocks_stay_and_nothing_is_made_for_what_is_elsewhere() -> None:
+    with torch.device("meta"):
+        model = hybrid_models.MODELS["t5"](3)
+    whole = dict(model.named_parameters())
+    stack = stack_of(model)
+    found = cut(model, stack, 2, at=[2, 4])
+    blocks = [model.get_submodule(path) for path in stack.blocks]
+    stage = make_stage(model, stack, found, Line((0, 1), 1), deal("1f1b", 2))
+    mine = dict(model.named_parameters())
+    assert all(p.is_meta and whole.get(n, p) is p for n, p in mine.items())
+    assert {n for n in mine if ".block." in n} == {
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        *(n for n in whole if n.startswith("encoder.block.2.")),
+        *(n for n in whole if n.startswith("decoder.block.")),
+    }
+    assert model.get_submodule("encoder.block.2") is blocks[2]
+    assert type(blocks[2]).__name__ == "T5Block"
+    assert set(stage.tied) == {
+        "shared.weight",
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+    }
+    assert set(stage.named_parameters()) <= set(whole)
+    with pytest.raises(GulliverError, match="called directly"):
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64), labels=torch.zeros(1, 2).long())
+
+
+def _tied_values(world: World) -> float:
+    model = build("gpt2", 2)
+    with torch.no_grad():
+        model.transformer.wte.weight.add_(world.rank)
+    pipe = pipeline_of(world, model, "gpipe", 2)
+    found = pipe.stage.named_parameters()["transformer.wte.weight"]
+    return difference(found.detach(), build("gpt2", 2).transformer.wte.weight.detach())
+
+
+def test_copies_of_a_tied_weight_begin_with_the_first_stages_values(pool: Pool) -> None:
+    assert pool.run(_tied_values, 2) == [0.0, 0.0]
+
+
+def test_the_cut_weighs_blocks_and_head() -> None:
+    model = hybrid_models.build("llama", layers=8)
+    stack = stack_of(model)
+    costs = block_costs(model, stack)
+    head = 2 * model.lm_head.weight.numel()
+    assert costs[-1] == pytest.approx(costs[0] + head)
+    even, headed = cut(model, stack, 2, costs=[1.0] * 8), cut(model, stack, 2)
+    assert even.sizes == (4, 4)
+    assert max(headed.times) <= max(sum(costs[:4]), sum(costs[4:]))
+    assert cut(model, stack, 3, at=[2, 4]).bounds == (0, 2, 4, 8)
+    assert cut(model, stack, 3, at=[2, 2, 4]).bounds == (0, 2, 4, 8)
+
+
+@pytest.mark.parametrize(("samples", "parts"), [(7, 3), (6, 3), (3, 3), (100, 7)])
+def test_micro_batches_are_as_even_as_can_be(samples: int, parts: int) -> None:
+    rows = torch.arange(samples)
+    data = {"x": rows, "inner": [rows.view(-1, 1), 3], "one": torch.zeros(1, 4), "flag": True}
+    micros = split(data, parts)
+    sizes = [micro.samples for micro in micros]
+    assert max(sizes) - min(sizes) <= 1
+    assert torch.equal(torch.cat([m.kwargs["x"] for m in micros]), rows)
+    assert all(m.kwargs["one"].shape == (1, 4) and m.kwargs["flag"] for m in micros)
+    assert torch.equal(torch.cat([m.kwargs["inner"][0] for m in micros])[:, 0], rows)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: split(torch.zeros(3, 2), 4), "3 samples cannot be cut into 4 micro-batches"),
+        (
+            lambda: split({"x": torch.zeros(4, 2), "offsets": torch.zeros(3)}, 2),
+            "'offsets' of the batch has 3 rows where 'x' has 4",
+        ),
+        (lambda: deal("1f1bb", 2), "pp_style='1f1bb' is not known: did you mean '1f1b'"),
+        (lambda: deal("zbv", 2, 3), "'zbv' has 2 stages on each rank, not 3"),
+        (lambda: cut(plain(3), stack_of(plain(3)), 4), "3 blocks .* too few for 4 stages"),
+        (lambda: cut(plain(3), stack_of(plain(3)), 2, at=[1, 1]), "does not deal 3 blocks"),
+        (lambda: stack_of(nn.Linear(2, 2)), "no list of equal blocks"),
+        (lambda: stack_of(plain(3), "layers"), "no module 'layers'"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(wrong: Callable[[], Any], said: str) -> None:
+    with pytest.raises(GulliverError, match=said):
+        wrong()
+
+
+def _refused(world: World) -> list[str]:
+    said = []
+
+    def expect(run: Callable[[], Any]) -> None:
+        with pytest.raises(GulliverError) as caught:
+            run()
+        said.append(str(caught.value))
+
+    pipe = pipeline_of(world, plain(4), "1f1b", 3)
+    good = batch_of("plain", 3)
+    expect(lambda: pipe.run(batch_of("plain", 3, seed=world.rank), criterion("plain")))
+    expect(lambda: pipe.run(batch_of("plain", 3 + world.rank), criterion("plain")))
+    expect(lambda: pipe.run(batch_of("plain", 2), criterion("plain")))
+    pipe.run(good, criterion("plain"))
+    expect(lambda: Pipeline(pipe.stage, "1f1b", 1))
+    expect(lambda: Pipeline(pipe.stage, "interleaved", 5))
+    unknown = {"x": good, "labels": torch.tensor([1, -100, 1])}
+    expect(lambda: pipe.run(unknown, criterion("plain")))
+    return said
+
+
+def test_wrong_runs_are_refused_by_name_on_every_rank(pool: Pool) -> None:
+    for said in pool.run(_refused, 2):
+        assert "rank 1 has another batch than rank 0" in said[0]
+        assert "rank 1 has another batch than rank 0" in said[1]
+        assert "2 samples cannot be cut into 3 micro-batches" in said[2]
+        assert "at least 2 micro-batches" in said[3]
+        assert "cannot order 5 micro-batches: take 4 or 6" in said[4]
+        assert "different numbers of labels" in said[5]
+
+
+def test_random_choices_that_stages_would_make_differently_are_refused() -> None:
+    model = hybrid_models.MODELS["opt"](2).train()
+    model.model.decoder.layerdrop = 0.1
+    stack = stack_of(model)
+    with pytest.raises(GulliverError, match="layerdrop"):
+        make_stage(model, stack, cut(model, stack, 2), Line((0, 1), 0), deal("1f1b", 2))
+
+
+LOOP = """
+import sys, torch
+from gulliver.comm import Line, init_world
+from gulliver.errors import GulliverError
+from tests.pipelines import batch_of, criterion, pipeline_of, plain
+world = init_world(silence_s=4)
+pipe = pipeline_of(world, plain(6), "1f1b", 6)
+try:
+    for step in range(100_000):
+        pipe.run(batch_of("plain", 6), criterion("plain"))
+        if step == 3:
+            print("running", flush=True)
+except GulliverError as error:
+    print(error, file=sys.stderr, flush=True)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_hangs_in_mid_schedule_is_named(how: signal.Signals) -> None:
+    processes = _start(3)
+    try:
+        processes[2].send_signal(how)
+        for process in processes[:2]:
+            _, errors = process.communicate(timeout=40)
+            assert process.returncode in (1, 3)
+            assert "rank 2 is gone" in errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _start(size: int) -> list[subprocess.Popen[str]]:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = []
+    for rank in range(size):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            # As under torchrun: the store belongs to the launcher, here to this test.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        command = [sys.executable, "-c", LOOP]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+    processes[0].store = store  # type: ignore[attr-defined]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+    return processes
