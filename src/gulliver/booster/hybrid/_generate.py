@@ -31,6 +31,18 @@ OPTIONS = (
 UNTOLD = ("bos_token_id", "decoder_start_token_id", "use_cache", "transformers_version")
 """Settings of a model's generation_config that change nothing here."""
 
+NEUTRAL = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "typical_p": 1.0,
+    "return_dict_in_generate": False,
+}
+"""Values with which other settings do nothing, besides None, 0 and False."""
+
 
 @torch.no_grad()
 def generate(
@@ -189,13 +201,11 @@ def _count(prompt: int, new: int | None, whole: int | None, defaults: Any) -> in
 
 
 def _refuse(others: dict[str, Any], defaults: Any) -> None:
-    asked = {k: v for k, v in others.items() if v is not None and k not in UNTOLD}
-    if defaults is not None:
-        changed = defaults.to_diff_dict()
-        asked |= {k: v for k, v in changed.items() if k not in (*OPTIONS, *UNTOLD) and k[0] != "_"}
-    if asked:
-        name = next(iter(asked))
-        raise GulliverError(
-            f"generate with {name}={asked[name]!r} is not supported where sequences are shared: "
-            f"{nearest(name, OPTIONS)}"
-        )
+    changed = defaults.to_diff_dict() if defaults is not None else {}
+    asked = {k: v for k, v in changed.items() if k not in OPTIONS and k[0] != "_"} | others
+    for name, value in asked.items():
+        if value and name not in UNTOLD and value != NEUTRAL.get(name):
+            raise GulliverError(
+                f"generate with {name}={value!r} is not supported where sequences are shared: "
+                f"{nearest(name, OPTIONS)}"
+            )
