@@ -7,7 +7,7 @@ Read `_plan.py` and `_apply.py` for how a model is treated, `_linear.py` and `_e
 its layers do, `_table.py` for what is known of models.
 """
 
-from gulliver.parallel.tensor._apply import SequenceMode, apply_tensor
+from gulliver.parallel.tensor._apply import SequenceMode, apply_tensor, materialize
 from gulliver.parallel.tensor._collectives import (
     copy,
     gather,
@@ -44,6 +44,7 @@ __all__ = [
     "deal",
     "gather",
     "gather_partial",
+    "materialize",
     "plan_tensor",
     "reduce",
     "reduce_split",

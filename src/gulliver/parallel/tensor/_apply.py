@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gulliver.comm import Line
 from gulliver.errors import GulliverError, nearest
-from gulliver.memory import Region, set_region
+from gulliver.memory import Region, region_of, set_region
 from gulliver.parallel.tensor._collectives import summed
 from gulliver.parallel.tensor._convolution import (
     CONVOLUTIONS,
@@ -106,9 +106,6 @@ class _Applied:
             for name, p in module._parameters.items()
         }
         new = self._module(module, placed, runs, parameters, _stack_of(path, shared))
-        if path.rpartition(".")[0] in self.plan.sites and isinstance(new, ColumnLinear):
-            # What comes here plain, past the site, is whole.
-            new.shared = None
         return new.train(module.training)
 
     def _module(
@@ -157,22 +154,21 @@ class _Applied:
     def _hook(self, shared: Mapping[str, SharedSequence]) -> None:
         plan, line = self.plan, self.line
         for path in plan.sites:
-            take_in_once(self.modules[path], line, _stack_of(path, shared))
+            sequence = _stack_of(path, shared)
+            if sequence is not None:
+                take_in_once(self.modules[path], sequence)
         for path, names in plan.sliced.items():
             spans = intervals(deal(plan.attention[path], line.size))
             slice_heads(self.modules[path], names, plan.attention[path], spans[line.place])
-        partial: dict[int, nn.Parameter] = {}
-        for path, placed in plan.modules.items():
-            if placed.how.kind == "summed":
-                partial |= {id(p): p for p in self.modules[path].parameters()}
+        inside = [m for path in shared for m in self.model.get_submodule(path).modules()]
+        summed_up = [
+            self.modules[path]
+            for path, placed in plan.modules.items()
+            if placed.how.kind == "summed"
+        ]
         for path, sequence in shared.items():
-            stack = self.model.get_submodule(path)
-            guard_stack(path, stack, sequence, plan.known)
-            whole = {id(p): p for p in stack.parameters()}
-            for parameter in self.local.values():
-                whole.pop(id(parameter), None)
-            partial |= whole
-        sum_gradients(self.model, list(partial.values()), line)
+            guard_stack(path, self.model.get_submodule(path), sequence, plan.known)
+        sum_gradients(self.model, inside + summed_up, line)
 
 
 def _stack_of(path: str, shared: Mapping[str, SharedSequence]) -> SharedSequence | None:
@@ -211,18 +207,40 @@ def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Int
     module.register_forward_pre_hook(cut, with_kwargs=True)
 
 
-def sum_gradients(model: nn.Module, parameters: list[nn.Parameter], line: Line) -> None:
-    """Lets each rank have the sum of the ranks' gradients of some parameters.
+def sum_gradients(model: nn.Module, modules: list[nn.Module], line: Line) -> None:
+    """Lets each rank have the sum of the ranks' gradients of the whole parameters of some modules.
 
-    A frozen parameter cannot have a hook; it gets its own when the model runs after it was thawed.
+    A frozen parameter cannot have a hook, and one that comes from meta is another object: whoever
+    has none gets one when the model runs.
     """
-    waiting = list(parameters)
 
     def watch(*_: Any) -> None:
-        for parameter in [p for p in waiting if p.requires_grad]:
-            parameter.register_hook(lambda grad: summed(grad, line))
-            waiting[:] = [p for p in waiting if p is not parameter]
+        for module in modules:
+            for parameter in module._parameters.values():
+                if parameter is None or not parameter.requires_grad or "_summed" in vars(parameter):
+                    continue
+                if region_of(parameter) is None:
+                    parameter.register_hook(lambda grad: summed(grad, line))
+                    vars(parameter)["_summed"] = True
 
     watch()
-    if waiting:
-        model.register_forward_pre_hook(watch)
+    model.register_forward_pre_hook(watch)
+
+
+def materialize(model: nn.Module, device: torch.device | str) -> None:
+    """Gives parameters that are on meta memory of their own, not written to; in place.
+
+    Ties and regions stay. Buffers on meta are left alone.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                empty = torch.empty_like(parameter, device=device)
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                region = region_of(parameter)
+                if region is not None:
+                    set_region(made[id(parameter)], region)
+            setattr(module, name, made[id(parameter)])

@@ -16,7 +16,8 @@ to autograd, and `_Enter.backward`, which autograd runs after all of them, ends 
 column whose output is not used, or not differentiated, changes nothing.
 
 What a cut input looks like before it is gathered is an `Arriving` tensor: it has the shape of the
-whole, and any operation that looks further than that waits for it first.
+whole, and any operation that looks further than that waits for it first. As everywhere, what such
+an operation sees is whole, and so is the gradient that it gives: each rank keeps its piece of it.
 
 Read `enter`, `Arrival`, `Entry`, then `Arriving`.
 """
@@ -90,8 +91,22 @@ def enter(x: Tensor, line: Line, cut: Cut | None) -> Tensor:
         vars(token)["_arrival"] = arrival
         return token
     arriving = token.as_subclass(Arriving)
-    vars(arriving).update(_arrival=arrival, _token=token)
+    vars(arriving).update(_arrival=arrival, _token=token, _piece=x)
     return arriving
+
+
+def enter_whole(x: Tensor, line: Line) -> Tensor:
+    """Takes a whole tensor into columns, once for all that are given this very object."""
+    before = vars(x).get("_entered")
+    recorded = x.requires_grad and torch.is_grad_enabled()
+    if before is not None:
+        arrival = arrival_of(before)
+        assert arrival is not None
+        known = arrival.entry.line == line and before.dtype == autocast(x.detach()).dtype
+        if known and before.requires_grad == recorded:
+            return before
+    vars(x)["_entered"] = entered = enter(x, line, None)
+    return entered
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -244,14 +259,12 @@ class Entry:
         if self._done >= self._columns:
             self._again, self._done = None, 0
 
-    def end(self, grad: Tensor | None) -> Tensor | None:
-        """The input's gradient: the columns', and `grad` of whatever else used the input."""
-        if self._sum is not None:
-            grad = self._sum if grad is None else self._sum.view_as(grad) + grad
+    def end(self) -> Tensor | None:
+        """The input's gradient, of all columns that were differentiated."""
         found = self._reduced() if self._reduced is not None else None
-        if grad is not None:
-            rest = self._reduce(grad)()
-            found = rest if found is None else found + rest.view_as(found)
+        if self._sum is not None:
+            rest = self._reduce(self._sum)()
+            found = rest if found is None else found + rest
         self._reset()
         return found
 
@@ -294,19 +307,23 @@ class _Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.entry.end(grads[0]), None
+        assert grads[0] is None, "columns hand their gradients to the entry"
+        return ctx.entry.end(), None
 
 
 class _Look(Function):
     """The gathered tensor, for operations that are no columns."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, data: Tensor) -> Tensor:
+    def forward(ctx: Any, piece: Tensor, arrival: Arrival) -> Tensor:
+        ctx.entry = arrival.entry
+        data = arrival.data()
         return data.view_as(data)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
+        cut, line = ctx.entry.cut, ctx.entry.line
+        return cut.pieces(grads[0])[line.place].contiguous(), None
 
 
 SHAPES = (
@@ -346,7 +363,7 @@ def token_of(x: Tensor) -> Tensor:
 def _looked_at(x: Tensor) -> Tensor:
     arrival = arrival_of(x)
     assert arrival is not None
-    return _Look.apply(token_of(x), arrival.data())
+    return _Look.apply(vars(x)["_piece"], arrival)
 
 
 def _plain(value: Any, look: Any) -> Any:

@@ -29,6 +29,7 @@ from gulliver.parallel.tensor._entry import (
     arrival_of,
     autocast,
     enter,
+    enter_whole,
     token_of,
 )
 from gulliver.parallel.tensor._pieces import Reduction, ring_gather, start_gather, start_reduce
@@ -88,7 +89,8 @@ class ColumnLinear(_Sharded):
         total: outputs of the whole layer.
         transposed: the weight is ``[inputs, outputs]``.
         gather_output: all ranks get all outputs, the same on each; for one run only.
-        shared: the sequence that the input is a piece of; None where it is whole.
+        shared: the sequence that the input is a piece of; None where it is whole. Inside of a
+            module that took its input in for all its columns, other inputs are whole.
     """
 
     def __init__(
@@ -124,7 +126,10 @@ class ColumnLinear(_Sharded):
             return product(x, weight, bias, self.transposed)
         arrival = arrival_of(x)
         if arrival is None:
-            x = enter(x, self.line, self.shared.cut_of(x) if self.shared else None)
+            if self.shared is None or self.shared.inside:
+                x = enter_whole(x, self.line)
+            else:
+                x = enter(x, self.line, self.shared.cut_of(x))
             arrival = arrival_of(x)
         y = _Column.apply(token_of(x), weight, bias, arrival, self.transposed)
         if self.gather_output:

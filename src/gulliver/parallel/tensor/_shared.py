@@ -29,11 +29,13 @@ class SharedSequence:
         line: of ranks.
         ring: gather and scatter piece by piece.
         lengths: of the pieces, by place, while a block runs; None where it is not known.
+        inside: how many modules are running that took their input in.
     """
 
     def __init__(self, line: Line, ring: bool) -> None:
         self.line, self.ring = line, ring
         self.lengths: tuple[int, ...] | None = None
+        self.inside = 0
         self._rows: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedSequence:

@@ -1,10 +1,10 @@
 """Hooks on modules of the model: where an input is taken in once, and where the sequence is cut.
 
-*Sites* are modules whose input goes into several columns, such as attention and gated MLPs:
-`take_in_once` lets all of them share one entry. *Stacks* are lists of blocks: `guard_stack` cuts
-the sequence at the entry of the first block and joins it at the exit of the last, and says inside
-how long it is. A block that is not here, because it belongs to another stage of a pipeline, does
-neither; what its neighbours get is then a piece already.
+*Sites* are modules whose input goes into several columns, such as attention and gated MLPs: where
+the sequence is cut, `take_in_once` lets all of them share one entry. *Stacks* are lists of blocks:
+`guard_stack` cuts the sequence at the entry of the first block and joins it at the exit of the
+last, and says inside how long it is. A block that is not here, because it belongs to another stage
+of a pipeline, does neither; what its neighbours get is then a piece already.
 """
 
 from __future__ import annotations
@@ -14,42 +14,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import Line
 from gulliver.errors import GulliverError
 from gulliver.parallel.tensor._collectives import gather, split
-from gulliver.parallel.tensor._entry import Arriving, arrival_of, enter
+from gulliver.parallel.tensor._entry import Arriving, enter
 from gulliver.parallel.tensor._shared import UNCUT, SharedSequence
-from gulliver.parallel.tensor._table import HIDDEN, STATES
+from gulliver.parallel.tensor._table import HIDDEN
 
 
-def take_in_once(site: nn.Module, line: Line, shared: SharedSequence | None) -> None:
-    """Enters a module's hidden states, and the states that it looks at, for all its columns.
+def take_in_once(site: nn.Module, shared: SharedSequence) -> None:
+    """Takes a module's hidden states in, for all its columns; it sees the shape of the whole.
 
     Args:
         site: parent of columns.
-        line: of ranks.
-        shared: the sequence that hidden states are a piece of; None where they are whole.
+        shared: the sequence that hidden states are a piece of.
     """
 
-    def entered(value: Any, shared: SharedSequence | None) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
+    def entered(value: Any) -> Any:
+        if shared.inside or not isinstance(value, Tensor) or isinstance(value, Arriving):
             return value
-        if isinstance(value, Arriving) or arrival_of(value) is not None:
-            return value
-        return enter(value, line, shared.cut_of(value) if shared else None)
+        cut = shared.cut_of(value)
+        return value if cut is None else enter(value, shared.line, cut)
 
-    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        for name in HIDDEN:
-            if name in kwargs:
-                kwargs[name] = entered(kwargs[name], shared)
-        if args and not any(name in kwargs for name in HIDDEN):
-            args = (entered(args[0], shared), *args[1:])
-        for name in STATES:
-            if kwargs.get(name) is not None:
-                kwargs[name] = entered(kwargs[name], None)
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        name = next((n for n in HIDDEN if n in kwargs), None)
+        if name:
+            kwargs[name] = entered(kwargs[name])
+        elif args:
+            args = (entered(args[0]), *args[1:])
+        shared.inside += 1
         return args, kwargs
 
-    site.register_forward_pre_hook(hook, with_kwargs=True)
+    def after(*_: Any) -> None:
+        shared.inside -= 1
+
+    site.register_forward_pre_hook(before, with_kwargs=True)
+    site.register_forward_hook(after, always_call=True)
 
 
 def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool) -> None:
@@ -90,6 +89,7 @@ class _Guard:
             )
         if not self.known:
             self._check_others([v for v in (*args, *kwargs.values()) if v is not hidden])
+        self.shared.inside = 0
         hidden = self._entered(hidden)
         if name:
             kwargs[name] = hidden

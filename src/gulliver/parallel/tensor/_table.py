@@ -228,8 +228,7 @@ SCALED = (*KV_HEADS, *HEADS, "split_size", "inner_dim", "all_head_size")
 """Attributes of attention modules that a rank has its heads' part of."""
 
 HIDDEN = ("hidden_states",)
-STATES = ("key_value_states", "encoder_hidden_states")
-"""Names of a module's input, and of the states of another sequence that it looks at."""
+"""Names of a module's input, where it is not its first argument."""
 
 DRAWN_ALIKE = ("y_embedder",)
 """Modules that draw at random but outside of what is cut, once for each sample."""
