@@ -351,7 +351,8 @@ Outputs and every gradient against one rank. {bars}
 
 Losses of {hybrid_cells.STEPS} steps, all gradients before the first, and all weights after the
 last, against one process on the same global batches, whose lengths change from step to step. AdamW
-runs with an eps of 1e-4, because gradients that are zero but for rounding are nobody's. {bars}
+runs with an eps of 1e-4, and a tensor with less than a thousandth of the largest gradient of all
+is measured by that: gradients that are zero but for rounding say nothing. {bars}
 
 {hybrid_cells.HEADER}""",
         list(hybrid_cells.rows(pool)),

@@ -1,6 +1,12 @@
 """Exact parallel primitives."""
 
-from gulliver.parallel._optimizer import BoostedOptimizer, Counter, named_groups, named_trainables
+from gulliver.parallel._optimizer import (
+    BoostedOptimizer,
+    Counter,
+    named_groups,
+    named_trainables,
+    persistent_buffers,
+)
 from gulliver.parallel.zero import BucketTuner, ZeroOptimizer, state_tensors
 
 __all__ = [
@@ -10,5 +16,6 @@ __all__ = [
     "ZeroOptimizer",
     "named_groups",
     "named_trainables",
+    "persistent_buffers",
     "state_tensors",
 ]

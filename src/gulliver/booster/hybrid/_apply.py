@@ -13,7 +13,8 @@ that it holds (`gulliver.memory.region_of`), which is all that norms and checkpo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from gulliver.booster.hybrid._capability import SHARED_BY_TENSOR
 from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
 from gulliver.booster.hybrid._optimizer import HybridOptimizer
 from gulliver.booster.hybrid._stdit import wire_stdit
-from gulliver.comm import World
+from gulliver.comm import World, current_world
 from gulliver.errors import GulliverError
 from gulliver.parallel import named_groups, named_trainables
 from gulliver.parallel.pipeline import (
@@ -87,8 +88,7 @@ def apply(
     tensor = _tensor_plan(plugin, model) if plugin.tp_size > 1 else None
     stage = _make_stage(plugin, model, mesh) if plugin.pp_size > 1 else None
     if tensor is not None:
-        if stage is not None:
-            tensor = _tensor_plan(plugin, model)  # of what is left
+        tensor = _remaining(tensor, model)
         shared = plugin.mode if plugin.mode in SHARED_BY_TENSOR else None
         apply_tensor(model, tensor, mesh.tensor, shared)  # type: ignore[arg-type]
     _wire(plugin, model, mesh, family, stage)
@@ -147,6 +147,24 @@ def _tensor_plan(plugin: HybridParallelPlugin, model: nn.Module) -> TensorPlan:
     return plan_tensor(model, plugin.tp_size, plugin.tensor_rules, plugin.replicate_rest)
 
 
+def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
+    """A plan of the whole model, for what a stage has of it."""
+    paths = dict(model.named_modules(remove_duplicate=False))
+
+    def held(path: str) -> bool:
+        return any(True for _ in paths[path].parameters()) if path in paths else False
+
+    return replace(
+        plan,
+        modules={path: placed for path, placed in plan.modules.items() if held(path)},
+        attention={path: count for path, count in plan.attention.items() if held(path)},
+        sites=tuple(path for path in plan.sites if held(path)),
+        stacks=tuple(path for path in plan.stacks if held(path)),
+        sliced={path: names for path, names in plan.sliced.items() if held(path)},
+        replicated=tuple(path for path in plan.replicated if held(path)),
+    )
+
+
 def _make_stage(plugin: HybridParallelPlugin, model: nn.Module, mesh: HybridMesh) -> Stage:
     """Takes the blocks of other stages out."""
     style = style_of(plugin.pp_style, plugin.num_model_chunks)
@@ -169,8 +187,10 @@ def _wire(
 ) -> None:
     """Lets attention, inputs and losses know that sequences and vocabularies are shared."""
     if family == "STDiT3":
-        if mesh.sequence.plan.degree > 1:
-            wire_stdit(model, mesh.sequence, plugin.mode or "all_to_all", mesh.tensor)
+        if mesh.sequence.plan.degree * mesh.tensor.size > 1:
+            # Tensor ranks alone need it too: captions are dropped alike on all of them.
+            mode = plugin.mode or "all_to_all"
+            wire_stdit(model, mesh.sequence, mode, mesh.tensor, show=_say(plugin))
     elif is_hugging_face(model) and mesh.sequence.plan.degree * mesh.tensor.size > 1:
         from gulliver.booster.hybrid._transformers import wire_sequence
 
@@ -220,6 +240,13 @@ def _rewrite_groups(
             "stages"
         )
     return trained
+
+
+def _say(plugin: HybridParallelPlugin) -> Callable[[str], None] | None:
+    """Where what was chosen on the way is told: once, by the first rank."""
+    if not plugin.verbose or not current_world().is_main:
+        return None
+    return lambda line: print(line, file=sys.stderr)
 
 
 def _described(plugin: HybridParallelPlugin, plan: SequencePlan) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gulliver.comm import ALONE, all_reduce, gather_objects
 from gulliver.memory import Region, region_of
-from gulliver.parallel import ZeroOptimizer
+from gulliver.parallel import ZeroOptimizer, persistent_buffers
 from gulliver.parallel.pipeline import Pipeline, Stage
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class HybridOptimizer(ZeroOptimizer):
         self.whole_groups = [list(group) for group in whole_groups]
         self.responsible = self._writes
         self.written_elsewhere = {n for n, line in self._copies.items() if line.place > 0}
+        if pipeline_stage is not None:
+            self.written_elsewhere |= _buffers_before(pipeline_stage)
         self._counted = {name: self._weight(name, p) for p, name in self.names.items()}
 
     def run(
@@ -82,7 +84,7 @@ class HybridOptimizer(ZeroOptimizer):
 
     def _writes(self, name: str) -> bool:
         """Whether this rank and its replicas save what several of them have alike."""
-        return self.mesh.tensor.place == 0 and self._copies.get(name, ALONE).place == 0
+        return self.mesh.tensor.place == 0 and name not in self.written_elsewhere
 
     def _weight(self, name: str, parameter: nn.Parameter) -> float:
         """What this rank's values count in a sum over all shards."""
@@ -144,3 +146,12 @@ class HybridOptimizer(ZeroOptimizer):
     @property
     def _is_cut(self) -> bool:
         return self.mesh.shards.size > 1
+
+
+def _buffers_before(stage: Stage) -> set[str]:
+    """Names of buffers that an earlier stage has, too; every rank of the pipeline calls it."""
+    found = gather_objects(list(persistent_buffers(stage.model)), stage.line.group)
+    # A group numbers its ranks in ascending order, a line need not.
+    by_rank = dict(zip(sorted(stage.line.ranks), found, strict=True))
+    earlier = stage.line.ranks[: stage.line.place]
+    return {name for rank in earlier for name in by_rank[rank]}

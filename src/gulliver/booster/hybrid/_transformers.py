@@ -70,7 +70,7 @@ class Family:
         exit: path in the base model of the module whose output is brought together, where more
             than the region reads it; None for the end of the base model.
         masked: whether they take a padding mask.
-        dropouts: values of the configuration that drop out inside attention, or layers.
+        dropouts: values of the configuration that drop out, other than by modules for it.
         refused: values of the configuration that must not be set.
     """
 
@@ -97,7 +97,9 @@ FAMILIES = {
         dropouts=("attn_pdrop",),
         refused=("reorder_and_upcast_attn", "add_cross_attention"),
     ),
-    "opt": Family(Packing(positions=_counted), dropouts=("attention_dropout", "layerdrop")),
+    "opt": Family(
+        Packing(positions=_counted), dropouts=("attention_dropout", "dropout", "layerdrop")
+    ),
     "bert": Family(
         exit="encoder", dropouts=("attention_probs_dropout_prob",), refused=("add_cross_attention",)
     ),
@@ -337,7 +339,7 @@ def check_dropout(model: nn.Module, family: Family) -> None:
         if getattr(config, name, 0):
             raise GulliverError(
                 f"{name}={getattr(config, name)} is not supported where a sequence is shared by "
-                "several ranks: set it to 0; dropout elsewhere is not affected"
+                "several ranks: set it to 0"
             )
 
 

@@ -199,7 +199,7 @@ class Pipeline:
 
     def _check(self, batch: Batch) -> None:
         embedder = getattr(self.model, "y_embedder", None)
-        drops = getattr(embedder, "class_dropout_prob", getattr(embedder, "dropout", 0.0))
+        drops = getattr(embedder, "drop", 0.0)
         if self.stage.stack.family != "STDiT3" or not self.model.training or not drops:
             return
         if not isinstance(batch, dict) or batch.get("drop_caption") is None:
