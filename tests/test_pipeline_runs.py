@@ -22,6 +22,7 @@ from gulliver.parallel.pipeline import (
     cut,
     deal,
     make_stage,
+    predict,
     split,
     stack_of,
 )
@@ -399,3 +400,24 @@ def _start(size: int) -> list[subprocess.Popen[str]]:
         assert process.stdout is not None
         assert process.stdout.readline() == "running\n"
     return processes
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("micro_batches", [8, 16])
+def test_predicted_bubbles_are_those_of_the_papers(ranks: int, micro_batches: int) -> None:
+    """Stages of equal time, backward twice forward: in units of a stage's forward."""
+    step, idle = 3 * micro_batches, ranks - 1
+    longer = {"gpipe": 3 * idle, "1f1b": 3 * idle, "zero_bubble": idle}
+    for style, extra in longer.items():
+        found = predict(style, ranks, micro_batches, [1.0] * ranks)
+        assert found.seconds == pytest.approx(step + extra)
+        assert found.bubble == pytest.approx(extra / (step + extra))
+    halves = predict("interleaved", ranks, micro_batches, [0.5] * 2 * ranks)
+    assert halves.seconds == pytest.approx(step + 3 * idle / 2)
+
+
+def test_the_slowest_stage_sets_the_predicted_pace() -> None:
+    slow = predict("1f1b", 2, 100, [1.0, 2.0])
+    assert slow.seconds == pytest.approx(100 * 6, rel=0.02)
+    linked = predict("1f1b", 2, 4, [1.0, 1.0], link=0.5)
+    assert linked.seconds > predict("1f1b", 2, 4, [1.0, 1.0]).seconds

@@ -2,12 +2,14 @@
 
 Read `_stack.py` (which modules are the blocks), `_cut.py` (where to cut), `_conductor.py` (what a
 forward does on one stage), `_stage.py` (making a stage in place), then `_pipeline.py` (a step).
+How long a step takes, bubbles and all, is predicted in `_predict.py`.
 """
 
 from gulliver.parallel.pipeline._agree import agree
 from gulliver.parallel.pipeline._batch import split
 from gulliver.parallel.pipeline._cut import Cut, block_costs, cut
 from gulliver.parallel.pipeline._pipeline import Pipeline
+from gulliver.parallel.pipeline._predict import Prediction, predict
 from gulliver.parallel.pipeline._schedules import STYLES, check_counts, deal, style_of
 from gulliver.parallel.pipeline._stack import FAMILIES, Stack, family_name, stack_of
 from gulliver.parallel.pipeline._stage import Stage, checkpoint_blocks, make_stage
@@ -17,6 +19,7 @@ __all__ = [
     "STYLES",
     "Cut",
     "Pipeline",
+    "Prediction",
     "Stack",
     "Stage",
     "agree",
@@ -27,6 +30,7 @@ __all__ = [
     "deal",
     "family_name",
     "make_stage",
+    "predict",
     "split",
     "stack_of",
     "style_of",
