@@ -200,18 +200,21 @@ def test_documents_are_packed_as_the_model_packs_them(pool: Pool, family: str) -
         assert max(errors) <= 1e-12, errors
 
 
-def _document_ids(world: World) -> float:
-    model, twin = make("llama"), make("llama")
+def _document_ids(world: World, family: str) -> float:
+    model, twin = make(family), make(family)
     wire_sequence(model, make_groups(PLANS["ring 2"]))
     ids = torch.tensor([[7] * 5 + [2] * 4, [0] * 2 + [1] * 7])
-    data = _ids(2, 9)
     positions = torch.tensor([[*range(5), *range(4)], [*range(2), *range(7)]])
-    wanted = twin(input_ids=data, position_ids=positions).logits
+    dense = (ids.unsqueeze(1) == ids.unsqueeze(2)).unsqueeze(1)
+    dense = dense if family == "bert" else dense.tril()
+    data = _ids(2, 9)
+    wanted = twin(input_ids=data, position_ids=positions, attention_mask=dense).logits
     return relative(model(input_ids=data, document_ids=ids).logits, wanted)
 
 
-def test_documents_may_be_named(pool: Pool) -> None:
-    assert max(pool.run(_document_ids, 2)) <= 1e-12
+@pytest.mark.parametrize("family", ["llama", "opt", "bert"])
+def test_documents_may_be_named(pool: Pool, family: str) -> None:
+    assert max(pool.run(_document_ids, 2, family)) <= 1e-12
 
 
 def _own_loss(model: Any, call: dict[str, Any]) -> Tensor:
