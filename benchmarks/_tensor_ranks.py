@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from benchmarks._harness import Spread, alternate
 from benchmarks._tensor_models import COMPUTE, OURS, PEERS, Contestant, Sizes, build
@@ -102,7 +101,7 @@ def measure(options: Options, names: Sequence[str], shaped: bool) -> Found:
     turns[COMMUNICATION] = _communication(sizes)
     times = alternate(turns, options.rounds, warm_up=0)  # all have made a step
     entries = {c.name: _entry(c, times[c.name], wire[c.name]) for c in contestants}
-    dist.barrier()
+    barrier()
     leave()
     return Found(entries, times[COMMUNICATION])
 
