@@ -452,6 +452,34 @@ def test_models_are_exact(pool: Pool, cell: Cell) -> None:
         assert max(errors.values()) <= BARS[torch.float64], errors
 
 
+def _own_plan(world: World, kind: str, mode: Any) -> float:
+    """A causal model that the table does not know, by its own plan."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 53, "num_hidden_layers": 2, "vocab_size": 67}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "use_cache": False}
+    if kind == "GPTNeoX":
+        heads.pop("num_key_value_heads")
+        heads |= {"hidden_dropout": 0.0}
+    if kind == "Phi3":
+        heads |= {"pad_token_id": 0}
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**sizes, **heads)
+        models.append(getattr(transformers, f"{kind}ForCausalLM")(config).double())
+    whole, model = models
+    apply_tensor(model, plan_tensor(model, world.size), line_of(world), mode)
+    return max(compare(model, whole, "llama", batch("llama", length=11)).values())
+
+
+@pytest.mark.parametrize("mode", [None, "ring"])
+@pytest.mark.parametrize("kind", ["Qwen3", "Olmo2", "Phi3", "GPTNeoX"])
+def test_other_models_are_cut_by_their_own_plan(pool: Pool, kind: str, mode: Any) -> None:
+    """Norms of heads, gathered columns and split rows, packed columns, fused projections."""
+    assert max(pool.run(_own_plan, 3, kind, mode)) <= EXACT
+
+
 @pytest.mark.parametrize("family", ["qwen2", "whisper"])
 @pytest.mark.parametrize("mode", MODES)
 def test_models_in_float32(pool: Pool, family: str, mode: Any) -> None:

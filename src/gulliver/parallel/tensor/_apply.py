@@ -30,7 +30,7 @@ from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbed
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
 from gulliver.parallel.tensor._plan import Placed, TensorPlan, is_transposed
 from gulliver.parallel.tensor._shared import SharedSequence
-from gulliver.parallel.tensor._sites import guard_stack, take_in_once
+from gulliver.parallel.tensor._sites import expect_whole, guard_stack, take_in_once
 from gulliver.parallel.tensor._table import SCALED
 
 SequenceMode = Literal["split_gather", "ring"]
@@ -157,10 +157,19 @@ class _Applied:
             sequence = _stack_of(path, shared)
             if sequence is not None:
                 take_in_once(self.modules[path], sequence)
+        for path in filter(self._in_site, plan.replicated):
+            sequence = _stack_of(path, shared)
+            if sequence is not None:
+                expect_whole(path, self.modules[path], sequence)
         for path, names in plan.sliced.items():
             spans = intervals(deal(plan.attention[path], line.size))
             slice_heads(self.modules[path], names, plan.attention[path], spans[line.place])
-        inside = [m for path in shared for m in self.model.get_submodule(path).modules()]
+        inside = [
+            module
+            for stack in shared
+            for path, module in self.model.get_submodule(stack).named_modules(prefix=stack)
+            if isinstance(module, RowLinear) or not self._in_site(path)
+        ]
         summed_up = [
             self.modules[path]
             for path, placed in plan.modules.items()
@@ -169,6 +178,10 @@ class _Applied:
         for path, sequence in shared.items():
             guard_stack(path, self.model.get_submodule(path), sequence, plan.known)
         sum_gradients(self.model, inside + summed_up, line)
+
+    def _in_site(self, path: str) -> bool:
+        """Whether a module works on what is whole again, past the columns of a site."""
+        return any(path.startswith(f"{site}.") for site in self.plan.sites)
 
 
 def _stack_of(path: str, shared: Mapping[str, SharedSequence]) -> SharedSequence | None:

@@ -170,7 +170,7 @@ class _Planner:
         self._check_ties(placed)
         stacks = self._stacks(placed)
         sites = self._sites(placed, stacks)
-        self._check_sites(sites, replicated)
+        self._check_sites([s for s in sites if self._is_local(s, placed)], replicated)
         attention = {
             self._attention(path)[0]: self._attention(path)[1]
             for path, one in placed.items()
@@ -287,7 +287,12 @@ class _Planner:
         }
         return tuple(p for p in parents if p.rpartition(".")[0] not in stacks)
 
-    def _check_sites(self, sites: tuple[str, ...], replicated: list[str]) -> None:
+    def _is_local(self, site: str, placed: dict[str, Placed]) -> bool:
+        """Whether tensors inside are each rank's own: not all of its columns are gathered."""
+        inside = [one for path, one in placed.items() if path.rpartition(".")[0] == site]
+        return any(one.how.kind == "column" and not one.how.gather for one in inside)
+
+    def _check_sites(self, sites: list[str], replicated: list[str]) -> None:
         """Inside, tensors are each rank's own: what is whole there would get partial gradients."""
         wrong = [r for r in replicated if any(r.startswith(f"{s}.") or r == s for s in sites)]
         if wrong:
@@ -349,6 +354,10 @@ def head_groups(module: nn.Module) -> int:
         count = vars(module).get(name)
         if isinstance(count, int) and not isinstance(module, nn.ModuleList):
             return count
+    config = vars(module).get("config")
+    if config is not None and "Attention" in type(module).__name__:
+        counts = (getattr(config, name, None) for name in (KV_HEADS[0], "num_attention_heads"))
+        return next((count for count in counts if isinstance(count, int)), 0)
     return 0
 
 
@@ -367,7 +376,8 @@ def _cut_dims(path: str, module: nn.Module, how: How) -> dict[str, int]:
     if not ((cuts and (linear or convolution)) or (not cuts and embedding)):
         wanted = "a linear layer or a convolution" if cuts else "an embedding"
         raise GulliverError(
-            f"{path} is a {type(module).__name__}, but its rule is for {wanted}: give it another"
+            f"{path} is a {type(module).__name__}, but its rule is for {wanted}: "
+            "give it another, such as 'replicate'"
         )
     if convolution:
         _check_convolution(path, module, how)

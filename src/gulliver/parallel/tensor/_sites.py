@@ -51,6 +51,25 @@ def take_in_once(site: nn.Module, shared: SharedSequence) -> None:
     site.register_forward_hook(after, always_call=True)
 
 
+def expect_whole(path: str, module: nn.Module, shared: SharedSequence) -> None:
+    """Refuses a piece as the input of a module that is taken to work on the whole sequence.
+
+    Such a module stands past gathered columns, so its gradients are not summed over the ranks.
+    """
+
+    def before(module: nn.Module, args: Any) -> None:
+        lengths = shared.lengths
+        if not lengths or not args or not isinstance(args[0], Tensor) or args[0].dim() < 3:
+            return
+        if args[0].shape[1] == lengths[shared.line.place]:
+            raise GulliverError(
+                f"{path} gets a piece of the sequence inside of a module that gathers it: "
+                "its gradient would be partial; use sequence_parallelism_mode=None"
+            )
+
+    module.register_forward_pre_hook(before)
+
+
 def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool) -> None:
     """Cuts the sequence at the first block, and joins it at the last.
 
