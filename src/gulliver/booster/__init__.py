@@ -2,7 +2,9 @@
 
 from gulliver.booster._booster import Booster
 from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+from gulliver.booster.hybrid._lazy import lazy_parameters
 from gulliver.booster.hybrid._plugin import HybridParallelPlugin
+from gulliver.booster.hybrid._transformers import keep_logits
 
 __all__ = [
     "Booster",
@@ -10,4 +12,6 @@ __all__ = [
     "LowLevelZeroPlugin",
     "Plugin",
     "TorchDDPPlugin",
+    "keep_logits",
+    "lazy_parameters",
 ]

@@ -115,7 +115,7 @@ class Booster:
         if isinstance(optimizer, BoostedOptimizer):
             raise GulliverError("the optimizer is boosted already: boost each model once")
         for name, parameter in model.named_parameters():
-            if parameter.device.type != world.device.type:
+            if parameter.device.type not in (world.device.type, *self.plugin.takes):
                 raise GulliverError(
                     f"parameter {name!r} is on {parameter.device}, this rank runs on "
                     f"{world.device}: move the model there before its optimizer is made"
@@ -407,7 +407,8 @@ class Booster:
             model: boosted by this booster.
             folder: to make; it must not exist.
             options: ``max_shard_bytes``, ``config`` and ``dtype``, as of
-                `gulliver.checkpoint.save_huggingface`.
+                `gulliver.checkpoint.save_huggingface`; a transformers model's own configuration is
+                written where none is given.
 
         Raises:
             GulliverError: it cannot be written; nothing is left behind then.
@@ -415,6 +416,9 @@ class Booster:
         holder = self._optimizers.get(model)
         if holder is None:
             raise GulliverError("the model was not boosted by this booster: boost it first")
+        config = getattr(unwrapped(model), "config", None)
+        if hasattr(config, "to_dict"):
+            options.setdefault("config", config.to_dict())  # type: ignore[union-attr]
         _spread.write_folder(holder, unwrapped(model), Path(folder), **options)
 
     def save_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:

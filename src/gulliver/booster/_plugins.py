@@ -53,6 +53,8 @@ class Plugin(ABC, metaclass=_NamedArguments):
     """A way to run a model."""
 
     verbose: bool = True
+    takes: tuple[str, ...] = ()
+    """Kinds of devices that parameters may be on besides the rank's own."""
 
     @abstractmethod
     def configure(

@@ -24,9 +24,11 @@ from torch import nn
 from gulliver.booster._plugins import HALVES, MIB, _broadcast_any, _convert, _plan, chunk_plans
 from gulliver.booster.hybrid._batches import watch_batches
 from gulliver.booster.hybrid._capability import SHARED_BY_TENSOR
+from gulliver.booster.hybrid._lazy import check_lazy, fill
 from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
 from gulliver.booster.hybrid._optimizer import HybridOptimizer
 from gulliver.booster.hybrid._stdit import wire_stdit
+from gulliver.booster.hybrid._transformers import wire_sequence
 from gulliver.comm import World, current_world
 from gulliver.errors import GulliverError
 from gulliver.parallel import named_groups, named_trainables
@@ -79,6 +81,7 @@ def apply(
     if plugin.precision:
         _convert(model, optimizer, HALVES[plugin.precision])
         precision = f"{plugin.precision} with float32 copies"
+    check_lazy(model, plugin.weights)
     make_equal(model)
     groups, aliases = named_groups(model, optimizer), _aliases(model)
     total = sum(p.numel() for p in model.parameters())
@@ -92,6 +95,8 @@ def apply(
         shared = plugin.mode if plugin.mode in SHARED_BY_TENSOR else None
         apply_tensor(model, tensor, mesh.tensor, shared)  # type: ignore[arg-type]
     _wire(plugin, model, mesh, family, stage)
+    if plugin.weights is not None:
+        fill(model, plugin.weights, aliases, world.device)
     names = _rewrite_groups(optimizer, model, groups, aliases)
     rest = {p: name for name, p in model.named_parameters() if p not in names}
     boosted = HybridOptimizer(
@@ -192,8 +197,6 @@ def _wire(
             mode = plugin.mode or "all_to_all"
             wire_stdit(model, mesh.sequence, mode, mesh.tensor, show=_say(plugin))
     elif is_hugging_face(model) and mesh.sequence.plan.degree * mesh.tensor.size > 1:
-        from gulliver.booster.hybrid._transformers import wire_sequence
-
         wire_sequence(model, mesh.sequence, mesh.tensor)
     if plugin.checkpoint_activations and stage is None:
         if not hasattr(model, "gradient_checkpointing_enable"):

@@ -195,8 +195,8 @@ class NotGathered:
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise NotGatheredError(
             "logits are not brought together in training with labels, because each rank has its "
-            "part only: leave labels out of the model's call to compute a loss from its logits, "
-            "or call model.eval() to look at them"
+            "part only: call gulliver.booster.keep_logits(model) to have them beside the loss, or "
+            "leave labels out of the model's call, or model.eval() to look at them"
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gulliver.booster.hybrid._transformers import gathered_logits
 from gulliver.comm import ALONE, all_reduce, gather_objects
 from gulliver.memory import Region, region_of
 from gulliver.parallel import ZeroOptimizer, persistent_buffers
@@ -73,14 +74,15 @@ class HybridOptimizer(ZeroOptimizer):
         scale = 1.0 if self.scaler is None or not backward else self.scaler.scale
         if backward:
             self._reducer.scale = scale
-        return self.pipeline.run(
-            batch,
-            criterion,
-            forward_only=not backward,
-            return_loss=return_loss,
-            return_outputs=return_outputs,
-            scale=scale,
-        )
+        with gathered_logits(self.pipeline.model, return_outputs):
+            return self.pipeline.run(
+                batch,
+                criterion,
+                forward_only=not backward,
+                return_loss=return_loss,
+                return_outputs=return_outputs,
+                scale=scale,
+            )
 
     def _writes(self, name: str) -> bool:
         """Whether this rank and its replicas save what several of them have alike."""

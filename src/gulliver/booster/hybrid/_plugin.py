@@ -68,6 +68,8 @@ class HybridParallelPlugin(Plugin):
         GulliverError: an argument or a combination that is not supported; see `_capability.py`.
     """
 
+    takes = ("meta",)
+
     def __init__(
         self,
         tp_size: int = 1,

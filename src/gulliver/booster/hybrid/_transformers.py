@@ -26,6 +26,8 @@ modules of other stages may be missing, and a forward may be left in the middle.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -175,6 +177,20 @@ def keep_logits(model: nn.Module, keep: bool = True) -> None:
     wiring: Wiring | None = getattr(model, "gulliver_wiring", None)
     if wiring is not None:
         wiring.keeps_logits = keep
+
+
+@contextmanager
+def gathered_logits(model: nn.Module, wanted: bool) -> Iterator[None]:
+    """Inside, a wired model brings its logits together if they are wanted."""
+    wiring: Wiring | None = getattr(model, "gulliver_wiring", None)
+    if wiring is None or not wanted:
+        yield
+        return
+    before, wiring.keeps_logits = wiring.keeps_logits, True
+    try:
+        yield
+    finally:
+        wiring.keeps_logits = before
 
 
 class Wiring:

@@ -9,7 +9,8 @@ to be summed afterwards (`Stage.sum_tied`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -107,15 +108,15 @@ class Pipeline:
                 "the run before failed in mid-schedule, and messages may still be under way: "
                 "start again from a checkpoint"
             )
-        self._check(batch)
         # A message that is awaited from a rank that failed never comes, so a failure is final.
         with guard():
             states = self._agree(batch, forward_only)
-            micros = split(batch, self.micro_batches)
+            micros = split(self._complete(batch), self.micro_batches)
             weights, only_own = weigh(micros, weight, self._shifted())
             losses = _Losses(micros, weights, only_own, criterion, scale, forward_only)
             kinds = [_short(f"{states}|{micro.shapes()}") for micro in micros]
-            run = Run(micros, kinds, self.call or self.model, return_outputs)
+            added = self._added(batch)
+            run = Run(micros, kinds, self.call or self.model, return_outputs, added)
             run.weights = [p for p in self.model.parameters() if p.requires_grad]
             self._failed = True
             self._go(run, losses, forward_only)
@@ -149,8 +150,9 @@ class Pipeline:
     def _alone(self, run: Run, losses: _Losses, forward_only: bool) -> None:
         """All blocks on one rank: micro-batches one after the other."""
         with torch.set_grad_enabled(not forward_only):
-            for number, micro in enumerate(run.micros):
-                output = run.call(*micro.args, **micro.kwargs)
+            for number in range(len(run.micros)):
+                args, kwargs = run.arguments(number)
+                output = run.call(*args, **kwargs)
                 if run.keep:
                     run.outputs[number] = output
                 loss = losses(output, torch.tensor([number]))
@@ -197,16 +199,43 @@ class Pipeline:
             return _short(state)
         return _short(agree(batch, state, self.readers, device, self.check_batch))
 
-    def _check(self, batch: Batch) -> None:
-        embedder = getattr(self.model, "y_embedder", None)
-        drops = getattr(embedder, "drop", 0.0)
-        if self.stage.stack.family != "STDiT3" or not self.model.training or not drops:
-            return
-        if not isinstance(batch, dict) or batch.get("drop_caption") is None:
+    def _added(self, batch: Batch) -> dict[str, Any]:
+        """Keeps models from filling caches of keys and values, which only generation reads.
+
+        Raises:
+            GulliverError: the batch asks for what blocks of several stages would have to return.
+        """
+        given = batch if isinstance(batch, Mapping) else {}
+        for name in ("use_cache", "output_hidden_states", "output_attentions"):
+            if given.get(name):
+                raise GulliverError(
+                    f"{name}=True asks for something of every block, and a stage has some of them: "
+                    "leave it out, or run the model without a pipeline"
+                )
+        known = inspect.signature(self.model.forward).parameters
+        caches = getattr(getattr(self.model, "config", None), "use_cache", False)
+        return {"use_cache": False} if caches and "use_cache" in known else {}
+
+    def _complete(self, batch: Batch) -> Batch:
+        """Makes the random choices of modules that every stage has once for all of them.
+
+        Raises:
+            GulliverError: they cannot be passed on with the batch.
+        """
+        drop = getattr(getattr(self.model, "y_embedder", None), "drop", 0.0)
+        if self.stage.stack.family != "STDiT3" or not self.model.training or not drop:
+            return batch
+        if not isinstance(batch, Mapping):
             raise GulliverError(
-                f"STDiT3 drops captions at random (class_dropout_prob {drops}), each stage "
-                "others: pass drop_caption with the batch, or build the model with 0"
+                "STDiT3 drops captions at random, the same on all stages: give its batch as a dict"
             )
+        if batch.get("drop_caption") is not None:
+            return batch
+        dropped = (torch.rand(len(batch["y"]), device=self._device()) < drop).to(torch.uint8)
+        if self.readers.size > 1:
+            source = sorted(self.readers.ranks).index(self.readers.ranks[0])
+            broadcast(dropped, source, self.readers.group)
+        return {**batch, "drop_caption": dropped.bool()}
 
     def _shifted(self) -> bool | None:
         family = self.stage.stack.family
@@ -240,7 +269,7 @@ class _Losses:
             return torch.zeros(())
         weight = self._weights[micro]
         # A mean over nothing is no number; what counts nothing has no gradient either.
-        term = loss * weight if weight else _any_float(output).sum() * 0
+        term = loss * weight if weight else _nothing(output, loss)
         self._terms.append(term.detach())
         return term * self._scale if self._scale != 1 else term
 
@@ -269,12 +298,15 @@ class _Losses:
         return torch.stack(self._terms).sum() if self._terms else None
 
 
-def _any_float(output: Any) -> Tensor:
+def _nothing(output: Any, loss: Tensor) -> Tensor:
+    """A loss of zero, with a gradient of zero for all that the output was computed from."""
     values = output.values() if isinstance(output, dict) else output
     entries = [output] if isinstance(output, Tensor) else [v for v in values if v is not None]
-    return next(
-        v for v in entries if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 0
-    )
+    for value in entries:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0:
+            return value.sum() * 0
+    # Only the loss itself came out, and it is a mean over nothing.
+    return torch.where(loss.isnan(), 0.0, loss) * 0
 
 
 def _short(text: str) -> str:
