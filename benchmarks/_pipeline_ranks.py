@@ -158,7 +158,8 @@ def _torch(
 ) -> tuple[Step, tuple[int, ...]]:
     """The peer: as many blocks for each stage, cut by hand."""
     bounds = [options.blocks * n // line.size for n in range(line.size + 1)]
-    mine = nn.Sequential(*whole[bounds[line.place] : bounds[line.place + 1]])
+    blocks = list(whole.children())[bounds[line.place] : bounds[line.place + 1]]
+    mine = nn.Sequential(*blocks)
     stage = PipelineStage(mine, line.place, line.size, torch.device("cpu"))
     run = schedule(stage, options.micro_batches, loss_fn=loss_of)
     last = line.place == line.size - 1

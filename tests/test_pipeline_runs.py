@@ -19,6 +19,7 @@ from gulliver.parallel.pipeline import (
     STYLES,
     Pipeline,
     block_costs,
+    checkpoint_blocks,
     cut,
     deal,
     make_stage,
@@ -44,9 +45,9 @@ from tests.pool import Pool
 
 def _many_runs(world: World, style: str) -> list[float]:
     """Batches of other sizes and lengths, training and evaluation in turns."""
-    pipe = pipeline_of(world, build("llama", 4), style, 2)
+    pipe = pipeline_of(world, build("llama", 4), style, 4)
     errors = []
-    for seed, (size, length) in enumerate([(2, 12), (5, 7), (2, 12), (3, 16), (4, 16), (5, 7)]):
+    for seed, (size, length) in enumerate([(4, 12), (7, 7), (4, 12), (5, 16), (4, 16), (7, 7)]):
         data = batch_of("llama", size, seed, length)
         loss, wanted, outputs = reference("llama", 4, data)
         evaluated = pipe.run(data, criterion("llama"), forward_only=True, return_outputs=True)
@@ -64,8 +65,6 @@ def _many_runs(world: World, style: str) -> list[float]:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_shapes_may_change_from_run_to_run_and_evaluation_is_exact(pool: Pool, style: str) -> None:
-    if style == "dualpipev":
-        pytest.skip("wants more micro-batches than the smallest batch has samples")
     for errors in pool.run(_many_runs, 2, style):
         assert max(errors) <= BAR
 
@@ -304,6 +303,48 @@ def test_micro_batches_are_as_even_as_can_be(samples: int, parts: int) -> None:
 def test_what_cannot_be_cut_is_refused(wrong: Callable[[], Any], said: str) -> None:
     with pytest.raises(GulliverError, match=said):
         wrong()
+
+
+def _dropping(world: World) -> list[float]:
+    """Captions are dropped at random, and each stage embeds captions."""
+    model = build("stdit3", 2)
+    model.y_embedder.drop = 0.5
+    pipe = pipeline_of(world, model, "1f1b", 2)
+    data = hybrid_models.batch("stdit3", 8)
+    torch.manual_seed(world.rank)
+    losses = [float(pipe.run(data, criterion("stdit3"))["loss"]) for _ in range(3)]
+    torch.manual_seed(0)
+    whole = build("stdit3", 2)
+    torch.manual_seed(0)
+    dropped = [torch.rand(8) < 0.5 for _ in range(3)]
+    wanted = [criterion("stdit3")(whole(**data, drop_caption=d), data).item() for d in dropped]
+    return [abs(a - b) for a, b in zip(losses, wanted, strict=True)]
+
+
+def test_random_choices_that_all_stages_need_are_made_once(pool: Pool) -> None:
+    for errors in pool.run(_dropping, 2):
+        assert max(errors) <= BAR
+
+
+def _caching(world: World) -> tuple[float, str]:
+    """Caches of keys and values are on by default in many configurations."""
+    data = batch_of("llama", 4)
+    loss, _, _ = reference("llama", 4, data)
+    model = build("llama", 4)
+    model.config.use_cache = True
+    pipe = pipeline_of(world, model, "1f1b", 2)
+    checkpoint_blocks(pipe.stage)
+    found = pipe.run(data, criterion("llama"), return_outputs=True)
+    assert found["outputs"] is None or "past_key_values" not in found["outputs"]
+    with pytest.raises(GulliverError) as caught:
+        pipe.run({**data, "output_attentions": True}, criterion("llama"))
+    return difference(found["loss"], loss), str(caught.value)
+
+
+def test_what_is_asked_of_every_block_is_left_out_or_refused(pool: Pool) -> None:
+    for error, said in pool.run(_caching, 2):
+        assert error <= BAR
+        assert "output_attentions=True asks for something of every block" in said
 
 
 def _refused(world: World) -> list[str]:

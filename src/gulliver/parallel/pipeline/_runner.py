@@ -35,6 +35,7 @@ class Run:
         kinds: of the micro-batches; those of one kind send tensors of equal shapes.
         call: the model, or what wraps its forward.
         keep: whether outputs of the last stage are wanted.
+        added: keyword arguments beside those of the batch.
         outputs: of the last stage, by micro-batch.
         weights: parameters that want gradients.
     """
@@ -43,8 +44,13 @@ class Run:
     kinds: Sequence[str]
     call: Callable[..., Any]
     keep: bool
+    added: dict[str, Any] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     weights: list[nn.Parameter] = field(default_factory=list)
+
+    def arguments(self, micro: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Of the model, for a micro-batch."""
+        return self.micros[micro].args, {**self.micros[micro].kwargs, **self.added}
 
 
 @dataclass
@@ -169,9 +175,8 @@ class Runner:
             )
         look = kind not in self._looked
         self._looked.add(kind)
-        micro_batch = run.micros[micro]
         output = self.stage.conductor.forward(
-            run.call, self.stage_index, carry, micro_batch.args, micro_batch.kwargs, look
+            run.call, self.stage_index, carry, *run.arguments(micro), look
         )
         if self.is_last:
             if run.keep:
