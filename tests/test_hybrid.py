@@ -179,3 +179,20 @@ def test_a_model_that_cannot_be_cut_so_is_refused(
     for found in pool.run(_refusals, ranks, family, plugin, change):
         assert message in found
         assert bool(found) == bool(message)
+
+
+def _chosen(world: World, ranks: tuple[int, int]) -> tuple[str, float]:
+    sp_size, tp_size = ranks
+    cell = Cell("llama", grid("chosen", world.size, sp_size=sp_size, tp_size=tp_size))
+    cell.grid.plugin["sequence_parallelism_mode"] = "auto"
+    cell.grid.plugin["sequence_length"] = 4096
+    errors = errors_of(world, cell, torch.float64, steps=2)
+    return cell.name, max(errors.values())
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (2, 2)], ids=str)
+def test_a_chosen_plan_is_as_exact_as_one_that_was_named(
+    pool: Pool, ranks: tuple[int, int]
+) -> None:
+    for _, error in pool.run(_chosen, ranks[0] * ranks[1], ranks):
+        assert error <= BARS[torch.float64]

@@ -194,7 +194,7 @@ def _wire(
     if family == "STDiT3":
         if mesh.sequence.plan.degree * mesh.tensor.size > 1:
             # Tensor ranks alone need it too: captions are dropped alike on all of them.
-            mode = plugin.mode or "all_to_all"
+            mode = plugin.mode if plugin.mode in ("all_to_all", "ring_attn") else "all_to_all"
             wire_stdit(model, mesh.sequence, mode, mesh.tensor, show=_say(plugin))
     elif is_hugging_face(model) and mesh.sequence.plan.degree * mesh.tensor.size > 1:
         wire_sequence(model, mesh.sequence, mesh.tensor)

@@ -18,7 +18,8 @@ from gulliver.errors import GulliverError, nearest
 SHARED_BY_TENSOR = ("split_gather", "ring")
 """Sequence modes in which the tensor axis shares the sequences, too."""
 
-SHARED_BY_SEQUENCE = ("all_to_all", "ring_attn")
+AUTO = "auto"
+SHARED_BY_SEQUENCE = ("all_to_all", "ring_attn", AUTO)
 """Sequence modes with ranks of their own."""
 
 MODES = {
@@ -26,6 +27,7 @@ MODES = {
     "ring": "the same, gathers and scatters in pieces under the matmuls",
     "all_to_all": "Ulysses: sequence exchanged for heads around attention",
     "ring_attn": "keys and values go round a ring, of two levels if wished",
+    AUTO: "Ulysses, a ring or both, by predicted time",
 }
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ANY_ATTENTION = ("split_gather", "ring")

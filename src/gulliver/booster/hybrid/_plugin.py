@@ -5,6 +5,7 @@ What is done with the model is in `_apply.py`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,14 +13,16 @@ import torch
 from torch import nn
 
 from gulliver.booster._plugins import HALVES, STAGES, Plugin
-from gulliver.booster.hybrid._apply import apply
+from gulliver.booster.hybrid._apply import apply, is_hugging_face
 from gulliver.booster.hybrid._capability import (
+    AUTO,
     FAMILIES,
     SHARED_BY_TENSOR,
     Wanted,
     check,
     family_of,
 )
+from gulliver.booster.hybrid._choice import choose_plan
 from gulliver.booster.hybrid._mesh import size_axes
 from gulliver.comm import World, current_world
 from gulliver.errors import GulliverError, nearest
@@ -41,7 +44,9 @@ class HybridParallelPlugin(Plugin):
         pp_size: stages that the layers are cut into.
         sp_size: ranks that share each sequence, in the modes that have ranks of their own.
         sequence_parallelism_mode: ``split_gather`` or ``ring`` shard activations over the tensor
-            axis; ``all_to_all`` (Ulysses) or ``ring_attn`` share sequences over `sp_size` ranks.
+            axis; ``all_to_all`` (Ulysses) or ``ring_attn`` share sequences over `sp_size` ranks;
+            ``auto`` chooses between these two, and mixes of them, by predicted time.
+        sequence_length: that ``auto`` predicts for; None is the longest that the model takes.
         zero_stage: what is sharded over the replicas: 0 nothing, 1 the optimizer, 2 the gradients
             too, 3 the parameters too.
         precision: ``bf16`` or ``fp16``, as of `LowLevelZeroPlugin`.
@@ -76,6 +81,7 @@ class HybridParallelPlugin(Plugin):
         pp_size: int = 1,
         sp_size: int | None = None,
         sequence_parallelism_mode: str | None = None,
+        sequence_length: int | None = None,
         zero_stage: int = 0,
         precision: str | None = None,
         num_microbatches: int | None = None,
@@ -105,6 +111,7 @@ class HybridParallelPlugin(Plugin):
         self.inner_ring_size, self.ulysses_size = inner_ring_size, ulysses_size
         self.tensor_rules, self.replicate_rest = tensor_rules, replicate_rest
         self.checkpoint_activations, self.gather_ahead = checkpoint_activations, gather_ahead
+        self.sequence_length = sequence_length
         self.weights = None if weights is None else Path(weights)
         self.check_batches, self.verbose = check_batches, verbose
         self._check()
@@ -143,6 +150,11 @@ class HybridParallelPlugin(Plugin):
                 raise GulliverError(
                     f"{name}={getattr(self, name)} needs sequence_parallelism_mode='ring_attn'"
                 )
+        if self.sequence_length is not None and self.mode != AUTO:
+            raise GulliverError(
+                "sequence_length is what sequence_parallelism_mode='auto' predicts for: it takes "
+                "any length, as the other modes do"
+            )
         if self.tensor_rules is not None and self.tp_size == 1:
             raise GulliverError("tensor_rules say how tensors are shared: they need a tp_size")
         self.sequence_plan(causal=False)
@@ -186,7 +198,14 @@ class HybridParallelPlugin(Plugin):
         dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
         check(self._wanted(family, dtypes))
         known = FAMILIES.get(family or "")
-        plan = self.sequence_plan(causal=known.causal if known else False)
+        causal = known.causal if known else False
+        plan = self.sequence_plan(causal)
+        if self.mode == AUTO and is_hugging_face(model):
+            ranks = world.size, self.sp_size, self.tp_size
+            chosen = choose_plan(model, *ranks, causal, self.sequence_length)
+            plan = chosen.plan
+            if self.verbose and world.is_main:
+                print(chosen, file=sys.stderr)
         return apply(self, model, optimizer, world, precision, sizes, plan, family)
 
     def data_place(self) -> tuple[int, int]:

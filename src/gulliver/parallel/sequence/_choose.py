@@ -77,14 +77,16 @@ def choose(
     shape: Shape,
     degree: int | None = None,
     layout: LayoutName | None = None,
+    stride: int = 1,
 ) -> Chosen:
     """Considers every factorisation of a degree.
 
     Args:
-        cluster: measured or described; a sequence lies on `degree` neighbouring ranks.
+        cluster: measured or described.
         shape: of the attention.
         degree: ranks of a sequence; None is the whole cluster.
         layout: None is zigzag for a causal shape, and contiguous else.
+        stride: a sequence lies on every so many-th rank; those between share its tensors.
 
     Raises:
         GulliverError: no degree of at least 1; the device has no rate for the dtype.
@@ -94,7 +96,7 @@ def choose(
         raise GulliverError(f"a sequence needs at least 1 rank, not {degree}")
     layout = layout or ("zigzag" if shape.causal else "contiguous")
     found = [
-        predict(cluster, shape, SequencePlan(u, o, degree // u // o, layout))
+        predict(cluster, shape, SequencePlan(u, o, degree // u // o, layout), stride)
         for u in _divisors(degree)
         if u <= shape.heads
         for o in _divisors(degree // u)
@@ -105,11 +107,11 @@ def choose(
     return Chosen(found[0].plan, tuple(found))
 
 
-def predict(cluster: Cluster, shape: Shape, plan: SequencePlan) -> Predicted:
-    """What a plan should cost on neighbouring ranks of a cluster."""
+def predict(cluster: Cluster, shape: Shape, plan: SequencePlan, stride: int = 1) -> Predicted:
+    """What a plan should cost on every `stride`-th rank of a cluster."""
     forward = _block_seconds(cluster, shape, plan)
     hop = hops(plan, shape)
-    links = _Lines(cluster.resized(plan.degree), plan)
+    links = _Lines(cluster.resized(plan.degree * stride), plan, stride)
     seconds = links.ring_seconds(forward, hop.forward + hop.forward_home)
     seconds += links.ring_seconds(BACKWARD_OPERATIONS * forward, hop.backward + hop.backward_home)
     exchanges = 2 * links.exchange_seconds(ulysses_bytes(plan, shape))
@@ -132,8 +134,8 @@ def _block_seconds(cluster: Cluster, shape: Shape, plan: SequencePlan) -> float:
 class _Lines:
     """What the lines of a plan travel on."""
 
-    def __init__(self, cluster: Cluster, plan: SequencePlan) -> None:
-        self._cluster, self._plan = cluster, plan
+    def __init__(self, cluster: Cluster, plan: SequencePlan, stride: int) -> None:
+        self._cluster, self._plan, self._stride = cluster, plan, stride
 
     def ring_seconds(self, block: float, hop_bytes: float) -> float:
         """A turn of both rings, `block` seconds of work for each block."""
@@ -156,6 +158,7 @@ class _Lines:
 
     def _axes(self, stride: int, size: int) -> list[tuple[int, Link]]:
         """The axes that a line of every `stride`-th rank crosses, outer to inner."""
+        stride *= self._stride
         crossed, unit, span = [], 1, stride * size
         for axis in reversed(self._cluster.axes):
             whole = unit * axis.size

@@ -1,0 +1,69 @@
+"""Ulysses or ring, and which of it: chosen by what the links cost and how many heads there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from gulliver.errors import GulliverError
+from gulliver.hardware import current_cluster
+from gulliver.parallel.sequence import Chosen, Shape, choose
+
+LENGTHS = ("max_position_embeddings", "n_positions")
+HEADS = ("num_attention_heads", "n_head", "num_heads")
+WIDTHS = ("hidden_size", "n_embd", "d_model")
+
+
+def choose_plan(
+    model: nn.Module,
+    world_size: int,
+    sp_size: int,
+    tp_size: int,
+    causal: bool,
+    length: int | None = None,
+) -> Chosen:
+    """The plan with the least predicted seconds for a model's attention; every rank calls it.
+
+    Args:
+        model: a transformers model.
+        world_size: ranks.
+        sp_size: ranks that share a sequence.
+        tp_size: ranks that share its tensors, and so its heads.
+        causal: whether tokens see only those before them.
+        length: of sequences; None is the longest that the model's configuration names.
+
+    Raises:
+        GulliverError: the configuration does not say what is needed.
+    """
+    config = getattr(model, "config", None)
+    length = length or _field(config, LENGTHS, "sequence_length=")
+    heads = _field(config, HEADS, "sequence_parallelism_mode=")
+    width = getattr(config, "head_dim", None)
+    dim = width or _field(config, WIDTHS, "sequence_parallelism_mode=") // heads
+    grouped = getattr(config, "num_key_value_heads", None) or heads
+    cluster = current_cluster(world_size)
+    dtype = str(next(p.dtype for p in model.parameters() if p.is_floating_point()))
+    known = dtype.removeprefix("torch.")
+    shape = Shape(
+        batch=1,
+        heads=max(1, heads // tp_size),
+        kv_heads=max(1, grouped // tp_size),
+        length=length,
+        head_dim=dim,
+        # Where a dtype was not measured, such as float64, another one tells the plans apart, too.
+        dtype=known if known in cluster.device.matmul else "float32",
+        causal=causal,
+    )
+    return choose(cluster, shape, sp_size, stride=tp_size)
+
+
+def _field(config: Any, names: tuple[str, ...], instead: str) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise GulliverError(
+        f"the model's configuration has none of {', '.join(names)}, which choosing a plan needs: "
+        f"give {instead} yourself"
+    )
