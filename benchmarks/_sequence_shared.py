@@ -28,12 +28,13 @@ class Options:
     local: int = 2048
     """Tokens of each rank."""
     overlap_heads: int = 1
-    overlap_local: int = 6144
+    overlap_local: int = 5120
     """Tokens of each rank where overlap is measured: the more, the less of a core sending takes."""
     ratios: tuple[float, ...] = (0.33, 1.0, 3.0)
     """Of sending alone over computing alone; the links are shaped so."""
-    level_local: int = 512
-    """Tokens of each rank on two levels."""
+    level_heads: int = 8
+    level_local: int = 256
+    """Tokens of each rank on two levels: few, as two ranks share a core there."""
     uplink: str = "100mbit"
     cap_mib: int = 256
     """Memory of each rank for the longest sequence."""
@@ -48,7 +49,7 @@ class Options:
         """These, or the quick ones."""
         if not self.quick:
             return self
-        small: dict[str, Any] = {"local": 256, "overlap_local": 2048, "level_local": 128}
+        small: dict[str, Any] = {"local": 256, "overlap_local": 2048, "level_local": 64}
         return replace(self, **small, cap_mib=16, rounds=2)
 
 

@@ -31,6 +31,7 @@ from benchmarks.netlab._ranks import HEADERS, wire_bytes
 from gulliver.comm import init_world
 from gulliver.parallel.sequence import (
     SequencePlan,
+    Shape,
     attention,
     make_groups,
     two_ring_attention,
@@ -155,8 +156,13 @@ def time_levels(options: Options) -> dict[str, tuple[float, ...]]:
     return {name: s.values for name, s in alternate(turns, options.rounds).items()}
 
 
+def of_levels(options: Options) -> Shape:
+    """The attention over two levels."""
+    return shape_of(options, NODES * LOCAL, options.level_local, options.level_heads)
+
+
 def _level_calls(options: Options) -> dict[str, Callable[[], None]]:
-    shape = shape_of(options, NODES * LOCAL, options.level_local)
+    shape = of_levels(options)
     q, k, v, grad = tensors(shape, NODES * LOCAL)
     calls: dict[str, Callable[[], None]] = {}
     for name, plan in LEVELS.items():
@@ -217,7 +223,7 @@ def _rows_of_levels(
     of_nodes: Mapping[str, float],
 ) -> None:
     """Found beside the formulas: of a rank, and of a node."""
-    shape = shape_of(options, NODES * LOCAL, options.level_local)
+    shape = of_levels(options)
     flat, nested = (volume(plan, shape) for plan in LEVELS.values())
     # One rank of a node sends to the other along the flat ring, each of them along the nested one.
     each = {

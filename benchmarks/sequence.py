@@ -59,7 +59,7 @@ def measure(options: Options) -> Report:
         notes=[
             f"batch 1, {options.heads} heads of {options.head_dim}, float32, {options.local} "
             f"tokens a rank; overlap {options.overlap_heads} x {options.overlap_local}, two levels "
-            f"{options.level_local}, uplink {options.uplink}",
+            f"{options.level_heads} x {options.level_local}, uplink {options.uplink}",
             f"times: median (quartiles) of the slowest rank, {options.rounds} turns of each",
         ],
     )
