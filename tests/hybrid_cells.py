@@ -120,10 +120,11 @@ class Cell:
     family: str
     grid: Grid
     clip: float = 0.0
+    mask: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.family}: {self.grid.name}"
+        return f"{self.family}: {self.grid.name}{', ' + self.mask if self.mask else ''}"
 
 
 SHARED_FAMILIES = ("llama", "gpt2", "vit", "stdit3")
@@ -134,17 +135,45 @@ CELLS = tuple(
     for g in (*ANY, *(SHARED if family in SHARED_FAMILIES else ()))
     if g.plugin.get("sequence_parallelism_mode") in (None, *CAPABILITIES[known(family)].sequence)
 )
+MASKED_CELLS = tuple(
+    Cell(family, g, mask=mask)
+    for family, known_of in CAPABILITIES.items()
+    if "ring_attn" in known_of.sequence and family != "STDiT3"
+    for mask in known_of.masks
+    for g in (SHARED[0], SHARED[1])
+)
+"""Every mask that the table of what may be combined lists."""
+
+SHARED_WITH_TENSOR = tuple(
+    grid(f"tensor 2 x {name}", 2 * ranks, tp_size=2, sp_size=ranks, **sizes)
+    for name, ranks, sizes in (
+        ("Ulysses 4", 4, ULYSSES),
+        ("ring 3", 3, RING),
+        ("ring 4", 4, RING),
+        ("ring 2 x 2", 4, {**RING, "inner_ring_size": 2}),
+        ("Ulysses 2 x ring 2", 4, {**RING, "ulysses_size": 2}),
+    )
+)
 LARGE_CELLS = (
     *(Cell(family, g) for family in FAMILIES for g in BIG),
     *(Cell(family, g) for family in ("llama", "stdit3") for g in BIG_SHARED),
+    *(Cell("llama", g) for g in SHARED_WITH_TENSOR),
 )
 
 
 def samples(cell: Cell, place: int, step: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """The batch of a data rank; its length changes from step to step."""
     length = 12 if step % 2 == 0 else 15
-    padded = cell.family not in ("vit", "stdit3", "whisper") and step % 3 == 2
-    return batch(cell.family, 4, seed=100 * step + place, length=length, dtype=dtype, padded=padded)
+    texts = cell.family not in ("vit", "stdit3", "whisper")
+    padded = texts and (cell.mask == "padding" or (step % 3 == 2 and not cell.mask))
+    found = batch(
+        cell.family, 4, seed=100 * step + place, length=length, dtype=dtype, padded=padded
+    )
+    if cell.mask == "documents":
+        # Positions that begin anew are how transformers is told of packed documents.
+        places = torch.cat([torch.arange(5), torch.arange(length - 5)])
+        found["position_ids"] = places.expand(4, -1).contiguous()
+    return found
 
 
 def make_model(cell: Cell, dtype: torch.dtype, wired: bool) -> Any:
@@ -295,7 +324,9 @@ HEADER = "| model | grid | ranks | dtype | loss | gradients | weights | |\n" + "
 """Of a table of `rows`: losses of all steps, gradients before the first, weights after the last."""
 
 
-def rows(pool: Any, cells: tuple[Cell, ...] = (*CELLS, *LARGE_CELLS)) -> Iterator[str]:
+def rows(
+    pool: Any, cells: tuple[Cell, ...] = (*CELLS, *MASKED_CELLS, *LARGE_CELLS)
+) -> Iterator[str]:
     """Lines of a table: family and grid, dtype, and the errors."""
     for cell in cells:
         for dtype, bar in BARS.items():
@@ -304,5 +335,5 @@ def rows(pool: Any, cells: tuple[Cell, ...] = (*CELLS, *LARGE_CELLS)) -> Iterato
             verdict = "" if max(worst.values()) <= bar else "**over**"
             numbers = " | ".join(f"{worst[key]:.1e}" for key in ("loss", "gradients", "weights"))
             name = str(dtype).removeprefix("torch.")
-            where = f"{cell.grid.name} | {cell.grid.ranks}"
+            where = f"{cell.grid.name}{', ' + cell.mask if cell.mask else ''} | {cell.grid.ranks}"
             yield f"| {cell.family} | {where} | {name} | {numbers} | {verdict} |"

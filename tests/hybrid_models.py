@@ -271,7 +271,14 @@ def _stdit3(layers: int) -> nn.Module:
 MODELS = {
     "llama": _llama_like("Llama"),
     "mistral": _llama_like("Mistral", sliding_window=5),
-    "qwen2": _llama_like("Qwen2", tie_word_embeddings=True),
+    # Its first layer sees everything, those after it a window.
+    "qwen2": _llama_like(
+        "Qwen2",
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=6,
+        max_window_layers=1,
+    ),
     "gpt2": _gpt2,
     "bloom": _bloom,
     "opt": _opt,

@@ -320,11 +320,25 @@ def data_rows(pool: Any) -> list[str]:
     ]
 
 
+AROUND = (
+    "Every family can be cut over the tensor axis and into the stages of a pipeline, with any "
+    "stage of ZeRO; other models by rules that the user gives. What is refused is refused when "
+    "the model is boosted, naming what works instead."
+)
+
+
 def sections(pool: Any) -> Iterator[tuple[str, list[str]]]:
     """Every table: what stands over it, and its lines."""
+    from gulliver.booster.hybrid import HEADER as COMBINED
+    from gulliver.booster.hybrid import table
     from tests import hybrid_cells, sequence_cells, tensor_cells
 
     yield HEADER, data_rows(pool)
+    head = f"| {' | '.join(COMBINED)} |\n{'|---' * len(COMBINED)}|\n"
+    yield (
+        f"\n## What may be combined\n\nAs `gulliver capabilities` prints it. {AROUND}\n\n{head}",
+        [f"| {' | '.join(row)} |" for row in table()],
+    )
     bars = "Bars: 1e-10 in float64, 1e-5 in float32."
     yield (
         f"""

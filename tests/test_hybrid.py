@@ -16,7 +16,16 @@ from gulliver.comm import Line, World
 from gulliver.errors import GulliverError
 from gulliver.parallel.pipeline import agree
 from gulliver.parallel.sequence import SequencePlan
-from tests.hybrid_cells import BARS, CELLS, LARGE_CELLS, Cell, errors_of, grid, make_optimizer
+from tests.hybrid_cells import (
+    BARS,
+    CELLS,
+    LARGE_CELLS,
+    MASKED_CELLS,
+    Cell,
+    errors_of,
+    grid,
+    make_optimizer,
+)
 from tests.hybrid_models import batch, build
 from tests.pool import Pool
 
@@ -35,6 +44,12 @@ def _tested() -> list[Cell]:
 @pytest.mark.parametrize("cell", _tested(), ids=lambda cell: cell.name)
 def test_a_grid_trains_as_one_process(pool: Pool, cell: Cell) -> None:
     for errors in pool.run(errors_of, cell.grid.ranks, cell, torch.float64, steps=4):
+        assert max(errors.values()) <= BARS[torch.float64], errors
+
+
+@pytest.mark.parametrize("cell", MASKED_CELLS, ids=lambda cell: cell.name)
+def test_a_mask_that_the_table_lists_is_exact(pool: Pool, cell: Cell) -> None:
+    for errors in pool.run(errors_of, cell.grid.ranks, cell, torch.float64, steps=2):
         assert max(errors.values()) <= BARS[torch.float64], errors
 
 

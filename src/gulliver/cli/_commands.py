@@ -263,6 +263,26 @@ def doctor_command(config: DoctorConfig, arguments: list[str]) -> int:
     return doctor(config.folder, config.mib)
 
 
+@dataclass(frozen=True)
+class CapabilitiesConfig:
+    """Shows what may be combined: sequence modes, masks and dtypes by family of models."""
+
+
+def capabilities_command(config: CapabilitiesConfig, arguments: list[str]) -> int:
+    """Prints the table that `HybridParallelPlugin` asks."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from gulliver.booster.hybrid import DTYPES, HEADER, table
+
+    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    shown = Table(*HEADER, caption=f"with any tp_size, pp_size and zero_stage; {dtypes}")
+    for row in table():
+        shown.add_row(*row)
+    Console().print(shown)
+    return 0
+
+
 COMMANDS: dict[str, tuple[type, Callable[[Any, list[str]], int], str]] = {
     "train": (TrainConfig, train_command, "train a text-to-video model"),
     "generate": (GenerateConfig, generate_command, "make clips from sentences"),
@@ -270,6 +290,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any, list[str]], int], str]] = {
     "checkpoint": (CheckpointConfig, checkpoint_command, "list, check and convert checkpoints"),
     "probe": (ProbeConfig, probe_command, "measure what the machine and its links can do"),
     "doctor": (DoctorConfig, doctor_command, "say which I/O engine runs and how fast the disk is"),
+    "capabilities": (CapabilitiesConfig, capabilities_command, "show what may be combined"),
     "demo": (DemoConfig, demo_command, "train, generate and judge, and show the result"),
 }
 
@@ -281,7 +302,7 @@ def run(arguments: list[str]) -> int:
             "usage: gulliver COMMAND [options]      (gulliver COMMAND --help lists the options)\n"
         )
         for name, (_, _, what) in COMMANDS.items():
-            print(f"  {name:<10} {what}")
+            print(f"  {name:<12} {what}")
         return 0
     if arguments[0] == "--version":
         print(f"gulliver {__version__}")

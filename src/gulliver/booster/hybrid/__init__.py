@@ -3,3 +3,7 @@
 Read `_plugin.py`, which treats a model in five steps; `_mesh.py` says who works with whom, and
 `_capability.py` what may be combined.
 """
+
+from gulliver.booster.hybrid._capability import DTYPES, FAMILIES, HEADER, MODES, table
+
+__all__ = ["DTYPES", "FAMILIES", "HEADER", "MODES", "table"]

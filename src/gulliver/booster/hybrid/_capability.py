@@ -42,14 +42,12 @@ class Family:
         sequence: modes that it runs under.
         causal: whether tokens see only those before them, so that zigzag balances the work.
         masks: that it runs with where the sequence is shared by ranks of its own.
-        pipeline: whether its blocks can be cut into stages.
         why: what keeps it from the other modes.
     """
 
     sequence: tuple[str, ...] = tuple(MODES)
     causal: bool = False
     masks: tuple[str, ...] = ("full", "padding")
-    pipeline: bool = True
     why: str = ""
 
 
@@ -64,9 +62,9 @@ FAMILIES = {
     "opt": Family(causal=True, masks=("causal", "padding")),
     "bert": Family(),
     "vit": Family(masks=("full",)),
-    "bloom": Family(ANY_ATTENTION, True, (), True, _BIASED),
-    "t5": Family(ANY_ATTENTION, False, (), True, _BIASED),
-    "whisper": Family(ANY_ATTENTION, False, (), True, "its encoder makes tokens by convolution"),
+    "bloom": Family(ANY_ATTENTION, True, (), _BIASED),
+    "t5": Family(ANY_ATTENTION, False, (), _BIASED),
+    "whisper": Family(ANY_ATTENTION, False, (), "its encoder makes tokens by convolution"),
     "STDiT3": Family(
         SHARED_BY_SEQUENCE,
         masks=("full", "padding"),
@@ -87,6 +85,21 @@ class Wanted:
     dtypes: tuple[torch.dtype, ...] = ()
     anonymous: bool = False
     """There is no model yet: only the sizes and the mode are looked at."""
+
+
+HEADER = ("model", "sequence_parallelism_mode", "masks over shared sequences", "why not more")
+
+
+def table() -> list[tuple[str, ...]]:
+    """What may be combined, a row for each family under `HEADER`.
+
+    All of them can be cut over the tensor axis and into stages, with any stage of ZeRO, in all
+    `DTYPES`.
+    """
+    return [
+        (name, ", ".join(family.sequence), ", ".join(family.masks) or "-", family.why)
+        for name, family in FAMILIES.items()
+    ]
 
 
 def family_of(model: nn.Module) -> str | None:
