@@ -26,6 +26,7 @@ from gulliver.video import (
     VideoModel,
     check_config,
     check_output,
+    check_ranks,
     console,
     demonstrate,
     evaluate,
@@ -103,7 +104,9 @@ def train_command(config: TrainConfig, arguments: list[str]) -> int:
         raise GulliverError(
             f"unknown model size {config.model.size!r}: {nearest(config.model.size, STDIT3_SIZES)}"
         )
-    ranks = config.ranks or default_ranks()
+    ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
+    if not under_launcher():
+        check_ranks(config, ranks)
     if not under_launcher() and ranks > 1:
         return launch("gulliver.cli", ["train", *arguments], ranks)
     outcome = train(config)

@@ -24,7 +24,7 @@ from gulliver.video._judges import Judges, Scores, train_judges
 from gulliver.video._media import check_output, read_frames, write_clip
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._shared import split_ranks
-from gulliver.video._training import Outcome, Trainer, train
+from gulliver.video._training import Outcome, Trainer, check_ranks, train
 
 __all__ = [
     "AutoencoderConfig",
@@ -45,6 +45,7 @@ __all__ = [
     "VideoModel",
     "check_config",
     "check_output",
+    "check_ranks",
     "console",
     "demonstrate",
     "evaluate",

@@ -116,7 +116,7 @@ class TrainConfig:
     steps: int = 1500
     """Optimizer steps of the whole run."""
     ranks: int = 0
-    """Processes on this machine; 0: one per GPU, or one. Ignored under torchrun."""
+    """Processes on this machine; 0: one per GPU, or one model's. Ignored under torchrun."""
     resume: bool = False
     """Continue from the newest checkpoint of the run folder, bit for bit."""
     seed: int = 0
@@ -125,6 +125,14 @@ class TrainConfig:
     """How the ranks share the work."""
     stage: Literal[1, 2] = 1
     """ZeRO stage: 1 shards the optimizer, 2 the gradients as well."""
+    tp_size: int = 1
+    """Ranks that share each layer's tensors."""
+    sp_size: int = 1
+    """Ranks that share each clip's tokens."""
+    pp_size: int = 1
+    """Stages of a pipeline: this loop runs without one, so 1."""
+    sequence_parallelism_mode: Literal["all_to_all", "ring_attn"] | None = None
+    """How they share them; without one, all_to_all. It needs an sp_size."""
     accumulate: int = 1
     """Micro-batches of one optimizer step."""
     mixed_precision: Literal["none", "bf16"] = "none"
@@ -143,9 +151,15 @@ class TrainConfig:
     flow: FlowConfig = field(default_factory=FlowConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
+    @property
+    def ranks_of_a_model(self) -> int:
+        """Ranks that hold one model together, and read the same clips."""
+        return self.tp_size * self.sp_size
+
 
 MAY_CHANGE = frozenset(
     {"out", "ranks", "resume", "plugin", "stage", "save_every", "keep", "log_every"}
+    | {"tp_size", "sp_size", "pp_size", "sequence_parallelism_mode"}
     | {"async_save"}
     | {"autoencoder.path"}
 )
@@ -184,7 +198,31 @@ def check_config(config: TrainConfig) -> TrainConfig:
         if not 0 <= value <= 1:
             raise GulliverError(f"{name} is {value}: it must lie between 0 and 1")
     parse_shapes(config.data.shapes)
+    _check_sizes(config)
     return config
+
+
+def _check_sizes(config: TrainConfig) -> None:
+    """Refuses ways to share one model between ranks that this loop does not have."""
+    sizes = {"--tp-size": config.tp_size, "--sp-size": config.sp_size, "--pp-size": config.pp_size}
+    for name, size in sizes.items():
+        if size < 1:
+            raise GulliverError(f"{name} is {size}: it must be at least 1")
+    if config.pp_size > 1:
+        raise GulliverError(
+            f"--pp-size is {config.pp_size}: clips are trained without a pipeline, share the model "
+            "by --tp-size and --sp-size; in a loop of your own Booster.execute_pipeline runs one"
+        )
+    if config.ranks_of_a_model > 1 and config.plugin == "ddp":
+        raise GulliverError(
+            f"--plugin ddp keeps the whole model on every rank: leave it out for --tp-size "
+            f"{config.tp_size} --sp-size {config.sp_size}"
+        )
+    if config.sequence_parallelism_mode is not None and config.sp_size == 1:
+        raise GulliverError(
+            f"--sequence-parallelism-mode {config.sequence_parallelism_mode} needs an --sp-size of "
+            "at least 2: the ranks that share a clip"
+        )
 
 
 def parse_shapes(texts: tuple[str, ...]) -> dict[Bucket, float]:

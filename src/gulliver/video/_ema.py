@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gulliver.memory import before_write
+from gulliver.checkpoint import as_leaf
+from gulliver.comm import ALONE, Line
+from gulliver.memory import Part, before_write, region_of, set_region
 
 
 class ExponentialAverage:
     """An exponential moving average of a model's parameters and buffers, in their own dtype.
 
     The decay warms up as (1 + k) / (10 + k) over steps k, so that the random start is forgotten
-    soon. Every rank holds the same parameters after a step, so every rank keeps the same average.
+    soon. Every rank that holds the same parameters after a step keeps the same average; of a
+    parameter that is cut between ranks each keeps that of its region.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self.updates = 0
-        self.shadow = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        values = model.state_dict(keep_vars=True)
+        self.shadow: dict[str, Tensor] = {n: v.detach().clone() for n, v in values.items()}
+        for name, value in values.items():
+            region = region_of(value)
+            if region is not None:
+                set_region(self.shadow[name], region)
+
+    def leaves(self, replicas: Line = ALONE) -> dict[str, Tensor | Part]:
+        """The average by name, regions as parts of their whole.
+
+        Args:
+            replicas: ranks that hold the same regions, each of which one of them is to save; all
+                that this rank holds is given to a rank alone.
+        """
+        cut = [name for name, value in self.shadow.items() if region_of(value) is not None]
+        others = set(cut) - set(cut[replicas.place :: replicas.size])
+        return {n: as_leaf(v) for n, v in self.shadow.items() if n not in others}
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:

@@ -59,12 +59,16 @@ def make_dataset(config: DataConfig, words: int, show: bool = True) -> MovingDig
     return table
 
 
-def make_sampler(config: TrainConfig, dataset: Any, world: World) -> BucketSampler:
-    """The order of the samples, and this rank's share of each batch."""
+def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> BucketSampler:
+    """The order of the samples, and this rank's share of each batch.
+
+    Args:
+        config: batch size and seed.
+        dataset: of clips.
+        place: this rank's number among those that read different samples, and how many they are.
+    """
     buckets = [dataset.bucket_of(index) for index in range(len(dataset))]
-    return BucketSampler(
-        buckets, config.data.batch_size, world.rank, world.size, derive(config.seed, 6)
-    )
+    return BucketSampler(buckets, config.data.batch_size, *place, derive(config.seed, 6))
 
 
 def vocabulary(config: TrainConfig) -> frozenset[str] | None:

@@ -19,8 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.booster import Booster, LowLevelZeroPlugin, TorchDDPPlugin
-from gulliver.comm import World, all_reduce, barrier, gather_objects, guard, init_world
+from gulliver.booster import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from gulliver.booster._plugins import Plugin
+from gulliver.booster.hybrid._mesh import size_axes
+from gulliver.booster.hybrid._optimizer import HybridOptimizer
+from gulliver.comm import ALONE, Line, World, all_reduce, barrier, gather_objects, guard, init_world
 from gulliver.data import ClipTable, WordEncoder
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder, stdit3
@@ -78,6 +81,7 @@ def train(config: TrainConfig) -> Outcome:
     """
     check_config(config)
     world = init_world()
+    check_ranks(config, world.size)
     run = Run(config.out, config.keep)
     with guard():
         checkpoint = run.open(config)
@@ -106,6 +110,32 @@ def build_model(config: TrainConfig, latent_channels: int) -> STDiT3:
         zero_init_temporal=config.model.zero_init_temporal,
         temporal_positions=config.model.temporal_positions,
     )
+
+
+def check_ranks(config: TrainConfig, ranks: int) -> None:
+    """Refuses ranks that do not make whole models.
+
+    Raises:
+        GulliverError: naming the sizes, and numbers of ranks that would do.
+    """
+    size_axes(ranks, config.pp_size, config.sp_size, config.tp_size)
+
+
+def make_plugin(config: TrainConfig) -> Plugin:
+    """How the ranks share the work."""
+    # Steps of many shapes take many times, which tuning would take for its own doing.
+    if config.ranks_of_a_model > 1:
+        mode = config.sequence_parallelism_mode or "all_to_all"
+        return HybridParallelPlugin(
+            tp_size=config.tp_size,
+            sp_size=config.sp_size,
+            sequence_parallelism_mode=mode if config.sp_size > 1 else None,
+            zero_stage=config.stage,
+            chunk_mb=CHUNK_MB,
+        )
+    if config.plugin == "zero":
+        return LowLevelZeroPlugin(stage=config.stage, chunk_mb=CHUNK_MB)
+    return TorchDDPPlugin()
 
 
 def schedule(config: TrainConfig, step: int) -> float:
@@ -146,7 +176,9 @@ class Trainer:
             shift=config.flow.shift,
             use_timestep_transform=config.flow.shift_by_size,
         )
-        self.sampler = make_sampler(config, dataset, world)
+        plugin = make_plugin(config)
+        self.place = plugin.data_place()
+        self.sampler = make_sampler(config, dataset, self.place)
         self.sampler_state = self.sampler.state_dict()
         text = WordEncoder(config.model.text_channels, config.model.text_length)
         self.maker = BatchMaker(
@@ -159,12 +191,6 @@ class Trainer:
             config.seed,
             world.device,
         )
-        plugin = (
-            # Steps of many shapes take many times, which tuning would take for its own doing.
-            LowLevelZeroPlugin(stage=config.stage, chunk_mb=CHUNK_MB)
-            if config.plugin == "zero"
-            else TorchDDPPlugin()
-        )
         precision = None if config.mixed_precision == "none" else config.mixed_precision
         self.booster = Booster(plugin=plugin, mixed_precision=precision)
         model = build_model(config, autoencoder.latent_channels).to(world.device).train()
@@ -174,11 +200,12 @@ class Trainer:
             betas=(0.9, config.optimizer.beta2),
         )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: schedule(config, k))
-        self.average = ExponentialAverage(model, config.optimizer.ema)
         self.plain_model = model
         self.model, self.optimizer, _, _, self.scheduler = self.booster.boost(
             model, optimizer, lr_scheduler=scheduler
         )
+        # After boost, which may have cut the model between ranks.
+        self.average = ExponentialAverage(model, config.optimizer.ema)
         if world.is_main:
             self.booster.plan.save(run.folder / "plan.yaml")
 
@@ -237,11 +264,13 @@ class Trainer:
     def step(self, batch: Batch, stop_wanted: bool = False) -> dict[str, float]:
         """One optimizer step on this rank's share of a batch.
 
+        Ranks that hold one model together have one share, and draw alike.
+
         Returns:
             Loss and gradient norm of the whole batch, its number of samples, and how many ranks
             wish to stop.
         """
-        torch.manual_seed(derive(self.config.seed, 3, self.step_number, self.world.rank))
+        torch.manual_seed(derive(self.config.seed, 3, self.step_number, self.place[0]))
         count = self._count(batch)
         loss_sum = self._forward_backward(batch, count)
         totals = torch.tensor(
@@ -250,7 +279,7 @@ class Trainer:
         all_reduce(totals, op="sum")
         limit = self.config.optimizer.clip or math.inf
         norm = float(self.optimizer.clip_grad_by_norm(limit))
-        loss = float(totals[0]) / count
+        loss = float(totals[0]) / (count * self.config.ranks_of_a_model)
         if not math.isfinite(loss) or not math.isfinite(norm):
             self._refuse_divergence(loss, norm)
         self.optimizer.step()
@@ -262,24 +291,24 @@ class Trainer:
         return {"loss": loss, "norm": norm, "samples": batch.total, "stop": float(totals[1])}
 
     def _count(self, batch: Batch) -> int:
-        """Samples of the batch on all ranks, those that could not be read left out."""
+        """Samples of the batch in all shares, those that could not be read left out."""
         if not isinstance(self.maker.dataset, ClipTable):
             return batch.total
         count = torch.tensor([len(batch.latents) * batch.weight], device=self.world.device)
         all_reduce(count)
-        return max(1, int(count))
+        return max(1, int(count) // self.config.ranks_of_a_model)
 
     def _forward_backward(self, batch: Batch, count: int) -> Tensor:
         """Backward of this rank's share, in micro-batches; the sum of its samples' losses.
 
         Args:
             batch: the share.
-            count: samples of all ranks' shares.
+            count: samples of all shares.
         """
         held = len(batch.latents)
         size = math.ceil(held / self.config.accumulate)
         parts = [slice(start, start + size) for start in range(0, held, size)]
-        loss_sum = torch.zeros((), device=self.world.device)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             context = nullcontext() if last else self.booster.no_sync(self.model, self.optimizer)
@@ -293,9 +322,9 @@ class Trainer:
                     mask=None if batch.generate is None else batch.generate[part],
                 )
                 share = losses.sum() * batch.weight
-                # Gradients are averaged over ranks, losses over samples: the factor makes up for
+                # Gradients are averaged over shares, losses over samples: the factor makes up for
                 # it.
-                self.booster.backward(share * (self.world.size / count), self.optimizer)
+                self.booster.backward(share * (self.place[1] / count), self.optimizer)
             loss_sum += share.detach()
         return loss_sum
 
@@ -346,10 +375,16 @@ class Trainer:
             self.model,
             self.optimizer,
             self.scheduler,
-            state={"ema": self.average.shadow, "run": run},
+            state={"ema": self.average.leaves(self._replicas), "run": run},
             use_async=self.config.async_save,
             keep=self.config.keep,
         )
+
+    @property
+    def _replicas(self) -> Line:
+        """Ranks that hold the same slices of the model, where it is cut."""
+        boosted = self.optimizer
+        return boosted.mesh.replicas if isinstance(boosted, HybridOptimizer) else ALONE
 
     def restore(self, folder: Path) -> None:
         """Takes up the state of a checkpoint; every rank calls it."""
@@ -358,7 +393,7 @@ class Trainer:
             self.model,
             self.optimizer,
             self.scheduler,
-            state={"ema": self.average.shadow, "run": None},
+            state={"ema": self.average.leaves(), "run": None},
             random=False,  # every step draws from seeds of its own
         )
         state = loaded.values["run"]

@@ -1,0 +1,231 @@
+"""The training job with one model on several ranks: the same run on any grid, and after any end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gulliver.checkpoint import load
+from gulliver.comm import World
+from gulliver.errors import GulliverError
+from gulliver.video import DataConfig, TrainConfig, Trainer, VideoModel, check_config, train
+from gulliver.video import _training as training
+from gulliver.video._batches import Batch
+from gulliver.video._run import Run
+from tests.pool import Pool
+from tests.test_video_training import (
+    autoencoder,
+    cli,
+    final_tensors,
+    options_of,
+    small,
+    wait_for_step,
+)
+
+__all__ = ["autoencoder"]  # a fixture
+
+STEPS = 5
+
+
+def doubled(batch: Batch) -> Batch:
+    """The same in float64."""
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    floats = {
+        name: value.double()
+        for name, value in tensors.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    return replace(batch, **floats)
+
+
+class DoubleTrainer(Trainer):
+    """Trains in float64, and wishes to stop after a step."""
+
+    last = STEPS
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # Clips are encoded by shares: in float32 they would be rounded otherwise in another share.
+        autoencoder = self.maker.autoencoder.double()
+        encode = autoencoder.encode
+        vars(autoencoder)["encode"] = lambda videos: encode(videos.double())
+
+    def step(self, batch: Batch, stop_wanted: bool = False) -> dict[str, float]:
+        return super().step(doubled(batch), stop_wanted or self.step_number + 1 == self.last)
+
+
+@contextmanager
+def double(last: int):
+    """Runs of this process are in float64 and end after a step."""
+    build, trainer = training.build_model, training.Trainer
+    kind = type("DoubleTrainer", (DoubleTrainer,), {"last": last})
+    training.build_model = lambda *args: build(*args).double()
+    training.Trainer = kind
+    try:
+        yield
+    finally:
+        training.build_model, training.Trainer = build, trainer
+
+
+def _train_double(world: World, config: TrainConfig, last: int = STEPS) -> list[dict]:
+    with double(last):
+        train(config)
+    return Run(config.out).read_log()
+
+
+def _errors(out: Path, expected: Path) -> dict[str, float]:
+    """Of the model and the average: the largest difference, by the largest element of all."""
+    ours, theirs = final_tensors(out), final_tensors(expected)
+    assert ours.keys() == theirs.keys()
+    return {
+        entry: max(
+            float((ours[name] - theirs[name]).abs().max()) / float(theirs[name].abs().max() + 1e-3)
+            for name in theirs
+            if name.startswith(entry) and theirs[name].is_floating_point()
+        )
+        for entry in ("model", "ema", "optimizer")
+    }
+
+
+GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "sp 2": (2, {"sp_size": 2}),
+    "tp 2": (2, {"tp_size": 2}),
+    "tp 2 x sp 2, ZeRO 2": (4, {"tp_size": 2, "sp_size": 2, "stage": 2}),
+    "sp 2 x data 2": (4, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
+    "tp 2 x data 2, accumulating": (4, {"tp_size": 2, "accumulate": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory, autoencoder: Path) -> Path:
+    """A run of one rank in float64."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    pool.run(_train_double, 1, small(out, autoencoder, steps=STEPS))
+    return out
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_grid_trains_the_model_of_one_rank(
+    pool: Pool, tmp_path: Path, autoencoder: Path, alone: Path, grid: str
+) -> None:
+    ranks, changes = GRIDS[grid]
+    config = small(tmp_path / "run", autoencoder, steps=STEPS, **changes)
+    log = pool.run(_train_double, ranks, config)[0]
+    expected = Run(alone).read_log()
+    assert [line["step"] for line in log] == list(range(1, STEPS + 1))
+    for line, other in zip(log, expected, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-9)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
+    errors = _errors(config.out, alone)
+    assert max(errors.values()) <= 1e-9, errors
+
+
+def test_a_run_goes_on_at_other_degrees(
+    pool: Pool, tmp_path: Path, autoencoder: Path, alone: Path
+) -> None:
+    config = small(tmp_path / "run", autoencoder, steps=STEPS, save_every=100)
+    legs = [
+        (4, 2, {"tp_size": 2, "sp_size": 2}),
+        (2, 3, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
+        (2, 4, {"tp_size": 2, "stage": 2}),
+        (2, STEPS, {}),
+    ]
+    log: list[dict] = []
+    for ranks, last, changes in legs:
+        resumed = replace(config, resume=last > 2, **changes)
+        log = pool.run(_train_double, ranks, resumed, last)[0]
+        assert log[-1]["step"] == last
+    for line, other in zip(log, Run(alone).read_log(), strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-9)
+    errors = _errors(config.out, alone)
+    assert max(errors.values()) <= 1e-9, errors
+
+
+def test_a_killed_run_of_tensor_ranks_goes_on_with_sequence_ranks(
+    pool: Pool, tmp_path: Path, autoencoder: Path
+) -> None:
+    config = small(tmp_path / "run", autoencoder, steps=6, tp_size=2)
+    # Ranks are not said: as many as one model takes.
+    process = cli(*options_of(config), start_new_session=True)
+    wait_for_step(config.out, 4, process)  # past the first checkpoint
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    log = pool.run(_train, 2, replace(config, resume=True, tp_size=1, sp_size=2))[0]
+    whole = replace(config, out=tmp_path / "whole", tp_size=1)
+    for line, other in zip(log, pool.run(_train, 1, whole)[0], strict=True):
+        assert line["step"] == other["step"]
+        assert line["loss"] == pytest.approx(other["loss"], rel=2e-5)
+
+
+def test_what_tensor_ranks_have_trained_is_generated_from_as_a_whole(
+    pool: Pool, tmp_path: Path, autoencoder: Path
+) -> None:
+    config = small(tmp_path / "run", autoencoder, steps=2, tp_size=2)
+    pool.run(_train, 4, config)
+    average = load(Run(config.out).newest_checkpoint()).values["ema"]
+    model = VideoModel.load(config.out, torch.device("cpu")).model
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, average[name]), name
+
+
+def _train(world: World, config: TrainConfig) -> list[dict]:
+    train(config)
+    return Run(config.out).read_log()
+
+
+def test_ranks_of_one_model_leave_out_the_same_clips(
+    pool: Pool, tmp_path: Path, autoencoder: Path
+) -> None:
+    from tests.test_data import write_table, write_video
+
+    names = ["a.mp4", "b.mp4", "c.mp4"]
+    for name in names:
+        write_video(tmp_path / name, 5, 32, 32)
+    claimed = {"text": "a ramp", "num_frames": "5", "height": "32", "width": "32", "fps": "8"}
+    table = write_table(tmp_path, [{"path": name, **claimed} for name in names])
+    (tmp_path / "b.mp4").write_bytes(b"broken since the table was made")
+    data = DataConfig(table=table, shapes=("5x32x32",), batch_size=3)
+    logs = {}
+    for name, ranks, changes in (("one", 1, {}), ("grid", 4, {"sp_size": 2})):
+        config = small(tmp_path / name, autoencoder, data=data, steps=2, **changes)
+        logs[name] = pool.run(_train_double, ranks, config)[0]
+    for line, other in zip(logs["grid"], logs["one"], strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-9)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pp_size": 2}, "--pp-size is 2: clips are trained without a pipeline"),
+        ({"tp_size": 0}, "--tp-size is 0: it must be at least 1"),
+        ({"sp_size": 2, "plugin": "ddp"}, "--plugin ddp keeps the whole model"),
+        ({"sequence_parallelism_mode": "ring_attn"}, "needs an --sp-size of at least 2"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    tmp_path: Path, autoencoder: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(GulliverError, match=message):
+        check_config(small(tmp_path, autoencoder, **changes))
+
+
+def test_ranks_that_make_no_whole_models_are_refused_before_any_starts(
+    tmp_path: Path, autoencoder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from gulliver.cli import main
+
+    options = options_of(small(tmp_path / "run", autoencoder, ranks=3, tp_size=2))
+    with pytest.raises(SystemExit):
+        main(options)
+    assert (
+        "= 2 ranks for one model, which does not divide the world of 3" in capsys.readouterr().err
+    )
