@@ -11,10 +11,12 @@ neither takes time from the thread that trains, as long as there is a core for t
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
+from weakref import WeakSet
 
 
 class Arriving(Protocol):
@@ -56,6 +58,7 @@ class Exchange:
     def end(self, error: BaseException | None = None) -> None:
         """Called by the thread that finishes."""
         self._error = error
+        _under_way.discard(self)
         self._done.set()
 
 
@@ -88,6 +91,7 @@ class _Threads:
 
 
 _threads: _Threads | None = None
+_under_way: WeakSet[Exchange] = WeakSet()
 
 
 def start(step: Step) -> Exchange:
@@ -96,8 +100,19 @@ def start(step: Step) -> Exchange:
     if _threads is None:
         _threads = _Threads()
     exchange = Exchange()
+    _under_way.add(exchange)
     _threads.posts.put((step, exchange))
     return exchange
+
+
+def drain(until: float) -> None:
+    """Lets exchanges that are under way end, whether or not anybody waits for them.
+
+    Args:
+        until: moment of `time.monotonic` at which no more is waited for.
+    """
+    for exchange in list(_under_way):
+        exchange._done.wait(max(0.0, until - time.monotonic()))
 
 
 def _guarded(exchange: Exchange, run: Callable[[], Any]) -> None:

@@ -10,6 +10,7 @@ collective before it starts a new one can block those that have started the new 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -81,7 +82,19 @@ class Workers:
                 self._unfinished -= 1
 
 
+    def drain(self, until: float) -> None:
+        """Lets work that is under way end, no later than a moment of `time.monotonic`."""
+        while self._unfinished and time.monotonic() < until:
+            time.sleep(0.01)
+
+
 _workers: Workers | None = None
+
+
+def drain(until: float) -> None:
+    """Lets the work of this process's threads end; see `Workers.drain`."""
+    if _workers is not None:
+        _workers.drain(until)
 
 
 def submit(run: Callable[[], None]) -> Job:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +14,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from gulliver.comm import _progress, _workers
 from gulliver.comm._watchdog import Watchdog
 from gulliver.errors import GulliverError
 
 COLLECTIVE_TIMEOUT_S = 600.0
+LEAVING_S = 10.0
+"""Longest wait at the end of a program for what is under way."""
+
 SILENCE_S = 30.0
 """A rank that is not heard of for so long counts as lost."""
 
@@ -72,6 +79,7 @@ def init_world(timeout_s: float = COLLECTIVE_TIMEOUT_S, silence_s: float = SILEN
         )
     except (RuntimeError, ValueError) as error:
         raise GulliverError(f"rank {rank} could not meet the other {size - 1}: {error}") from error
+    atexit.register(_leave)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # A connection of its own: the main one is locked while a collective waits on it.
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=silence_s))
@@ -100,6 +108,22 @@ def shutdown() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _world = _watchdog = None
+
+
+def _leave() -> None:
+    """Leaves the world at the end of a program that has run to its end.
+
+    The interpreter ends threads where they stand. One that stands in a backend's code, watching or
+    finishing a gather that nobody waited for, takes the process down with it; so all of them are
+    done before. After an error nothing is waited for: messages may be on their way that never
+    arrive.
+    """
+    if not dist.is_initialized() or getattr(sys, "last_type", None) is not None:
+        return
+    until = time.monotonic() + LEAVING_S
+    _progress.drain(until)
+    _workers.drain(until)
+    shutdown()
 
 
 @contextmanager
