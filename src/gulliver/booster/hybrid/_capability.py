@@ -102,11 +102,15 @@ def table() -> list[tuple[str, ...]]:
     ]
 
 
+def is_hugging_face(model: nn.Module) -> bool:
+    """Whether a model's class, or one that it derives from, is one of transformers'."""
+    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+
+
 def family_of(model: nn.Module) -> str | None:
     """The name under which a model stands in the table; None for others."""
-    config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None)
-    if isinstance(kind, str) and type(model).__module__.startswith("transformers."):
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if isinstance(kind, str) and is_hugging_face(model):
         return kind
     return next((c.__name__ for c in type(model).__mro__ if c.__name__ in FAMILIES), None)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gulliver.booster._plugins import HALVES, STAGES, Plugin
-from gulliver.booster.hybrid._apply import apply, is_hugging_face
+from gulliver.booster.hybrid._apply import apply
 from gulliver.booster.hybrid._capability import (
     AUTO,
     FAMILIES,
@@ -21,6 +21,7 @@ from gulliver.booster.hybrid._capability import (
     Wanted,
     check,
     family_of,
+    is_hugging_face,
 )
 from gulliver.booster.hybrid._choice import choose_plan
 from gulliver.booster.hybrid._mesh import size_axes

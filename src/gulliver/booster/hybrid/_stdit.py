@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gulliver.booster.hybrid._loss import scale_gradient
 from gulliver.booster.hybrid._stdit_choice import (
     FRAMES,
     PLACES,
@@ -241,21 +242,8 @@ class ShardedFinalLayer(FinalLayer):
             x_mask = self.wiring.part(x_mask, 1)
         out = super().forward(x, t, t0, x_mask, grid)
         groups = self.wiring.groups
-        out = _TimesGradient.apply(out, groups.plan.degree)
+        out = scale_gradient(out, groups.plan.degree)
         return unshard(out, groups, cut, grid[0] if cut == FRAMES else grid[1])
-
-
-class _TimesGradient(torch.autograd.Function):
-    """The same; its gradient is multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        return grad * ctx.factor, None
 
 
 class _MeanGradient(torch.autograd.Function):
