@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError, nearest
+from gulliver.models import STDIT3_SIZES
 
 SENTENCES_NEVER_TRAINED = tuple(f"{digit}:{digit % 4}" for digit in range(10))
 """One sentence of each digit that the demonstration keeps from training, as digit:direction."""
@@ -212,6 +213,13 @@ def _check_sizes(config: TrainConfig) -> None:
         raise GulliverError(
             f"--pp-size is {config.pp_size}: clips are trained without a pipeline, share the model "
             "by --tp-size and --sp-size; in a loop of your own Booster.execute_pipeline runs one"
+        )
+    heads = STDIT3_SIZES.get(config.model.size, {}).get("num_heads", config.tp_size)
+    if config.tp_size > heads:
+        # Boost refuses it too, but that is after the autoencoder has been trained.
+        raise GulliverError(
+            f"--tp-size is {config.tp_size}: model {config.model.size!r} has {heads} heads, and "
+            f"each rank needs one: at most {heads}"
         )
     if config.ranks_of_a_model > 1 and config.plugin == "ddp":
         raise GulliverError(
