@@ -16,7 +16,7 @@ from gulliver.comm import barrier
 from gulliver.parallel.sequence import Shape
 
 MIB = 1 << 20
-PARTS = ("bytes", "overlap", "levels", "balance", "peers", "memory", "longest")
+PARTS = ("bytes", "overlap", "levels", "balance", "peers", "memory", "longest", "gpu")
 
 
 @dataclass(frozen=True)
