@@ -28,6 +28,7 @@ from gulliver.booster._checkpoint import (
 from gulliver.booster._pipelined import run_whole
 from gulliver.booster._plugins import Plugin, TorchDDPPlugin, unwrapped
 from gulliver.booster._states import (
+    check_whole,
     on_main,
     read_model,
     read_optimizer,
@@ -143,6 +144,7 @@ class Booster:
         optimizer: BoostedOptimizer | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,
+        weight: str | Callable[[Any], float] | None = None,
     ) -> dict[str, Any]:
         """Forward and backward of the next batch through the stages of a pipeline.
 
@@ -154,11 +156,14 @@ class Booster:
             data_iter: of batches: dicts of the model's keyword arguments, or tuples.
             model: that `boost` returned.
             criterion: the loss of a micro-batch's outputs and that micro-batch; the batch's loss is
-                their mean, weighted by samples. None takes the outputs' own ``loss``, and then
-                tokens count alike wherever they are.
+                their mean, weighted by samples or as `weight` says. None takes the outputs' own
+                ``loss``, and then tokens count alike wherever they are.
             optimizer: that `boost` returned; None, or a model in evaluation, runs forward only.
             return_loss: whether the loss is wanted.
             return_outputs: whether the outputs are; the last stage gets them.
+            weight: what a criterion is a mean over, where that differs between micro-batches:
+                ``samples``, ``labels`` that are not -100, ``shifted_labels`` (without the first of
+                each sample), or a function of a micro-batch that counts it.
 
         Returns:
             ``loss``: of the whole batch, on every stage, or None; ``outputs`` or None.
@@ -176,9 +181,11 @@ class Booster:
         if optimizer is not None:
             _boosted(optimizer)
         holder, backward = self._optimizers[model], optimizer is not None and model.training
+        if optimizer is not None and optimizer is not holder:
+            raise GulliverError("the optimizer is of another model: pass the one boosted with it")
         batch = next(data_iter)
         if isinstance(holder, HybridOptimizer) and holder.pipeline is not None:
-            return holder.run(batch, criterion, backward, return_loss, return_outputs)
+            return holder.run(batch, criterion, backward, return_loss, return_outputs, weight)
         return run_whole(batch, model, criterion, holder if backward else None, return_outputs)
 
     def no_sync(
@@ -235,6 +242,8 @@ class Booster:
         if optimizer is not None:
             _boosted(optimizer)
         holder = self._optimizers.get(model, optimizer)
+        if model not in self._optimizers:
+            check_whole(model)
         content = boosted_state(model, optimizer, holder, lr_scheduler, state)
         checkpointer = self._checkpointer(Path(folder), options)
         if self._plan is not None:
@@ -354,6 +363,8 @@ class Booster:
         if holder is not None and not holder.has_whole_model:
             _spread.write_model(holder, plain, place)
             return
+        if holder is None:
+            check_whole(plain)
         state = whole_model(plain)
         if not use_async:
             on_main(lambda: write_tensors(place, state))

@@ -51,6 +51,23 @@ def on_main(write: Callable[[], None]) -> None:
     barrier()
 
 
+CUT = "gulliver_cut"
+"""Attribute of models of which each rank has a share only; copies of them have it, too."""
+
+
+def check_whole(model: nn.Module) -> None:
+    """Refuses a share of a model that nobody knows the rest of.
+
+    Raises:
+        GulliverError: it was boosted by another booster, or copied from one that was.
+    """
+    if CUT in vars(model):
+        raise GulliverError(
+            "each rank has a share of this model, and it is not the one that this booster has "
+            "boosted: pass that one (copies do not know what they are shares of)"
+        )
+
+
 def whole_model(model: nn.Module) -> dict[str, Tensor]:
     """A model's state dict; every rank calls it, for sharded parameters come from all of them."""
     state = model.state_dict()

@@ -16,20 +16,22 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from gulliver._compat import compiled_call, is_compiled
 from gulliver.booster._plugins import HALVES, MIB, _broadcast_any, _convert, _plan, chunk_plans
+from gulliver.booster._states import CUT
 from gulliver.booster.hybrid._batches import watch_batches
-from gulliver.booster.hybrid._capability import SHARED_BY_TENSOR
+from gulliver.booster.hybrid._capability import SHARED_BY_TENSOR, is_hugging_face
 from gulliver.booster.hybrid._lazy import check_lazy, fill
 from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
 from gulliver.booster.hybrid._optimizer import HybridOptimizer
 from gulliver.booster.hybrid._stdit import wire_stdit
 from gulliver.booster.hybrid._transformers import wire_sequence
-from gulliver.comm import World, current_world
+from gulliver.comm import World, current_world, gather_objects
 from gulliver.errors import GulliverError
 from gulliver.parallel import named_groups, named_trainables
 from gulliver.parallel.pipeline import (
@@ -73,6 +75,7 @@ def apply(
     Raises:
         GulliverError: something that cannot be cut so, named.
     """
+    _check_new(plugin, model)
     if optimizer.state:
         raise GulliverError(
             "the optimizer has stepped before boost: boost cuts the model, so boost first"
@@ -84,6 +87,7 @@ def apply(
     check_lazy(model, plugin.weights)
     make_equal(model)
     groups, aliases = named_groups(model, optimizer), _aliases(model)
+    asleep = _asleep(model, optimizer)
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in named_trainables(model, optimizer))
     mesh = make_mesh(sizes, sequence, world.device.type)
@@ -98,6 +102,7 @@ def apply(
     if plugin.weights is not None:
         fill(model, plugin.weights, aliases, world.device)
     names = _rewrite_groups(optimizer, model, groups, aliases)
+    _check_trained(names, mesh)
     rest = {p: name for name, p in model.named_parameters() if p not in names}
     boosted = HybridOptimizer(
         optimizer,
@@ -109,8 +114,11 @@ def apply(
         chunk_bytes=int(plugin.chunk_mb * MIB),
         max_norm=plugin.max_norm or math.inf,
         frozen=rest,
+        asleep=[p for p, name in rest.items() if aliases[name] in asleep],
         ahead=plugin.gather_ahead,
     )
+    if mesh.shards.size > 1:
+        _mark(model)
     if stage is not None:
         boosted.pipeline = Pipeline(
             stage,
@@ -207,11 +215,6 @@ def _wire(
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
 
 
-def is_hugging_face(model: nn.Module) -> bool:
-    """Whether a model's class, or one that it derives from, is one of transformers'."""
-    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
-
-
 def _aliases(model: nn.Module) -> dict[str, str]:
     """The first name of every parameter, by each of its names."""
     first: dict[nn.Parameter, str] = {}
@@ -236,13 +239,54 @@ def _rewrite_groups(
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [present[name] for name in members if name in present]
     members = {name for group in groups for name in group}
-    trained = {p: name for name, p in present.items() if name in members}
-    if not trained:
+    return {p: name for name, p in present.items() if name in members}
+
+
+def _check_new(plugin: HybridParallelPlugin, model: nn.Module) -> None:
+    """Refuses what was boosted or compiled before, while all ranks still have the same."""
+    if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
+        raise GulliverError("the model is boosted already: boost each model once, or build it anew")
+    compiled = next((name for name, m in model.named_modules() if _is_compiled(m)), None)
+    if compiled is not None and plugin.tp_size * plugin.pp_size > 1:
         raise GulliverError(
-            "a stage of the pipeline has no trainable parameter: cut it otherwise, or use fewer "
-            "stages"
+            f"{compiled or 'the model'} is compiled, and what is compiled cannot be cut: leave "
+            "torch.compile out with tp_size and pp_size"
         )
-    return trained
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return compiled_call(module) is not None or is_compiled(module)
+
+
+def _mark(model: nn.Module) -> None:
+    """Lets neither the model nor a copy of it be written as if it were whole."""
+    vars(model)[CUT] = True
+    if hasattr(model, "save_pretrained"):
+        vars(model)["save_pretrained"] = _refuse_saving
+
+
+def _refuse_saving(*_: Any, **__: Any) -> None:
+    raise GulliverError(
+        "each rank has a share of this model: booster.save_huggingface and save_model "
+        "write it whole"
+    )
+
+
+def _check_trained(names: Mapping[nn.Parameter, str], mesh: HybridMesh) -> None:
+    """Refuses stages with nothing to train, on all ranks: those of others would wait for it."""
+    idle = {place for place, count in gather_objects((mesh.place["pp"], len(names))) if not count}
+    if idle:
+        stages = " and ".join(str(place) for place in sorted(idle))
+        raise GulliverError(
+            f"place {stages} of the pipeline (counted from 0) has no trainable parameter: cut it "
+            "otherwise, or use fewer stages"
+        )
+
+
+def _asleep(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    """Names of the parameters that the optimizer was given although they are frozen."""
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    return {n for n, p in model.named_parameters() if p in stepped and not p.requires_grad}
 
 
 def _say(plugin: HybridParallelPlugin) -> Callable[[str], None] | None:

@@ -9,6 +9,7 @@ are reduced.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,7 @@ class HybridOptimizer(ZeroOptimizer):
         whole_groups: names of all parameters of each group, of all ranks, in the model's order.
         pipeline_stage: that this rank has of the model; None where it is not cut into stages.
         zero_stage: what is sharded over the replicas.
+        asleep: frozen parameters that the user's optimizer had: they must stay frozen.
         options: of `ZeroOptimizer`.
     """
 
@@ -48,11 +50,14 @@ class HybridOptimizer(ZeroOptimizer):
         whole_groups: Sequence[Sequence[str]],
         pipeline_stage: Stage | None = None,
         zero_stage: int = 0,
+        asleep: Sequence[nn.Parameter] = (),
         **options: Any,
     ) -> None:
         super().__init__(inner, names, zero_stage, group=mesh.replicas.group, **options)
+        self._frozen = list(asleep)
         self.mesh, self.pipeline_stage = mesh, pipeline_stage
         self.pipeline: Pipeline | None = None
+        self._apart = False  # whether stages have made gradients that are not added up
         self._copies = pipeline_stage.copies() if pipeline_stage is not None else {}
         self.whole_groups = [list(group) for group in whole_groups]
         self.responsible = self._writes
@@ -68,21 +73,33 @@ class HybridOptimizer(ZeroOptimizer):
         backward: bool,
         return_loss: bool,
         return_outputs: bool,
+        weight: str | Callable[[Any], float] | None = None,
     ) -> dict[str, Any]:
         """One batch through the pipeline; see `Booster.execute_pipeline`."""
         assert self.pipeline is not None, "the model is not cut into stages"
+        for sharded in self.everything:
+            sharded.chunk.check_parameters()  # here and not in mid-schedule: on all stages alike
         scale = 1.0 if self.scaler is None or not backward else self.scaler.scale
         if backward:
-            self._reducer.scale = scale
-        with gathered_logits(self.pipeline.model, return_outputs):
-            return self.pipeline.run(
+            self._reducer.scale, self._apart = scale, True
+        # Copies of tied weights are added up before anything is reduced.
+        adding = self._reducer.backward(reduce=False) if backward else nullcontext()
+        with gathered_logits(self.pipeline.model, return_outputs), adding:
+            found = self.pipeline.run(
                 batch,
                 criterion,
                 forward_only=not backward,
                 return_loss=return_loss,
                 return_outputs=return_outputs,
+                weight=weight,
                 scale=scale,
             )
+        if backward and not self._deferred:
+            # As after any backward: else torch's clipping would see a stage's gradients as all.
+            self._sum_copies()
+            with self._reducer.backward(reduce=True):
+                pass
+        return found
 
     def _writes(self, name: str) -> bool:
         """Whether this rank and its replicas save what several of them have alike."""
@@ -94,14 +111,14 @@ class HybridOptimizer(ZeroOptimizer):
         return 1.0 / (ranks * self._copies.get(name, ALONE).size)
 
     def _settle(self) -> set[str]:
-        if self._used is None or not self._reducer.settled:
-            self._sum_copies()
+        self._sum_copies()
         return super()._settle()
 
     def _sum_copies(self) -> None:
-        """Adds up the gradients of weights that several stages hold."""
-        if self.pipeline_stage is None:
+        """Adds up the gradients of weights that several stages hold, once for each schedule."""
+        if self.pipeline_stage is None or not self._apart:
             return
+        self._apart = False
         trained = [name for name in self._counted if name in self._copies]
         gradients = {name: self._reducer.open_gradient(name) for name in trained}
         self.pipeline_stage.sum_tied(gradients)
