@@ -154,7 +154,7 @@ def _check_mode(wanted: Wanted) -> None:
     mode = wanted.mode
     if mode is not None and mode not in MODES:
         raise GulliverError(
-            f"sequence_parallelism_mode={mode!r} is not known: {nearest(mode, MODES)}"
+            f"sequence_parallelism_mode={mode!r} is not known: {nearest(str(mode), MODES)}"
         )
     if mode is None and wanted.sp_size > 1:
         raise GulliverError(

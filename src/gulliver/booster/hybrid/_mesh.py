@@ -55,8 +55,7 @@ def size_axes(world: int, pp_size: int, sp_size: int, tp_size: int) -> dict[str,
         GulliverError: the sizes do not divide the world.
     """
     for name, size in (("pp_size", pp_size), ("sp_size", sp_size), ("tp_size", tp_size)):
-        if not isinstance(size, int) or size < 1:
-            raise GulliverError(f"{name} must be a whole number of at least 1, not {size!r}")
+        check_size(name, size)
     model = pp_size * sp_size * tp_size
     if world % model:
         above = math.ceil(world / model) * model
@@ -67,6 +66,16 @@ def size_axes(world: int, pp_size: int, sp_size: int, tp_size: int) -> dict[str,
             f"sizes whose product is one of {_divisors(world)}"
         )
     return dict(zip(AXES, (pp_size, world // model, sp_size, tp_size), strict=True))
+
+
+def check_size(name: str, size: object) -> None:
+    """Refuses what is no number of ranks or parts.
+
+    Raises:
+        GulliverError: naming the argument.
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise GulliverError(f"{name} must be a whole number of at least 1, not {size!r}")
 
 
 def make_mesh(sizes: Mapping[str, int], sequence: SequencePlan, device_type: str) -> HybridMesh:

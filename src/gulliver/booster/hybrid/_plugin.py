@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from gulliver.booster.hybrid._capability import (
     is_hugging_face,
 )
 from gulliver.booster.hybrid._choice import choose_plan
-from gulliver.booster.hybrid._mesh import size_axes
+from gulliver.booster.hybrid._mesh import check_size, size_axes
 from gulliver.comm import World, current_world
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel import BoostedOptimizer
@@ -119,6 +120,7 @@ class HybridParallelPlugin(Plugin):
 
     def _check(self) -> None:
         """Refuses what is wrong whatever the model is."""
+        self._check_numbers()
         if self.zero_stage not in STAGES:
             raise GulliverError(
                 f"zero_stage={self.zero_stage!r} is not supported: 0 shards nothing, 1 the "
@@ -131,12 +133,7 @@ class HybridParallelPlugin(Plugin):
             )
         if self.pp_style not in STYLES:
             raise GulliverError(
-                f"pp_style={self.pp_style!r} is not known: {nearest(self.pp_style, STYLES)}"
-            )
-        if not (self.chunk_mb > 0 and self.max_norm >= 0 and self.gather_ahead >= 0):
-            raise GulliverError(
-                "chunk_mb must be positive, max_norm and gather_ahead not negative, not "
-                f"{self.chunk_mb}, {self.max_norm}, {self.gather_ahead}"
+                f"pp_style={self.pp_style!r} is not known: {nearest(str(self.pp_style), STYLES)}"
             )
         alone = {
             "num_microbatches": self.num_microbatches,
@@ -160,6 +157,24 @@ class HybridParallelPlugin(Plugin):
             raise GulliverError("tensor_rules say how tensors are shared: they need a tp_size")
         self.sequence_plan(causal=False)
         check(self._wanted(None, ()))
+
+    def _check_numbers(self) -> None:
+        """Refuses sizes of 0 too, which would read as none given."""
+        for name in ("tp_size", "pp_size", "sp_size"):
+            check_size(name, getattr(self, name))
+        for name in ("num_microbatches", "num_model_chunks", "inner_ring_size", "ulysses_size"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
+        plain = self.chunk_mb, self.max_norm, self.gather_ahead
+        numbers = all(isinstance(value, int | float) for value in plain)
+        if not (numbers and self.chunk_mb > 0 and self.max_norm >= 0 and self.gather_ahead >= 0):
+            raise GulliverError(
+                "chunk_mb must be positive, max_norm and gather_ahead not negative, not "
+                f"{self.chunk_mb!r}, {self.max_norm!r}, {self.gather_ahead!r}"
+            )
+        cut: Any = () if self.cut is None else self.cut
+        if isinstance(cut, str) or not all(isinstance(count, int) for count in cut):
+            raise GulliverError(f"cut={cut!r}: give the number of blocks of each stage")
 
     def _wanted(self, family: str | None, dtypes: tuple[torch.dtype, ...]) -> Wanted:
         # Whether a family takes a mode is asked when there is a model.
