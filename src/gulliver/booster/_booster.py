@@ -47,7 +47,7 @@ from gulliver.checkpoint import (
     step_folder,
     write_tensors,
 )
-from gulliver.comm import broadcast_object, init_world
+from gulliver.comm import broadcast_object, guard, init_world
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
 from gulliver.plan import Plan
@@ -134,7 +134,8 @@ class Booster:
 
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
         """Backward of this rank's loss; gradients are averaged over the ranks."""
-        _boosted(optimizer).backward(loss)
+        with guard():
+            _boosted(optimizer).backward(loss)
 
     def execute_pipeline(
         self,
@@ -184,9 +185,10 @@ class Booster:
         if optimizer is not None and optimizer is not holder:
             raise GulliverError("the optimizer is of another model: pass the one boosted with it")
         batch = next(data_iter)
-        if isinstance(holder, HybridOptimizer) and holder.pipeline is not None:
-            return holder.run(batch, criterion, backward, return_loss, return_outputs, weight)
-        return run_whole(batch, model, criterion, holder if backward else None, return_outputs)
+        with guard():
+            if isinstance(holder, HybridOptimizer) and holder.pipeline is not None:
+                return holder.run(batch, criterion, backward, return_loss, return_outputs, weight)
+            return run_whole(batch, model, criterion, holder if backward else None, return_outputs)
 
     def no_sync(
         self, model: nn.Module, optimizer: BoostedOptimizer | None = None
