@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from gulliver.booster import Booster, HybridParallelPlugin
 from gulliver.booster.hybrid._capability import FAMILIES as CAPABILITIES
 from gulliver.comm import World, barrier, broadcast_object, gather_objects
-from tests.hybrid_models import DECODERS, batch, build
+from tests.hybrid_models import DECODERS, batch, build, exact_norms
 
 STEPS = 10
 BARS = {torch.float64: 1e-10, torch.float32: 1e-5}
-LEARNING_RATE = 1e-2
+LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,13 @@ def samples(cell: Cell, place: int, step: int, dtype: torch.dtype) -> dict[str, 
 
 
 def make_model(cell: Cell, dtype: torch.dtype, wired: bool) -> Any:
-    """A model whose loss is computed in its own dtype: transformers' casts to float32.
+    """A model that computes in its own dtype: losses and norms of transformers cast to float32.
 
     Where tensors or sequences are shared, the plugin puts such a loss in itself.
     """
     model = build(cell.family, dtype, layers=4 if cell.grid.plugin.get("pp_size", 1) > 1 else 2)
+    if dtype == torch.float64:
+        exact_norms(model)
     if cell.family in DECODERS and not wired:
         model.loss_function = next_token_loss
     return model

@@ -16,7 +16,7 @@ from gulliver.booster.hybrid._transformers import keep_logits, wire_sequence
 from gulliver.comm import World, all_reduce
 from gulliver.errors import GulliverError
 from gulliver.parallel.sequence import SequencePlan, make_groups
-from tests.hybrid_models import batch, build, precise_loss
+from tests.hybrid_models import batch, build, exact_norms, precise_loss
 from tests.pool import Pool
 
 pytest.importorskip("transformers")
@@ -35,16 +35,11 @@ PLANS = {
 def make(family: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
     """A model whose norms compute in its own dtype: transformers' round to float32."""
     model = build(family, dtype)
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and dtype == torch.float64:
-            module.forward = partial(_rms_norm, module)
+    if dtype == torch.float64:
+        exact_norms(model)
     for name, value in settings.items():
         setattr(model.config, name, value)
     return model
-
-
-def _rms_norm(module: Any, x: Tensor) -> Tensor:
-    return module.weight * x * (x.square().mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
@@ -255,9 +250,7 @@ def _named(name: str, base: str, **fields: Any) -> Any:
     for key, value in fields.items():
         setattr(config, key, value)
     model = getattr(transformers, name)(config).double().train()
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(_rms_norm, module)
+    exact_norms(model)
     return model
 
 
@@ -490,9 +483,7 @@ def _tensor_too(world: World, family: str, sequence: bool) -> list[float]:
     groups = make_groups(plan, [[0, 2], [1, 3]] if sequence else None)
     model, twin = make(family), make(family)
     apply_tensor(model, plan_tensor(model, 2), line)
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(_rms_norm, module)
+    exact_norms(model)
     wire_sequence(model, groups, line)
     if family != "vit":
         start, stop = model.get_output_embeddings().columns
