@@ -81,7 +81,6 @@ class Workers:
             with self._lock:
                 self._unfinished -= 1
 
-
     def drain(self, until: float) -> None:
         """Lets work that is under way end, no later than a moment of `time.monotonic`."""
         while self._unfinished and time.monotonic() < until:
