@@ -76,6 +76,7 @@ def apply(
         GulliverError: something that cannot be cut so, named.
     """
     _check_new(plugin, model)
+    _check_dropout(plugin, model)
     if optimizer.state:
         raise GulliverError(
             "the optimizer has stepped before boost: boost cuts the model, so boost first"
@@ -153,6 +154,14 @@ def apply(
     return model, boosted, plan
 
 
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 _AXES = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
 
 
@@ -251,6 +260,17 @@ def _check_new(plugin: HybridParallelPlugin, model: nn.Module) -> None:
         raise GulliverError(
             f"{compiled or 'the model'} is compiled, and what is compiled cannot be cut: leave "
             "torch.compile out with tp_size and pp_size"
+        )
+
+
+def _check_dropout(plugin: HybridParallelPlugin, model: nn.Module) -> None:
+    """Refuses masks that ranks would draw for their own tokens, another than one process draws."""
+    drops = [n for n, m in model.named_modules() if isinstance(m, DROPOUTS) and m.p > 0]
+    if drops and plugin.sp_size > 1:
+        raise GulliverError(
+            f"{', '.join(drops[:3])}{', ...' if len(drops) > 3 else ''} drop at random, and ranks "
+            "that share a sequence would draw other masks than one: set dropouts to 0 in the "
+            "model's configuration"
         )
 
 
