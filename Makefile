@@ -8,7 +8,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.*)
 DOCS_STAMP := $(VENV)/.installed-docs
 BENCHMARKS := $(basename $(notdir $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))))
 
-.PHONY: demo test stress lint types contracts bench parity docs clean install
+.PHONY: demo test test-all stress lint types contracts bench parity docs clean install
 
 install: $(STAMP)
 
@@ -27,7 +27,11 @@ demo: $(STAMP)
 	$(BIN)/gulliver demo --out out/demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest
+
+# The full grids, with coverage.
+test-all: $(STAMP)
+	$(BIN)/python -m pytest --full --cov --cov-report=term:skip-covered
 
 # The native I/O engine under ThreadSanitizer and AddressSanitizer, at length.
 stress: $(STAMP)

@@ -22,6 +22,10 @@ os.environ["GULLIVER_CACHE"] = tempfile.mkdtemp(prefix="gulliver-tests-")
 start_server()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="the full grids, as make test-all")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "deadline(seconds): how long a test may take")
 
@@ -76,10 +80,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
         return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
     skip = pytest.mark.skip(reason="needs a CUDA device")
+    grid = pytest.mark.skip(reason="of the full grid: --full or make test-all")
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip)
+        if "full" in item.keywords and not config.getoption("--full"):
+            item.add_marker(grid)
