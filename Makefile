@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 # What the extension is built from: it is built anew when one of them changes.
 NATIVE := CMakeLists.txt $(wildcard native/*.*)
 DOCS_STAMP := $(VENV)/.installed-docs
+# Test files side by side, a process of pytest to a core; what is done takes from what is not.
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist worksteal
 BENCHMARKS := $(basename $(notdir $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))))
 
 .PHONY: demo test test-all stress lint types contracts bench parity docs clean install
@@ -27,11 +29,12 @@ demo: $(STAMP)
 	$(BIN)/gulliver demo --out out/demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
-# The full grids, with coverage.
+# The full grids, with coverage, and a saving job that is killed 200 times.
 test-all: $(STAMP)
-	$(BIN)/python -m pytest --full --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --full --cov --cov-report=term:skip-covered
+	$(BIN)/python -m tests.killtest --kills 200
 
 # The native I/O engine under ThreadSanitizer and AddressSanitizer, at length.
 stress: $(STAMP)

@@ -1,33 +1,80 @@
-"""Fixtures of the whole suite: the pool of workers, and a deadline for every test."""
+"""Fixtures of the whole suite: the pool of workers, deadlines, and which cases run by default.
+
+With `-n` every process of pytest-xdist has a pool and a server of its own; what is computed once
+for all of them lies in a folder that they share (`tests/references.py`).
+"""
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
+import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
 import pytest
 
+from tests import references
+from tests.cpu_times import CpuTimes
+from tests.patience import Deadline, session_factor
 from tests.pool import Pool, start_server
 
 TEST_DEADLINE_S = 150.0
 NATIVE_GRACE_S = 30.0
-# What is kept from job to job must not pass from test session to test session.
-os.environ["GULLIVER_CACHE"] = tempfile.mkdtemp(prefix="gulliver-tests-")
-# Before anything runs torch here: what is forked from a process with its threads may hang.
-start_server()
+STDERR = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="the full grids, as make test-all")
+    parser.addoption("--cpu-times", metavar="FILE", help="append CPU seconds and name of each test")
+
+
+def _folder_of_this_process(variable: str) -> None:
+    """Makes a folder, tells of it by the environment, and removes it at the end."""
+    folder = tempfile.mkdtemp(prefix="gulliver-tests-")
+    os.environ[variable] = folder
+    owner = os.getpid()
+
+    def remove() -> None:
+        # Children forked from here must leave it to this process.
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "deadline(seconds): how long a test may take")
+    if STDERR not in config.stash:
+        # While tests run, the file of sys.__stderr__ is one that pytest captures into.
+        config.stash[STDERR] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
+    if times := config.getoption("--cpu-times"):
+        config.pluginmanager.register(CpuTimes(Path(times)), "cpu-times")
+    is_worker = hasattr(config, "workerinput")
+    _begin(is_worker, is_worker or not getattr(config.option, "numprocesses", None))
+
+
+@cache
+def _begin(is_worker: bool, runs_tests: bool) -> None:
+    """Prepares this process, once: a test of these fixtures configures a session inside this."""
+    session_factor()
+    if not is_worker:
+        _folder_of_this_process(references.FOLDER)
+    # What is kept from job to job must not pass from test session to test session.
+    _folder_of_this_process("GULLIVER_CACHE")
+    if runs_tests:
+        # Before anything runs torch here: what is forked from a process with its threads may hang.
+        start_server()
+
+
+def pytest_report_header() -> str:
+    return f"deadlines: {session_factor():.2f} x those of an idle core of 2.1 GHz"
 
 
 @pytest.fixture(scope="session")
@@ -42,18 +89,28 @@ def pool() -> Iterator[Pool]:
 def _deadline(item: pytest.Item) -> Iterator[None]:
     """Fails what hangs, with the stacks of all threads."""
     marker = item.get_closest_marker("deadline")
-    seconds = float(marker.args[0]) if marker else TEST_DEADLINE_S
+    due = Deadline(float(marker.args[0]) if marker else TEST_DEADLINE_S)
+    stderr = item.config.stash[STDERR]
+
+    def arm(left: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, left)
+        # What never comes back from native code cannot be interrupted: the process ends then, and
+        # pytest-xdist names the test and starts another.
+        native = 2 * left + NATIVE_GRACE_S
+        faulthandler.dump_traceback_later(native, exit=True, file=stderr)
 
     def expired(number: int, frame: object) -> None:
+        left = due.left()
+        if left > 0:
+            arm(left)
+            return
         with tempfile.TemporaryFile("w+") as stacks:
             faulthandler.dump_traceback(stacks, all_threads=True)
             stacks.seek(0)
-            pytest.fail(f"not done after {seconds:g} s\n{stacks.read()}", pytrace=False)
+            pytest.fail(f"not done after {due.seconds:g} s\n{stacks.read()}", pytrace=False)
 
     before = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    # A thread that never comes back from native code cannot be interrupted: the session ends then.
-    faulthandler.dump_traceback_later(seconds + NATIVE_GRACE_S, exit=True, file=sys.__stderr__)
+    arm(due.left())
     try:
         yield
     finally:
@@ -84,9 +141,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     import torch
 
     skip = pytest.mark.skip(reason="needs a CUDA device")
-    grid = pytest.mark.skip(reason="of the full grid: --full or make test-all")
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip)
-        if "full" in item.keywords and not config.getoption("--full"):
-            item.add_marker(grid)
+    if not config.getoption("--full"):
+        left_out = [item for item in items if "full" in item.keywords]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if "full" not in item.keywords]

@@ -3,7 +3,7 @@
 The workers are forked from a clean server that has imported torch and never run it: a world of
 four costs a fraction of a second once, and a call costs a fresh gloo group (tens of milliseconds).
 A call that passes its deadline dumps the stacks of its workers and fails; a worker that dies is
-named; in both cases the pool is built anew.
+named; in both cases the pool is built anew, and also when workers keep threads of old groups.
 
 Read `Pool.run`, `Pool._collect`, then the worker's side from `_serve`. Threads, fake and local
 tensor worlds, for what needs no processes, are in `tests/worlds.py`.
@@ -31,9 +31,22 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.patience import Deadline, patient
+
 DEADLINE_S = 60.0
 MANY_THREADS = 40
 """Of backends, in a worker that has left its world: so many belong to groups of worlds before."""
+
+PRELOADED = (
+    "torch",
+    "gulliver.checkpoint",
+    "gulliver.booster",
+    "pytest",
+    "hypothesis",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.t5.modeling_t5",
+)
+"""Modules that most tests import: a worker finds them there. What is not installed is left out."""
 
 GRACE_S = 5.0
 
@@ -57,8 +70,7 @@ def start_server() -> None:
     """Starts the clean server; call it before this process runs any torch operation."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = mp.get_context("forkserver")
-    # What most test modules import: a worker then finds it there.
-    context.set_forkserver_preload(["torch", "gulliver.checkpoint", "pytest", "hypothesis"])
+    context.set_forkserver_preload(list(PRELOADED))
     forkserver.ensure_running()
 
 
@@ -100,7 +112,7 @@ class Pool:
             function: found by its name in a module, so not a lambda.
             world_size: ranks; a world of one has no process group.
             args: pickled, as is the result.
-            deadline_s: seconds after which the call fails.
+            deadline_s: seconds after which the call fails, on an idle core of 2.1 GHz.
 
         Returns:
             The results in the order of the ranks.
@@ -152,16 +164,17 @@ class Pool:
         pending: dict[Any, int] = {self._workers[r].connection: r for r in range(world_size)}
         results: dict[int, Any] = {}
         failures: list[BaseException] = []
-        end = time.monotonic() + deadline_s
-        while pending and (left := end - time.monotonic()) > 0:
+        due, stale = Deadline(deadline_s), False
+        while pending and (left := due.left()) > 0:
             for connection in wait(list(pending), timeout=left):
                 rank = pending.pop(connection)
-                value, failure = self._receive(rank)
+                value, failure, burdened = self._receive(rank)
                 results[rank] = value
+                stale |= burdened
                 if failure is not None:
-                    failures.append(failure)
                     # The others cannot finish without it: they get a moment to fail as well.
-                    end = min(end, time.monotonic() + GRACE_S)
+                    due = due if failures else Deadline(GRACE_S)
+                    failures.append(failure)
         stacks = self._dump(list(pending.values())) if pending else ""
         # What broke is the failure; that the connection to it broke too is only its consequence.
         failure = min(failures, key=_consequence, default=None)
@@ -173,20 +186,24 @@ class Pool:
             raise failure
         if pending:
             raise DeadlinePassed(f"not done after {deadline_s} s\n{stacks}")
+        if stale:
+            self.close()
         return [results[rank] for rank in range(world_size)]
 
-    def _receive(self, rank: int) -> tuple[Any, BaseException | None]:
+    def _receive(self, rank: int) -> tuple[Any, BaseException | None, bool]:
+        """A rank's result, its failure, and whether it keeps threads of worlds before."""
         worker = self._workers[rank]
         try:
-            value, packed = pickle.loads(worker.connection.recv_bytes())
+            value, packed, stale = pickle.loads(worker.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             worker.process.join(GRACE_S)
-            return None, WorkerLost(f"rank {rank} ended with {_end(worker.process.exitcode)}")
+            lost = WorkerLost(f"rank {rank} ended with {_end(worker.process.exitcode)}")
+            return None, lost, False
         if packed is None:
-            return value, None
+            return value, None, stale
         error, trace = packed
         error.__cause__ = RemoteTraceback(f"rank {rank}: {trace}")
-        return None, error
+        return None, error, stale
 
     def _dump(self, ranks: list[int]) -> str:
         for rank in ranks:
@@ -237,15 +254,15 @@ def _serve(connection: Connection, stacks: str) -> None:
 
 
 def _answer(call: bytes) -> bytes:
-    """Runs a call; its result and nothing, or nothing and its error with the traceback."""
+    """Runs a call; its result or its error with the traceback, and what `_leave` says."""
     # The last world was kept until now: to leave it while slower ranks still work would fail them.
-    _leave()
+    stale = _leave()
     try:
-        answer = pickle.dumps((_run(*pickle.loads(call)), None))
+        answer = pickle.dumps((_run(*pickle.loads(call)), None, stale))
     except BaseException as error:
         # To leave at once makes the others' collectives fail instead of waiting.
         _leave()
-        answer = pickle.dumps((None, _packed(error)))
+        answer = pickle.dumps((None, _packed(error), stale))
     return answer
 
 
@@ -265,7 +282,7 @@ def _run(
             store=dist.FileStore(store, size),
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=DEADLINE_S),
+            timeout=timedelta(seconds=patient(DEADLINE_S)),
         )
         # gloo hangs, in this world or the next, when a rank leaves while another still connects.
         dist.barrier()
@@ -274,7 +291,8 @@ def _run(
     return function(world, *args, **kwargs)
 
 
-def _leave() -> None:
+def _leave() -> bool:
+    """Leaves the world; whether threads of groups stay that nothing can end but a new process."""
     import torch.distributed as dist
 
     from gulliver.comm import adopt_world
@@ -282,9 +300,15 @@ def _leave() -> None:
     adopt_world(None)
     if dist.is_initialized():
         dist.destroy_process_group()
-    if threading.active_count() < len(os.listdir("/proc/self/task")) - MANY_THREADS:
-        # Models hold their groups in circles, and every group three threads.
-        gc.collect()
+    if not _has_many_threads():
+        return False
+    # Models hold their groups in circles, and every group three threads.
+    gc.collect()
+    return _has_many_threads()
+
+
+def _has_many_threads() -> bool:
+    return threading.active_count() < len(os.listdir("/proc/self/task")) - MANY_THREADS
 
 
 def _packed(error: BaseException) -> tuple[BaseException, str]:

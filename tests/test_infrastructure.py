@@ -1,0 +1,108 @@
+"""What the tests themselves stand on: covering arrays, shared references, deadlines."""
+
+from __future__ import annotations
+
+import os
+import signal
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+
+from gulliver.comm import World
+from tests import references
+from tests.covering import covering, grid, some
+from tests.patience import Deadline, slowness
+from tests.pool import Pool
+from tests.references import computed_once
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+def test_every_combination_of_values_occurs_in_a_covering_array(strength: int) -> None:
+    factors = [range(4), "ab", range(3), range(5)]
+    chosen = covering(*factors, strength=strength)
+    assert chosen == covering(*factors, strength=strength)
+    for places in combinations(range(4), strength):
+        wanted = set(product(*(range(len(factors[p])) for p in places)))
+        assert {tuple(case[p] for p in places) for case in chosen} == wanted
+    assert len(chosen) < 4 * 2 * 3 * 5
+
+
+def test_cases_that_do_not_exist_are_not_chosen() -> None:
+    def allowed(a: int, b: int, c: int) -> bool:
+        return a != b
+
+    chosen = covering(range(3), range(3), range(2), allowed=allowed)
+    assert all(a != b for a, b, _ in chosen)
+    assert {(a, b) for a, b, _ in chosen} == {(a, b) for a in range(3) for b in range(3) if a != b}
+    assert len(grid(range(3), range(3), range(2), allowed=allowed)) == 12
+
+
+def test_a_grid_has_every_case_and_marks_those_left_out() -> None:
+    cases = grid(range(3), "ab", range(3), always=lambda a, b, c: a == 2)
+    assert [case.values for case in cases] == list(product(range(3), "ab", range(3)))
+    kept = [case.values for case in cases if not case.marks]
+    assert set(product([2], "ab", range(3))) <= set(kept)
+    assert len(kept) < len(cases)
+    assert [getattr(v, "values", v) for v in some([1, 2, 3], [2])] == [(1,), 2, (3,)]
+
+
+@computed_once
+def _reference(folder: Path, number: int) -> list[int]:
+    (folder / f"{number}-{os.getpid()}").touch()
+    return [number]
+
+
+def _read_it(world: World, folder: Path) -> list[list[int]]:
+    first = _reference(folder, 1)
+    first.append(world.rank)
+    return [first, _reference(folder, 1), _reference(folder, 2)]
+
+
+def test_a_reference_is_computed_once_for_all_processes(pool: Pool, tmp_path: Path) -> None:
+    for rank, found in enumerate(pool.run(_read_it, 3, tmp_path)):
+        assert found == [[1, rank], [1], [2]]
+    assert _reference(tmp_path, 1) == [1]
+    assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_without_a_session_a_reference_is_computed_in_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(references.FOLDER)
+    assert _reference(tmp_path, 3) == _reference(tmp_path, 3) == [3]
+
+
+def test_a_deadline_moves_on_while_the_machine_is_slow() -> None:
+    assert 1 <= slowness() <= 8
+    assert Deadline(1e-9, lambda: 1e12).left() > 100
+    assert Deadline(1e-9, lambda: 1.0).left() <= 0
+
+
+def test_a_process_of_tests_that_dies_is_named_and_the_rest_goes_on(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, ["."])), prepend=":")
+    pytester.makeconftest("from tests.conftest import *")
+    pytester.makepyfile(
+        f"""
+        import os, pytest, time
+
+        def test_dies():
+            os.kill(os.getpid(), {int(signal.SIGKILL)})
+
+        @pytest.mark.deadline(0.2)
+        def test_hangs():
+            time.sleep(1000)
+
+        def test_after_it():
+            pass
+        """
+    )
+    found = pytester.runpytest_subprocess("-n", "1", "-p", "no:cacheprovider")
+    found.assert_outcomes(passed=1, failed=2)
+    found.stdout.fnmatch_lines_random(
+        ["*crashed while running*test_dies*", "*not done after 0.2 s*", "*in test_hangs"]
+    )
