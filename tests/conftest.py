@@ -78,6 +78,12 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether the full grids run: loops may be longer then."""
+    return request.config.getoption("--full")
+
+
+@pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Workers that live as long as the session."""
     workers = Pool()

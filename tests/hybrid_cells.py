@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from gulliver.booster import Booster, HybridParallelPlugin
 from gulliver.booster.hybrid._capability import FAMILIES as CAPABILITIES
 from gulliver.comm import World, barrier, broadcast_object, gather_objects
 from tests.hybrid_models import DECODERS, batch, build, exact_norms
+from tests.references import computed_once
 
 STEPS = 10
 BARS = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -214,6 +215,14 @@ class Run:
 
 def reference(cell: Cell, dtype: torch.dtype, steps: int = STEPS) -> Run:
     """One process that knows nothing of gulliver."""
+    # What it computes depends on these alone: other grids share it.
+    sizes = {"pp_size": cell.grid.plugin.get("pp_size", 1)}
+    same = Grid("alone", cell.grid.data * sizes["pp_size"], sizes)
+    return _reference(replace(cell, grid=same), dtype, steps)
+
+
+@computed_once
+def _reference(cell: Cell, dtype: torch.dtype, steps: int) -> Run:
     model = make_model(cell, dtype, wired=False)
     optimizer = make_optimizer(model)
     run = Run([], {}, {})

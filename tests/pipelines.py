@@ -18,6 +18,7 @@ from gulliver.parallel.pipeline import (
     stack_of,
 )
 from tests import hybrid_models
+from tests.references import computed_once
 
 BAR = 1e-12
 
@@ -89,6 +90,7 @@ def call(model: nn.Module, data: Any) -> Any:
     return model(**data) if isinstance(data, dict) else model(data)
 
 
+@computed_once
 def reference(family: str, layers: int, data: Any) -> tuple[Tensor, dict[str, Tensor], Any]:
     """Loss, gradients and outputs of one process."""
     model = build(family, layers)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from gulliver.parallel.sequence import (
     attention,
     make_groups,
 )
+from tests.covering import covering
 
 BARS = {torch.float64: 1e-10, torch.float32: 1e-5}
 BATCH, HEAD_DIM = 2, 8
@@ -174,15 +175,26 @@ def small_pieces() -> Iterator[None]:
         _tiles.LEAF, _core.LEAST_PIECE = before
 
 
+Case = tuple[Cell, int, int, tuple[int, int]]
+"""A cell, lengths of queries and of keys, and heads."""
+
+
 def errors_of(
-    world: World, mode: Mode, dtype: torch.dtype, logits: float = 1.0, kernel: str | None = None
+    world: World,
+    mode: Mode,
+    dtype: torch.dtype,
+    logits: float = 1.0,
+    kernel: str | None = None,
+    cases: list[Case] | None = None,
 ) -> dict[str, list[float]]:
-    """The errors of output, dq, dk and dv of every cell on this rank."""
+    """The errors of output, dq, dk and dv of every cell (or of these cases) on this rank."""
     found: dict[str, list[float]] = {}
     with small_pieces():
         for layout in ("contiguous", "zigzag"):
             groups = make_groups(mode.plan(layout))
             for cell, length, key_length, heads in _cases(layout):
+                if cases is not None and (cell, length, key_length, heads) not in cases:
+                    continue
                 mask = mask_of(cell.name, length, key_length)
                 given = tensors(dtype, length, key_length, heads, logits)
                 part = shared_attention(groups, given, mask, kernel=kernel)
@@ -192,7 +204,19 @@ def errors_of(
     return found
 
 
-def _cases(layout: str) -> Iterator[tuple[Cell, int, int, tuple[int, int]]]:
+def covered(modes: Sequence[Mode], strength: int = 2) -> list[tuple[Mode, torch.dtype, list[Case]]]:
+    """Calls of `errors_of` in which every two of mode, cell, dtype, and lengths and heads meet."""
+    of_cell = {cell: [c for c in _cases(cell.layout) if c[0] == cell] for cell in CELLS}
+    most = range(max(map(len, of_cell.values())))
+    dtypes = list(BARS)
+    calls: dict[tuple[int, int], list[Case]] = {}
+    for mode, cell, dtype, shape in covering(modes, CELLS, dtypes, most, strength=strength):
+        shapes = of_cell[CELLS[cell]]
+        calls.setdefault((mode, dtype), []).append(shapes[shape % len(shapes)])
+    return [(modes[mode], dtypes[dtype], cases) for (mode, dtype), cases in calls.items()]
+
+
+def _cases(layout: str) -> Iterator[Case]:
     for cell in CELLS:
         if cell.layout == layout:
             for number, (length, key_length) in enumerate(cell.lengths):

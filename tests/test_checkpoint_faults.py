@@ -48,6 +48,7 @@ from gulliver.io import Engine, TwinEngine, native_problem
 from gulliver.io._engine import Call
 from gulliver.memory import Part, before_write
 from tests.killtest import Options, run_kills
+from tests.patience import patient
 from tests.pool import Pool
 
 PAGE, PAGES = 64 * 2**10, 4
@@ -723,7 +724,9 @@ def test_what_is_being_saved_when_the_interpreter_exits_is_finished(
 ) -> None:
     environment = {**os.environ, "GULLIVER_IO": kind}
     program = [sys.executable, "-c", PROGRAM.format(end=EXITS[end]), str(tmp_path)]
-    ran = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=100)
+    ran = subprocess.run(
+        program, env=environment, capture_output=True, text=True, timeout=patient(100)
+    )
     assert ran.returncode == (1 if end == "an error" else 0), ran.stderr
     assert "on purpose" in ran.stderr or end != "an error"
     found = load(tmp_path)

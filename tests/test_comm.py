@@ -26,6 +26,8 @@ from gulliver.comm import (
     shutdown,
 )
 from gulliver.errors import GulliverError
+from tests.covering import grid
+from tests.patience import patient
 from tests.pool import Pool
 
 
@@ -161,14 +163,15 @@ def _start(size: int) -> list[subprocess.Popen]:
     return processes
 
 
-@pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("how", "size"), grid([signal.SIGKILL, signal.SIGSTOP], [3, 4], strength=1), ids=str
+)
 def test_a_rank_that_dies_or_hangs_is_named_in_bounded_time(how: signal.Signals, size: int) -> None:
     processes = _start(size)
     try:
         processes[2].send_signal(how)
         for process in (*processes[:2], *processes[3:]):
-            _, errors = process.communicate(timeout=40)
+            _, errors = process.communicate(timeout=patient(40))
             assert process.returncode in (1, 3)
             assert "rank 2 is gone" in errors
     finally:

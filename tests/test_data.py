@@ -27,6 +27,7 @@ from gulliver.data import (
     unknown_words,
 )
 from gulliver.errors import GulliverError
+from tests.patience import patient
 
 SHAPES = {
     Bucket(13, 32, 32): 2.0,
@@ -290,7 +291,11 @@ def test_word_vectors_do_not_depend_on_the_process() -> None:
         "print(float(WordEncoder(16, 6).encode(['the'])[0].sum()))"
     )
     found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=patient(60),
     )
     assert float(found.stdout) == float(WordEncoder(16, 6).encode(["the"])[0].sum())
 

@@ -205,6 +205,7 @@ def test_offsets_beyond_4_gib(make: Make, tmp_path: Path) -> None:
     assert np.array_equal(source, target)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_one_request_of_more_than_2_gib(tmp_path: Path) -> None:
     # Linux moves 2,147,479,552 bytes in one call. Untouched memory costs nothing to read from.
@@ -781,6 +782,7 @@ def test_environment_chooses_the_engine(monkeypatch: pytest.MonkeyPatch) -> None
 # The native threads under sanitizers
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_stress_without_python_leaves_the_sanitizer_nothing_to_report(

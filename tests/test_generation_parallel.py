@@ -37,6 +37,7 @@ from gulliver.video import (
 )
 from gulliver.video._media import to_frames
 from gulliver.video._shared import share
+from tests.patience import patient
 from tests.pool import Pool
 from tests.test_stdit_parallel import Case, build, inputs_of
 
@@ -193,7 +194,7 @@ def test_the_command_line_starts_the_ranks_and_writes_once(run: Path, tmp_path: 
 
     def called(*options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*base, *options], env=environment, capture_output=True, text=True, timeout=120
+            [*base, *options], env=environment, capture_output=True, text=True, timeout=patient(120)
         )
 
     alone, shared = tmp_path / "alone.gif", tmp_path / "shared.gif"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from gulliver.comm import Line, World
 from gulliver.errors import GulliverError
 from gulliver.parallel.pipeline import agree
 from gulliver.parallel.sequence import SequencePlan
+from tests.covering import some
 from tests.hybrid_cells import (
     BARS,
     CELLS,
@@ -29,34 +32,40 @@ from tests.hybrid_cells import (
 from tests.hybrid_models import batch, build
 from tests.pool import Pool
 
-CHECKED_IN_FULL = "llama"
-"""The family whose every cell is a test; of the others some are, and the table has them all."""
+
+def _each(cells: Sequence[Cell], *key: str) -> list[Any]:
+    """Cells as parameters: by default few of them have all values of each attribute.
+
+    The others are of the full grid.
+    """
+    values = [{(name, str(attrgetter(name)(cell))) for name in key} for cell in cells]
+    left, kept = set().union(*values), set()
+    while left:
+        # Of equals the one furthest from those that are kept: families take turns.
+        best = max(range(len(cells)), key=lambda n: (len(values[n] & left), n % 7))
+        left -= values[best]
+        kept.add(best)
+    full = pytest.mark.full
+    return [pytest.param(c, marks=() if n in kept else full) for n, c in enumerate(cells)]
 
 
-def _tested() -> list[Cell]:
-    others = [cell for cell in CELLS if cell.family != CHECKED_IN_FULL]
-    # A step that has no divisor in common with the number of grids meets all of them.
-    return [cell for cell in CELLS if cell.family == CHECKED_IN_FULL] + others[::5]
-
-
-def _masked() -> list[Cell]:
-    """Every mask of every family, on one grid or the other in turns."""
-    return [cell for number, cell in enumerate(MASKED_CELLS) if number % 4 in (0, 3)]
-
-
-@pytest.mark.parametrize("cell", _tested(), ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", _each(CELLS, "family", "grid.name"), ids=lambda cell: cell.name)
 def test_a_grid_trains_as_one_process(pool: Pool, cell: Cell) -> None:
     for errors in pool.run(errors_of, cell.grid.ranks, cell, torch.float64, steps=3):
         assert max(errors.values()) <= BARS[torch.float64], errors
 
 
-@pytest.mark.parametrize("cell", _masked(), ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell", _each(MASKED_CELLS, "family", "mask", "grid.name"), ids=lambda cell: cell.name
+)
 def test_a_mask_that_the_table_lists_is_exact(pool: Pool, cell: Cell) -> None:
     for errors in pool.run(errors_of, cell.grid.ranks, cell, torch.float64, steps=2):
         assert max(errors.values()) <= BARS[torch.float64], errors
 
 
-@pytest.mark.parametrize("cell", LARGE_CELLS[::3], ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell", some(LARGE_CELLS, [LARGE_CELLS[n] for n in (6, 9)]), ids=lambda cell: cell.name
+)
 def test_three_axes_train_as_one_process(pool: Pool, cell: Cell) -> None:
     found = pool.run(errors_of, cell.grid.ranks, cell, torch.float64, steps=3, deadline_s=180)
     for errors in found:

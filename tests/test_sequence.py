@@ -57,7 +57,9 @@ from tests.sequence_cells import (
     BARS,
     LARGE_MODES,
     MODES,
+    Case,
     Mode,
+    covered,
     errors_of,
     full_attention,
     largest_errors,
@@ -77,13 +79,29 @@ def _assert_exact(results: list[dict[str, list[float]]], bar: float) -> None:
             assert max(errors) <= bar, (name, errors)
 
 
+def _named(value: Any) -> str | None:
+    if isinstance(value, list):
+        return "covered"
+    return value.name if isinstance(value, Mode) else str(value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "cases"), covered(MODES) + covered(LARGE_MODES, strength=1), ids=_named
+)
+def test_every_mode_is_exact_under_every_mask(
+    pool: Pool, mode: Mode, dtype: torch.dtype, cases: list[Case]
+) -> None:
+    _assert_exact(pool.run(errors_of, mode.ranks, mode, dtype, cases=cases), BARS[dtype])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", list(BARS), ids=str)
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_every_mode_is_exact_under_every_mask(pool: Pool, mode: Mode, dtype: torch.dtype) -> None:
+def test_every_mode_is_exact_in_every_case(pool: Pool, mode: Mode, dtype: torch.dtype) -> None:
     _assert_exact(pool.run(errors_of, mode.ranks, mode, dtype), BARS[dtype])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("mode", LARGE_MODES, ids=lambda mode: mode.name)
 def test_every_mode_is_exact_on_eight_ranks(pool: Pool, mode: Mode) -> None:
     found = pool.run(errors_of, mode.ranks, mode, torch.float64, deadline_s=120.0)
@@ -91,16 +109,25 @@ def test_every_mode_is_exact_on_eight_ranks(pool: Pool, mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", SMALL_MODES[-2:], ids=lambda mode: mode.name)
-def test_large_logits_stay_finite_and_exact(pool: Pool, mode: Mode) -> None:
-    _assert_exact(pool.run(errors_of, 4, mode, torch.float64, 64.0), 1e-10)
+def test_large_logits_stay_finite_and_exact(pool: Pool, mode: Mode, full: bool) -> None:
     # In float32 a logit of some hundreds is known to 1e-5, and so is its exponential.
-    _assert_exact(pool.run(errors_of, 4, mode, torch.float32, 64.0), 1e-4)
+    bars = {torch.float64: 1e-10, torch.float32: 1e-4}
+    for _, dtype, cases in _asked(mode, full):
+        _assert_exact(pool.run(errors_of, 4, mode, dtype, 64.0, cases=cases), bars[dtype])
 
 
-def test_the_explicit_kernel_is_exact_too(pool: Pool) -> None:
-    for dtype, bar in BARS.items():
-        found = pool.run(errors_of, 4, SMALL_MODES[-1], dtype, 1.0, "reference")
-        _assert_exact(found, bar)
+def test_the_explicit_kernel_is_exact_too(pool: Pool, full: bool) -> None:
+    mode = SMALL_MODES[-1]
+    for _, dtype, cases in _asked(mode, full):
+        found = pool.run(errors_of, 4, mode, dtype, 1.0, "reference", cases)
+        _assert_exact(found, BARS[dtype])
+
+
+def _asked(mode: Mode, full: bool) -> list[tuple[Mode, torch.dtype, list[Case] | None]]:
+    """All cases in both dtypes, or every cell once."""
+    if full:
+        return [(mode, dtype, None) for dtype in BARS]
+    return [call for call in covered(MODES) if call[0] == mode]
 
 
 def _changing(world: World, mode: Mode) -> list[list[float]]:

@@ -36,6 +36,7 @@ from gulliver.comm import World, adopt_world
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, Region, region_of, set_region
 from gulliver.parallel import ZeroOptimizer, named_groups
+from tests.covering import some
 from tests.pool import Pool
 
 WIDTH, TOKENS = 6, 10
@@ -306,8 +307,10 @@ CUTS = [
 TARGETS = [Cut(), Cut(slices=3, zero=3), Cut(stages=2, replicas=2, zero=2), Cut(stages=2, slices=2)]
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_a_step_of_any_cut_loads_at_any_other(pool: Pool, tmp_path: Path, cut: Cut) -> None:
+@pytest.mark.parametrize("cut", some(CUTS, [CUTS[n] for n in (1, 2, 5, 6)]), ids=str)
+def test_a_step_of_any_cut_loads_at_any_other(
+    pool: Pool, tmp_path: Path, cut: Cut, full: bool
+) -> None:
     pool.run(save, cut.ranks, cut, tmp_path)
     wanted = filled().state_dict()
     saved = load(tmp_path).values
@@ -316,7 +319,7 @@ def test_a_step_of_any_cut_loads_at_any_other(pool: Pool, tmp_path: Path, cut: C
     assert saved["optimizer"]["groups"][0]["names"] == ["norm.weight", "norm.bias"]
     moments = saved["optimizer"]["state"]["blocks.1.out.weight"]
     assert torch.equal(moments["exp_avg_sq"], wanted["blocks.1.out.weight"] * 2)
-    for target in (cut, *TARGETS):
+    for target in (cut, *(TARGETS if full else TARGETS[CUTS.index(cut) % 2 :: 2])):
         pool.run(load_and_check, target.ranks, target, tmp_path)
 
 
@@ -385,7 +388,7 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize("cut", FILES, ids=str)
+@pytest.mark.parametrize("cut", some(FILES, FILES[2:]), ids=str)
 def test_files_of_one_model_are_whole(pool: Pool, tmp_path: Path, cut: Cut) -> None:
     pool.run(save_and_load_files, cut.ranks, cut, tmp_path)
     wanted = filled(cut.dtype).state_dict()

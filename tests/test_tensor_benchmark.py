@@ -37,6 +37,8 @@ from benchmarks._tensor_report import (
 from benchmarks.netlab import NetlabError
 from benchmarks.tensor import check, is_ratio
 
+from tests.patience import patient
+
 SIZES = Sizes(hidden=512, wide=1408, blocks=4, vocabulary=2048, batch=4, length=256)
 
 
@@ -189,7 +191,7 @@ def test_a_small_run_ends_with_bars() -> None:
     options = [f"--{name}={value}" for name, value in sizes.items()]
     command = [sys.executable, "-m", "benchmarks.tensor", *options, "--rounds=1"]
     command += ["--ranks", "2", "--networks", "loopback", "--contestants", "DTensor"]
-    done = subprocess.run([*command, *OURS], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *OURS], capture_output=True, text=True, timeout=patient(120))
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
     losses = [bar for bar in line["bars"] if "losses" in bar["name"]]

@@ -20,6 +20,7 @@ from gulliver.video import DataConfig, TrainConfig, Trainer, VideoModel, check_c
 from gulliver.video import _training as training
 from gulliver.video._batches import Batch
 from gulliver.video._run import Run
+from tests.covering import some
 from tests.pool import Pool
 from tests.test_video_training import (
     autoencoder,
@@ -112,7 +113,9 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory, autoencoder: Pat
     return out
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(
+    "grid", some(list(GRIDS), ["tp 2 x sp 2, ZeRO 2", "tp 2 x data 2, accumulating"])
+)
 def test_a_grid_trains_the_model_of_one_rank(
     pool: Pool, tmp_path: Path, autoencoder: Path, alone: Path, grid: str
 ) -> None:

@@ -36,6 +36,7 @@ from gulliver.video import (
 )
 from gulliver.video._run import Run
 from gulliver.video._sources import make_dataset
+from tests.patience import patient
 from tests.pool import Pool
 
 SHAPES = ("9x32x32:2", "5x24x40:1", "1x32x32:1")
@@ -144,7 +145,7 @@ def options_of(config: TrainConfig) -> list[str]:
 
 
 def wait_for_step(out: Path, step: int, process: subprocess.Popen) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + patient(60)
     while time.monotonic() < end and process.poll() is None:
         log = out / "log.jsonl"
         if log.is_file() and log.read_text().count("\n") >= step:
@@ -153,18 +154,18 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen) -> None:
     raise AssertionError(f"no step {step}: {process.communicate()}")
 
 
-def test_killed_and_resumed_ends_with_the_same_bytes(tmp_path: Path, autoencoder: Path) -> None:
+def test_killed_and_resumed_ends_with_the_same_bytes(
+    pool: Pool, tmp_path: Path, autoencoder: Path
+) -> None:
     whole = small(tmp_path / "whole", autoencoder, ranks=2)
-    process = cli(*options_of(whole))
-    _, errors = process.communicate(timeout=90)
-    assert process.returncode == 0, errors
+    pool.run(_train_in_world, 2, whole)
     broken = small(tmp_path / "broken", autoencoder, ranks=2)
     process = cli(*options_of(broken), start_new_session=True)
     wait_for_step(broken.out, random.Random().randint(2, 7), process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     process = cli(*options_of(broken), "--resume")
-    _, errors = process.communicate(timeout=90)
+    _, errors = process.communicate(timeout=patient(90))
     assert process.returncode == 0, errors
     assert "resumed at step" in errors or "8/8" in errors
     assert_same_bytes(whole.out, broken.out)
@@ -180,7 +181,7 @@ def test_sigterm_saves_and_resuming_continues_bit_for_bit(
     process = cli(*options_of(stopped))
     wait_for_step(stopped.out, 3, process)
     process.terminate()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=patient(60))
     if process.returncode == 0:
         pytest.skip("the run was over before the signal came")
     assert process.returncode == 143
@@ -206,7 +207,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, autoencoder: Pa
     }
     (victim,) = [int(child) for child, rank in ranks.items() if rank == "1"]
     os.kill(victim, signal.SIGKILL)
-    _, errors = process.communicate(timeout=90)
+    _, errors = process.communicate(timeout=patient(90))
     assert process.returncode == 1
     assert "rank 1 was killed by SIGKILL" in errors
     assert Run(config.out).checkpoints.latest() is not None
@@ -341,7 +342,7 @@ def test_training_on_a_table_counts_what_it_cannot_use(tmp_path: Path, autoencod
     data = DataConfig(table=table, shapes=("9x32x32",), batch_size=2)
     config = small(tmp_path / "run", autoencoder, data=data, steps=3)
     process = cli(*options_of(config))
-    _, errors = process.communicate(timeout=90)
+    _, errors = process.communicate(timeout=patient(90))
     assert process.returncode == 0, errors
     assert "3 clips used, 1 skipped" in errors
     assert "bad.mp4: cannot be decoded" in errors
@@ -368,7 +369,7 @@ def test_clips_that_break_during_training_are_left_out_and_listed(
     config = small(tmp_path / "whole", autoencoder, data=data, steps=1)
     (tmp_path / "b.mp4").write_bytes(b"broken since the table was made")
     process = cli(*options_of(config))
-    _, errors = process.communicate(timeout=90)
+    _, errors = process.communicate(timeout=patient(90))
     assert process.returncode == 0, errors
     assert "1 clips could not be read" in errors
     assert "b.mp4: cannot be decoded" in errors

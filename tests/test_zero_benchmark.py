@@ -29,6 +29,8 @@ from benchmarks.netlab import NetlabError
 from benchmarks.zero import check_memory, checked, is_ratio, needed_bytes
 from torch import nn
 
+from tests.patience import patient
+
 MODEL = 1_000_000
 
 
@@ -214,7 +216,7 @@ def test_a_small_run_measures_every_stage_beside_its_peers() -> None:
     sizes = "--width 64 --depth 2 --length 16 --rounds 2 --chunk-mb 0.1 --networks loopback"
     command = [sys.executable, "-m", "benchmarks.zero", *sizes.split(), "--contestants", *names]
     # A process of its own: ranks are forked, and this one has used torch.
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(250), check=True)
     result = json.loads(done.stdout.splitlines()[-1])
     figures = {name: result["figures"][name.lower().replace(" ", "_")] for name in names}
     assert all(figure["step_s"] > 0 for figure in figures.values())
@@ -229,7 +231,7 @@ def test_without_root_one_line_says_so() -> None:
     script = "import os; os.geteuid = lambda: 1000; from benchmarks.zero import main; main()"
     # One contestant: how much memory is free must not matter here.
     command = [sys.executable, "-c", script, "--networks", "1gbit", "--contestants", "DDP"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(100))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("benchmarks.zero: shaped networks need root")
     assert "Traceback" not in done.stderr
