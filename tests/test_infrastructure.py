@@ -12,6 +12,7 @@ import pytest
 from gulliver.comm import World
 from tests import references
 from tests.covering import covering, grid, some
+from tests.mutation import MUTANTS, Mutant, mutated
 from tests.patience import Deadline, slowness
 from tests.pool import Pool
 from tests.references import computed_once
@@ -106,3 +107,8 @@ def test_a_process_of_tests_that_dies_is_named_and_the_rest_goes_on(
     found.stdout.fnmatch_lines_random(
         ["*crashed while running*test_dies*", "*not done after 0.2 s*", "*in test_hangs"]
     )
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_mutant_changes_one_place(mutant: Mutant) -> None:
+    compile(mutated(mutant), mutant.file, "exec")

@@ -1,0 +1,292 @@
+"""Breaks lines that matter, one at a time, and sees whether the tests notice: a mutation test.
+
+`python -m tests.mutation` takes each mutant in turn: a copy of `src` with one piece of text
+replaced, put first on the path, under which the tests run that `make test` runs; first the files
+that are likely to notice, then all the others, until the first failure. The mutants are silent
+mistakes such as happen: a wrong scale, a wait that is missing, a shifted index, a swapped shard, a
+dropped mask. What is known of a mutant is kept in a file, so a run that was stopped goes on where it
+was; `--only NAME` takes one of them, `--likely` only the first files.
+
+Each text must occur exactly once, or the program ends: when code moves, its mutant moves with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src"
+MAY_SURVIVE = 1
+FAILED = 1
+"""Exit code of pytest when tests failed; others say that they could not be run."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake.
+
+    Attributes:
+        name: of it.
+        file: below `src/gulliver`.
+        old: text that occurs once.
+        new: what it becomes.
+        likely: test files that are likely to notice.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    likely: tuple[str, ...]
+
+
+MUTANTS = (
+    Mutant(
+        "zero: shards get the sum of gradients",
+        "parallel/zero/_reducer.py",
+        'incoming, chunk.gradient, "mean", self.group, async_op=True',
+        'incoming, chunk.gradient, "sum", self.group, async_op=True',
+        ("zero",),
+    ),
+    Mutant(
+        "zero: a reduction is used before it is there",
+        "parallel/zero/_reducer.py",
+        "        sharded.reduction.wait()\n",
+        "",
+        ("zero", "zero_loops"),
+    ),
+    Mutant(
+        "zero: of accumulated gradients the last stays",
+        "parallel/zero/_reducer.py",
+        "sharded.gradient_shard += incoming",
+        "sharded.gradient_shard.copy_(incoming)",
+        ("zero", "zero_loops"),
+    ),
+    Mutant(
+        "zero: the norm is that of the own shard",
+        "parallel/zero/_optimizer.py",
+        'all_reduce(total, "sum", self.group)',
+        "total *= self.size",
+        ("zero", "zero_loops"),
+    ),
+    Mutant(
+        "sequence: merged parts keep the larger log-sum-exp",
+        "parallel/sequence/_partial.py",
+        "own_lse.copy_(torch.logaddexp(own_lse, lse))",
+        "own_lse.copy_(torch.maximum(own_lse, lse))",
+        ("sequence_virtual", "sequence"),
+    ),
+    Mutant(
+        "sequence: a block is taken for that of the rank on the other side",
+        "parallel/sequence/_ring.py",
+        "* inner.size + (inner.place - b) % inner.size",
+        "* inner.size + (inner.place + b) % inner.size",
+        ("sequence",),
+    ),
+    Mutant(
+        "sequence: rows that see nothing have weight",
+        "parallel/sequence/_partial.py",
+        "lse = lse.masked_fill(unseen, -math.inf)",
+        "lse = lse.clone()",
+        ("sequence", "sequence_virtual"),
+    ),
+    Mutant(
+        "sequence: the loss is a mean over the own tokens",
+        "parallel/sequence/_shard.py",
+        "share = kept.sum() / totals[1].clamp(min=1).to(losses.dtype)",
+        "share = kept.sum() / max(kept.numel(), 1)",
+        ("sequence", "hybrid_transformers"),
+    ),
+    Mutant(
+        "tensor: every rank adds the bias before the sum",
+        "parallel/tensor/_linear.py",
+        "y = product(x, weight, None, transposed).contiguous()",
+        "y = product(x, weight, bias, transposed).contiguous()",
+        ("tensor",),
+    ),
+    Mutant(
+        "tensor: ranks keep each other's piece",
+        "parallel/tensor/_collectives.py",
+        "start, stop = pieces_of(lengths)[line.place]",
+        "start, stop = pieces_of(lengths)[line.place - 1]",
+        ("tensor",),
+    ),
+    Mutant(
+        "tensor: ignored labels have a gradient",
+        "parallel/tensor/_loss.py",
+        "grad = grads[0].masked_fill(labels == ctx.ignored, 0).unsqueeze(-1)",
+        "grad = grads[0].unsqueeze(-1)",
+        ("tensor", "hybrid"),
+    ),
+    Mutant(
+        "pipeline: a gradient that passes a stage by replaces the stage's own",
+        "parallel/pipeline/_runner.py",
+        "return passing[tensor] if found is None else found + passing[tensor]",
+        "return passing[tensor]",
+        ("pipeline",),
+    ),
+    Mutant(
+        "pipeline: micro-batches of other sizes count alike",
+        "parallel/pipeline/_pipeline.py",
+        "term = loss * weight if weight else",
+        "term = loss / len(self._weights) if weight else",
+        ("pipeline",),
+    ),
+    Mutant(
+        "pipeline: gradients of weights tied over two stages are not summed",
+        "parallel/pipeline/_stage.py",
+        "if name in gradients and name in mine:",
+        "if name in gradients and name in mine and len(places) > 2:",
+        ("pipeline",),
+    ),
+    Mutant(
+        "checkpoint: files are named before they are forced to the disk",
+        "io/_atomic.py",
+        '        for found in sorted(partial.rglob("*")):\n            sync(found)\n',
+        "",
+        ("io", "checkpoint"),
+    ),
+    Mutant(
+        "checkpoint: a step does not wait for what is being copied",
+        "checkpoint/_snapshot.py",
+        "        for tickets in waited.values():\n"
+        "            for ticket in tickets:\n"
+        "                _wait_copied(ticket)\n",
+        "",
+        ("checkpoint", "booster", "checkpoint_faults"),
+    ),
+    Mutant(
+        "checkpoint: a slice is read from where its row begins",
+        "checkpoint/_regions.py",
+        "ours.local[our] + begin - ours.begin[our],",
+        "ours.local[our],",
+        ("regions",),
+    ),
+    Mutant(
+        "checkpoint: what changed while it was saved is not noticed",
+        "checkpoint/_snapshot.py",
+        "if tensor._version != version and self._violation is None:",
+        "if tensor._version < version and self._violation is None:",
+        ("checkpoint", "checkpoint_faults"),
+    ),
+    Mutant(
+        "loader: a state repeats the last batch",
+        "data/_sampler.py",
+        "(epoch, number + 1) if number + 1 < len(order)",
+        "(epoch, number) if number + 1 < len(order)",
+        ("bucket_sampler", "loader"),
+    ),
+    Mutant(
+        "loader: tensors of a batch share memory",
+        "data/_arena.py",
+        "                start += size\n",
+        "                start += need\n",
+        ("loader",),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a mutant."""
+
+    key: str
+    name: str
+    caught_by: str | None
+    seconds: float
+
+
+def key_of(mutant: Mutant) -> str:
+    """Of the mutant and the file that it changes: what is known of others does not count."""
+    text = repr(mutant) + (SOURCE / "gulliver" / mutant.file).read_text()
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def mutated(mutant: Mutant) -> str:
+    """The file's text with the mistake in it.
+
+    Raises:
+        SystemExit: what is to be changed is not there exactly once.
+    """
+    text = (SOURCE / "gulliver" / mutant.file).read_text()
+    if (count := text.count(mutant.old)) != 1:
+        sys.exit(f"{mutant.name!r}: {mutant.file} has {count} times {mutant.old!r}, expected once")
+    return text.replace(mutant.old, mutant.new)
+
+
+def run(mutant: Mutant, likely_only: bool) -> Result:
+    """Runs the tests under a mutant until one fails."""
+    begun, caught_by = time.monotonic(), None
+    likely = [f"tests/test_{name}.py" for name in mutant.likely]
+    others = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").glob("test_*.py"))]
+    # Texts of mutants are compared with the source itself, there.
+    others = [p for p in others if p not in (*likely, "tests/test_infrastructure.py")]
+    with tempfile.TemporaryDirectory(prefix="gulliver-mutant-") as folder:
+        copy = Path(folder) / "src"
+        shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        (copy / "gulliver" / mutant.file).write_text(mutated(mutant))
+        side_by_side = ["-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
+        for arguments in (likely, [] if likely_only else [*side_by_side, *others]):
+            if arguments and (caught_by := _first_failure(copy, arguments)) is not None:
+                break
+    return Result(key_of(mutant), mutant.name, caught_by, round(time.monotonic() - begun, 1))
+
+
+def _first_failure(source: Path, arguments: list[str]) -> str | None:
+    path = os.pathsep.join([str(source), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode == 0:
+        return None
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if done.returncode != FAILED or not failed:
+        sys.exit(
+            f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        )
+    return failed[0].partition(" - ")[0]
+
+
+def main() -> None:
+    """Runs the mutants; exit code 1 when more than one survives."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", action="append", metavar="NAME", help="mutants with this in name")
+    parser.add_argument("--likely", action="store_true", help="only the test files likely to fail")
+    parser.add_argument("--again", action="store_true", help="forget what is known")
+    parser.add_argument("--results", type=Path, default=ROOT / "out" / "mutation.jsonl")
+    options = parser.parse_args()
+    chosen = [m for m in MUTANTS if not options.only or any(o in m.name for o in options.only)]
+    for mutant in chosen:
+        mutated(mutant)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    known: dict[str, Result] = {}
+    if options.results.exists() and not options.again:
+        lines = options.results.read_text().splitlines()
+        known = {(found := Result(**json.loads(line))).key: found for line in lines}
+    survived = []
+    for mutant in chosen:
+        result = known.get(key_of(mutant))
+        # That nothing caught it may be out of date: there may be more tests now.
+        if result is None or result.caught_by is None:
+            result = run(mutant, options.likely)
+            with options.results.open("a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+        verdict = f"caught by {result.caught_by}" if result.caught_by else "SURVIVED"
+        print(f"{mutant.name}: {verdict} ({result.seconds:.0f} s)", flush=True)
+        survived += [] if result.caught_by else [mutant.name]
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} caught")
+    sys.exit(1 if len(survived) > MAY_SURVIVE else 0)
+
+
+if __name__ == "__main__":
+    main()
