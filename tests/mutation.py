@@ -4,8 +4,8 @@
 replaced, put first on the path, under which the tests run that `make test` runs; first the files
 that are likely to notice, then all the others, until the first failure. The mutants are silent
 mistakes such as happen: a wrong scale, a wait that is missing, a shifted index, a swapped shard, a
-dropped mask. What is known of a mutant is kept in a file, so a run that was stopped goes on where it
-was; `--only NAME` takes one of them, `--likely` only the first files.
+dropped mask. What is known of a mutant is kept in a file, so a run that was stopped goes on where
+it was; `--only NAME` takes one of them, `--likely` only the first files.
 
 Each text must occur exactly once, or the program ends: when code moves, its mutant moves with it.
 """
@@ -27,8 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
 MAY_SURVIVE = 1
-FAILED = 1
-"""Exit code of pytest when tests failed; others say that they could not be run."""
+FAILED = (1, 2)
+"""Exit codes of pytest when tests failed, the second where pytest-xdist stopped its processes."""
 
 
 @dataclass(frozen=True)
@@ -249,12 +249,12 @@ def _first_failure(source: Path, arguments: list[str]) -> str | None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode == 0:
         return None
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if done.returncode != FAILED or not failed:
-        sys.exit(
-            f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-        )
-    return failed[0].partition(" - ")[0]
+    lines = done.stdout.splitlines()
+    failed = [n for n in lines if n.startswith(("FAILED ", "ERROR ")) and "::" in n]
+    if done.returncode not in FAILED or not failed:
+        said = done.stdout[-3000:] + done.stderr[-3000:]
+        sys.exit(f"pytest ended with {done.returncode}, which says nothing of the mutant:\n{said}")
+    return failed[0].partition(" ")[2]
 
 
 def main() -> None:
