@@ -275,7 +275,7 @@ class Booster:
             optimizer: to fill in place.
             lr_scheduler: to fill in place.
             state: what else to load, by entry; see `gulliver.checkpoint.load`.
-            step: None for the newest complete one.
+            step: None for the newest complete one: the one saved last, whatever its number.
             strict: refuse what does not match, before anything is changed; else it is reported.
             prefix: of the model's names in the checkpoint.
             random: take up the random generators too, where an optimizer is loaded and this rank

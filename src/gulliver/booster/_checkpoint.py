@@ -126,7 +126,7 @@ def load_boosted(
     Raises:
         GulliverError: something does not match, or a file is broken, on any rank.
     """
-    loaded = Loaded(reader.manifest.step)
+    loaded = Loaded.of(reader)
     entries: dict[str, Any] = {}
     # Groups may be asked of all ranks: not where one of them might have failed before.
     groups = None if optimizer is None else optimizer.all_group_names()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from gulliver.checkpoint._branches import told
 from gulliver.checkpoint._collect import PerRank, refuse_boosted
-from gulliver.checkpoint._folder import CheckpointFolder
+from gulliver.checkpoint._folder import CheckpointFolder, steps_of
 from gulliver.checkpoint._manifest import MANIFEST
 from gulliver.checkpoint._reader import Mismatch, StepReader
 from gulliver.checkpoint._tree import Leaf, as_leaf
 from gulliver.comm import group_rank
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, before_write
+
+_log = logging.getLogger("gulliver")
 
 
 @dataclass
@@ -29,17 +33,28 @@ class Loaded:
         values: by entry, of what is no object with a state of its own.
         mismatches: by entry, where something did not match; empty if all did.
         absent: entries that are wanted and not in the checkpoint.
+        branches: what there is to know of higher steps of the run, where there are some.
     """
 
     step: int
     values: dict[str, Any] = field(default_factory=dict)
     mismatches: dict[str, Mismatch] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
+    branches: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"{entry}: {found}" for entry, found in self.mismatches.items()]
         lines += [f"{entry}: not in the checkpoint" for entry in self.absent]
-        return "\n".join(lines) or "everything matched"
+        return "\n".join([*(lines or ["everything matched"]), *self.branches])
+
+    @classmethod
+    def of(cls, reader: StepReader) -> Self:
+        """Nothing yet, of a step; what is to be known of its branch is logged, too."""
+        branches = told(reader.folder, steps_of(reader.folder.parent))
+        if group_rank() == 0:
+            for line in branches:
+                _log.warning("%s: %s", reader.folder.parent, line)
+        return cls(reader.manifest.step, branches=branches)
 
 
 def step_folder(path: Path | str, step: int | None = None) -> Path:
@@ -47,7 +62,7 @@ def step_folder(path: Path | str, step: int | None = None) -> Path:
 
     Args:
         path: of a step, or of a run.
-        step: of the run; None for the newest complete one.
+        step: of the run; None for the newest complete one, which is the one saved last.
 
     Raises:
         GulliverError: there is none.
@@ -93,7 +108,7 @@ def load(
         GulliverError: there is no such step; something does not match; a file is broken.
     """
     with StepReader(step_folder(path, step)) as reader:
-        loaded = Loaded(reader.manifest.step)
+        loaded = Loaded.of(reader)
         if state is None:
             for entry in reader.entries:
                 rank = group_rank() if reader.is_per_rank(entry) else None

@@ -72,6 +72,7 @@ def publish(
     manifest = {
         "format": format_of(tensors),
         "step": step,
+        "order": folder.next_order(),
         "world_size": world_size,
         "about": {**versions(), **about},
         "files": files,
