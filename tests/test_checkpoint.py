@@ -251,8 +251,8 @@ def test_a_folder_keeps_the_newest_and_finds_them(tmp_path: Path) -> None:
     assert (tmp_path / "c" / "latest").read_text().strip() == latest.name
 
 
-def test_a_step_just_saved_stays_though_higher_ones_are_kept(tmp_path: Path) -> None:
-    assert save(tmp_path, 20, 10, keep=1).steps() == [10, 20]
+def test_the_newest_is_the_step_saved_last_not_the_highest(tmp_path: Path) -> None:
+    assert save(tmp_path, 20, 10, keep=1).steps() == [10]
     with pytest.raises(GulliverError, match="-1 checkpoints cannot be kept"):
         CheckpointFolder(tmp_path, keep=-1)
 
@@ -261,7 +261,7 @@ def test_steps_go_by_age_but_never_the_newest(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, keep=0)
     for step in (1, 2, 3):
         os.utime(tmp_path / f"step-{step:08d}", (1.0, 1.0))
-    assert save(tmp_path, 0, keep=0, max_age_s=3600.0).steps() == [0, 3]
+    assert save(tmp_path, 0, keep=0, max_age_s=3600.0).steps() == [0]
     with pytest.raises(GulliverError, match="max_age_s must be positive"):
         CheckpointFolder(tmp_path, max_age_s=0.0)
 

@@ -43,7 +43,6 @@ from gulliver.checkpoint import (
     FileSaver,
     Loaded,
     StepReader,
-    load,
     step_folder,
     write_tensors,
 )
@@ -275,7 +274,7 @@ class Booster:
             optimizer: to fill in place.
             lr_scheduler: to fill in place.
             state: what else to load, by entry; see `gulliver.checkpoint.load`.
-            step: None for the newest complete one.
+            step: None for the newest complete one: the one saved last, whatever its number.
             strict: refuse what does not match, before anything is changed; else it is reported.
             prefix: of the model's names in the checkpoint.
             random: take up the random generators too, where an optimizer is loaded and this rank
@@ -290,14 +289,11 @@ class Booster:
         holder = optimizer if model is None else self._optimizers.get(model, optimizer)
         where = step_folder(folder, step)
         with StepReader(where) as reader:
-            loaded = load_boosted(reader, model, optimizer, holder, lr_scheduler, strict, prefix)
+            loaded = load_boosted(
+                reader, model, optimizer, holder, lr_scheduler, strict, prefix, state or {}
+            )
             if random and optimizer is not None and not restore_random(reader):
                 loaded.absent.append(RANDOM)
-        if state:
-            rest = load(where, state, strict=strict)
-            loaded.values |= rest.values
-            loaded.mismatches |= rest.mismatches
-            loaded.absent += rest.absent
         return loaded
 
     @property

@@ -23,13 +23,15 @@ from gulliver.booster._states import (
     scheduler_numbers,
 )
 from gulliver.checkpoint import (
+    Filling,
     Loaded,
     Mismatch,
     PerRank,
     StepReader,
-    as_leaf,
+    fill_all,
     join_state,
     names_in,
+    plan_all,
     refuse_boosted,
 )
 from gulliver.comm import gather_objects, group_rank, init_world
@@ -111,6 +113,7 @@ def load_boosted(
     lr_scheduler: Any,
     strict: bool,
     prefix: str,
+    state: Mapping[str, Any],
 ) -> Loaded:
     """Loads a step in place, at any number of ranks; every rank calls it.
 
@@ -122,43 +125,48 @@ def load_boosted(
         lr_scheduler: to fill, or None.
         strict: refuse what does not match, before anything is changed.
         prefix: of the names in the checkpoint, before the model's.
+        state: what else to load, by entry.
 
     Raises:
         GulliverError: something does not match, or a file is broken, on any rank.
     """
-    loaded = Loaded(reader.manifest.step)
+    loaded = Loaded.of(reader)
     entries: dict[str, Any] = {}
     # Groups may be asked of all ranks: not where one of them might have failed before.
     groups = None if optimizer is None else optimizer.all_group_names()
     elsewhere = names_of_all(model, holder)
     wanted: dict[str, Tensor | Part] = {}
+    rest: dict[str, Filling] = {}
 
     def check() -> None:
         for entry, given in ((MODEL, model), (OPTIMIZER, optimizer), (SCHEDULER, lr_scheduler)):
             if given is not None:
                 reader.skeleton(entry)
-        if model is not None:
+        if model is not None and holder is None:
+            rest.update(plan_all(reader, {MODEL: unwrapped(model)}, strict, prefix, loaded))
+        elif model is not None and holder is not None:
             leaves = _tied(reader, unwrapped(model), holder, prefix)
             _check_model(reader, leaves, elsewhere, strict, prefix, loaded)
             odd = loaded.mismatches.get(MODEL, Mismatch())
             wanted.update((n, leaf) for n, leaf in leaves.items() if n not in odd.missing)
+            reader.check_fits(MODEL, wanted, prefix)
         if optimizer is not None:
             entries.update(_check_optimizer(reader, optimizer, groups or []))
         if lr_scheduler is not None:
             _check_scheduler(reader, lr_scheduler)
+        rest.update(plan_all(reader, state, strict, "", loaded))
 
     agreed(check)
-    if model is not None:
-        if holder is not None:
-            holder.before_model_load()
+    if model is not None and holder is not None:
+        holder.before_model_load()
         agreed(lambda: reader.read_into(MODEL, wanted, prefix))
-        if holder is not None:
-            holder.after_model_load()
+        holder.after_model_load()
     if optimizer is not None:
         boosted = optimizer
         agreed(lambda: _fill_optimizer(reader, boosted, entries))
     if lr_scheduler is not None:
         fill_scheduler(lr_scheduler, reader.value(SCHEDULER)["state"])
+    agreed(lambda: fill_all(rest, loaded))
     return loaded
 
 
@@ -177,13 +185,9 @@ def names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> se
 
 
 def _tied(
-    reader: StepReader, model: nn.Module, holder: BoostedOptimizer | None, prefix: str
+    reader: StepReader, model: nn.Module, holder: BoostedOptimizer, prefix: str
 ) -> dict[str, Tensor | Part]:
     """What is to be filled, by names in the checkpoint, which may have one only of tied ones."""
-    if holder is None:
-        refuse_boosted(model, "load")
-        state = model.state_dict(keep_vars=True)
-        return {name: as_leaf(v) for name, v in state.items() if isinstance(v, Tensor)}
     leaves, saved = holder.load_leaves(model), reader.tensors(MODEL)
     for name, known in holder.canonical_names(model).items():
         if name in leaves and prefix + name not in saved and prefix + known in saved:

@@ -17,6 +17,7 @@ from gulliver.checkpoint._files import (
     write_json,
     write_tensors,
 )
+from gulliver.checkpoint._filling import Filling
 from gulliver.checkpoint._folder import CheckpointFolder
 from gulliver.checkpoint._gathering import GatheredWeights, on_gathered
 from gulliver.checkpoint._interchange import (
@@ -28,7 +29,7 @@ from gulliver.checkpoint._interchange import (
     save_huggingface,
     write_single,
 )
-from gulliver.checkpoint._loading import Loaded, load, step_folder
+from gulliver.checkpoint._loading import Loaded, fill_all, load, plan_all, step_folder
 from gulliver.checkpoint._manifest import Manifest, read_manifest
 from gulliver.checkpoint._reader import Mismatch, StepReader
 from gulliver.checkpoint._saving import AsyncCheckpointer, Saved
@@ -42,6 +43,7 @@ __all__ = [
     "Comparison",
     "Difference",
     "FileSaver",
+    "Filling",
     "GatheredWeights",
     "Loaded",
     "Manifest",
@@ -55,6 +57,7 @@ __all__ = [
     "as_leaf",
     "compare",
     "export_huggingface",
+    "fill_all",
     "gather_huggingface",
     "import_huggingface",
     "is_step_or_run",
@@ -66,6 +69,7 @@ __all__ = [
     "names_in",
     "on_gathered",
     "open_weights",
+    "plan_all",
     "read_json",
     "read_manifest",
     "read_metadata",

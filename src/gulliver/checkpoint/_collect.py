@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from gulliver.checkpoint._dtensors import is_dtensor, local_leaf
 from gulliver.checkpoint._image import check_holdable
 from gulliver.checkpoint._tree import Leaf, as_leaf, split_state
 from gulliver.errors import GulliverError
@@ -39,12 +41,14 @@ class Collected:
         tensors: by entry and name.
         skeletons: by entry, of what all ranks have.
         own: skeletons by entry, of what this rank alone has.
+        kinds: by entry, what optimizers and schedulers are, and the shapes that the former step.
         digest: of what all ranks have to have in common.
     """
 
     tensors: dict[str, dict[str, Leaf]] = field(default_factory=dict)
     skeletons: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
+    kinds: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
 
 
@@ -71,7 +75,11 @@ def collect(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> Col
         if not isinstance(entry, str) or not entry or set(entry) & set("/\\@\0") or entry[0] == ".":
             raise GulliverError(f"{entry!r} is no name for an entry: use letters, digits and _")
         alone = isinstance(value, PerRank)
-        leaves, skeleton = split_state(_content(value.value if alone else value))
+        held = value.value if alone else value
+        leaves, skeleton = split_state(_content(held))
+        kind = kind_of(held)
+        if kind is not None:
+            found.kinds[entry] = kind
         leaves = {name: _leaf(entry, name, leaf) for name, leaf in leaves.items()}
         if alone:
             found.tensors[own_entry(entry, rank)] = leaves
@@ -96,6 +104,18 @@ def _content(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
+def kind_of(value: Any) -> dict[str, Any] | None:
+    """What an optimizer or a scheduler is: their states do not say; None of everything else."""
+    if isinstance(value, LRScheduler):
+        return {"kind": type(value).__name__}
+    if not isinstance(value, torch.optim.Optimizer):
+        return None
+    # A boosted one is saved as the one that it wraps.
+    kind = type(getattr(value, "inner", value)).__name__
+    shapes = [[list(p.shape) for p in group["params"]] for group in value.param_groups]
+    return {"kind": kind, "shapes": shapes}
+
+
 def refuse_boosted(model: nn.Module, action: str) -> None:
     """Refuses a model whose parameters are in chunks: what this rank has may not be the whole.
 
@@ -115,30 +135,11 @@ def _leaf(entry: str, name: str, leaf: Leaf) -> Leaf:
     if isinstance(leaf, Part):
         check_holdable(where, leaf.value)
         return leaf
-    if hasattr(leaf, "device_mesh"):
-        return _local(where, leaf)
+    if is_dtensor(leaf):
+        return local_leaf(where, leaf, saving=True)
     check_holdable(where, leaf)
     # Views that are conjugated or negated only by a flag would be written without it.
     return leaf.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _local(where: str, tensor: Any) -> Leaf:
-    """A DTensor as what this rank has of it."""
-    placements, mesh = tensor.placements, tensor.device_mesh
-    local = tensor.to_local().detach()
-    check_holdable(where, local)
-    if all(placement.is_replicate() for placement in placements):
-        return local.contiguous()
-    if mesh.ndim != 1 or not placements[0].is_shard(0):
-        raise GulliverError(
-            f"{where} is a DTensor placed {placements} on a mesh of {mesh.ndim} axes: Replicate "
-            "on any, or Shard(0) on one axis can be saved; call full_tensor() on it first"
-        )
-    rows = tensor.shape[0]
-    # Rows are dealt as `torch.chunk` deals them.
-    start = min(rows, mesh.get_local_rank() * math.ceil(rows / mesh.size()))
-    row = math.prod(tensor.shape[1:])
-    return Part(local.contiguous().reshape(-1), tuple(tensor.shape), start * row)
 
 
 def _share_out(

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gulliver.checkpoint._folder import STEP
+from gulliver.checkpoint._branches import by_age
+from gulliver.checkpoint._folder import steps_of
 from gulliver.checkpoint._image import MAX_HEADER, read_slots
 from gulliver.checkpoint._interchange import Progress
 from gulliver.checkpoint._loading import step_folder
@@ -69,11 +70,7 @@ class Problem:
 
 def run_steps(path: Path | str) -> list[tuple[int, Path]]:
     """All steps of a run, complete or not, lowest first."""
-    path = Path(path)
-    if not path.is_dir():
-        return []
-    found = ((STEP.fullmatch(entry.name), entry) for entry in path.iterdir())
-    return sorted((int(match[1]), entry) for match, entry in found if match)
+    return steps_of(Path(path))
 
 
 def verify(
@@ -128,7 +125,12 @@ def any_step(path: Path | str, step: int | None = None) -> Path:
         return step_folder(path, step)
     if step is not None and step not in folders:
         raise GulliverError(f"{path} has no step {step}: it has {sorted(folders)}")
-    return folders[max(folders) if step is None else step]
+    if step is None:
+        # A step whose manifest is broken does not say when it was saved: it may be the newest.
+        saved = by_age(folders.items())
+        unknown = [n for n in folders if n not in saved]
+        step = max([*saved[-1:], *unknown])
+    return folders[step]
 
 
 def _verify_file(

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Self
 
+from gulliver.checkpoint._branches import age_of, by_age, left_behind, shown
 from gulliver.checkpoint._manifest import is_complete
 from gulliver.comm import group_rank
 from gulliver.errors import GulliverError
@@ -28,12 +29,21 @@ STEP = re.compile(r"step-(\d{8,})")
 _log = logging.getLogger("gulliver")
 
 
+def steps_of(root: Path) -> list[tuple[int, Path]]:
+    """All steps in a folder, complete or not, lowest first."""
+    if not root.is_dir():
+        return []
+    found = ((STEP.fullmatch(entry.name), entry) for entry in root.iterdir())
+    return sorted((int(match[1]), entry) for match, entry in found if match)
+
+
 class CheckpointFolder:
     """Checkpoints of one run, by step.
 
     Args:
         root: the folder; made when the first step is saved.
-        keep: how many of the newest steps stay; 0 keeps all.
+        keep: how many of the newest steps stay; 0 keeps all. Where a run went back to an earlier
+            step, those of the branch that it left go first.
         max_age_s: seconds after which a step goes, too; None keeps it however old it is. The newest
             complete step stays in any case.
 
@@ -65,19 +75,31 @@ class CheckpointFolder:
         return [step for step in self._numbers() if is_complete(self.path(step))]
 
     def _numbers(self) -> list[int]:
-        if not self.root.is_dir():
-            return []
-        found = (STEP.fullmatch(entry.name) for entry in self.root.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        return [step for step, _ in steps_of(self.root)]
+
+    def _ages(self) -> list[int]:
+        """Steps whose manifests can be read, complete or not, those saved first first."""
+        return by_age((step, self.path(step)) for step in self._numbers())
+
+    def next_order(self) -> int:
+        """Of the step that is saved next; see the note in `_branches.py`."""
+        ages = (age_of(self.path(step), step) for step in self._numbers())
+        return 1 + max((age[0] for age in ages if age), default=0)
+
+    def left_behind(self) -> list[int]:
+        """Steps that lie on a branch that the run has left, lowest first."""
+        return left_behind(self._ages())
 
     def latest(self) -> Path | None:
-        """The newest complete step; says so where the file `latest` names one that is not.
+        """The complete step that was saved last, whatever its number.
+
+        Says so where the file `latest` names one that is not complete.
 
         Raises:
             GulliverError: a step was written by a newer version.
         """
         newest = None
-        for step in reversed(self._numbers()):
+        for step in reversed(self._ages()):
             if is_complete(self.path(step)):
                 newest = self.path(step)
                 break
@@ -108,8 +130,18 @@ class CheckpointFolder:
 
     def publish(self, step: int) -> None:
         """Gives a step its final name, moves `latest` to it, and removes what is not kept."""
+        left_before = self.left_behind()
         finish_folder(self.partial(step), self.path(step))
         write_text(self.root / LATEST, self.path(step).name + "\n")
+        left = [n for n in self.left_behind() if n not in left_before]
+        if left:
+            _log.warning(
+                "step %d was saved after %s of %s: on the branch that the run has left they go "
+                "before others; copy what is to stay",
+                step,
+                shown(left),
+                self.root,
+            )
         try:
             for old in self._outlived():
                 if old != step:
@@ -124,8 +156,12 @@ class CheckpointFolder:
 
     def _outlived(self) -> list[int]:
         """Steps that go: too many, or too old; never the newest."""
-        steps = self.steps()
-        gone = set(steps[: -self.keep]) if self.keep else set()
+        complete = set(self.steps())
+        steps = [step for step in self._ages() if step in complete]
+        left = left_behind(steps)
+        # What lies on a branch that was left goes first, however new: the run is elsewhere.
+        queue = [s for s in steps if s in left] + [s for s in steps if s not in left]
+        gone = set(queue[: -self.keep]) if self.keep else set()
         if self.max_age_s is not None:
             before = time.time() - self.max_age_s
             gone |= {step for step in steps if self.path(step).stat().st_mtime < before}

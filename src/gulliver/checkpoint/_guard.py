@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gulliver.checkpoint._dtensors import is_dtensor
 from gulliver.memory import ASKS, before_any_write, before_write
 
 _hooked: list[Callable[[], None]] = []
@@ -37,6 +38,23 @@ def install_hooks() -> None:
 def _changed_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """What a step changes; a generator, for `before_write` does not look while nothing is saved."""
     for group in optimizer.param_groups:
-        yield from group["params"]
+        yield from (_local(parameter) for parameter in group["params"])
     for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        yield from _tensors(state)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a state: some optimizers keep lists of them."""
+    if isinstance(value, torch.Tensor):
+        yield _local(value)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """A DTensor has no memory of its own: what this rank has of it does."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor

@@ -34,6 +34,7 @@ from gulliver.checkpoint._manifest import (
     FileEntry,
     file_to_json,
     format_of,
+    read_manifest,
 )
 from gulliver.checkpoint._publishing import checksummed, versions
 from gulliver.checkpoint._reader import Mismatch
@@ -72,6 +73,8 @@ from gulliver.memory import Part, Region, before_write, region_of
 PAGES = 12
 """Of the engine that writes: what is on its way to the disk while the next batch is read."""
 CONFIG = "config.json"
+IMPORTED = -1
+"""Order of a step that was made of other files after the run had come further."""
 
 Progress = Callable[[int, int], None]
 """Is told the bytes done so far, and all there are."""
@@ -702,13 +705,18 @@ def import_huggingface(
         require_space(run, plan.image.nbytes)
         with _unfinished(folder, step) as partial:
             files = _write_files(weights, [plan], dtype, progress)
-            _describe(partial, step, entry, plan, files[name], _config_of(weights))
+            newest = folder.latest()
+            # What comes from elsewhere is the newest only if the run had come less far.
+            ahead = newest is None or step > read_manifest(newest).step
+            order = folder.next_order() if ahead else IMPORTED
+            _describe(partial, step, order, entry, plan, files[name], _config_of(weights))
     return final
 
 
 def _describe(
     partial: Path,
     step: int,
+    order: int,
     entry: str,
     plan: _FilePlan,
     file: FileEntry,
@@ -729,6 +737,7 @@ def _describe(
     manifest = {
         "format": format_of({entry: parts}),
         "step": step,
+        "order": order,
         "world_size": 1,
         "about": {**versions(), **({} if config is None else {"config": dict(config)})},
         "files": {plan.path.name: file_to_json(file), STATE: checksummed(partial / STATE)},

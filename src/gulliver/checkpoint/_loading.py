@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import torch
-from torch import Tensor, nn
-
-from gulliver.checkpoint._collect import PerRank, refuse_boosted
-from gulliver.checkpoint._folder import CheckpointFolder
+from gulliver.checkpoint._branches import told
+from gulliver.checkpoint._collect import PerRank
+from gulliver.checkpoint._filling import Filling, plan
+from gulliver.checkpoint._folder import CheckpointFolder, steps_of
 from gulliver.checkpoint._manifest import MANIFEST
 from gulliver.checkpoint._reader import Mismatch, StepReader
-from gulliver.checkpoint._tree import Leaf, as_leaf
 from gulliver.comm import group_rank
 from gulliver.errors import GulliverError
-from gulliver.memory import Part, before_write
+
+_log = logging.getLogger("gulliver")
 
 
 @dataclass
@@ -29,17 +29,28 @@ class Loaded:
         values: by entry, of what is no object with a state of its own.
         mismatches: by entry, where something did not match; empty if all did.
         absent: entries that are wanted and not in the checkpoint.
+        branches: what there is to know of higher steps of the run, where there are some.
     """
 
     step: int
     values: dict[str, Any] = field(default_factory=dict)
     mismatches: dict[str, Mismatch] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
+    branches: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"{entry}: {found}" for entry, found in self.mismatches.items()]
         lines += [f"{entry}: not in the checkpoint" for entry in self.absent]
-        return "\n".join(lines) or "everything matched"
+        return "\n".join([*(lines or ["everything matched"]), *self.branches])
+
+    @classmethod
+    def of(cls, reader: StepReader) -> Self:
+        """Nothing yet, of a step; what is to be known of its branch is logged, too."""
+        branches = told(reader.folder, steps_of(reader.folder.parent))
+        if group_rank() == 0:
+            for line in branches:
+                _log.warning("%s: %s", reader.folder.parent, line)
+        return cls(reader.manifest.step, branches=branches)
 
 
 def step_folder(path: Path | str, step: int | None = None) -> Path:
@@ -47,7 +58,7 @@ def step_folder(path: Path | str, step: int | None = None) -> Path:
 
     Args:
         path: of a step, or of a run.
-        step: of the run; None for the newest complete one.
+        step: of the run; None for the newest complete one, which is the one saved last.
 
     Raises:
         GulliverError: there is none.
@@ -77,8 +88,12 @@ def load(
 ) -> Loaded:
     """Loads a step, at any number of ranks.
 
-    Modules, tensors and parts are filled in place, with only their bytes read; values are converted
-    to their dtype. Other objects are given their whole state by `load_state_dict`.
+    Modules, and tensors and parts, also those in dicts and lists, are filled in place, with only
+    their bytes read; values are converted to their dtype, where they fit it. Other objects are
+    given their whole state by `load_state_dict`. What else there is in dicts and lists is in
+    `Loaded.values`, beside the tensors that were filled; what has no tensor in it, such as None,
+    stands for whatever was saved. Everything is checked before anything is filled, but for the
+    checksums of what is read in place.
 
     Args:
         path: of a run, or of one of its steps.
@@ -90,23 +105,48 @@ def load(
             model's encoder alone.
 
     Raises:
-        GulliverError: there is no such step; something does not match; a file is broken.
+        GulliverError: there is no such step; names, shapes, an optimizer's kind or groups do not
+            match; a value does not fit; a tensor is on meta; a file is broken.
     """
     with StepReader(step_folder(path, step)) as reader:
-        loaded = Loaded(reader.manifest.step)
+        loaded = Loaded.of(reader)
         if state is None:
             for entry in reader.entries:
                 rank = group_rank() if reader.is_per_rank(entry) else None
                 loaded.values[entry] = reader.value(entry, rank)
-            return loaded
-        wanted = _present(reader, state, loaded, strict)
-        targets = {entry: _targets(value) for entry, value in wanted.items()}
-        for entry, leaves in targets.items():
-            if leaves is not None:
-                _check(reader, entry, leaves, prefix, strict, loaded)
-        for entry, value in wanted.items():
-            _take(reader, entry, value, targets[entry], prefix, loaded)
+        else:
+            fill_all(plan_all(reader, state, strict, prefix, loaded), loaded)
         return loaded
+
+
+def plan_all(
+    reader: StepReader, state: Mapping[str, Any], strict: bool, prefix: str, loaded: Loaded
+) -> dict[str, Filling]:
+    """Finds out how a state takes up a step, while nothing is changed; see `fill_all`.
+
+    Raises:
+        GulliverError: something does not match.
+    """
+    found: dict[str, Filling] = {}
+    for entry, value in _present(reader, state, loaded, strict).items():
+        rank = group_rank() if isinstance(value, PerRank) or reader.is_per_rank(entry) else None
+        if rank is not None and rank >= reader.manifest.world_size:
+            # More ranks than saved it: a new one has no value of its own.
+            loaded.absent.append(entry)
+            continue
+        held = value.value if isinstance(value, PerRank) else value
+        found[entry] = plan(reader, entry, held, rank, strict, prefix)
+        if found[entry].odd:
+            loaded.mismatches[entry] = found[entry].odd
+    return found
+
+
+def fill_all(fillings: Mapping[str, Filling], loaded: Loaded) -> None:
+    """Fills what `plan_all` found."""
+    for entry, filling in fillings.items():
+        value = filling.fill()
+        if not filling.is_object:
+            loaded.values[entry] = value
 
 
 def _present(
@@ -124,65 +164,3 @@ def _present(
         else:
             loaded.absent.append(entry)
     return found
-
-
-def _targets(value: Any) -> dict[str, Leaf] | None:
-    """What is filled in place; None where a value is given as a whole."""
-    if isinstance(value, nn.Module):
-        refuse_boosted(value, "load")
-        state = value.state_dict(keep_vars=True)
-        return {n: as_leaf(v) for n, v in state.items() if isinstance(v, Tensor)}
-    if isinstance(value, Mapping) and value and all(_is_leaf(v) for v in value.values()):
-        return dict(value)
-    return None
-
-
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, Tensor | Part)
-
-
-def _check(
-    reader: StepReader,
-    entry: str,
-    leaves: dict[str, Leaf],
-    prefix: str,
-    strict: bool,
-    loaded: Loaded,
-) -> None:
-    odd = reader.match(entry, leaves, prefix)
-    if prefix:
-        odd.unexpected = []
-    if odd.unlike or (strict and odd) or (leaves and len(odd.missing) == len(leaves)):
-        raise GulliverError(f"{reader.folder}, entry {entry!r}, does not fit: {odd}")
-    for name in odd.missing:
-        del leaves[name]
-    if odd:
-        loaded.mismatches[entry] = odd
-
-
-@torch.no_grad()
-def _take(
-    reader: StepReader,
-    entry: str,
-    value: Any,
-    leaves: dict[str, Leaf] | None,
-    prefix: str,
-    loaded: Loaded,
-) -> None:
-    if leaves is not None:
-        before_write(v if isinstance(v, Tensor) else v.value for v in leaves.values())
-        reader.read_into(entry, leaves, prefix)
-        if not isinstance(value, nn.Module):
-            loaded.values[entry] = value
-        return
-    rank = group_rank() if isinstance(value, PerRank) or reader.is_per_rank(entry) else None
-    if rank is not None and rank >= reader.manifest.world_size:
-        # More ranks than saved it: a new one has no value of its own.
-        loaded.absent.append(entry)
-        return
-    held = value.value if isinstance(value, PerRank) else value
-    content = reader.value(entry, rank)
-    if hasattr(held, "load_state_dict"):
-        held.load_state_dict(content)
-    else:
-        loaded.values[entry] = content

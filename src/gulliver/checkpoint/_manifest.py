@@ -99,6 +99,7 @@ class Manifest:
         about: versions, time, and what the writer wanted to say (the plan).
         files: by name.
         tensors: by entry and name.
+        order: see the note in `_branches.py`; 0 of versions that did not count.
     """
 
     step: int
@@ -106,6 +107,7 @@ class Manifest:
     about: Mapping[str, Any]
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, Mapping[str, TensorEntry]] = field(default_factory=dict)
+    order: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +130,7 @@ class Manifest:
         return {
             "format": format_of(tensors),
             "step": self.step,
+            "order": self.order,
             "world_size": self.world_size,
             "about": dict(self.about),
             "files": {name: file_to_json(entry) for name, entry in self.files.items()},
@@ -196,9 +199,22 @@ def read_manifest(folder: Path) -> Manifest:
                 entry: {name: tensor_from_json(value) for name, value in tensors.items()}
                 for entry, tensors in content["tensors"].items()
             },
+            order=int(content.get("order", 0)),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GulliverError(f"{path} is broken ({error!r}): take another checkpoint") from error
+
+
+def saved_at(content: Any) -> tuple[int, str]:
+    """Order and time of a manifest, without a look at the rest.
+
+    Raises:
+        GulliverError: it is none.
+    """
+    try:
+        return int(content.get("order", 0)), str(content["about"].get("time", ""))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise GulliverError(f"{content!r:.40} is no manifest of a checkpoint") from error
 
 
 def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:

@@ -72,6 +72,7 @@ def publish(
     manifest = {
         "format": format_of(tensors),
         "step": step,
+        "order": folder.next_order(),
         "world_size": world_size,
         "about": {**versions(), **about},
         "files": files,
@@ -117,6 +118,7 @@ def _state(words: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "entries": {entry: merge_skeletons(found) for entry, found in entries.items()},
         "ranks": [word["own"] for word in words],
+        "kinds": words[0].get("kinds", {}),
     }
 
 

@@ -12,7 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gulliver.checkpoint._collect import own_entry
+from gulliver.checkpoint._fits import always_fits, misfit
 from gulliver.checkpoint._image import Slot, read_slots
 from gulliver.checkpoint._manifest import STATE, FileEntry, TensorEntry, read_manifest
 from gulliver.checkpoint._regions import Copies, copy_bytes, overlap, place_of
@@ -30,6 +31,8 @@ from gulliver.memory import Part
 
 AHEAD = 8
 """Pages that are read at once."""
+SCRATCH = 256 * 2**20
+"""Bytes that are held at once to see whether they fit a narrower dtype."""
 
 
 @dataclass
@@ -85,6 +88,10 @@ class Mismatch:
         return "; ".join(text for text in said if text)
 
 
+def _values(leaf: Leaf) -> Tensor:
+    return leaf.value if isinstance(leaf, Part) else leaf
+
+
 def _listed(what: str, names: list[str]) -> str:
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     return f"{len(names)} {what} ({shown})" if names else ""
@@ -107,6 +114,7 @@ class StepReader:
         content = self._checked_json(STATE)
         self._entries: dict[str, Any] = content["entries"]
         self._ranks: list[dict[str, Any]] = content["ranks"]
+        self._kinds: dict[str, Any] = content.get("kinds", {})
         self._slots: dict[str, dict[str, Slot]] = {}
         self._given, self._engine = engine, engine
         self.bytes_read = 0
@@ -157,20 +165,27 @@ class StepReader:
         Raises:
             GulliverError: there is no such entry, or a file is broken.
         """
-        if rank is not None:
-            if rank >= len(self._ranks) or entry not in self._ranks[rank]:
-                raise GulliverError(f"{self.folder} has no entry {entry!r} of rank {rank}")
-            skeleton, entry = self._ranks[rank][entry], own_entry(entry, rank)
-        else:
-            skeleton = self.skeleton(entry)
+        entry, skeleton = self.place(entry, rank)
+        return join_state(self.whole(entry, names_in(skeleton)), skeleton)
+
+    def place(self, entry: str, rank: int | None = None) -> tuple[str, Any]:
+        """What an entry's tensors are kept as, and where they belong; see `value`."""
+        if rank is None:
+            return entry, self.skeleton(entry)
+        if rank >= len(self._ranks) or entry not in self._ranks[rank]:
+            raise GulliverError(f"{self.folder} has no entry {entry!r} of rank {rank}")
+        return own_entry(entry, rank), self._ranks[rank][entry]
+
+    def kind(self, entry: str) -> Mapping[str, Any]:
+        """What an optimizer or scheduler was, of versions that wrote it down."""
+        return self._kinds.get(entry, {})
+
+    def whole(self, entry: str, names: Iterable[str]) -> dict[str, Tensor]:
+        """New tensors in host memory, filled."""
         saved = self.tensors(entry)
-        whole = {
-            name: torch.empty(saved[name].shape, dtype=saved[name].dtype)
-            for name in names_in(skeleton)
-            if name in saved
-        }
-        self.read_into(entry, whole)
-        return join_state(whole, skeleton)
+        found = {n: torch.empty(saved[n].shape, dtype=saved[n].dtype) for n in names if n in saved}
+        self.read_into(entry, found)
+        return found
 
     def match(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> Mismatch:
         """What of an entry is not as wanted; see `read_into`."""
@@ -189,6 +204,38 @@ class StepReader:
             elif there.shape != shape:
                 found.unlike[name] = (there.shape, shape)
         return found
+
+    def check_fits(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> None:
+        """Reads what is to be converted to a narrower dtype, and keeps nothing; see `read_into`.
+
+        Raises:
+            GulliverError: a value does not fit, by name.
+        """
+        saved = self.tensors(entry)
+        batch: dict[str, Leaf] = {}
+        for name, leaf in wanted.items():
+            target = leaf.value if isinstance(leaf, Part) else leaf
+            there = saved[prefix + name].dtype
+            if always_fits(there, target.dtype):
+                continue
+            scratch = torch.empty(target.shape, dtype=there)
+            batch[name] = replace(leaf, value=scratch) if isinstance(leaf, Part) else scratch
+            if sum(_values(x).nbytes for x in batch.values()) > SCRATCH:
+                self._check_batch(entry, batch, wanted, prefix)
+                batch = {}
+        self._check_batch(entry, batch, wanted, prefix)
+
+    def _check_batch(
+        self, entry: str, batch: Mapping[str, Leaf], wanted: Mapping[str, Leaf], prefix: str
+    ) -> None:
+        self.read_into(entry, batch, prefix)
+        for name, leaf in batch.items():
+            problem = misfit(_values(leaf), _values(wanted[name]).dtype)
+            if problem is not None:
+                raise GulliverError(
+                    f"{self.folder}, entry {entry!r}: tensor {prefix + name!r} is "
+                    f"{str(_values(leaf).dtype).removeprefix('torch.')} there: {problem}"
+                )
 
     def read_into(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> None:
         """Fills tensors, and parts of tensors, in place; converts to their dtype.

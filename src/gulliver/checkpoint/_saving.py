@@ -296,7 +296,11 @@ class AsyncCheckpointer:
             add_claim(snapshot)
         except Exception as error:
             save.problem = error
-        save.skeletons = {"entries": collected.skeletons, "own": collected.own}
+        save.skeletons = {
+            "entries": collected.skeletons,
+            "own": collected.own,
+            "kinds": collected.kinds,
+        }
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "gulliver-save")
         self._job = self._worker.submit(self._finish, save)

@@ -17,6 +17,7 @@ from rich.progress import TransferSpeedColumn as SpeedColumn
 from rich.table import Table
 
 from gulliver.checkpoint import (
+    CheckpointFolder,
     Comparison,
     StepReader,
     Weights,
@@ -205,9 +206,15 @@ def _list_run(path: Path) -> None:
     for name in ("step", "state", "size", "written", "ranks", "entries"):
         right = name in ("step", "size", "ranks")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
+    left = CheckpointFolder(path).left_behind()
     for number, folder in steps:
-        table.add_row(str(number), *_row(folder, folder == newest))
+        state, *rest = _row(folder, folder == newest)
+        table.add_row(str(number), state + (", branch left" if number in left else ""), *rest)
     _out().print(table)
+    if left:
+        _out().print(
+            "branch left: saved before a step that does not come after them; they go first"
+        )
     for partial in sorted(path.glob("step-*.partial")):
         _out().print(f"{partial.name}: being written, or left behind by a save that was killed")
 

@@ -67,6 +67,20 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def refuse_extra_state(model: nn.Module) -> None:
+    """Refuses a model with state that is neither parameter nor buffer.
+
+    Raises:
+        GulliverError: naming the module.
+    """
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise GulliverError(
+                f"module {name!r} has a state of its own (get_extra_state), which cannot be saved "
+                "of a boosted model: keep it in buffers"
+            )
+
+
 def everything(name: str) -> bool:
     """Says of every name that this rank writes it."""
     return True
@@ -252,6 +266,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
         """The model's state as far as this rank has it, by the names of its `state_dict`."""
+        refuse_extra_state(model)
         state = model.state_dict()
         for name, value in state.items():
             if not isinstance(value, Tensor):

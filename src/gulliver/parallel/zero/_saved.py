@@ -23,6 +23,7 @@ from gulliver.parallel._optimizer import (
     Saved,
     is_counter,
     persistent_buffers,
+    refuse_extra_state,
 )
 from gulliver.parallel.zero._sharded import Presence, ShardedChunk
 from gulliver.parallel.zero._state import MASTER
@@ -48,12 +49,7 @@ def model_leaves(
     Raises:
         GulliverError: a module keeps state that is no tensor.
     """
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise GulliverError(
-                f"module {name!r} has a state of its own (get_extra_state), which cannot be saved "
-                "with ZeRO: keep it in buffers"
-            )
+    refuse_extra_state(model)
     mine = {name: leaf for chunk in optimizer.everything for name, leaf in _homes(optimizer, chunk)}
     shared = saving and not optimizer.has_whole_model
     found: dict[str, Leaf] = {}

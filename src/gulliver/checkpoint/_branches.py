@@ -1,0 +1,94 @@
+"""In which order the steps of a run were saved, and which of them lie on a branch that was left.
+
+[Note: branches] Who loads step 100 of 300 and trains on goes back: the steps saved from then on are
+the run, though 300 is the higher number. So every step's manifest counts: its ``order`` is one more
+than the highest in the folder was. The step of the highest order is the newest. A step lies on a
+branch that was left if a lower one, or one of the same number, was saved after it: the run that is
+now did not pass through it. Nothing else has to be written down, and no order changes when steps
+are deleted, copied or linked.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from gulliver.checkpoint._files import read_json
+from gulliver.checkpoint._manifest import MANIFEST, saved_at
+from gulliver.errors import GulliverError
+
+Age = tuple[int, str, int]
+"""When a step was saved: its order, the time for those of versions that did not count, its number.
+"""
+SHOWN = 6
+"""Steps that a message names."""
+
+
+def age_of(folder: Path, step: int) -> Age | None:
+    """When a step was saved; None where its manifest cannot be read."""
+    path = Path(folder) / MANIFEST
+    try:
+        found = os.stat(path)
+        order, time = _read(str(path), found.st_ino, found.st_mtime_ns, found.st_size)
+    except (OSError, GulliverError):
+        return None
+    return order, time, step
+
+
+@functools.lru_cache(maxsize=4096)
+def _read(path: str, inode: int, mtime_ns: int, nbytes: int) -> tuple[int, str]:
+    """A manifest is as large as the model has tensors: each is read once while it is the same."""
+    return saved_at(read_json(Path(path)))
+
+
+def by_age(folders: Iterable[tuple[int, Path]]) -> list[int]:
+    """Steps that have a readable manifest, those saved first first."""
+    ages = (age_of(folder, step) for step, folder in folders)
+    return [age[2] for age in sorted(age for age in ages if age is not None)]
+
+
+def left_behind(steps: Sequence[int]) -> list[int]:
+    """Which steps lie on a branch that was left, ascending.
+
+    Args:
+        steps: those saved first first.
+    """
+    found, lowest = list[int](), float("inf")
+    for step in reversed(steps):
+        if step >= lowest:
+            found.append(step)
+        lowest = min(lowest, step)
+    return sorted(found)
+
+
+def told(folder: Path, siblings: Iterable[tuple[int, Path]]) -> list[str]:
+    """What a program that loads a step is to know of the higher ones beside it.
+
+    Args:
+        folder: of the step.
+        siblings: the steps of its run.
+    """
+    ages = {number: age_of(path, number) for number, path in siblings}
+    mine = next((age for n, age in ages.items() if age and folder.name == f"step-{n:08d}"), None)
+    if mine is None:
+        return []
+    higher = sorted((n, age) for n, age in ages.items() if age is not None and n > mine[2])
+    before = [n for n, age in higher if age < mine]
+    after = [n for n, age in higher if age > mine]
+    lines = []
+    if before:
+        lines.append(f"{shown(before)} had been saved before it, on a branch that the run has left")
+    if after:
+        lines.append(f"{shown(after)} had been saved after it: a run that goes on here leaves them")
+    return [f"step {mine[2]} was loaded; {line}" for line in lines]
+
+
+def shown(steps: Sequence[int]) -> str:
+    """Steps for a message."""
+    some = [str(step) for step in steps[: SHOWN - 1]]
+    if len(steps) > SHOWN:
+        some.append("...")
+    some += [str(step) for step in steps[SHOWN - 1 :][-1:]]
+    return f"step{'s' * (len(steps) > 1)} {', '.join(some)}"

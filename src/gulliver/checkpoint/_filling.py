@@ -1,0 +1,292 @@
+"""How each kind of value takes up what a step has of it: checked first, filled afterwards.
+
+`plan` makes a `Filling` of a value: all that can be wrong is found there, while nothing of the
+program has changed. Modules and tensors, also those in dicts and lists, are filled in place, from
+the files; optimizers and other objects are given their whole state by `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.checkpoint._collect import kind_of, refuse_boosted
+from gulliver.checkpoint._dtensors import is_dtensor, local_leaf
+from gulliver.checkpoint._optimizers import optimizer_state
+from gulliver.checkpoint._reader import Mismatch, StepReader
+from gulliver.checkpoint._tree import Leaf, as_leaf, join_state, names_in
+from gulliver.errors import GulliverError
+from gulliver.memory import Part, before_write, storage_of
+
+EXTRA = "_extra_state"
+"""What torch calls the state of a module that has a `get_extra_state`."""
+
+
+@dataclass
+class Filling:
+    """What of a value is filled from an entry.
+
+    Attributes:
+        reader: of the step.
+        entry: that the tensors are kept as.
+        prefix: of their names there.
+        leaves: to be filled in place, by name.
+        odd: what did not match.
+        finish: takes up the rest once the leaves are filled, and gives the value.
+        is_object: whether the value has a state of its own, and is not given back.
+    """
+
+    reader: StepReader
+    entry: str
+    prefix: str = ""
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    odd: Mismatch = field(default_factory=Mismatch)
+    finish: Callable[[], Any] = lambda: None
+    is_object: bool = False
+
+    def check(self, strict: bool) -> None:
+        """Refuses what does not match, and values that do not fit."""
+        reader, odd = self.reader, self.odd
+        wanted = len(self.leaves) + len(odd.missing)
+        if odd.unlike or (strict and odd) or (wanted and len(odd.missing) == wanted):
+            raise GulliverError(f"{reader.folder}, entry {self.entry!r}, does not fit: {odd}")
+        for name, leaf in self.leaves.items():
+            _check_fillable(f"{self.entry}: tensor {name!r}", leaf)
+        reader.check_fits(self.entry, self.leaves, self.prefix)
+
+    @torch.no_grad()
+    def fill(self) -> Any:
+        """Fills everything; the value."""
+        before_write(v if isinstance(v, Tensor) else v.value for v in self.leaves.values())
+        self.reader.read_into(self.entry, self.leaves, self.prefix)
+        return self.finish()
+
+
+def plan(
+    reader: StepReader, entry: str, value: Any, rank: int | None, strict: bool, prefix: str
+) -> Filling:
+    """Finds out how a value takes up an entry.
+
+    Args:
+        reader: of the step.
+        entry: its name.
+        value: that is to be filled.
+        rank: whose entry, where every rank has its own.
+        strict: refuse what does not match.
+        prefix: of the names there; of modules, and of dicts of tensors.
+
+    Raises:
+        GulliverError: it does not match, or does not fit.
+    """
+    stored, skeleton = reader.place(entry, rank)
+    filling = Filling(reader, stored, is_object=hasattr(value, "load_state_dict"))
+    if isinstance(value, nn.Module):
+        _plan_module(filling, value, skeleton, prefix)
+    elif isinstance(value, torch.optim.Optimizer):
+        _check_kind(reader, entry, value)
+        known = reader.kind(entry).get("shapes")
+        filling.finish = optimizer_state(reader, stored, skeleton, value, known)
+    elif hasattr(value, "load_state_dict"):
+        _check_kind(reader, entry, value)
+        content = join_state(reader.whole(stored, names_in(skeleton)), skeleton)
+        filling.finish = lambda: _give(value, content)
+    elif prefix and _is_flat(value):
+        _match_names(filling, _leaves_of(entry, value), prefix)
+        filling.finish = lambda: value
+    else:
+        _plan_tree(filling, entry, value, skeleton)
+    filling.check(strict)
+    return filling
+
+
+def _give(value: Any, content: Any) -> None:
+    value.load_state_dict(content)
+
+
+def _check_kind(reader: StepReader, entry: str, value: Any) -> None:
+    saved, ours = reader.kind(entry).get("kind"), (kind_of(value) or {}).get("kind")
+    if saved is not None and ours is not None and saved != ours:
+        raise GulliverError(f"{reader.folder}, entry {entry!r}, is of {saved}, not of {ours}")
+
+
+def _check_fillable(where: str, leaf: Leaf) -> None:
+    target = leaf.value if isinstance(leaf, Part) else leaf
+    if target.is_meta:
+        raise GulliverError(
+            f"{where} is on meta: give the model memory first, by model.to_empty(device=...), and "
+            "make anew what is not saved"
+        )
+    folded = [n for n, s in zip(target.shape, target.stride(), strict=True) if n > 1 and not s]
+    if folded:
+        raise GulliverError(f"{where} is expanded: its elements share memory, clone it first")
+
+
+# --- modules -------------------------------------------------------------------------------------
+
+
+def module_leaves(module: nn.Module) -> tuple[dict[str, Leaf], list[str]]:
+    """What of a module's state is filled in place, and what it has to be given.
+
+    The latter is what is no tensor of its own: the state of `get_extra_state`, and what hooks and
+    overridden methods make of its tensors.
+
+    Raises:
+        GulliverError: it is boosted, or on meta.
+    """
+    refuse_boosted(module, "load")
+    own = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in own:
+        if tensor.is_meta:
+            _check_fillable(f"tensor {name!r} of the model", tensor)
+    known = {id(tensor) for _, tensor in own}
+    memory = {storage_of(tensor) for _, tensor in own if not is_dtensor(tensor) and tensor.numel()}
+    leaves, given = dict[str, Leaf](), list[str]()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if name.rpartition(".")[2] == EXTRA or not isinstance(value, Tensor):
+            given.append(name)
+        elif id(value) in known or is_dtensor(value) or storage_of(value) in memory:
+            leaves[name] = _target(f"tensor {name!r} of the model", value)
+        else:
+            given.append(name)
+    return leaves, given
+
+
+def _target(where: str, value: Leaf) -> Leaf:
+    return local_leaf(where, value, saving=False) if is_dtensor(value) else as_leaf(value)
+
+
+def _plan_module(filling: Filling, module: nn.Module, skeleton: Any, prefix: str) -> None:
+    leaves, given = module_leaves(module)
+    saved = dict(skeleton["dict"]) if _kind(skeleton) == "dict" else {}
+    extras = {name: saved[prefix + name] for name in given if prefix + name in saved}
+    held = {name for item in extras.values() for name in names_in(item)}
+    _match_names(filling, leaves, prefix)
+    odd = filling.odd
+    odd.missing += [name for name in given if name not in extras]
+    odd.unexpected = [name for name in odd.unexpected if prefix + name not in held]
+    if not prefix:
+        # What is no tensor, and would have been a module's own.
+        plain = (n for n in saved if not names_in(saved[n]) and n not in extras)
+        odd.unexpected += sorted(n for n in plain if isinstance(n, str) and n.endswith(EXTRA))
+    content = filling.reader.whole(filling.entry, sorted(held))
+    state = {name: join_state(content, item) for name, item in extras.items()}
+
+    def finish() -> None:
+        if state:
+            module.load_state_dict(state, strict=False)
+
+    filling.finish = finish
+
+
+def _match_names(filling: Filling, leaves: Mapping[str, Leaf], prefix: str) -> None:
+    """Fills by the names of tensors."""
+    reader, filling.prefix = filling.reader, prefix
+    odd = filling.odd = reader.match(filling.entry, leaves, prefix)
+    if prefix:
+        odd.unexpected = []
+    filling.leaves = {n: leaf for n, leaf in leaves.items() if n not in odd.missing}
+
+
+# --- tensors, also in dicts and lists ------------------------------------------------------------
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor | Part)
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(k, str) and _is_leaf(v) for k, v in value.items()
+    )
+
+
+def _leaves_of(entry: str, value: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    return {name: _target(f"{entry}: tensor {name!r}", leaf) for name, leaf in value.items()}
+
+
+def _has_leaves(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_leaves, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_leaves, value))
+    return _is_leaf(value)
+
+
+def _plan_tree(filling: Filling, entry: str, value: Any, skeleton: Any) -> None:
+    """Nested values: tensors in them are filled, all else is given back as it was saved."""
+    matched = _Tree(filling, entry)
+    result = matched.match(value, skeleton, "")
+    fresh = filling.reader.whole(filling.entry, matched.fresh)
+    filling.finish = lambda: result(fresh)
+
+
+class _Tree:
+    """Matches a nested value with where the tensors of an entry belong.
+
+    What has no tensor in it stands for anything: it is given back as it was saved.
+    """
+
+    def __init__(self, filling: Filling, entry: str) -> None:
+        self.filling, self.entry = filling, entry
+        self.saved = filling.reader.tensors(filling.entry)
+        self.fresh: list[str] = []
+        """Tensors that are read into new memory."""
+
+    def match(self, value: Any, skeleton: Any, path: str) -> Callable[[Mapping[str, Tensor]], Any]:
+        """Notes what is to be filled; what is given back once the new tensors are there."""
+        if _is_leaf(value):
+            self._match_leaf(value, skeleton, path or "value")
+            return lambda _: value
+        if not _has_leaves(value):
+            self.fresh += names_in(skeleton)
+            return lambda fresh: join_state(fresh, skeleton)
+        ours = value if isinstance(value, Mapping) else dict(enumerate(value))
+        theirs = _items(skeleton, isinstance(value, Mapping))
+        if theirs is None:
+            self.filling.odd.missing += [_below(path, key) for key in ours]
+            return lambda _: value
+        found = {}
+        for key, item in ours.items():
+            if key in theirs:
+                found[key] = self.match(item, theirs[key], _below(path, key))
+            else:
+                self.filling.odd.missing.append(_below(path, key))
+                found[key] = lambda _, item=item: item
+        self.filling.odd.unexpected += [_below(path, key) for key in theirs if key not in ours]
+        if isinstance(value, Mapping):
+            return lambda fresh: {key: made(fresh) for key, made in found.items()}
+        kind = list if isinstance(value, list) else tuple
+        return lambda fresh: kind(made(fresh) for made in found.values())
+
+    def _match_leaf(self, leaf: Leaf, skeleton: Any, path: str) -> None:
+        odd = self.filling.odd
+        name = skeleton["tensor"] if _kind(skeleton) == "tensor" else None
+        if name is None or name not in self.saved:
+            odd.missing.append(path)
+        elif self.saved[name].shape != tuple(leaf.shape):
+            odd.unlike[path] = (self.saved[name].shape, tuple(leaf.shape))
+        else:
+            target = _target(f"{self.entry}: tensor {path!r}", leaf)
+            self.filling.leaves[name] = target
+
+
+def _kind(skeleton: Any) -> str | None:
+    return next(iter(skeleton)) if isinstance(skeleton, dict) and len(skeleton) == 1 else None
+
+
+def _items(skeleton: Any, is_mapping: bool) -> dict[Any, Any] | None:
+    """The items of a saved dict or list, where that is what is wanted."""
+    kind = _kind(skeleton)
+    if is_mapping:
+        if kind != "dict":
+            return None
+        return {join_state({}, key): item for key, item in skeleton["dict"]}
+    return dict(enumerate(skeleton[kind])) if kind in ("list", "tuple") else None
+
+
+def _below(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)

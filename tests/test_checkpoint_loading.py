@@ -1,0 +1,250 @@
+"""Loading into a program's own objects: what does not match is found before anything changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gulliver.checkpoint import AsyncCheckpointer, load
+from gulliver.checkpoint._fits import always_fits, misfit
+from gulliver.errors import GulliverError
+
+
+class Counting(nn.Module):
+    """A layer with state that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen, self.mean = nn.Linear(3, 3), 0, torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return self.layer(x)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen, "mean": self.mean, "more": [1, (2, None)]}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["more"] == [1, (2, None)]
+        self.seen, self.mean = state["seen"], state["mean"]
+
+
+class Scaled(nn.Module):
+    """A layer whose state is not its own tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}halved"] = self.weight.detach() / 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *_: Any) -> None:
+        self.weight.data.copy_(state[f"{prefix}halved"] * 2)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(Counting(), nn.BatchNorm1d(3), Counting())
+
+
+def tree() -> dict[Any, Any]:
+    ones = torch.ones
+    return {"a": ones(3), "b": [ones(2) * 2, {"c": torch.tensor(3.0)}], 3: (ones(1),), "n": 5}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A step, and what was saved in it."""
+    torch.manual_seed(0)
+    trained = model()
+    optimizer = torch.optim.Adam(trained.parameters())
+    trained[0].mean += 7
+    trained(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": trained,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3),
+        "tree": tree(),
+        "wide": {"big": torch.tensor([1, 2**40 + 1]), "hot": torch.tensor([1.0, 7e4])},
+    }
+    with AsyncCheckpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, state)
+    return tmp_path / "run", state
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    ours, theirs = dict(one.named_parameters()), dict(other.named_parameters())
+    ours, theirs = ours | dict(one.named_buffers()), theirs | dict(other.named_buffers())
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def test_extra_state_and_tensors_in_dicts_and_lists_come_back_in_place(
+    run: tuple[Path, dict[str, Any]],
+) -> None:
+    folder, state = run
+    other, wanted = model(), state["model"]
+    mine = {"a": torch.zeros(3), "b": [torch.zeros(2), {"c": torch.zeros(())}]}
+    mine |= {3: (torch.zeros(1),), "n": None}
+    loaded = load(folder, {"model": other, "tree": mine})
+    assert str(loaded) == "everything matched"
+    assert same(other, wanted)
+    assert [m.seen for m in (other[0], other[2])] == [4, 4]
+    assert [m.mean.tolist() for m in (other[0], other[2])] == [[7, 7], [0, 0]]
+    assert mine["a"].tolist() == [1, 1, 1]
+    assert (mine["b"][0].tolist(), mine["b"][1]["c"].item()) == ([2, 2], 3)
+    assert mine[3][0].item() == 1
+    found = loaded.values["tree"]
+    assert found["a"] is mine["a"]
+    assert found["b"][1]["c"] is mine["b"][1]["c"]
+    assert found["n"] == 5
+    # By a prefix, into a module whose tensors are views of others, and into one tensor.
+    part = Counting()
+    flat = nn.utils.parameters_to_vector(part.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, part.parameters())
+    load(folder, {"model": part}, prefix="2.")
+    assert same(part, wanted[2])
+    assert part.seen == 4
+    assert load(folder, {"tree": None}).values["tree"]["n"] == 5
+
+
+def test_state_that_a_module_makes_of_its_tensors_is_given_to_it(tmp_path: Path) -> None:
+    saved, other = Scaled(), Scaled()
+    saved.weight.data.fill_(6)
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": saved})
+    load(tmp_path, {"model": other})
+    assert other.weight.tolist() == [6, 6, 6]
+
+
+def _reversed(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(list(net.parameters())[::-1])
+
+
+REFUSED: list[tuple[str, Callable[[nn.Module], dict[str, Any]]]] = [
+    ("is of Adam, not of SGD", lambda m: {"optimizer": torch.optim.SGD(m.parameters())}),
+    ("is of Adam, not of AdamW", lambda m: {"optimizer": torch.optim.AdamW(m.parameters())}),
+    (
+        "has 1 parameter groups, not 2",
+        lambda m: {"optimizer": torch.optim.Adam([{"params": [p]} for p in [*m.parameters()][:2]])},
+    ),
+    (
+        "group 0 has 6 parameters, not 1",
+        lambda m: {"optimizer": torch.optim.Adam([next(m.parameters())])},
+    ),
+    (
+        r"parameter 0 of group 0 is \(3, 3\) there, \(3,\) here",
+        lambda m: {"optimizer": _reversed(m)},
+    ),
+    (
+        "is of StepLR, not of ExponentialLR",
+        lambda m: {
+            "scheduler": torch.optim.lr_scheduler.ExponentialLR(
+                torch.optim.Adam(m.parameters()), 0.9
+            )
+        },
+    ),
+    (
+        "'big' is int64 there: 1099511627777 does not fit int32",
+        lambda m: {"wide": {"big": torch.zeros(2, dtype=torch.int32), "hot": torch.zeros(2)}},
+    ),
+    (
+        "'hot' is float32 there: 70000.0 does not fit float16",
+        lambda m: {
+            "wide": {"big": torch.zeros(2).long(), "hot": torch.zeros(2, dtype=torch.float16)}
+        },
+    ),
+    ("3 left over", lambda m: {"tree": {"a": torch.zeros(3)}}),
+    (r"1 missing from it \(zz\)", lambda m: {"tree": {**tree(), "zz": torch.zeros(3)}}),
+    (r"a is \(3,\) there, \(4,\) here", lambda m: {"tree": {**tree(), "a": torch.zeros(4)}}),
+    (r"1 left over \(b.1\)", lambda m: {"tree": {**tree(), "b": [torch.zeros(2)]}}),
+    (r"1 missing from it \(n\)", lambda m: {"tree": {**tree(), "n": torch.zeros(2)}}),
+    ("expanded", lambda m: {"tree": {**tree(), "a": torch.zeros(1).expand(3)}}),
+    ("'layer.weight' of the model is on meta", lambda m: {"model": Counting().to("meta")}),
+    (
+        "'a' is on meta: give the model memory first",
+        lambda m: {"tree": {**tree(), "a": torch.zeros(3, device="meta")}},
+    ),
+    (
+        r"4 missing from it .*0\._extra_state\.mean",
+        lambda m: {"model": nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))},
+    ),
+]
+
+
+def test_what_does_not_match_is_refused_before_anything_is_filled(
+    run: tuple[Path, dict[str, Any]],
+) -> None:
+    folder, _ = run
+    for message, make in REFUSED:
+        other = model()
+        before = copy.deepcopy(other)
+        given = make(other)
+        with pytest.raises(GulliverError, match=message) as caught:
+            load(folder, {"model": other, **given})
+        assert "\n" not in str(caught.value), message
+        assert same(other, before), message
+        assert other[0].seen == 0, message
+    mine = {"a": torch.zeros(3), "other": torch.zeros(1)}
+    loaded = load(folder, {"tree": mine}, strict=False)
+    assert mine["a"].tolist() == [1, 1, 1]
+    assert loaded.mismatches["tree"].missing == ["other"]
+    assert loaded.mismatches["tree"].unexpected == ["b", "3", "n"]
+
+
+def test_the_state_of_the_same_optimizer_loads_and_its_next_step_is_the_same(
+    run: tuple[Path, dict[str, Any]],
+) -> None:
+    folder, state = run
+    other, wanted = model(), state["model"]
+    optimizer = torch.optim.Adam(other.parameters(), lr=0.5)
+    load(folder, {"model": other, "optimizer": optimizer})
+    x = torch.randn(4, 3)
+    for net, stepping in ((other, optimizer), (wanted, state["optimizer"])):
+        stepping.zero_grad()
+        net(x).square().sum().backward()
+        stepping.step()
+    assert same(other, wanted)
+
+
+FITS = [
+    ([1, 2**31 - 1], torch.int64, torch.int32, True),
+    ([2**31], torch.int64, torch.int32, False),
+    ([200], torch.uint8, torch.int8, False),
+    ([-1], torch.int64, torch.uint64, False),
+    ([2**63], torch.uint64, torch.int64, False),
+    ([2], torch.int8, torch.bool, False),
+    ([1, 0], torch.int64, torch.bool, True),
+    ([2**24], torch.int64, torch.float32, True),
+    ([2**24 + 1], torch.int64, torch.float32, False),
+    ([2**63 - 1], torch.int64, torch.float64, False),
+    ([1.5], torch.float32, torch.int64, False),
+    ([3.0], torch.float32, torch.int8, True),
+    ([2.0**63], torch.float64, torch.int64, False),
+    ([float("nan")], torch.float32, torch.int32, False),
+    ([1e-9, 0.1, float("inf"), float("nan")], torch.float32, torch.float16, True),
+    ([65504.0, 65519.0], torch.float32, torch.float16, True),
+    ([65520.0], torch.float32, torch.float16, False),
+    ([3.4e38], torch.float32, torch.bfloat16, False),
+    ([448.0], torch.float32, torch.float8_e4m3fn, True),
+    ([500.0], torch.float32, torch.float8_e4m3fn, False),
+    ([1 + 0j], torch.complex64, torch.float32, True),
+    ([1 + 2j], torch.complex64, torch.float32, False),
+    ([1e300 + 0j], torch.complex128, torch.complex64, False),
+]
+
+
+@pytest.mark.parametrize(("values", "saved", "target", "fits"), FITS)
+def test_values_fit_or_do_not(
+    values: list[Any], saved: torch.dtype, target: torch.dtype, fits: bool
+) -> None:
+    tensor = torch.tensor(values, dtype=saved)
+    assert (misfit(tensor, target) is None) == fits
+    assert always_fits(target, target)
+    assert not always_fits(saved, target)
