@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gulliver.checkpoint._image import check_holdable
 from gulliver.checkpoint._tree import Leaf, as_leaf, split_state
 from gulliver.errors import GulliverError
-from gulliver.memory import Part
+from gulliver.memory import Part, storage_of
 
 SMALL = 2**16
 """Bytes: smaller tensors are copied at once, which is cheaper than to look after them."""
@@ -40,12 +40,14 @@ class Collected:
         skeletons: by entry, of what all ranks have.
         own: skeletons by entry, of what this rank alone has.
         digest: of what all ranks have to have in common.
+        buffers: storages that a forward may change at any time.
     """
 
     tensors: dict[str, dict[str, Leaf]] = field(default_factory=dict)
     skeletons: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
+    buffers: set[int] = field(default_factory=set)
 
 
 def own_entry(entry: str, rank: int) -> str:
@@ -53,7 +55,12 @@ def own_entry(entry: str, rank: int) -> str:
     return f"{entry}@{rank}"
 
 
-def collect(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> Collected:
+def collect(
+    state: Mapping[str, Any],
+    rank: int = 0,
+    world_size: int = 1,
+    buffers: Iterable[Tensor] = (),
+) -> Collected:
     """Takes a state apart.
 
     Args:
@@ -61,17 +68,21 @@ def collect(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> Col
             Tensors are taken to be the same on every rank, `Part`s and `PerRank` values are not.
         rank: that writes.
         world_size: ranks that write together.
+        buffers: tensors of the state that a forward may change; those of modules in it are known.
 
     Raises:
         GulliverError: an entry's name cannot be a file's, or a value cannot be saved.
     """
-    found = Collected()
+    found = Collected(buffers=set(_storages(buffers)))
     common: dict[str, dict[str, Tensor]] = {}
     for entry, value in state.items():
         if not isinstance(entry, str) or not entry or set(entry) & set("/\\@\0") or entry[0] == ".":
             raise GulliverError(f"{entry!r} is no name for an entry: use letters, digits and _")
         alone = isinstance(value, PerRank)
-        leaves, skeleton = split_state(_content(value.value if alone else value))
+        held = value.value if alone else value
+        if isinstance(held, nn.Module):
+            found.buffers.update(_storages(held.buffers()))
+        leaves, skeleton = split_state(_content(held))
         leaves = {name: _leaf(entry, name, leaf) for name, leaf in leaves.items()}
         if alone:
             found.tensors[own_entry(entry, rank)] = leaves
@@ -83,6 +94,10 @@ def collect(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> Col
     found.digest = _digest(common)
     _share_out(common, found, rank, world_size)
     return found
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[int]:
+    return (storage_of(tensor) for tensor in tensors if type(tensor) is Tensor and tensor.nbytes)
 
 
 def _content(value: Any) -> Any:
