@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster import Booster
-from gulliver.checkpoint import AsyncCheckpointer, load
+from gulliver.checkpoint import AsyncCheckpointer, CheckpointFolder, PerRank, load
+from gulliver.checkpoint import _folder as folder_module
 from gulliver.comm import World, adopt_world
 from gulliver.errors import GulliverError
 from gulliver.io import TwinEngine
@@ -107,3 +111,119 @@ def test_what_was_once_changed_while_it_was_saved_is_copied_at_once_from_then_on
             assert load(tmp_path).values["mine"]["values"].eq(step - 1).all()
     checkpointer.close()
     engine.close()
+
+
+# What lies in the folder
+
+
+def state_of(number: int, count: int = 1000) -> dict[str, Any]:
+    """Tensors that follow from a number."""
+    return {"model": {"w": torch.arange(count, dtype=torch.float32) * number}, "number": number}
+
+
+def assert_good(root: Path, step: int) -> None:
+    """A step is what `state_of` its number is."""
+    found = load(root, step=step).values
+    assert found["number"] == step
+    assert torch.equal(found["model"]["w"], state_of(step)["model"]["w"])
+
+
+def save(root: Path, *steps: int, **options: Any) -> None:
+    """Saves some steps."""
+    with AsyncCheckpointer(root, **options) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, state_of(step))
+            checkpointer.wait()
+
+
+def test_a_step_that_was_archived_and_linked_back_goes_as_a_link_only(tmp_path: Path) -> None:
+    root, archive = tmp_path / "run", tmp_path / "archive"
+    save(root, 1, 2, keep=2)
+    (root / "step-00000001").rename(archive)
+    (root / "step-00000001").symlink_to(archive)
+    assert_good(root, 1)
+    save(root, 3, 4, keep=2)
+    assert sorted(path.name for path in root.glob("step-*")) == ["step-00000003", "step-00000004"]
+    assert_good(archive, 1)
+    # A step of that number is saved again beside the archive, not into it; broken links go, too.
+    (root / "step-00000005").symlink_to(archive)
+    (root / "step-00000006").symlink_to(tmp_path / "nowhere")
+    save(root, 5, 6, keep=4)
+    assert_good(root, 5)
+    assert_good(root, 6)
+    assert_good(archive, 1)
+    assert not list(root.glob("*.partial"))
+
+
+def test_whatever_latest_says_the_newest_complete_step_loads(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    pointer = tmp_path / "latest"
+    said = pointer.read_bytes()
+    for bit in range(8 * len(said)):
+        flipped = bytearray(said)
+        flipped[bit // 8] ^= 1 << bit % 8
+        pointer.write_bytes(flipped)
+        assert CheckpointFolder(tmp_path).latest() == tmp_path / "step-00000002"
+    pointer.unlink()
+    pointer.mkdir()
+    assert load(tmp_path).step == 2
+
+
+def test_incomplete_steps_go_when_those_beside_them_go(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, keep=3)
+    (tmp_path / "step-00000002" / "model.safetensors").unlink()
+    past = (tmp_path / "step-00000001").stat().st_mtime - 1000
+    os.utime(tmp_path / "step-00000002", (past, past))
+    save(tmp_path, 4, keep=0)
+    assert CheckpointFolder(tmp_path).path(2).is_dir()
+    save(tmp_path, 5, keep=3)
+    assert not CheckpointFolder(tmp_path).path(2).exists()
+    assert CheckpointFolder(tmp_path).steps() == [3, 4, 5]
+
+
+def test_keeping_all_steps_reads_none_of_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, *range(5), keep=0)
+
+    def read(folder: Path) -> bool:
+        raise AssertionError(f"{folder} was read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module, "is_complete", read)
+        save(tmp_path, 5, keep=0)
+    assert CheckpointFolder(tmp_path).steps() == list(range(6))
+
+
+def test_where_space_is_short_it_is_said_for_how_many_steps_there_has_to_be_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = type(shutil.disk_usage(tmp_path))(10**9, 10**9, 1000)
+    monkeypatch.setattr(folder_module.shutil, "disk_usage", lambda _: free)
+    engine = slow_engine()
+    checkpointer = AsyncCheckpointer(tmp_path, keep=2, engine=engine)
+    for step in (1, 2):
+        checkpointer.save(step, state_of(step))
+        checkpointer.wait()
+    (said,) = [r.getMessage() for r in caplog.records if "has room for" in r.getMessage()]
+    assert "has room for 0 more steps" in said
+    assert "keep=2 needs room for 3, as the oldest goes when the new one is complete" in said
+    engine.inject("fallocate", 1, errno.ENOSPC)
+    checkpointer.save(3, state_of(3))
+    with pytest.raises(GulliverError, match=r"No space left .*keep=2 needs room for 3"):
+        checkpointer.close()
+    engine.close()
+
+
+def test_entries_whose_files_would_have_one_name_are_refused(tmp_path: Path) -> None:
+    state = {"a-rank-0": {"x": torch.ones(3)}, "a": PerRank({"x": torch.zeros(3)})}
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        with pytest.raises(GulliverError, match=r"would both be written to .*: call one"):
+            checkpointer.save(1, state)
+        # Names of tensors are told apart, whatever they are.
+        odd = {"x~2": torch.ones(1), "y": {"z": torch.ones(1)}, "x": torch.zeros(1)}
+        inner = {**odd, "y.z": torch.zeros(1), "y.z~3": torch.full((1,), 2.0)}
+        checkpointer.save(2, {"a": inner})
+    found = load(tmp_path).values["a"]
+    assert [found[key].item() for key in ("x~2", "x", "y.z", "y.z~3")] == [1, 0, 0, 2]
+    assert found["y"]["z"].item() == 1

@@ -15,6 +15,7 @@ from gulliver.checkpoint._tree import Leaf, as_leaf, split_state
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, storage_of
 
+WHOLE_FILE = ".safetensors"
 SMALL = 2**16
 """Bytes: smaller tensors are copied at once, which is cheaper than to look after them."""
 ALIKE = 2**20
@@ -55,6 +56,13 @@ def own_entry(entry: str, rank: int) -> str:
     return f"{entry}@{rank}"
 
 
+def file_name(entry: str, rank: int, world_size: int) -> str:
+    """Of a rank's tensors of an entry."""
+    if world_size == 1 or "@" in entry:
+        return f"{entry.replace('@', '-rank-')}{WHOLE_FILE}"
+    return f"{entry}-{rank + 1:05d}-of-{world_size:05d}{WHOLE_FILE}"
+
+
 def collect(
     state: Mapping[str, Any],
     rank: int = 0,
@@ -91,9 +99,23 @@ def collect(
         found.skeletons[entry] = skeleton
         found.tensors[entry] = {n: v for n, v in leaves.items() if isinstance(v, Part)}
         common[entry] = {n: v for n, v in leaves.items() if not isinstance(v, Part)}  # type: ignore[misc]
+    _check_files(found.tensors, rank, world_size)
     found.digest = _digest(common)
     _share_out(common, found, rank, world_size)
     return found
+
+
+def _check_files(entries: Iterable[str], rank: int, world_size: int) -> None:
+    """Refuses entries that would overwrite each other."""
+    files: dict[str, str] = {}
+    for entry in entries:
+        other = files.setdefault(name := file_name(entry, rank, world_size), entry)
+        if other != entry:
+            names = [each.split("@")[0] for each in (other, entry)]
+            raise GulliverError(
+                f"entries {names[0]!r} and {names[1]!r} would both be written to {name}: call one "
+                "of them something else"
+            )
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[int]:

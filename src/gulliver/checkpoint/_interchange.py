@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from gulliver.checkpoint._collect import file_name
 from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import LATEST, CheckpointFolder, FolderLock
 from gulliver.checkpoint._gathering import GatheredWeights, on_gathered
@@ -38,7 +39,6 @@ from gulliver.checkpoint._manifest import (
 from gulliver.checkpoint._publishing import checksummed, versions
 from gulliver.checkpoint._reader import Mismatch
 from gulliver.checkpoint._saving import PAGE
-from gulliver.checkpoint._snapshot import file_name
 from gulliver.checkpoint._tree import Leaf
 from gulliver.checkpoint._weights import (
     BATCH,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gulliver.checkpoint._collect import PerRank, refuse_boosted
 from gulliver.checkpoint._folder import CheckpointFolder
-from gulliver.checkpoint._manifest import MANIFEST
+from gulliver.checkpoint._manifest import MANIFEST, is_complete
 from gulliver.checkpoint._reader import Mismatch, StepReader
 from gulliver.checkpoint._tree import Leaf, as_leaf
 from gulliver.comm import group_rank
@@ -59,7 +59,7 @@ def step_folder(path: Path | str, step: int | None = None) -> Path:
         raise GulliverError(f"{path} does not exist: give the folder of a run or of a step")
     folder = CheckpointFolder(path)
     if step is not None:
-        if step not in folder.steps():
+        if not is_complete(folder.path(step)):
             raise GulliverError(f"{path} has no complete step {step}: it has {folder.steps()}")
         return folder.path(step)
     newest = folder.latest()

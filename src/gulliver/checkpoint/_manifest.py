@@ -236,7 +236,8 @@ def is_complete(folder: Path) -> bool:
         if "newer version" in str(error):
             raise
         return False
-    return all(
-        (folder / name).is_file() and (folder / name).stat().st_size == entry.nbytes
-        for name, entry in manifest.files.items()
-    )
+    try:
+        sizes = [(folder / name).stat().st_size for name in manifest.files]
+    except OSError:
+        return False  # also one that is being removed at this moment
+    return sizes == [entry.nbytes for entry in manifest.files.values()]

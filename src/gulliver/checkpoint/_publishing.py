@@ -49,8 +49,11 @@ def leave_word(partial: Path, rank: int, mark: str, word: Mapping[str, Any]) -> 
 
 def publish(
     folder: CheckpointFolder, step: int, mark: str, world_size: int, about: Mapping[str, Any]
-) -> None:
+) -> int:
     """Waits for the word of all ranks, and makes the step of it.
+
+    Returns:
+        Its bytes.
 
     Raises:
         GulliverError: a rank could not write, or did not in time.
@@ -79,6 +82,7 @@ def publish(
     }
     write_json(partial / MANIFEST, manifest)
     folder.publish(step)
+    return sum(entry["bytes"] for entry in files.values())
 
 
 def _word(partial: Path, rank: int) -> Path:

@@ -9,6 +9,7 @@ small file of the unfinished step, and rank 0 finishes the step when all of thes
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import time
@@ -34,7 +35,7 @@ from gulliver.checkpoint._publishing import leave_word, publish
 from gulliver.checkpoint._snapshot import Restless, Snapshot
 from gulliver.comm import gather_objects, group_rank, group_size
 from gulliver.errors import GulliverError, nearest
-from gulliver.io import Engine, default_engine
+from gulliver.io import Engine, IoError, default_engine
 from gulliver.memory import add_claim, drop_claim
 
 MODES = ("shadow", "ring")
@@ -193,6 +194,7 @@ class AsyncCheckpointer:
         self._snapshot: Snapshot | None = None
         self._failure: Exception | None = None
         self._restless = Restless()
+        self._warned = False
         self.saves = 0
         self._stalled = 0.0
         self._finalize = weakref.finalize(self, self._lock.release)
@@ -346,7 +348,8 @@ class AsyncCheckpointer:
                 # Rank 0 stops waiting for this rank.
                 leave_word(partial, self.rank, save.mark, {"error": str(save.problem)})
             if self.rank == 0:
-                publish(self.folder, save.step, save.mark, self.world_size, self.about)
+                nbytes = publish(self.folder, save.step, save.mark, self.world_size, self.about)
+                self._warn_of_space(nbytes)
         except Exception as error:
             save.problem = save.problem or error
         if save.problem is None:
@@ -355,9 +358,24 @@ class AsyncCheckpointer:
         if save.snapshot is not None:
             drop_claim(save.snapshot)
             self._restless.catch(save.snapshot.violations)
-        self._failure = _named(save.step, save.problem)
+        self._failure = self._named(save.step, save.problem)
         if self.rank == 0:
             self.folder.discard(save.step)
+
+    def _warn_of_space(self, nbytes: int) -> None:
+        """Says it once where the next steps will find no room."""
+        short = None if self._warned else self.folder.room_for_next(nbytes)
+        if short is not None:
+            self._warned = True
+            _log.warning("%s", short)
+
+    def _named(self, step: int, problem: Exception) -> GulliverError:
+        text = _text(problem)
+        if isinstance(problem, IoError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            text += f"; {self.folder.needs()}"
+        error = GulliverError(f"step {step} was not saved: {text}")
+        error.__cause__ = problem
+        return error
 
     def _write(self, save: _Save, partial: Path) -> None:
         """Sees the files to the disk, and leaves word of them; or notes what went wrong."""
@@ -467,12 +485,6 @@ def _without_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _named(step: int, problem: Exception) -> GulliverError:
-    error = GulliverError(f"step {step} was not saved: {_text(problem)}")
-    error.__cause__ = problem
-    return error
 
 
 def _text(problem: Exception) -> str:

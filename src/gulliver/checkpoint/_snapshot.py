@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gulliver.checkpoint._collect import SMALL, Collected
+from gulliver.checkpoint._collect import SMALL, Collected, file_name
 from gulliver.checkpoint._image import CODES, Image
 from gulliver.checkpoint._lane import Lane, LaneTicket, pump
 from gulliver.checkpoint._manifest import FileEntry, PartEntry, tensor_from_json
@@ -27,8 +27,6 @@ from gulliver.checkpoint._tree import Leaf
 from gulliver.errors import GulliverError
 from gulliver.io import Engine, File, Ticket
 from gulliver.memory import Part, storage_of
-
-WHOLE_FILE = ".safetensors"
 
 
 class Restless:
@@ -54,13 +52,6 @@ class Restless:
     def catch(self, names: Iterable[str]) -> None:
         """Notes tensors that were changed while they were being saved."""
         self._caught.update(names)
-
-
-def file_name(entry: str, rank: int, world_size: int) -> str:
-    """Of a rank's tensors of an entry."""
-    if world_size == 1 or "@" in entry:
-        return f"{entry.replace('@', '-rank-')}{WHOLE_FILE}"
-    return f"{entry}-{rank + 1:05d}-of-{world_size:05d}{WHOLE_FILE}"
 
 
 class Snapshot:

@@ -48,7 +48,9 @@ def _take(value: Any, path: str, tensors: dict[str, Leaf]) -> Any:
     if isinstance(value, Tensor | Part):
         path = path or "value"
         # Keys with dots in them, and 1 beside "1", can give two tensors the same path.
-        name = path if path not in tensors else f"{path}~{len(tensors)}"
+        name, number = path, len(tensors)
+        while name in tensors:
+            name, number = f"{path}~{number}", number + 1
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, Mapping):
