@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gulliver.booster import Booster
-from gulliver.checkpoint import AsyncCheckpointer, CheckpointFolder, PerRank, load
+from gulliver.checkpoint import (
+    AsyncCheckpointer,
+    CheckpointFolder,
+    PerRank,
+    join_state,
+    load,
+    open_weights,
+    read_json,
+    read_manifest,
+    write_json,
+)
 from gulliver.checkpoint import _folder as folder_module
+from gulliver.checkpoint._image import read_slots
+from gulliver.checkpoint._manifest import MANIFEST, is_complete, write_manifest
 from gulliver.comm import World, adopt_world
 from gulliver.errors import GulliverError
 from gulliver.io import TwinEngine
@@ -227,3 +243,94 @@ def test_entries_whose_files_would_have_one_name_are_refused(tmp_path: Path) -> 
     found = load(tmp_path).values["a"]
     assert [found[key].item() for key in ("x~2", "x", "y.z", "y.z~3")] == [1, 0, 0, 2]
     assert found["y"]["z"].item() == 1
+
+
+# Files that are not believed blindly
+
+
+@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.full)])
+def test_a_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path, step: int) -> None:
+    save(tmp_path, 1)
+    path = tmp_path / "step-00000001" / MANIFEST
+    content = path.read_bytes()
+    for bit in range(0, 8 * len(content), step):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(GulliverError, match=r"corrupted|truncated or no JSON"):
+            read_manifest(path.parent)
+    assert not is_complete(path.parent)
+    # One of an older version has no checksum.
+    write_json(path, {k: v for k, v in json.loads(content).items() if k != "crc32"})
+    assert_good(tmp_path, 1)
+
+
+MANIFESTS: list[Callable[[dict[str, Any]], Any]] = [
+    lambda m: m["files"].update({"../out.safetensors": m["files"]["model.safetensors"]}),
+    lambda m: m["files"].update({"/etc/passwd": m["files"]["model.safetensors"]}),
+    lambda m: m["files"]["model.safetensors"].update(page_bytes=0),
+    lambda m: m["files"]["model.safetensors"].update(crc32=[]),
+    lambda m: m["tensors"]["model"]["w"].update(dtype="load"),
+    lambda m: m["tensors"]["model"]["w"].update(dtype="float32"),
+    lambda m: m["tensors"]["model"]["w"].update(shape=[-1, -1000]),
+    lambda m: m["tensors"]["model"]["w"].update(shape=[10, 100.0]),
+    lambda m: m["tensors"]["model"]["w"]["parts"].append(["model.safetensors", 0, 1000]),
+    lambda m: m["tensors"]["model"]["w"]["parts"][0].__setitem__(0, "../model.safetensors"),
+    lambda m: m["tensors"]["model"]["w"].update(dtype="F16"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(MANIFESTS)))
+def test_a_manifest_that_lies_is_refused(tmp_path: Path, number: int) -> None:
+    save(tmp_path, 1)
+    step = tmp_path / "step-00000001"
+    manifest = read_json(step / MANIFEST)
+    del manifest["crc32"]
+    MANIFESTS[number](manifest)
+    write_manifest(step, manifest)
+    with pytest.raises(GulliverError):
+        load(step)
+
+
+def test_dtypes_of_a_state_are_dtypes() -> None:
+    assert join_state({}, {"dtype": "bfloat16"}) is torch.bfloat16
+    for name in ("load", "nn", "__name__", "float33"):
+        with pytest.raises(GulliverError, match="is no dtype"):
+            join_state({}, {"dtype": name})
+
+
+def _entry(begin: int, end: int, shape: Any = (2,), dtype: str = "F32") -> str:
+    fields = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    return json.dumps(fields)
+
+
+@pytest.mark.parametrize(
+    ("header", "nbytes", "message"),
+    [
+        (f'{{"a": {_entry(0, 8)}, "b": {_entry(4, 12)}}}', 12, "'b' overlaps tensor 'a'"),
+        (f'{{"a": {_entry(0, 8)}, "b": {_entry(0, 8)}}}', 8, "'b' overlaps tensor 'a'"),
+        (f'{{"a": {_entry(0, 8)}, "b": {_entry(12, 20)}}}', 20, "'b' leaves a gap after tensor"),
+        (f'{{"a": {_entry(0, 8)}}}', 9, "1 bytes follow tensor 'a'"),
+        (f'{{"a": {_entry(0, 8)}, "a": {_entry(0, 8)}}}', 8, "'a' is there twice"),
+        (f'{{"a": {_entry(0, 8, (-1, -2))}}}', 8, "is no shape"),
+        (f'{{"a": {_entry(0, 8, dtype="load")}}}', 8, "of dtype load, which is not known"),
+        (f'{{"a": {_entry(-8, 0)}}}', 8, "broken header"),
+    ],
+)
+def test_a_header_that_lies_is_refused(
+    tmp_path: Path, header: str, nbytes: int, message: str
+) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(nbytes))
+    with pytest.raises(GulliverError, match=message):
+        read_slots(path)
+
+
+def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    save_file({"a": torch.ones(2)}, str(tmp_path / "x.safetensors"))
+    for name in ("../x.safetensors", str(tmp_path / "x.safetensors"), ".."):
+        index = {"metadata": {}, "weight_map": {"a": name}}
+        write_json(tmp_path / "hf" / "model.safetensors.index.json", index)
+        with pytest.raises(GulliverError, match="have to lie beside it"):
+            open_weights(tmp_path / "hf")

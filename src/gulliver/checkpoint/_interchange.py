@@ -30,11 +30,11 @@ from gulliver.checkpoint._folder import LATEST, CheckpointFolder, FolderLock
 from gulliver.checkpoint._gathering import GatheredWeights, on_gathered
 from gulliver.checkpoint._image import CODES, Image
 from gulliver.checkpoint._manifest import (
-    MANIFEST,
     STATE,
     FileEntry,
     file_to_json,
     format_of,
+    write_manifest,
 )
 from gulliver.checkpoint._publishing import checksummed, versions
 from gulliver.checkpoint._reader import Mismatch
@@ -734,7 +734,7 @@ def _describe(
         "files": {plan.path.name: file_to_json(file), STATE: checksummed(partial / STATE)},
         "tensors": {entry: parts},
     }
-    write_json(partial / MANIFEST, manifest)
+    write_manifest(partial, manifest)
 
 
 @contextmanager
