@@ -249,7 +249,7 @@ class Booster:
         checkpointer = self._checkpointer(Path(folder), options)
         if self._plan is not None:
             checkpointer.about["plan"] = asdict(self._plan)
-        begun = checkpointer.save(step, content)
+        begun = checkpointer.save(step, content, unwrapped(model).buffers())
         if not use_async:
             checkpointer.wait()
         return begun
@@ -305,6 +305,11 @@ class Booster:
     def stall_s(self) -> float:
         """Seconds for which checkpoints have held up training so far."""
         return sum(checkpointer.stall_s for checkpointer in self._checkpointers.values())
+
+    def wait_copied(self) -> None:
+        """Waits until the state may be changed by anybody, in any way; see `save`."""
+        for checkpointer in self._checkpointers.values():
+            checkpointer.wait_copied()
 
     def wait(self) -> None:
         """Waits until every step that is being saved is complete; every rank calls it.

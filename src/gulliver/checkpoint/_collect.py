@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,9 @@ from gulliver.checkpoint._dtensors import is_dtensor, local_leaf
 from gulliver.checkpoint._image import check_holdable
 from gulliver.checkpoint._tree import Leaf, as_leaf, split_state
 from gulliver.errors import GulliverError
-from gulliver.memory import Part
+from gulliver.memory import Part, storage_of
 
+WHOLE_FILE = ".safetensors"
 SMALL = 2**16
 """Bytes: smaller tensors are copied at once, which is cheaper than to look after them."""
 ALIKE = 2**20
@@ -43,6 +44,7 @@ class Collected:
         own: skeletons by entry, of what this rank alone has.
         kinds: by entry, what optimizers and schedulers are, and the shapes that the former step.
         digest: of what all ranks have to have in common.
+        buffers: storages that a forward may change at any time.
     """
 
     tensors: dict[str, dict[str, Leaf]] = field(default_factory=dict)
@@ -50,6 +52,7 @@ class Collected:
     own: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
+    buffers: set[int] = field(default_factory=set)
 
 
 def own_entry(entry: str, rank: int) -> str:
@@ -57,7 +60,19 @@ def own_entry(entry: str, rank: int) -> str:
     return f"{entry}@{rank}"
 
 
-def collect(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> Collected:
+def file_name(entry: str, rank: int, world_size: int) -> str:
+    """Of a rank's tensors of an entry."""
+    if world_size == 1 or "@" in entry:
+        return f"{entry.replace('@', '-rank-')}{WHOLE_FILE}"
+    return f"{entry}-{rank + 1:05d}-of-{world_size:05d}{WHOLE_FILE}"
+
+
+def collect(
+    state: Mapping[str, Any],
+    rank: int = 0,
+    world_size: int = 1,
+    buffers: Iterable[Tensor] = (),
+) -> Collected:
     """Takes a state apart.
 
     Args:
@@ -65,17 +80,20 @@ def collect(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> Col
             Tensors are taken to be the same on every rank, `Part`s and `PerRank` values are not.
         rank: that writes.
         world_size: ranks that write together.
+        buffers: tensors of the state that a forward may change; those of modules in it are known.
 
     Raises:
         GulliverError: an entry's name cannot be a file's, or a value cannot be saved.
     """
-    found = Collected()
+    found = Collected(buffers=set(_storages(buffers)))
     common: dict[str, dict[str, Tensor]] = {}
     for entry, value in state.items():
         if not isinstance(entry, str) or not entry or set(entry) & set("/\\@\0") or entry[0] == ".":
             raise GulliverError(f"{entry!r} is no name for an entry: use letters, digits and _")
         alone = isinstance(value, PerRank)
         held = value.value if alone else value
+        if isinstance(held, nn.Module):
+            found.buffers.update(_storages(held.buffers()))
         leaves, skeleton = split_state(_content(held))
         kind = kind_of(held)
         if kind is not None:
@@ -88,9 +106,27 @@ def collect(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> Col
         found.skeletons[entry] = skeleton
         found.tensors[entry] = {n: v for n, v in leaves.items() if isinstance(v, Part)}
         common[entry] = {n: v for n, v in leaves.items() if not isinstance(v, Part)}  # type: ignore[misc]
+    _check_files(found.tensors, rank, world_size)
     found.digest = _digest(common)
     _share_out(common, found, rank, world_size)
     return found
+
+
+def _check_files(entries: Iterable[str], rank: int, world_size: int) -> None:
+    """Refuses entries that would overwrite each other."""
+    files: dict[str, str] = {}
+    for entry in entries:
+        other = files.setdefault(name := file_name(entry, rank, world_size), entry)
+        if other != entry:
+            names = [each.split("@")[0] for each in (other, entry)]
+            raise GulliverError(
+                f"entries {names[0]!r} and {names[1]!r} would both be written to {name}: call one "
+                "of them something else"
+            )
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[int]:
+    return (storage_of(tensor) for tensor in tensors if type(tensor) is Tensor and tensor.nbytes)
 
 
 def _content(value: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from gulliver.checkpoint._image import check_holdable
+from gulliver.checkpoint._json import parse_json
 from gulliver.errors import GulliverError
 from gulliver.io import atomic_file, named_errors, write_text
 
@@ -88,22 +89,28 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON for people to read, whole or not at all."""
-    write_text(Path(path), json.dumps(value, indent=1) + "\n")
+def write_json(path: Path, value: Any, indent: int | None = 1) -> None:
+    """Writes JSON, whole or not at all; with `indent=None` ten times as fast, for machines."""
+    write_text(Path(path), json.dumps(value, indent=indent) + "\n")
 
 
 def read_json(path: Path) -> Any:
     """Reads JSON.
 
     Raises:
-        GulliverError: the file is missing or broken.
+        GulliverError: the file is missing or broken, or says something twice.
+    """
+    return parse_json(path, read_bytes(path))
+
+
+def read_bytes(path: Path) -> bytes:
+    """Reads a small file.
+
+    Raises:
+        GulliverError: it is missing, or cannot be read.
     """
     path = Path(path)
     if not path.is_file():
         raise GulliverError(f"{path} does not exist")
-    try:
-        with named_errors(path, "read"):
-            return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise GulliverError(f"{path} is truncated or no JSON ({error})") from error
+    with named_errors(path, "read"):
+        return path.read_bytes()

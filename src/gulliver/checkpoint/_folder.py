@@ -21,10 +21,17 @@ from gulliver.checkpoint._branches import age_of, by_age, left_behind, shown
 from gulliver.checkpoint._manifest import is_complete
 from gulliver.comm import group_rank
 from gulliver.errors import GulliverError
-from gulliver.io import PARTIAL, finish_folder, named_errors, remove_folder, write_text
+from gulliver.io import (
+    PARTIAL,
+    finish_folder,
+    named_errors,
+    remove_all,
+    remove_folder,
+    write_text,
+)
 
 LATEST, LOCK = "latest", ".lock"
-STEP = re.compile(r"step-(\d{8,})")
+STEP = re.compile(r"step-([0-9]{8,})")
 
 _log = logging.getLogger("gulliver")
 
@@ -103,12 +110,20 @@ class CheckpointFolder:
             if is_complete(self.path(step)):
                 newest = self.path(step)
                 break
-        pointer = self.root / LATEST
-        named = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+        named = self._named()
         if named and group_rank() == 0 and not self._is_step(named):
             instead = newest.name if newest else "no other is there"
             _log.warning("checkpoint %s is not complete: taking %s", self.root / named, instead)
         return newest
+
+    def _named(self) -> str | None:
+        """What `latest` says, be it nonsense: the steps themselves say what is there."""
+        try:
+            return (self.root / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return f"{LATEST} ({error.strerror})"
 
     def _is_step(self, name: str) -> bool:
         return STEP.fullmatch(name) is not None and is_complete(self.root / name)
@@ -124,7 +139,7 @@ class CheckpointFolder:
             self.root.mkdir(parents=True, exist_ok=True)
             for kind in ("step-*", f".{LATEST}.*"):
                 for entry in self.root.glob(f"{kind}{PARTIAL}"):
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                    remove_all(entry)
             partial.mkdir()
         return partial
 
@@ -146,16 +161,21 @@ class CheckpointFolder:
             for old in self._outlived():
                 if old != step:
                     remove_folder(self.path(old))
+            for old in self._spoiled():
+                _log.warning("%s is not complete, and older than those that stay: it goes", old)
+                remove_folder(old)
         except GulliverError as error:
             # The step is safe; what should have gone may be of a newer version, or another's.
             _log.warning("old checkpoints in %s stay: %s", self.root, error)
 
     def discard(self, step: int) -> None:
         """Removes what was written of a step that failed."""
-        shutil.rmtree(self.partial(step), ignore_errors=True)
+        remove_all(self.partial(step))
 
     def _outlived(self) -> list[int]:
         """Steps that go: too many, or too old; never the newest."""
+        if not self.keep and self.max_age_s is None:
+            return []  # without a look at the steps, which may be many
         complete = set(self.steps())
         steps = [step for step in self._ages() if step in complete]
         left = left_behind(steps)
@@ -166,6 +186,43 @@ class CheckpointFolder:
             before = time.time() - self.max_age_s
             gone |= {step for step in steps if self.path(step).stat().st_mtime < before}
         return sorted(gone - set(steps[-1:]))
+
+    def _spoiled(self) -> list[Path]:
+        """Steps that lack files, and would have gone by now had they been complete."""
+        if not self.keep and self.max_age_s is None:
+            return []
+        complete = set(self.steps())
+        if not complete:
+            return []
+        oldest = min(self.path(step).stat().st_mtime for step in complete)
+        others = (self.path(step) for step in self._numbers() if step not in complete)
+        # Where a link leads may only be out of reach for now.
+        return [p for p in others if not p.is_symlink() and p.stat().st_mtime < oldest]
+
+    def room_for_next(self, nbytes: int) -> str | None:
+        """Why the next step may find no room; None where it does.
+
+        Args:
+            nbytes: of a step.
+        """
+        have = len(self._numbers())
+        wanted = max(0, self.keep + 1 - have) if self.keep else 1
+        free = shutil.disk_usage(self.root).free
+        if free >= wanted * nbytes:
+            return None
+        return (
+            f"{self.root} has room for {free // max(1, nbytes)} more steps of "
+            f"{nbytes / 2**20:.0f} MiB: {self.needs()}"
+        )
+
+    def needs(self) -> str:
+        """For how many steps there has to be room."""
+        if not self.keep:
+            return "keep=0 removes none"
+        return (
+            f"keep={self.keep} needs room for {self.keep + 1}, as the oldest goes when the new one "
+            "is complete"
+        )
 
 
 class FolderLock:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gulliver.checkpoint._json import parse_json
 from gulliver.errors import GulliverError
 
 CODES: dict[torch.dtype, str] = {
@@ -62,6 +63,17 @@ class Slot:
     def nbytes(self) -> int:
         """Of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def shape_from_json(value: Any) -> tuple[int, ...]:
+    """A shape as it was written.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError(f"{value!r} is no shape")
+    return tuple(value)
 
 
 def check_holdable(where: str, tensor: Tensor) -> None:
@@ -156,13 +168,12 @@ def read_slots(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
             if not 2 <= length <= min(MAX_HEADER, size - 8):
                 raise GulliverError(f"{path} is truncated or no safetensors file")
-            entries = json.loads(file.read(length))
+            content = file.read(length)
     except FileNotFoundError:
         raise GulliverError(f"{path} does not exist") from None
     except OSError as error:
         raise GulliverError(f"{path} cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise GulliverError(f"{path} is truncated or no safetensors file ({error})") from error
+    entries = parse_json(path, content, "safetensors file")
     try:
         metadata = entries.pop("__metadata__", {})
         slots = {
@@ -172,15 +183,28 @@ def read_slots(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
         if isinstance(error, GulliverError):
             raise
         raise GulliverError(f"{path} has a broken header ({error!r})") from error
+    _check_filled(path, slots, 8 + length, size)
     return slots, metadata
+
+
+def _check_filled(path: Path, slots: Mapping[str, Slot], base: int, size: int) -> None:
+    """Refuses a file whose tensors do not lie one behind the other, from its header to its end."""
+    end, last = base, "the header"
+    for slot in sorted(slots.values(), key=lambda slot: (slot.offset, slot.nbytes)):
+        if slot.offset != end:
+            what = "overlaps" if slot.offset < end else "leaves a gap after"
+            raise GulliverError(f"{path} has a broken header: tensor {slot.name!r} {what} {last}")
+        end, last = end + slot.nbytes, f"tensor {slot.name!r}"
+    if end < size:
+        raise GulliverError(f"{path} has a broken header: {size - end} bytes follow {last}")
 
 
 def _slot(path: Path, name: str, entry: Mapping[str, Any], base: int, size: int) -> Slot:
     code, (begin, end) = entry["dtype"], entry["data_offsets"]
     if code not in DTYPES:
         raise GulliverError(f"tensor {name!r} in {path} is of dtype {code}, which is not known")
-    slot = Slot(name, DTYPES[code], tuple(int(n) for n in entry["shape"]), base + begin)
-    if slot.nbytes != end - begin or begin < 0:
+    slot = Slot(name, DTYPES[code], shape_from_json(entry["shape"]), base + begin)
+    if type(begin) is not int or slot.nbytes != end - begin or begin < 0:
         raise GulliverError(f"{path} has a broken header: tensor {name!r} does not fit its place")
     if base + end > size:
         raise GulliverError(

@@ -24,22 +24,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from gulliver.checkpoint._collect import file_name
 from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import LATEST, CheckpointFolder, FolderLock
 from gulliver.checkpoint._gathering import GatheredWeights, on_gathered
 from gulliver.checkpoint._image import CODES, Image
 from gulliver.checkpoint._manifest import (
-    MANIFEST,
     STATE,
     FileEntry,
     file_to_json,
     format_of,
     read_manifest,
+    write_manifest,
 )
 from gulliver.checkpoint._publishing import checksummed, versions
 from gulliver.checkpoint._reader import Mismatch
 from gulliver.checkpoint._saving import PAGE
-from gulliver.checkpoint._snapshot import file_name
 from gulliver.checkpoint._tree import Leaf
 from gulliver.checkpoint._weights import (
     BATCH,
@@ -743,7 +743,7 @@ def _describe(
         "files": {plan.path.name: file_to_json(file), STATE: checksummed(partial / STATE)},
         "tensors": {entry: parts},
     }
-    write_json(partial / MANIFEST, manifest)
+    write_manifest(partial, manifest)
 
 
 @contextmanager

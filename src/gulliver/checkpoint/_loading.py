@@ -12,7 +12,7 @@ from gulliver.checkpoint._branches import told
 from gulliver.checkpoint._collect import PerRank
 from gulliver.checkpoint._filling import Filling, plan
 from gulliver.checkpoint._folder import CheckpointFolder, steps_of
-from gulliver.checkpoint._manifest import MANIFEST
+from gulliver.checkpoint._manifest import MANIFEST, is_complete
 from gulliver.checkpoint._reader import Mismatch, StepReader
 from gulliver.comm import group_rank
 from gulliver.errors import GulliverError
@@ -70,7 +70,7 @@ def step_folder(path: Path | str, step: int | None = None) -> Path:
         raise GulliverError(f"{path} does not exist: give the folder of a run or of a step")
     folder = CheckpointFolder(path)
     if step is not None:
-        if step not in folder.steps():
+        if not is_complete(folder.path(step)):
             raise GulliverError(f"{path} has no complete step {step}: it has {folder.steps()}")
         return folder.path(step)
     newest = folder.latest()

@@ -13,7 +13,9 @@ only where there are regions).
 
 from __future__ import annotations
 
+import json
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,15 +23,20 @@ from typing import Any
 
 import torch
 
-from gulliver.checkpoint._files import read_json
-from gulliver.checkpoint._image import CODES, DTYPES
+from gulliver.checkpoint._files import read_bytes
+from gulliver.checkpoint._image import CODES, DTYPES, shape_from_json
+from gulliver.checkpoint._json import parse_json
 from gulliver.checkpoint._regions import Place, missing, region_from_json, region_to_json
 from gulliver.errors import GulliverError
+from gulliver.io import write_text
 from gulliver.memory import Region
 
 FORMAT, OLDEST = 3, 2
 """Of manifests, that are read; the newer one has regions."""
 MANIFEST, STATE = "manifest.json", "state.json"
+KEYS = {"format", "step", "world_size", "about", "files", "tensors"}
+SEAL = ',\n "crc32": '
+"""What follows it is the checksum of what precedes it."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +172,43 @@ def file_to_json(entry: FileEntry) -> dict[str, Any]:
 def file_from_json(value: Mapping[str, Any]) -> FileEntry:
     """The inverse of `file_to_json`."""
     checksums = tuple(int(crc, 16) for crc in value["crc32"])
-    return FileEntry(int(value["bytes"]), int(value["page_bytes"]), checksums)
+    entry = FileEntry(int(value["bytes"]), int(value["page_bytes"]), checksums)
+    if entry.page_bytes < 1 or -(-entry.nbytes // entry.page_bytes) > len(checksums):
+        raise ValueError("a file lacks checksums")
+    return entry
+
+
+def _name_from_json(name: str) -> str:
+    """A file's name, which must not lead out of the folder."""
+    if not name or "/" in name or "\0" in name or name in (".", ".."):
+        raise ValueError(f"{name!r} is no name of a file in the folder")
+    return name
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Writes the manifest of a step; the checksum of its text is the last thing in that."""
+    lines = json.dumps(content, indent=1 if _is_short(content) else None)
+    text = lines.rstrip().removesuffix("}").rstrip()
+    write_text(Path(folder) / MANIFEST, f'{text}{SEAL}"{zlib.crc32(text.encode()):08x}"\n}}\n')
+
+
+def _is_short(content: Mapping[str, Any]) -> bool:
+    """Whether people may want to read it: line by line is ten times as slow."""
+    return sum(len(tensors) for tensors in content["tensors"].values()) < 1000
+
+
+def _read_sealed(path: Path) -> Any:
+    """What a manifest says, after a look at its checksum; those of older versions have none."""
+    content = read_bytes(path)
+    text, found, _ = content.rpartition(SEAL.encode())
+    parsed = parse_json(path, content)
+    if not isinstance(parsed, dict):
+        return parsed
+    said = parsed.pop("crc32", None)
+    odd = parsed.keys() - KEYS
+    if (found or odd or said is not None) and said != f"{zlib.crc32(text):08x}":
+        raise GulliverError(f"{path} is corrupted: take another checkpoint")
+    return parsed
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -175,7 +218,7 @@ def read_manifest(folder: Path) -> Manifest:
         GulliverError: missing, broken, or of another format.
     """
     path = Path(folder) / MANIFEST
-    content = read_json(path)
+    content = _read_sealed(path)
     written = content.get("format") if isinstance(content, dict) else None
     if not isinstance(written, int):
         raise GulliverError(f"{path} is no manifest of a checkpoint")
@@ -194,7 +237,10 @@ def read_manifest(folder: Path) -> Manifest:
             step=int(content["step"]),
             world_size=int(content["world_size"]),
             about=dict(content["about"]),
-            files={name: file_from_json(entry) for name, entry in content["files"].items()},
+            files={
+                _name_from_json(name): file_from_json(entry)
+                for name, entry in content["files"].items()
+            },
             tensors={
                 entry: {name: tensor_from_json(value) for name, value in tensors.items()}
                 for entry, tensors in content["tensors"].items()
@@ -223,7 +269,7 @@ def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:
     Raises:
         ValueError: the parts are not the whole.
     """
-    shape = tuple(value["shape"])
+    shape = shape_from_json(value["shape"])
     found, regions = list[PartEntry](), set[PartEntry]()
     for file, start, stop, *rest in value["parts"]:
         region = region_from_json(shape, rest[0]) if rest else None
@@ -252,7 +298,8 @@ def is_complete(folder: Path) -> bool:
         if "newer version" in str(error):
             raise
         return False
-    return all(
-        (folder / name).is_file() and (folder / name).stat().st_size == entry.nbytes
-        for name, entry in manifest.files.items()
-    )
+    try:
+        sizes = [(folder / name).stat().st_size for name in manifest.files]
+    except OSError:
+        return False  # also one that is being removed at this moment
+    return sizes == [entry.nbytes for entry in manifest.files.values()]

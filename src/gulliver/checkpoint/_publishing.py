@@ -21,7 +21,7 @@ import torch
 from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import CheckpointFolder
 from gulliver.checkpoint._image import DTYPES
-from gulliver.checkpoint._manifest import MANIFEST, STATE, format_of
+from gulliver.checkpoint._manifest import STATE, format_of, write_manifest
 from gulliver.checkpoint._snapshot import merge_parts
 from gulliver.checkpoint._tree import merge_skeletons
 from gulliver.errors import GulliverError
@@ -44,13 +44,16 @@ def leave_word(partial: Path, rank: int, mark: str, word: Mapping[str, Any]) -> 
         GulliverError: the folder is gone, or cannot be written.
     """
     _check_there(partial)
-    write_json(_word(partial, rank), {**word, "mark": mark})
+    write_json(_word(partial, rank), {**word, "mark": mark}, indent=None)
 
 
 def publish(
     folder: CheckpointFolder, step: int, mark: str, world_size: int, about: Mapping[str, Any]
-) -> None:
+) -> int:
     """Waits for the word of all ranks, and makes the step of it.
+
+    Returns:
+        Its bytes.
 
     Raises:
         GulliverError: a rank could not write, or did not in time.
@@ -78,8 +81,9 @@ def publish(
         "files": files,
         "tensors": tensors,
     }
-    write_json(partial / MANIFEST, manifest)
+    write_manifest(partial, manifest)
     folder.publish(step)
+    return sum(entry["bytes"] for entry in files.values())
 
 
 def _word(partial: Path, rank: int) -> Path:

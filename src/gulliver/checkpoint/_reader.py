@@ -6,7 +6,6 @@ ranks that saved have left it, and lets the engine read a few of them ahead.
 
 from __future__ import annotations
 
-import json
 import math
 import zlib
 from collections import deque
@@ -22,6 +21,7 @@ from torch import Tensor
 from gulliver.checkpoint._collect import own_entry
 from gulliver.checkpoint._fits import always_fits, misfit
 from gulliver.checkpoint._image import Slot, read_slots
+from gulliver.checkpoint._json import parse_json
 from gulliver.checkpoint._manifest import STATE, FileEntry, TensorEntry, read_manifest
 from gulliver.checkpoint._regions import Copies, copy_bytes, overlap, place_of
 from gulliver.checkpoint._tree import Leaf, join_state, names_in
@@ -127,7 +127,7 @@ class StepReader:
             content = path.read_bytes()
         if (len(content), (zlib.crc32(content),)) != (entry.nbytes, entry.crc32):
             raise GulliverError(f"{path} is corrupted: take another checkpoint")
-        return json.loads(content)
+        return parse_json(path, content)
 
     @property
     def entries(self) -> list[str]:
@@ -276,7 +276,12 @@ class StepReader:
         for part, copies in found:
             if not len(copies):
                 continue
-            scaled = copies.scaled(size, self._slot(part.file, name).offset)
+            slot = self._slot(part.file, name)
+            if (slot.dtype, slot.nbytes) != (saved.dtype, (part.stop - part.start) * size):
+                raise GulliverError(
+                    f"{self.folder / part.file} has another tensor {name!r} than its manifest says"
+                )
+            scaled = copies.scaled(size, slot.offset)
             begin, stop = int(scaled.source[0]), int(scaled.source[-1] + scaled.count[-1])
             yield part.file, _Run(begin, stop, sink, scaled)
 

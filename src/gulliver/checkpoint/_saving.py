@@ -9,12 +9,13 @@ small file of the unfinished step, and rank 0 finishes the step when all of thes
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch.distributed as dist
+from torch import Tensor
 
 from gulliver.checkpoint._collect import Collected, collect
 from gulliver.checkpoint._folder import CheckpointFolder, FolderLock
@@ -30,10 +32,10 @@ from gulliver.checkpoint._guard import install_hooks
 from gulliver.checkpoint._lane import CudaLane, Lane
 from gulliver.checkpoint._manifest import file_to_json
 from gulliver.checkpoint._publishing import leave_word, publish
-from gulliver.checkpoint._snapshot import Snapshot
+from gulliver.checkpoint._snapshot import Restless, Snapshot
 from gulliver.comm import gather_objects, group_rank, group_size
 from gulliver.errors import GulliverError, nearest
-from gulliver.io import Engine, default_engine
+from gulliver.io import Engine, IoError, default_engine
 from gulliver.memory import add_claim, drop_claim
 
 MODES = ("shadow", "ring")
@@ -191,6 +193,8 @@ class AsyncCheckpointer:
         self._job: Future[None] | None = None
         self._snapshot: Snapshot | None = None
         self._failure: Exception | None = None
+        self._restless = Restless()
+        self._warned = False
         self.saves = 0
         self._stalled = 0.0
         self._finalize = weakref.finalize(self, self._lock.release)
@@ -201,7 +205,7 @@ class AsyncCheckpointer:
         """Seconds for which saves have held up training so far."""
         return self._stalled + (0.0 if self._snapshot is None else self._snapshot.stall_s)
 
-    def save(self, step: int, state: Mapping[str, Any]) -> bool:
+    def save(self, step: int, state: Mapping[str, Any], buffers: Iterable[Tensor] = ()) -> bool:
         """Begins to save a step; all ranks call it.
 
         Args:
@@ -210,6 +214,8 @@ class AsyncCheckpointer:
                 objects that have a ``state_dict``, or tensors, numbers, text and dicts, lists and
                 tuples of them. Tensors are taken to be the same on all ranks, and are shared out
                 among them, but for `Part`s, DTensors and `PerRank` values.
+            buffers: tensors of the state that a forward may change, which are copied before this
+                returns; those of modules in the state are known.
 
         Returns:
             Whether it was begun: False where a save was under way and ``when_busy`` is ``skip``.
@@ -219,9 +225,9 @@ class AsyncCheckpointer:
                 cannot be written or another job has it, or something in the state cannot be saved.
         """
         with _without_collection():
-            return self._save(step, state)
+            return self._save(step, state, buffers)
 
-    def _save(self, step: int, state: Mapping[str, Any]) -> bool:
+    def _save(self, step: int, state: Mapping[str, Any], buffers: Iterable[Tensor]) -> bool:
         begun = time.perf_counter()
         if step < 0:
             raise GulliverError(f"step {step} cannot be saved: steps count from 0")
@@ -234,7 +240,7 @@ class AsyncCheckpointer:
             )
         skips = busy and self.when_busy == "skip"
         offer = _Offer(skips, None if skips else self._take_failure())
-        collected = None if skips or offer.failure else self._prepare(step, state, offer)
+        collected = None if skips or offer.failure else self._prepare(step, state, buffers, offer)
         mark = self._agree(step, offer)
         if mark is None:
             return False
@@ -242,10 +248,12 @@ class AsyncCheckpointer:
         self._start(_Save(step, mark, begun), collected)
         return True
 
-    def _prepare(self, step: int, state: Mapping[str, Any], offer: _Offer) -> Collected | None:
+    def _prepare(
+        self, step: int, state: Mapping[str, Any], buffers: Iterable[Tensor], offer: _Offer
+    ) -> Collected | None:
         """What this rank would do before the others agree; `offer` says whether it could."""
         try:
-            collected = collect(state, self.rank, self.world_size)
+            collected = collect(state, self.rank, self.world_size, buffers)
             if self.rank == 0:
                 self._lock.take()
                 self.folder.begin(step)
@@ -289,7 +297,7 @@ class AsyncCheckpointer:
         self._stalled, self.saves = self.stall_s, self.saves + 1
         self._snapshot = None
         try:
-            snapshot = Snapshot(collected, self.rank, self.world_size)
+            snapshot = Snapshot(collected, self.rank, self.world_size, self._restless)
             self._snapshot = save.snapshot = snapshot
             save.engine = self._ready_engine(snapshot)
             save.lane = self._ready_lane(snapshot)
@@ -344,7 +352,8 @@ class AsyncCheckpointer:
                 # Rank 0 stops waiting for this rank.
                 leave_word(partial, self.rank, save.mark, {"error": str(save.problem)})
             if self.rank == 0:
-                publish(self.folder, save.step, save.mark, self.world_size, self.about)
+                nbytes = publish(self.folder, save.step, save.mark, self.world_size, self.about)
+                self._warn_of_space(nbytes)
         except Exception as error:
             save.problem = save.problem or error
         if save.problem is None:
@@ -352,9 +361,25 @@ class AsyncCheckpointer:
             return
         if save.snapshot is not None:
             drop_claim(save.snapshot)
-        self._failure = _named(save.step, save.problem)
+            self._restless.catch(save.snapshot.violations)
+        self._failure = self._named(save.step, save.problem)
         if self.rank == 0:
             self.folder.discard(save.step)
+
+    def _warn_of_space(self, nbytes: int) -> None:
+        """Says it once where the next steps will find no room."""
+        short = None if self._warned else self.folder.room_for_next(nbytes)
+        if short is not None:
+            self._warned = True
+            _log.warning("%s", short)
+
+    def _named(self, step: int, problem: Exception) -> GulliverError:
+        text = _text(problem)
+        if isinstance(problem, IoError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            text += f"; {self.folder.needs()}"
+        error = GulliverError(f"step {step} was not saved: {text}")
+        error.__cause__ = problem
+        return error
 
     def _write(self, save: _Save, partial: Path) -> None:
         """Sees the files to the disk, and leaves word of them; or notes what went wrong."""
@@ -464,12 +489,6 @@ def _without_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _named(step: int, problem: Exception) -> GulliverError:
-    error = GulliverError(f"step {step} was not saved: {_text(problem)}")
-    error.__cause__ = problem
-    return error
 
 
 def _text(problem: Exception) -> str:

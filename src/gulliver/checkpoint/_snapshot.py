@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gulliver.checkpoint._collect import SMALL, Collected
+from gulliver.checkpoint._collect import SMALL, Collected, file_name
 from gulliver.checkpoint._image import CODES, Image
 from gulliver.checkpoint._lane import Lane, LaneTicket, pump
 from gulliver.checkpoint._manifest import FileEntry, PartEntry, tensor_from_json
@@ -28,14 +28,30 @@ from gulliver.errors import GulliverError
 from gulliver.io import Engine, File, Ticket
 from gulliver.memory import Part, storage_of
 
-WHOLE_FILE = ".safetensors"
 
+class Restless:
+    """Knows which tensors are copied before `save` returns, as they may change without asking.
 
-def file_name(entry: str, rank: int, world_size: int) -> str:
-    """Of a rank's tensors of an entry."""
-    if world_size == 1 or "@" in entry:
-        return f"{entry.replace('@', '-rank-')}{WHOLE_FILE}"
-    return f"{entry}-{rank + 1:05d}-of-{world_size:05d}{WHOLE_FILE}"
+    These are the buffers of modules, which a forward may change (a queue of keys, statistics), but
+    for those that did not change from the save before to this one (tables of positions); and what
+    was once found changed while it was being saved.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._caught: set[str] = set()
+
+    def is_restless(self, name: str, tensor: Tensor, is_buffer: bool) -> bool:
+        """Whether to copy a tensor at once; notes its version for the next time."""
+        if name in self._caught or not is_buffer:
+            return name in self._caught
+        now = tensor.data_ptr(), tensor._version
+        before, self._seen[name] = self._seen.get(name), now
+        return before != now
+
+    def catch(self, names: Iterable[str]) -> None:
+        """Notes tensors that were changed while they were being saved."""
+        self._caught.update(names)
 
 
 class Snapshot:
@@ -45,16 +61,25 @@ class Snapshot:
         collected: its tensors.
         rank: of the process.
         world_size: ranks that save together.
+        restless: knows what of it is copied at once; None for the buffers, all of them.
     """
 
-    def __init__(self, collected: Collected, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        collected: Collected,
+        rank: int = 0,
+        world_size: int = 1,
+        restless: Restless | None = None,
+    ) -> None:
         self.stall_s = 0.0
         self.copied_s: float | None = None
         """Seconds from the beginning until no source was needed any more."""
         self._begun = time.perf_counter()
         self._lock, self._submitted = threading.Lock(), threading.Event()
         self._closed = False
-        self._violation: str | None = None
+        self.violations: list[str] = []
+        """Tensors that were changed before they had been copied."""
+        self._buffers, self._restless = collected.buffers, restless or Restless()
         self._versions: dict[int, list[tuple[str, Tensor, int]]] = {}
         self._waiting: dict[int, list[Ticket | LaneTicket]] = {}
         self._tickets: dict[str, list[Ticket | LaneTicket]] = {}
@@ -78,6 +103,11 @@ class Snapshot:
         return sum(image.nbytes for image in self.images.values())
 
     @property
+    def addresses(self) -> set[int]:
+        """Where the memory begins that is copied from."""
+        return {s.data_ptr() for image in self.images.values() for s in image.sources}
+
+    @property
     def devices(self) -> set[torch.device]:
         """Where the sources are, other than in host memory."""
         return {s.device for i in self.images.values() for s in i.sources if not s.is_cpu}
@@ -88,12 +118,14 @@ class Snapshot:
         if isinstance(leaf, Tensor) and value.is_cpu and value.nbytes <= SMALL:
             return value.clone()
         owner = leaf.owner if isinstance(leaf, Part) else value
+        # What is a part in the file is a row there.
+        if isinstance(leaf, Part):
+            value = value.reshape(leaf.shape if leaf.is_whole else -1)
+        if self._restless.is_restless(name, value, storage_of(value) in self._buffers):
+            return value.clone()
         if owner is not None:
             noted = (name, owner, owner._version)
             self._versions.setdefault(storage_of(value), []).append(noted)
-        # What is a part in the file is a row there.
-        if isinstance(leaf, Part):
-            return value.reshape(leaf.shape if leaf.is_whole else -1)
         return value
 
     def pages(self, page_bytes: int) -> int:
@@ -178,8 +210,8 @@ class Snapshot:
 
     def _check_versions(self, noted: list[tuple[str, Tensor, int]]) -> None:
         for name, tensor, version in noted:
-            if tensor._version != version and self._violation is None:
-                self._violation = name
+            if tensor._version != version:
+                self.violations.append(name)
 
     def finish(self, engine: Engine) -> dict[str, FileEntry]:
         """Waits until all is on the disk; the files of the step.
@@ -197,10 +229,11 @@ class Snapshot:
                 entries[name] = FileEntry(image.nbytes, engine.page_bytes, checksums)
         finally:
             self.close_files(engine)
-        if self._violation is not None:
+        if self.violations:
             raise GulliverError(
-                f"{self._violation} was changed while it was being saved, and not by an optimizer: "
-                "call the checkpointer's wait_copied() before changing it"
+                f"{self.violations[0]} was changed while it was being saved, and not by an "
+                "optimizer: the next saves copy it before they return; or call wait_copied(), of "
+                "the checkpointer or the booster, before changing it"
             )
         return entries
 

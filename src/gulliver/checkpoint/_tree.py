@@ -13,6 +13,12 @@ from gulliver.errors import GulliverError
 from gulliver.memory import Part, part_of, region_of
 
 Leaf = Tensor | Part
+NAMED = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+"""Dtypes by name."""
 
 
 def as_leaf(value: Leaf) -> Leaf:
@@ -48,7 +54,9 @@ def _take(value: Any, path: str, tensors: dict[str, Leaf]) -> Any:
     if isinstance(value, Tensor | Part):
         path = path or "value"
         # Keys with dots in them, and 1 beside "1", can give two tensors the same path.
-        name = path if path not in tensors else f"{path}~{len(tensors)}"
+        name, number = path, len(tensors)
+        while name in tensors:
+            name, number = f"{path}~{number}", number + 1
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, Mapping):
@@ -99,7 +107,9 @@ def join_state(tensors: Mapping[str, Any], skeleton: Any) -> Any:
         items = [join_state(tensors, item) for item in content]
         return items if kind == "list" else tuple(items)
     if kind == "dtype":
-        return getattr(torch, content)
+        if content not in NAMED:
+            raise GulliverError(f"{content!r} is no dtype: the state was written by something else")
+        return NAMED[content]
     if kind == "float":
         return float(content)
     raise GulliverError(f"{kind!r} is no part of a saved state: it was written by something else")

@@ -202,6 +202,9 @@ class FileWeights(Weights):
         places = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
             raise GulliverError(f"{index} has no weight_map: it is no index of Hugging Face's")
+        for name in places.values():
+            if Path(name).name != name or name == "..":
+                raise GulliverError(f"{index} names {name!r}: its files have to lie beside it")
         names = sorted(set(places.values()))
         self.files = [index.parent / name for name in names]
         absent = [name for name, file in zip(names, self.files, strict=True) if not file.is_file()]

@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gulliver.errors import GulliverError
@@ -69,20 +69,35 @@ def finish_folder(partial: Path, path: Path) -> None:
         for found in sorted(partial.rglob("*")):
             sync(found)
         sync(partial)
-        if path.is_dir():
+        if path.is_dir() or path.is_symlink():
             _swap(partial, path)
-            shutil.rmtree(partial, ignore_errors=True)
+            remove_all(partial)
         else:
             os.replace(partial, path)
         sync(path.parent)
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder: it is there as a whole, or under a temporary name, or not at all."""
+    """Removes a folder: it is there as a whole, or under a temporary name, or not at all.
+
+    Of a link to a folder only the link goes.
+    """
     with named_errors(path, "removed"):
         doomed = path.with_name(path.name + PARTIAL)
         os.replace(path, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        remove_all(doomed)
+
+
+def remove_all(path: Path) -> None:
+    """Removes a file, a link (not what it leads to) or a folder with all that is in it.
+
+    What cannot be removed stays, and so does the folder that it is in.
+    """
+    if path.is_symlink() or not path.is_dir():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def require_space(folder: Path, needed: int) -> None:

@@ -1,0 +1,336 @@
+"""What a demanding user tries on checkpoints: nothing is lost silently, nothing hangs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from gulliver.booster import Booster
+from gulliver.checkpoint import (
+    AsyncCheckpointer,
+    CheckpointFolder,
+    PerRank,
+    join_state,
+    load,
+    open_weights,
+    read_json,
+    read_manifest,
+    write_json,
+)
+from gulliver.checkpoint import _folder as folder_module
+from gulliver.checkpoint._image import read_slots
+from gulliver.checkpoint._manifest import MANIFEST, is_complete, write_manifest
+from gulliver.comm import World, adopt_world
+from gulliver.errors import GulliverError
+from gulliver.io import TwinEngine
+
+PAGE = 64 * 2**10
+
+
+def slow_engine() -> TwinEngine:
+    """One whose pool is smaller than the states here, so that a held disk keeps them uncopied."""
+    return TwinEngine(page_bytes=PAGE, pages=2)
+
+
+# Buffers that a forward changes
+
+
+class Queue(nn.Module):
+    """A queue of keys as in Momentum Contrast: every forward writes the next rows of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(32, 64)
+        self.register_buffer("queue", torch.zeros(2000, 64))
+        self.register_buffer("table", torch.rand(2000, 64))
+        self.next = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.encoder(x)
+        queue: Tensor = self.queue  # type: ignore[assignment]
+        scores = keys @ queue.clone().T
+        queue[self.next : self.next + len(keys)] = keys.detach()
+        self.next += len(keys)
+        return scores.sum() + keys.sum()
+
+
+@pytest.mark.parametrize("boosted", [False, True])
+def test_buffers_that_forwards_change_are_saved_as_they_were(tmp_path: Path, boosted: bool) -> None:
+    adopt_world(World(0, 1, 0, torch.device("cpu")))
+    model = Queue()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, booster = slow_engine(), Booster()
+    trained: Any = model
+    if boosted:
+        trained, optimizer, *_ = booster.boost(model, optimizer)
+    checkpointer = AsyncCheckpointer(tmp_path, keep=0, engine=engine)
+    wanted = []
+    for step in range(3):
+        wanted.append({name: value.clone() for name, value in model.state_dict().items()})
+        engine.hold(True)
+        if boosted:
+            booster.save(tmp_path, step, trained, optimizer, keep=0, engine=engine)
+        else:
+            checkpointer.save(step, {"model": model, "optimizer": optimizer})
+        loss = trained(torch.rand(8, 32))
+        engine.hold(False)
+        loss.backward()
+        optimizer.step()
+        (booster if boosted else checkpointer).wait()
+    for step, state in enumerate(wanted):
+        found = load(tmp_path, step=step).values["model"]
+        assert all(torch.equal(found[name], value) for name, value in state.items())
+    (booster if boosted else checkpointer).close()
+    engine.close()
+    adopt_world(None)
+
+
+def test_a_buffer_that_does_not_change_is_not_copied_again(tmp_path: Path) -> None:
+    model = Queue()
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        for step, copied in ((1, {"queue", "table"}), (2, {"queue"})):
+            checkpointer.save(step, {"model": model})
+            snapshot = checkpointer._snapshot
+            assert snapshot is not None
+            checkpointer.wait()
+            kept = {name for name, t in model.named_buffers() if t.data_ptr() in snapshot.addresses}
+            assert kept == {"queue", "table"} - copied
+            model(torch.rand(8, 32))
+
+
+def test_what_was_once_changed_while_it_was_saved_is_copied_at_once_from_then_on(
+    tmp_path: Path,
+) -> None:
+    values, engine = torch.zeros(40_000), slow_engine()
+    checkpointer = AsyncCheckpointer(tmp_path, engine=engine)
+    for step in (1, 2, 3):
+        engine.hold(True)
+        checkpointer.save(step, {"mine": {"values": values}})
+        values += 1
+        engine.hold(False)
+        if step == 1:
+            with pytest.raises(GulliverError, match="mine: values was changed while it was being"):
+                checkpointer.wait()
+        else:
+            checkpointer.wait()
+            assert load(tmp_path).values["mine"]["values"].eq(step - 1).all()
+    checkpointer.close()
+    engine.close()
+
+
+# What lies in the folder
+
+
+def state_of(number: int, count: int = 1000) -> dict[str, Any]:
+    """Tensors that follow from a number."""
+    return {"model": {"w": torch.arange(count, dtype=torch.float32) * number}, "number": number}
+
+
+def assert_good(root: Path, step: int) -> None:
+    """A step is what `state_of` its number is."""
+    found = load(root, step=step).values
+    assert found["number"] == step
+    assert torch.equal(found["model"]["w"], state_of(step)["model"]["w"])
+
+
+def save(root: Path, *steps: int, **options: Any) -> None:
+    """Saves some steps."""
+    with AsyncCheckpointer(root, **options) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, state_of(step))
+            checkpointer.wait()
+
+
+def test_a_step_that_was_archived_and_linked_back_goes_as_a_link_only(tmp_path: Path) -> None:
+    root, archive = tmp_path / "run", tmp_path / "archive"
+    save(root, 1, 2, keep=2)
+    (root / "step-00000001").rename(archive)
+    (root / "step-00000001").symlink_to(archive)
+    assert_good(root, 1)
+    save(root, 3, 4, keep=2)
+    assert sorted(path.name for path in root.glob("step-*")) == ["step-00000003", "step-00000004"]
+    assert_good(archive, 1)
+    # A step of that number is saved again beside the archive, not into it; broken links go, too.
+    (root / "step-00000005").symlink_to(archive)
+    (root / "step-00000006").symlink_to(tmp_path / "nowhere")
+    save(root, 5, 6, keep=4)
+    assert_good(root, 5)
+    assert_good(root, 6)
+    assert_good(archive, 1)
+    assert not list(root.glob("*.partial"))
+
+
+def test_whatever_latest_says_the_newest_complete_step_loads(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    pointer = tmp_path / "latest"
+    said = pointer.read_bytes()
+    for bit in range(8 * len(said)):
+        flipped = bytearray(said)
+        flipped[bit // 8] ^= 1 << bit % 8
+        pointer.write_bytes(flipped)
+        assert CheckpointFolder(tmp_path).latest() == tmp_path / "step-00000002"
+    pointer.unlink()
+    pointer.mkdir()
+    assert load(tmp_path).step == 2
+
+
+def test_incomplete_steps_go_when_those_beside_them_go(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, keep=3)
+    (tmp_path / "step-00000002" / "model.safetensors").unlink()
+    past = (tmp_path / "step-00000001").stat().st_mtime - 1000
+    os.utime(tmp_path / "step-00000002", (past, past))
+    save(tmp_path, 4, keep=0)
+    assert CheckpointFolder(tmp_path).path(2).is_dir()
+    save(tmp_path, 5, keep=3)
+    assert not CheckpointFolder(tmp_path).path(2).exists()
+    assert CheckpointFolder(tmp_path).steps() == [3, 4, 5]
+
+
+def test_keeping_all_steps_reads_none_of_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, *range(5), keep=0)
+
+    def read(folder: Path) -> bool:
+        raise AssertionError(f"{folder} was read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module, "is_complete", read)
+        save(tmp_path, 5, keep=0)
+    assert CheckpointFolder(tmp_path).steps() == list(range(6))
+
+
+def test_where_space_is_short_it_is_said_for_how_many_steps_there_has_to_be_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = type(shutil.disk_usage(tmp_path))(10**9, 10**9, 1000)
+    monkeypatch.setattr(folder_module.shutil, "disk_usage", lambda _: free)
+    engine = slow_engine()
+    checkpointer = AsyncCheckpointer(tmp_path, keep=2, engine=engine)
+    for step in (1, 2):
+        checkpointer.save(step, state_of(step))
+        checkpointer.wait()
+    (said,) = [r.getMessage() for r in caplog.records if "has room for" in r.getMessage()]
+    assert "has room for 0 more steps" in said
+    assert "keep=2 needs room for 3, as the oldest goes when the new one is complete" in said
+    engine.inject("fallocate", 1, errno.ENOSPC)
+    checkpointer.save(3, state_of(3))
+    with pytest.raises(GulliverError, match=r"No space left .*keep=2 needs room for 3"):
+        checkpointer.close()
+    engine.close()
+
+
+def test_entries_whose_files_would_have_one_name_are_refused(tmp_path: Path) -> None:
+    state = {"a-rank-0": {"x": torch.ones(3)}, "a": PerRank({"x": torch.zeros(3)})}
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        with pytest.raises(GulliverError, match=r"would both be written to .*: call one"):
+            checkpointer.save(1, state)
+        # Names of tensors are told apart, whatever they are.
+        odd = {"x~2": torch.ones(1), "y": {"z": torch.ones(1)}, "x": torch.zeros(1)}
+        inner = {**odd, "y.z": torch.zeros(1), "y.z~3": torch.full((1,), 2.0)}
+        checkpointer.save(2, {"a": inner})
+    found = load(tmp_path).values["a"]
+    assert [found[key].item() for key in ("x~2", "x", "y.z", "y.z~3")] == [1, 0, 0, 2]
+    assert found["y"]["z"].item() == 1
+
+
+# Files that are not believed blindly
+
+
+@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.full)])
+def test_a_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path, step: int) -> None:
+    save(tmp_path, 1)
+    path = tmp_path / "step-00000001" / MANIFEST
+    content = path.read_bytes()
+    for bit in range(0, 8 * len(content), step):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(GulliverError, match=r"corrupted|truncated or no JSON"):
+            read_manifest(path.parent)
+    assert not is_complete(path.parent)
+    # One of an older version has no checksum.
+    write_json(path, {k: v for k, v in json.loads(content).items() if k != "crc32"})
+    assert_good(tmp_path, 1)
+
+
+MANIFESTS: list[Callable[[dict[str, Any]], Any]] = [
+    lambda m: m["files"].update({"../out.safetensors": m["files"]["model.safetensors"]}),
+    lambda m: m["files"].update({"/etc/passwd": m["files"]["model.safetensors"]}),
+    lambda m: m["files"]["model.safetensors"].update(page_bytes=0),
+    lambda m: m["files"]["model.safetensors"].update(crc32=[]),
+    lambda m: m["tensors"]["model"]["w"].update(dtype="load"),
+    lambda m: m["tensors"]["model"]["w"].update(dtype="float32"),
+    lambda m: m["tensors"]["model"]["w"].update(shape=[-1, -1000]),
+    lambda m: m["tensors"]["model"]["w"].update(shape=[10, 100.0]),
+    lambda m: m["tensors"]["model"]["w"]["parts"].append(["model.safetensors", 0, 1000]),
+    lambda m: m["tensors"]["model"]["w"]["parts"][0].__setitem__(0, "../model.safetensors"),
+    lambda m: m["tensors"]["model"]["w"].update(dtype="F16"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(MANIFESTS)))
+def test_a_manifest_that_lies_is_refused(tmp_path: Path, number: int) -> None:
+    save(tmp_path, 1)
+    step = tmp_path / "step-00000001"
+    manifest = read_json(step / MANIFEST)
+    del manifest["crc32"]
+    MANIFESTS[number](manifest)
+    write_manifest(step, manifest)
+    with pytest.raises(GulliverError):
+        load(step)
+
+
+def test_dtypes_of_a_state_are_dtypes() -> None:
+    assert join_state({}, {"dtype": "bfloat16"}) is torch.bfloat16
+    for name in ("load", "nn", "__name__", "float33"):
+        with pytest.raises(GulliverError, match="is no dtype"):
+            join_state({}, {"dtype": name})
+
+
+def _entry(begin: int, end: int, shape: Any = (2,), dtype: str = "F32") -> str:
+    fields = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    return json.dumps(fields)
+
+
+@pytest.mark.parametrize(
+    ("header", "nbytes", "message"),
+    [
+        (f'{{"a": {_entry(0, 8)}, "b": {_entry(4, 12)}}}', 12, "'b' overlaps tensor 'a'"),
+        (f'{{"a": {_entry(0, 8)}, "b": {_entry(0, 8)}}}', 8, "'b' overlaps tensor 'a'"),
+        (f'{{"a": {_entry(0, 8)}, "b": {_entry(12, 20)}}}', 20, "'b' leaves a gap after tensor"),
+        (f'{{"a": {_entry(0, 8)}}}', 9, "1 bytes follow tensor 'a'"),
+        (f'{{"a": {_entry(0, 8)}, "a": {_entry(0, 8)}}}', 8, "'a' is there twice"),
+        (f'{{"a": {_entry(0, 8, (-1, -2))}}}', 8, "is no shape"),
+        (f'{{"a": {_entry(0, 8, dtype="load")}}}', 8, "of dtype load, which is not known"),
+        (f'{{"a": {_entry(-8, 0)}}}', 8, "broken header"),
+    ],
+)
+def test_a_header_that_lies_is_refused(
+    tmp_path: Path, header: str, nbytes: int, message: str
+) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(nbytes))
+    with pytest.raises(GulliverError, match=message):
+        read_slots(path)
+
+
+def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    save_file({"a": torch.ones(2)}, str(tmp_path / "x.safetensors"))
+    for name in ("../x.safetensors", str(tmp_path / "x.safetensors"), ".."):
+        index = {"metadata": {}, "weight_map": {"a": name}}
+        write_json(tmp_path / "hf" / "model.safetensors.index.json", index)
+        with pytest.raises(GulliverError, match="have to lie beside it"):
+            open_weights(tmp_path / "hf")
