@@ -38,8 +38,9 @@ class Probe:
 
 @dataclass(frozen=True)
 class Row:
-    """A usable row of the table."""
+    """A usable row of the table; `name` is its path as the table has it."""
 
+    name: str
     path: Path
     text: str
     probe: Probe
@@ -62,7 +63,6 @@ class ClipTable:
     Attributes:
         rows: what is used.
         skipped: name and reason of each row that is not.
-        broken: the same of files that could not be read when their turn came.
 
     Raises:
         GulliverError: the table is missing, unreadable, or lacks a column; no row can be used.
@@ -78,7 +78,7 @@ class ClipTable:
         self.table, self.frame_interval = Path(table), frame_interval
         self.rows: list[Row] = []
         self.skipped: list[tuple[str, str]] = []
-        self.broken: list[tuple[str, str]] = []
+        self._broken: dict[int, str] = {}
         records = read_records(self.table)
         for number, record in enumerate(records):
             self._add(record, tuple(buckets))
@@ -101,10 +101,15 @@ class ClipTable:
         except GulliverError as error:
             self.skipped.append((name, str(error)))
             return
-        self.rows.append(Row(path, text, probe, bucket))
+        self.rows.append(Row(name, path, text, probe, bucket))
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def broken(self) -> list[tuple[str, str]]:
+        """Name and newest reason of each file that could not be read when its turn came."""
+        return [(self.rows[index].name, reason) for index, reason in self._broken.items()]
 
     def bucket_of(self, index: int) -> Bucket:
         """The bucket of a usable row."""
@@ -115,7 +120,7 @@ class ClipTable:
         try:
             frames = decode(row.path, row.bucket.frames, self.frame_interval)
         except GulliverError as error:
-            self.broken.append((row.path.name, str(error)))
+            self._broken[index] = str(error)
             return BrokenClip(index, str(error))
         fps = STILL_FPS if row.bucket.frames == 1 else row.probe.fps / self.frame_interval
         return Clip(resize_and_crop(frames, row.bucket), row.text, fps, index)
