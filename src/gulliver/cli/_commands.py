@@ -142,7 +142,7 @@ def _made(
 ) -> list[Any]:
     """The clips, in the order of the prompts."""
     sampling = SamplingConfig(config.steps, config.guidance)
-    given = None if config.image is None else read_frames(config.image)[:, :1]
+    given = None if config.image is None else read_frames(config.image, 1)
     requests = [
         Request(prompt, bucket, config.seed + number, given)
         for number, prompt in enumerate(prompts)

@@ -3,6 +3,7 @@
 from gulliver.data._arena import ArenaStatistics, PinnedArena
 from gulliver.data._clips import BrokenClip, Bucket, Clip, ClipBatch, ClipDataset, collate
 from gulliver.data._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, sentence
+from gulliver.data._frames import stacked, upright_frames
 from gulliver.data._loader import DataLoader, LoaderStatistics
 from gulliver.data._prefetch import prefetch
 from gulliver.data._sampler import BucketSampler, Step
@@ -34,6 +35,8 @@ __all__ = [
     "probe_file",
     "resize_and_crop",
     "sentence",
+    "stacked",
     "unknown_words",
+    "upright_frames",
     "words_of",
 ]

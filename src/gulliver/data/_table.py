@@ -17,11 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gulliver.data._clips import BrokenClip, Bucket, Clip
+from gulliver.data._frames import STILL_FPS, Frame, stacked, upright_frames
 from gulliver.errors import GulliverError
 
-IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
-STILL_FPS = 120.0
-"""Frame rate that marks a still, as in the public models."""
 ENOUGH_PIXELS = 0.8
 """A clip may have a fifth fewer pixels than its bucket."""
 
@@ -50,7 +48,8 @@ class Row:
 class ClipTable:
     """Clips named by a table with the columns `path` and `text`.
 
-    The optional columns num_frames, height, width and fps spare opening each file at the start.
+    The optional columns num_frames, height, width and fps spare opening each file at the start;
+    height and width are those of the picture as it is shown.
     Paths are relative to the table's folder.
 
     Args:
@@ -116,14 +115,30 @@ class ClipTable:
         return self.rows[index].bucket
 
     def __getitem__(self, index: int) -> Clip | BrokenClip:
+        """A clip, of its first frames."""
+        return self.read(index, 0)
+
+    def read(self, index: int, seed: int) -> Clip | BrokenClip:
+        """A clip, of frames that begin where `seed` says: 0 is the start, all are equally often."""
         row = self.rows[index]
         try:
-            frames = decode(row.path, row.bucket.frames, self.frame_interval)
+            frames = self._window(row, seed)
         except GulliverError as error:
             self._broken[index] = str(error)
             return BrokenClip(index, str(error))
         fps = STILL_FPS if row.bucket.frames == 1 else row.probe.fps / self.frame_interval
         return Clip(resize_and_crop(frames, row.bucket), row.text, fps, index)
+
+    def _window(self, row: Row, seed: int) -> Tensor:
+        wanted, interval = row.bucket.frames, self.frame_interval
+        starts = row.probe.frames - span_of(wanted, interval) + 1
+        try:
+            return decode(row.path, wanted, interval, seed % max(1, starts))
+        except EndOfClip as end:
+            # Tables and headers are often a frame or two off: what is there is used.
+            if end.frames < end.needed:
+                raise
+            return decode(row.path, wanted, interval, seed % (end.frames - end.needed + 1))
 
     def report(self) -> str:
         """How many rows are used and skipped, and why the first of them were."""
@@ -183,31 +198,17 @@ def _stated(record: dict[str, object], path: Path) -> Probe | None:
 
 
 def probe_file(path: Path) -> Probe:
-    """Opens a file and counts its frames.
+    """Opens a file and counts its frames; sizes are those of the upright picture.
 
     Raises:
         GulliverError: it is missing, unreadable, or holds no frame.
     """
-    av = _av()
-    if not path.is_file():
-        raise GulliverError("does not exist")
-    if path.stat().st_size == 0:
-        raise GulliverError("is empty")
-    try:
-        with av.open(str(path)) as container:
-            if not container.streams.video:
-                raise GulliverError("holds no video")
-            stream = container.streams.video[0]
-            rate = float(stream.average_rate or stream.guessed_rate or 0)
-            counted = 0
-            height = width = 0
-            for frame in container.decode(stream):
-                counted, height, width = counted + 1, frame.height, frame.width
-    except (av.FFmpegError, OSError, ValueError) as error:
-        raise GulliverError(f"cannot be decoded: {error}") from error
+    counted, size, rate = 0, (0, 0), 0.0
+    for frame in upright_frames(path):
+        counted, size, rate = counted + 1, (frame.height, frame.width), frame.rate
     if counted == 0:
         raise GulliverError("has no frames")
-    return Probe(counted, height, width, rate or STILL_FPS)
+    return Probe(counted, *size, rate or STILL_FPS)
 
 
 def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> Bucket:
@@ -216,7 +217,7 @@ def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> B
     Raises:
         GulliverError: the clip is too short or too small for every bucket.
     """
-    long_enough = [b for b in buckets if probe.frames >= (b.frames - 1) * interval + 1]
+    long_enough = [b for b in buckets if probe.frames >= span_of(b.frames, interval)]
     if probe.frames > 1:
         # A video fills a still's bucket too, but is better used as a video.
         long_enough = [b for b in long_enough if b.frames > 1] or long_enough
@@ -235,26 +236,36 @@ def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> B
     return max(large_enough, key=rank)
 
 
-def decode(path: Path, frames: int, interval: int) -> Tensor:
-    """The first `frames` frames, every `interval`-th, as [T, 3, H, W] in [-1, 1].
+def decode(path: Path, frames: int, interval: int, start: int = 0) -> Tensor:
+    """`frames` frames, every `interval`-th from `start` on, as [T, 3, H, W] in [-1, 1].
 
     Raises:
-        GulliverError: the file is missing, broken, or has fewer frames.
+        EndOfClip: the file has fewer frames.
+        GulliverError: the file is missing or broken.
     """
-    av = _av()
-    found: list[np.ndarray] = []
-    try:
-        with av.open(str(path)) as container:
-            for number, frame in enumerate(container.decode(video=0)):
-                if number % interval == 0:
-                    found.append(frame.to_ndarray(format="rgb24"))
-                if len(found) == frames:
-                    break
-    except (av.FFmpegError, OSError, ValueError, IndexError) as error:
-        raise GulliverError(f"cannot be decoded: {error}") from error
-    if len(found) < frames:
-        raise GulliverError(f"has {len(found)} of the {frames} frames that it was said to have")
-    return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    found: list[Frame] = []
+    seen = 0
+    # From the first frame on, also for a late window: seeking is exact in some files only.
+    for frame in upright_frames(path):
+        if seen >= start and (seen - start) % interval == 0:
+            found.append(frame)
+        seen += 1
+        if len(found) == frames:
+            return torch.from_numpy(stacked(found)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    raise EndOfClip(seen, span_of(frames, interval))
+
+
+class EndOfClip(GulliverError):
+    """A clip has fewer frames than it was said to have."""
+
+    def __init__(self, frames: int, needed: int) -> None:
+        super().__init__(f"has {frames} of the {needed} frames that it was said to have")
+        self.frames, self.needed = frames, needed
+
+
+def span_of(frames: int, interval: int) -> int:
+    """Frames of a file from the first to the last of a window."""
+    return (frames - 1) * interval + 1
 
 
 def resize_and_crop(frames: Tensor, bucket: Bucket) -> Tensor:
@@ -269,11 +280,3 @@ def resize_and_crop(frames: Tensor, bucket: Bucket) -> Tensor:
     top, left = (size[0] - bucket.height) // 2, (size[1] - bucket.width) // 2
     cut = frames[:, :, top : top + bucket.height, left : left + bucket.width]
     return cut.transpose(0, 1).contiguous()
-
-
-def _av():
-    try:
-        import av
-    except ImportError:
-        raise GulliverError("reading clips needs PyAV: install gulliver[video]") from None
-    return av

@@ -75,7 +75,7 @@ def train_autoencoder(
     skipped = SkippedClips(sampler.samples, len(sampler), unreadable_limit)
     done = 0
     for step in _endless(sampler):
-        videos, count = _read(dataset, step, skipped, world)
+        videos, count = _read(dataset, step, seed, skipped, world)
         if skipped.problem is not None:
             _refuse_lost_data(skipped.problem, dataset, world)
         if not count:
@@ -110,10 +110,11 @@ def _endless(sampler: BucketSampler) -> Iterator[Step]:
 
 
 def _read(
-    dataset: Any, step: Step, skipped: SkippedClips, world: World
+    dataset: Any, step: Step, seed: int, skipped: SkippedClips, world: World
 ) -> tuple[Tensor | None, int]:
     """This rank's clips of a step, and how many all ranks have."""
-    videos = collate(dataset, step.indices).videos
+    windows = [derive(seed, 1, step.epoch, index) for index in step.indices]
+    videos = collate(dataset, step.indices, windows).videos
     read = 0 if videos is None else len(videos)
     counts = torch.tensor([read, len(step.indices) - read], device=world.device)
     all_reduce(counts)

@@ -83,7 +83,8 @@ class BatchMaker:
     def _clips(self) -> Iterator[tuple]:
         while True:
             for step in self.sampler:
-                videos, captions, fps, kept, _ = collate(self.dataset, step.indices)
+                windows = [derive(self.seed, 8, step.epoch, index) for index in step.indices]
+                videos, captions, fps, kept, _ = collate(self.dataset, step.indices, windows)
                 # The state is taken here, with the step: the thread runs ahead of the training.
                 yield step, videos, captions, fps, kept, self.sampler.state_dict()
 

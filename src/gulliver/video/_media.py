@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gulliver.data import stacked, upright_frames
 from gulliver.errors import GulliverError, nearest
 
 WRITERS: dict[str, Callable[[Path, np.ndarray, float], None]] = {}
@@ -95,24 +97,24 @@ def _write_png(path: Path, frames: np.ndarray, fps: float) -> None:
 WRITERS.update({".mp4": _write_mp4, ".gif": write_gif, ".png": _write_png})
 
 
-def read_frames(path: Path) -> Tensor:
-    """Reads an image or a video as [3, T, H, W] in [-1, 1].
+def read_frames(path: Path, most: int | None = None) -> Tensor:
+    """Reads an image or a video, upright, as [3, T, H, W] in [-1, 1].
+
+    Args:
+        path: of the file.
+        most: frames that are read at most.
 
     Raises:
         GulliverError: the file is missing, unreadable or empty.
     """
-    import av
-
-    if not path.is_file():
-        raise GulliverError(f"{path} does not exist")
     try:
-        with av.open(str(path)) as container:
-            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    except (OSError, ValueError, IndexError) as error:
-        raise GulliverError(f"{path} is no readable image or video: {error}") from error
-    if not frames:
-        raise GulliverError(f"{path} holds no frames")
-    return torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2).float() / 127.5 - 1
+        frames = list(islice(upright_frames(path), most))
+        if not frames:
+            raise GulliverError("holds no frames")
+        pixels = stacked(frames)
+    except GulliverError as error:
+        raise GulliverError(f"{path}: {error}") from error
+    return torch.from_numpy(pixels).permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
 def fit(video: Tensor, height: int, width: int) -> Tensor:
