@@ -475,3 +475,27 @@ def test_a_table_that_lies_about_lengths_ends_the_run(tmp_path: Path, autoencode
     with pytest.raises(GulliverError, match="the autoencoder's training stopped"):
         train(replace(config, out=tmp_path / "other", autoencoder=free))
     assert not (tmp_path / "other" / "autoencoder.safetensors").exists()
+
+
+def test_a_torn_log_ends_no_resumption_and_no_step_is_logged_twice(
+    tmp_path: Path, autoencoder: Path
+) -> None:
+    config = small(tmp_path / "run", autoencoder, steps=2, save_every=1)
+    log = Run(config.out).log_path
+    log.parent.mkdir()
+    # Killed before its first checkpoint, in the middle of a line.
+    log.write_bytes(b'{"step": 1, "loss": 9, "seconds": 1}\n{"step": 2, "lo')
+    train(config)
+    assert [line["step"] for line in Run(config.out).read_log()] == [1, 2]
+    assert "9," not in log.read_text()
+    with log.open("ab") as file:
+        file.write(b'{"step": 3, "loss": 1.0, "sec\xff\x00')
+    longer = replace(config, steps=2, resume=True)
+    Run(config.out).checkpoints.path(2).rename(tmp_path / "away")
+    assert train(longer).finished
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2]
+    log.unlink()
+    log.symlink_to(tmp_path / "victim")
+    with pytest.raises(GulliverError, match=r"log\.jsonl cannot be written"):
+        Run(config.out).append_log({"step": 1})
+    assert not (tmp_path / "victim").exists()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 from rich.console import Console
@@ -214,9 +215,8 @@ def _looked_up(path: Path, again: bool) -> tuple[Cluster | None, str | None]:
         if path.exists() and not again:
             return Cluster.load(path), None
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (path.parent / ".write").open("w"):
+        with NamedTemporaryFile(dir=path.parent):
             pass
-        (path.parent / ".write").unlink()
     except GulliverError as error:
         return None, f"{error}; --again measures anew"
     except OSError as error:

@@ -89,6 +89,8 @@ def train(config: TrainConfig) -> Outcome:
         barrier()  # nobody writes before everybody has looked
         if world.is_main:
             run.write_config(config)
+            if checkpoint is None:
+                run.cut_log(0)  # of a run that was killed before its first checkpoint
         dataset = make_dataset(config.data, config.model.text_length, world.is_main)
         autoencoder = ready_autoencoder(config, run, dataset, world)
         trainer = Trainer(config, run, dataset, autoencoder, world)
@@ -221,7 +223,7 @@ class Trainer:
         title = f"training {self.config.model.size}"
         main = self.world.is_main
         with (
-            _scalars(self.run.folder / "tensorboard", main) as scalars,
+            _scalars(self.run.folder / "tensorboard", self.step_number, main) as scalars,
             Display(title, self.config.steps, self.step_number, main) as display,
         ):
             for batch in self.maker.batches():
@@ -440,8 +442,14 @@ class Trainer:
 
 
 @contextmanager
-def _scalars(folder: Path, enabled: bool) -> Iterator[Any]:
-    """A function that writes a scalar to TensorBoard, where that is installed."""
+def _scalars(folder: Path, step: int, enabled: bool) -> Iterator[Any]:
+    """A function that writes a scalar to TensorBoard, where that is installed.
+
+    Args:
+        folder: of the log.
+        step: last one that counts; what an earlier call has written after it is hidden.
+        enabled: whether this rank writes.
+    """
     if not enabled:
         yield lambda name, value, step: None
         return
@@ -451,7 +459,7 @@ def _scalars(folder: Path, enabled: bool) -> Iterator[Any]:
         console().print("no TensorBoard log: install gulliver[train] to have one")
         yield lambda name, value, step: None
         return
-    writer = SummaryWriter(str(folder))
+    writer = SummaryWriter(str(folder), purge_step=step + 1)
     try:
         yield writer.add_scalar
     finally:
