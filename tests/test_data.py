@@ -357,6 +357,18 @@ def test_tables_that_cannot_be_used_are_refused(
         ClipTable(tmp_path / name, BUCKETS)
 
 
+def test_a_spreadsheets_table_is_read_and_another_encoding_named(folder: Path) -> None:
+    table = folder / "clips.csv"
+    table.write_bytes("\ufeffpath,text\r\nlong.mp4,un café\r\n".encode())
+    assert ClipTable(table, BUCKETS).rows[0].text == "un café"
+    table.write_bytes(b"path,text\nlong.mp4,tea\nlong.mp4,un caf\xe9\n")
+    with pytest.raises(GulliverError, match=r"clips.csv, line 3: byte 0xe9 is no UTF-8 \(at byte"):
+        ClipTable(table, BUCKETS)
+    table.write_bytes("path,text\n".encode("utf-16"))
+    with pytest.raises(GulliverError, match="line 1: byte 0xff is no UTF-8"):
+        ClipTable(table, BUCKETS)
+
+
 def test_the_bucket_with_most_pixels_then_frames_then_nearest_ratio_is_chosen() -> None:
     buckets = (Bucket(9, 32, 32), Bucket(17, 32, 32), Bucket(9, 64, 64), Bucket(9, 48, 80))
     assert choose_bucket(Probe(40, 70, 70, 8), buckets, 1) == Bucket(9, 64, 64)

@@ -330,6 +330,37 @@ def test_mistakes_end_in_one_clear_line(
     assert list(tmp_path.rglob("*.safetensors")) == []
 
 
+@pytest.mark.parametrize("name", ["run[v2]", "run[/v2]", "[bold]"])
+def test_names_are_shown_as_they_are(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gulliver.cli import main
+    from gulliver.video import console
+
+    monkeypatch.setenv("COLUMNS", "400")  # tables of a terminal are wrapped
+
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "prompts.txt").write_bytes(b"caf\xe9\n")
+    console().print(f"continue with --resume --out {folder}")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"continue with --resume --out {folder}"]
+    for arguments, message in (
+        (["generate", "--run", str(folder), "--prompt", "x"], f"{folder} holds no training run"),
+        (["evaluate", "--run", str(folder)], f"{folder} holds no training run"),
+        (["generate", "--prompts", str(folder / "prompts.txt")], f"{name}/prompts.txt, line 1"),
+        (["train", "--data.table", str(folder / "no.csv")], f"table {folder}/no.csv does not"),
+        (["train", "--autoencoder.path", str(folder)], f"{folder} "),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--folder", str(folder), "--mib", "1"])
+    assert stop.value.code == 0
+    assert f"GiB in {folder}" in capsys.readouterr().out
+
+
 def test_training_on_a_table_counts_what_it_cannot_use(tmp_path: Path, autoencoder: Path) -> None:
     from tests.test_data import write_table, write_video
 

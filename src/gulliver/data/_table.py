@@ -7,6 +7,7 @@ be opened when the table is read, and a file that breaks when its turn comes (`B
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 from gulliver.data._clips import BrokenClip, Bucket, Clip
 from gulliver.data._frames import STILL_FPS, Frame, stacked, upright_frames
 from gulliver.errors import GulliverError
+from gulliver.io import named_errors
 
 ENOUGH_PIXELS = 0.8
 """A clip may have a fifth fewer pixels than its bucket."""
@@ -154,10 +156,7 @@ def read_records(table: Path) -> list[dict[str, object]]:
     if not table.is_file():
         raise GulliverError(f"table {table} does not exist")
     if table.suffix == ".csv":
-        with table.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            records: list[dict[str, object]] = [dict(row) for row in reader]
-            columns = list(reader.fieldnames or [])
+        records, columns = _read_csv(table)
     elif table.suffix == ".parquet":
         records, columns = _read_parquet(table)
     else:
@@ -170,6 +169,33 @@ def read_records(table: Path) -> list[dict[str, object]]:
                 else f"table {table.name} is empty"
             )
     return records
+
+
+def read_utf8(path: Path) -> str:
+    """The text of a file, without the byte order mark that spreadsheets put before it.
+
+    Raises:
+        GulliverError: it has another encoding; line and byte are named.
+    """
+    with named_errors(path, "read"):
+        content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise GulliverError(
+            f"{path}, line {line}: byte 0x{content[error.start]:02x} is no UTF-8 (at byte "
+            f"{error.start} of the file): save the file as UTF-8"
+        ) from None
+
+
+def _read_csv(table: Path) -> tuple[list[dict[str, object]], list[str]]:
+    reader = csv.DictReader(io.StringIO(read_utf8(table), newline=""))
+    try:
+        records: list[dict[str, object]] = [dict(row) for row in reader]
+    except csv.Error as error:
+        raise GulliverError(f"{table}, line {reader.line_num}: {error}") from None
+    return records, list(reader.fieldnames or [])
 
 
 def _read_parquet(table: Path) -> tuple[list[dict[str, object]], list[str]]:
