@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from gulliver.data import (
     DIRECTIONS,
     BrokenClip,
     Bucket,
+    Clip,
     ClipDataset,
     ClipTable,
     MovingDigits,
@@ -23,9 +25,12 @@ from gulliver.data import (
     choose_bucket,
     collate,
     prefetch,
+    probe_file,
     resize_and_crop,
     unknown_words,
 )
+from gulliver.data._clips import WindowedDataset
+from gulliver.data._table import decode
 from gulliver.errors import GulliverError
 from tests.patience import patient
 
@@ -200,6 +205,105 @@ def test_a_decoded_clip_is_the_file_scaled_and_cut(folder: Path) -> None:
     assert every_second.fps == 4
 
 
+def turned(path: Path, matrix: tuple[int, int, int, int]) -> None:
+    """Writes a display matrix (a, b, c, d) into the track header of an mp4, as phones do."""
+    content = bytearray(path.read_bytes())
+    at = content.index(b"tkhd") + 4 + 4 + 20 + 16
+    a, b, c, d = (value << 16 for value in matrix)
+    content[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    path.write_bytes(content)
+
+
+def test_videos_are_upright_however_the_phone_was_held(tmp_path: Path) -> None:
+    from gulliver.video import read_frames
+
+    clockwise = lambda frames: np.rot90(frames, -1, axes=(1, 2))  # noqa: E731
+    for name, matrix, upright in (
+        ("clockwise", (0, 1, -1, 0), clockwise),
+        ("head over", (-1, 0, 0, -1), lambda f: clockwise(clockwise(f))),
+        ("anticlockwise", (0, -1, 1, 0), lambda f: clockwise(clockwise(clockwise(f)))),
+        ("mirror", (-1, 0, 0, 1), lambda f: f[:, :, ::-1]),
+        ("mirrored and turned", (0, 1, 1, 0), lambda f: f.transpose(0, 2, 1, 3)),
+    ):
+        path = tmp_path / f"{name}.mp4"
+        expected = upright(write_video(path, 5, 24, 40))
+        turned(path, matrix)
+        size = expected.shape[1:3]
+        table = ClipTable(
+            write_table(tmp_path, [{"path": path.name, "text": "x"}]), [Bucket(5, *size)]
+        )
+        probe = table.rows[0].probe
+        assert (probe.height, probe.width) == size, name
+        clip = table[0]
+        assert not isinstance(clip, BrokenClip)
+        reference = torch.from_numpy(expected.copy()).permute(3, 0, 1, 2) / 127.5 - 1
+        assert (clip.video - reference).abs().max() < 0.1, name
+        assert (read_frames(path) - reference).abs().max() < 0.1, name
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+def test_pictures_are_upright_as_their_exif_orientation_says(tmp_path: Path, suffix: str) -> None:
+    from PIL import Image, ImageOps
+
+    y, x = np.mgrid[:24, :40]
+    stored = Image.fromarray(np.stack([x * 6, y * 10, x * 0 + 90], -1).astype(np.uint8))
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        path = tmp_path / f"{orientation}.{suffix}"
+        stored.save(path, exif=exif, quality=100)
+        probe = probe_file(path)
+        upright = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
+        assert (probe.width, probe.height) == upright.size, orientation
+        reference = torch.from_numpy(np.asarray(upright).copy()).permute(2, 0, 1) / 127.5 - 1
+        assert (decode(path, 1, 1)[0] - reference).abs().max() < 0.1, orientation
+
+
+def numbered_video(path: Path, frames: int) -> None:
+    """Each frame is grey, two levels above the one before (16 to 235)."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=24)
+        stream.height, stream.width, stream.pix_fmt = 16, 16, "gray"
+        stream.options = {"qp": "0"}
+        for number in range(frames):
+            made = np.full((16, 16), 16 + 2 * number, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(made, format="gray")))
+        container.mux(stream.encode())
+
+
+def test_a_long_clip_shows_all_its_frames_over_time(tmp_path: Path) -> None:
+    numbered_video(tmp_path / "long.mp4", 80)
+    rows = [{"path": "long.mp4", "text": "x"}]
+    table = ClipTable(write_table(tmp_path, rows), [Bucket(17, 16, 16)], frame_interval=2)
+    assert isinstance(table, WindowedDataset)
+
+    def numbers(clip: object) -> list[int]:
+        assert isinstance(clip, Clip)
+        return ((clip.video[0, :, 0, 0] + 1) / 4 * 219).round().int().tolist()
+
+    # The first window, where nobody draws: evaluation sees the same frames each time.
+    assert numbers(table[0]) == [2 * n for n in range(17)]
+    starts = set()
+    for seed in range(48):
+        found = numbers(table.read(0, seed))
+        assert found == [found[0] + 2 * n for n in range(17)]
+        starts.add(found[0])
+    assert starts == set(range(80 - 32))
+    batch = collate(table, [0], [5])
+    assert batch.videos is not None
+    assert torch.equal(batch.videos[0], table.read(0, 5).video)  # type: ignore[union-attr]
+
+
+def test_windows_lie_among_the_frames_that_a_file_has(tmp_path: Path) -> None:
+    numbered_video(tmp_path / "short.mp4", 20)
+    row = {"path": "short.mp4", "text": "x", "num_frames": "400", "height": "16", "width": "16",
+           "fps": "24"}  # fmt: skip
+    table = ClipTable(write_table(tmp_path, [row]), [Bucket(17, 16, 16)])
+    assert not any(isinstance(table.read(0, seed), BrokenClip) for seed in range(0, 400, 37))
+
+
 def test_a_file_that_breaks_later_is_left_out_and_counted(folder: Path) -> None:
     rows = [{"path": name, "text": name} for name in ("long.mp4", "late.mp4")]
     write_video(folder / "late.mp4", 13, 32, 32)
@@ -252,6 +356,18 @@ def test_tables_that_cannot_be_used_are_refused(
         (tmp_path / name).write_text(content)
     with pytest.raises(GulliverError, match=message):
         ClipTable(tmp_path / name, BUCKETS)
+
+
+def test_a_spreadsheets_table_is_read_and_another_encoding_named(folder: Path) -> None:
+    table = folder / "clips.csv"
+    table.write_bytes("\ufeffpath,text\r\nlong.mp4,un café\r\n".encode())
+    assert ClipTable(table, BUCKETS).rows[0].text == "un café"
+    table.write_bytes(b"path,text\nlong.mp4,tea\nlong.mp4,un caf\xe9\n")
+    with pytest.raises(GulliverError, match=r"clips.csv, line 3: byte 0xe9 is no UTF-8 \(at byte"):
+        ClipTable(table, BUCKETS)
+    table.write_bytes("path,text\n".encode("utf-16"))
+    with pytest.raises(GulliverError, match="line 1: byte 0xff is no UTF-8"):
+        ClipTable(table, BUCKETS)
 
 
 def test_the_bucket_with_most_pixels_then_frames_then_nearest_ratio_is_chosen() -> None:

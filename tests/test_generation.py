@@ -30,7 +30,7 @@ from gulliver.video import (
     write_clip,
 )
 from gulliver.video._media import fit, to_frames
-from gulliver.video._sheet import Row, contact_sheet
+from gulliver.video._sheet import Row, contact_sheet, loss_curve
 
 QUICK = SamplingConfig(steps=3)
 BUCKET = Bucket(9, 32, 32)
@@ -159,6 +159,26 @@ def test_written_clips_read_back(tmp_path: Path, suffix: str) -> None:
     expected = torch.from_numpy(to_frames(clip, 3)).permute(3, 0, 1, 2).float() / 127.5 - 1
     assert (found - expected).abs().mean() < {".png": 1e-6, ".gif": 0.02, ".mp4": 0.03}[suffix]
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_planted_links_are_replaced_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    out = tmp_path / "out"
+    out.mkdir()
+    names = ["x.gif", ".x.partial.gif", "x.mp4", ".x.partial.mp4", "x.png", ".x.partial.png"]
+    names += ["sheet.gif", ".sheet.partial.gif", "sheet.png", "loss.png", "a.safetensors"]
+    for name in names:
+        (out / name).symlink_to(victim)
+    clip = torch.zeros(3, 1, 16, 16)
+    for suffix in (".gif", ".mp4", ".png"):
+        write_clip(out / f"x{suffix}", clip, fps=8)
+    contact_sheet(out / "sheet.gif", [Row("title", [clip], ["a"])], 8)
+    loss_curve(out / "loss.png", [1, 2], [0.5, 0.4], [1.0, 1.0])
+    save_autoencoder(out / "a.safetensors", VideoAutoencoder(width=8))
+    assert victim.read_text() == "precious"
+    written = {p.name for p in out.iterdir() if not p.is_symlink()}
+    assert written == {name for name in names if not name.startswith(".")}
 
 
 def test_odd_sizes_are_padded_for_video_and_wrong_outputs_refused(tmp_path: Path) -> None:

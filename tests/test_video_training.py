@@ -331,6 +331,37 @@ def test_mistakes_end_in_one_clear_line(
     assert list(tmp_path.rglob("*.safetensors")) == []
 
 
+@pytest.mark.parametrize("name", ["run[v2]", "run[/v2]", "[bold]"])
+def test_names_are_shown_as_they_are(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gulliver.cli import main
+    from gulliver.video import console
+
+    monkeypatch.setenv("COLUMNS", "400")  # tables of a terminal are wrapped
+
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "prompts.txt").write_bytes(b"caf\xe9\n")
+    console().print(f"continue with --resume --out {folder}")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"continue with --resume --out {folder}"]
+    for arguments, message in (
+        (["generate", "--run", str(folder), "--prompt", "x"], f"{folder} holds no training run"),
+        (["evaluate", "--run", str(folder)], f"{folder} holds no training run"),
+        (["generate", "--prompts", str(folder / "prompts.txt")], f"{name}/prompts.txt, line 1"),
+        (["train", "--data.table", str(folder / "no.csv")], f"table {folder}/no.csv does not"),
+        (["train", "--autoencoder.path", str(folder)], f"{folder} "),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--folder", str(folder), "--mib", "1"])
+    assert stop.value.code == 0
+    assert f"GiB in {folder}" in capsys.readouterr().out
+
+
 def test_training_on_a_table_counts_what_it_cannot_use(tmp_path: Path, autoencoder: Path) -> None:
     from tests.test_data import write_table, write_video
 
@@ -365,7 +396,7 @@ def test_clips_that_break_during_training_are_left_out_and_listed(
         write_video(tmp_path / name, 5, 32, 32)
     claimed = {"text": "a ramp", "num_frames": "5", "height": "32", "width": "32", "fps": "8"}
     whole = write_table(tmp_path, [{"path": name, **claimed} for name in names])
-    data = DataConfig(table=whole, shapes=("5x32x32",), batch_size=3)
+    data = DataConfig(table=whole, shapes=("5x32x32",), batch_size=3, unreadable_limit=0.5)
     config = small(tmp_path / "whole", autoencoder, data=data, steps=1)
     (tmp_path / "b.mp4").write_bytes(b"broken since the table was made")
     process = cli(*options_of(config))
@@ -378,3 +409,125 @@ def test_clips_that_break_during_training_are_left_out_and_listed(
     # The mean is over the two clips that could be read, on any number of ranks.
     assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=2e-5)
     assert one[0]["loss"] > 0.5
+
+
+def _ramps(folder: Path, count: int) -> Path:
+    """A table of clips that says how long they are."""
+    from tests.test_data import write_table, write_video
+
+    folder.mkdir()
+    names = [f"{number}.mp4" for number in range(count)]
+    write_video(folder / names[0], 5, 32, 32)
+    for name in names[1:]:
+        (folder / name).write_bytes((folder / names[0]).read_bytes())
+    claimed = {"text": "a ramp", "num_frames": "5", "height": "32", "width": "32", "fps": "8"}
+    return write_table(folder, [{"path": name, **claimed} for name in names])
+
+
+def _train_until_the_clips_are_gone(world: World, config: TrainConfig, after: int) -> list[dict]:
+    """Moves the clips away after a step, by rank 0."""
+    from gulliver.video import _training as training
+
+    table = config.data.table
+    assert table is not None
+
+    class Mover(training.Trainer):
+        def step(self, batch, stop_wanted: bool = False) -> dict[str, float]:  # type: ignore[no-untyped-def]
+            figures = super().step(batch, stop_wanted)
+            if self.step_number == after and self.world.is_main:
+                for clip in table.parent.glob("*.mp4"):
+                    clip.rename(clip.with_suffix(".away"))
+            return figures
+
+    before, training.Trainer = training.Trainer, Mover
+    try:
+        with pytest.raises(GulliverError) as stopped:
+            train(config)
+    finally:
+        training.Trainer = before
+    return [str(stopped.value), *Run(config.out).read_log()]  # type: ignore[list-item]
+
+
+def test_a_run_that_loses_its_clips_stops_and_keeps_what_it_has_learnt(
+    pool: Pool, tmp_path: Path, autoencoder: Path
+) -> None:
+    table = _ramps(tmp_path / "clips", 12)
+    data = DataConfig(table=table, shapes=("5x32x32",), batch_size=2)
+    config = small(tmp_path / "run", autoencoder, data=data, steps=12, save_every=4, keep=2)
+    for ranks in (1, 2):
+        config = replace(config, out=tmp_path / str(ranks))
+        message, *log = pool.run(_train_until_the_clips_are_gone, ranks, config, 3)[0]
+        assert "clips of epoch" in message
+        assert "could not be read" in message
+        assert "continue with --resume" in message
+        # Batches made ahead were steps still; none had a loss of zero, none came without clips.
+        assert 3 <= len(log) <= 7
+        assert all(line["loss"] > 0.1 for line in log)
+        reached = position(config.out)
+        assert reached["step"] == len(log)
+        assert f"step-{len(log):08d}" in message
+        for clip in table.parent.glob("*.away"):
+            clip.rename(clip.with_suffix(".mp4"))
+    assert train(replace(config, resume=True)).finished
+
+
+def test_a_batch_without_a_sample_is_no_step(tmp_path: Path, autoencoder: Path) -> None:
+    table = _ramps(tmp_path / "clips", 4)
+    data = DataConfig(table=table, shapes=("5x32x32",), batch_size=2, unreadable_limit=1.0)
+    trainer = _trainer(small(tmp_path / "run", autoencoder, data=data), autoencoder)
+    batches = trainer.maker.batches(depth=1)
+    trainer.step(next(batches))
+    before = {n: p.detach().clone() for n, p in trainer.plain_model.named_parameters()}
+    shadow = {n: v.clone() for n, v in trainer.average.shadow.items()}
+    rate, position = trainer.scheduler.get_last_lr(), trainer.sampler_state
+    empty = replace(next(batches), latents=torch.zeros(1, 8, 2, 8, 8), weight=0.0, skipped=2)
+    figures = trainer.step(empty)
+    batches.close()
+    assert figures["samples"] == 0
+    assert (trainer.step_number, trainer.scheduler.get_last_lr()) == (1, rate)
+    assert trainer.sampler_state == position
+    for name, parameter in trainer.plain_model.named_parameters():
+        assert torch.equal(parameter, before[name])
+    assert all(torch.equal(v, shadow[n]) for n, v in trainer.average.shadow.items())
+
+
+def test_a_table_that_lies_about_lengths_ends_the_run(tmp_path: Path, autoencoder: Path) -> None:
+    table = _ramps(tmp_path / "clips", 6)
+    table.write_text(table.read_text().replace(",5,32", ",99,32"))
+    data = DataConfig(table=table, shapes=("9x32x32",), batch_size=2)
+    config = small(tmp_path / "run", autoencoder, data=data)
+    process = cli(*options_of(config))
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "2 of the 6 clips of epoch 0 could not be read" in errors
+    assert "0.mp4: has 5 of the 9 frames that it was said to have" in errors or "1.mp4" in errors
+    assert "there is no checkpoint yet" in errors
+    # An autoencoder cannot be trained on them either.
+    free = replace(config.autoencoder, path=None, steps=3, batch_size=2)
+    with pytest.raises(GulliverError, match="the autoencoder's training stopped"):
+        train(replace(config, out=tmp_path / "other", autoencoder=free))
+    assert not (tmp_path / "other" / "autoencoder.safetensors").exists()
+
+
+def test_a_torn_log_ends_no_resumption_and_no_step_is_logged_twice(
+    tmp_path: Path, autoencoder: Path
+) -> None:
+    config = small(tmp_path / "run", autoencoder, steps=2, save_every=1)
+    log = Run(config.out).log_path
+    log.parent.mkdir()
+    # Killed before its first checkpoint, in the middle of a line.
+    log.write_bytes(b'{"step": 1, "loss": 9, "seconds": 1}\n{"step": 2, "lo')
+    train(config)
+    assert [line["step"] for line in Run(config.out).read_log()] == [1, 2]
+    assert "9," not in log.read_text()
+    with log.open("ab") as file:
+        file.write(b'{"step": 3, "loss": 1.0, "sec\xff\x00')
+    longer = replace(config, steps=2, resume=True)
+    Run(config.out).checkpoints.path(2).rename(tmp_path / "away")
+    assert train(longer).finished
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2]
+    log.unlink()
+    log.symlink_to(tmp_path / "victim")
+    with pytest.raises(GulliverError, match=r"log\.jsonl cannot be written"):
+        Run(config.out).append_log({"step": 1})
+    assert not (tmp_path / "victim").exists()

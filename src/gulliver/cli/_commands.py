@@ -15,7 +15,7 @@ from gulliver import __version__
 from gulliver.checkpoint import read_json, write_json
 from gulliver.cli._checkpoint import CheckpointConfig, checkpoint_command
 from gulliver.comm import default_ranks, guard, init_world, launch, under_launcher
-from gulliver.data import Bucket
+from gulliver.data import Bucket, read_utf8
 from gulliver.errors import GulliverError, nearest
 from gulliver.models import STDIT3_SIZES
 from gulliver.video import (
@@ -142,7 +142,7 @@ def _made(
 ) -> list[Any]:
     """The clips, in the order of the prompts."""
     sampling = SamplingConfig(config.steps, config.guidance)
-    given = None if config.image is None else read_frames(config.image)[:, :1]
+    given = None if config.image is None else read_frames(config.image, 1)
     requests = [
         Request(prompt, bucket, config.seed + number, given)
         for number, prompt in enumerate(prompts)
@@ -174,7 +174,7 @@ def _prompts(config: GenerateConfig) -> list[str]:
     if config.prompts is not None:
         if not config.prompts.is_file():
             raise GulliverError(f"{config.prompts} does not exist: --prompts names a text file")
-        prompts += [line for line in config.prompts.read_text().splitlines() if line.strip()]
+        prompts += [line for line in read_utf8(config.prompts).splitlines() if line.strip()]
     if not prompts:
         raise GulliverError(
             "nothing to show: give --prompt 'the digit 3 moving left', or --prompts FILE"
@@ -282,7 +282,7 @@ def capabilities_command(config: CapabilitiesConfig, arguments: list[str]) -> in
     shown = Table(*HEADER, caption=f"with any tp_size, pp_size and zero_stage; {dtypes}")
     for row in table():
         shown.add_row(*row)
-    Console().print(shown)
+    Console(markup=False).print(shown)
     return 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 from rich.console import Console
@@ -49,7 +50,7 @@ def probe(out: Path | None, folder: Path, again: bool) -> int:
     """Runs the command; every rank calls it."""
     world = init_world()
     path = out or kept_path(world.size)
-    console = Console(stderr=True, quiet=not world.is_main)
+    console = Console(stderr=True, quiet=not world.is_main, markup=False)
     # Rank 0 looks for all: the ranks may see different file systems.
     kept, refusal = broadcast_object(_looked_up(path, again) if world.is_main else None)
     if refusal is not None:
@@ -138,14 +139,14 @@ def show(cluster: Cluster) -> None:
                     f"{1e6 * curve.seconds[0]:,.0f} us, {rate:,.3f} GB/s",
                     _percent(curve.spread),
                 )
-    Console().print(table)
+    Console(markup=False).print(table)
     if max((curve.spread or 0.0 for curve in _curves(cluster)), default=0.0) > BUSY:
-        Console().print(
+        Console(markup=False).print(
             f"quartiles lie more than {100 * BUSY:.0f} % apart: the machine was busy, so probe it "
             "--again when it is quiet"
         )
     if cluster.rank_order is not None:
-        Console().print(f"order of ranks along the axes: {list(cluster.rank_order)}")
+        Console(markup=False).print(f"order of ranks along the axes: {list(cluster.rank_order)}")
 
 
 def _curves(cluster: Cluster) -> list[Curve]:
@@ -214,9 +215,8 @@ def _looked_up(path: Path, again: bool) -> tuple[Cluster | None, str | None]:
         if path.exists() and not again:
             return Cluster.load(path), None
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (path.parent / ".write").open("w"):
+        with NamedTemporaryFile(dir=path.parent):
             pass
-        (path.parent / ".write").unlink()
     except GulliverError as error:
         return None, f"{error}; --again measures anew"
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -72,13 +73,28 @@ class ClipBatch(NamedTuple):
     broken: list[BrokenClip]
 
 
-def collate(dataset: ClipDataset, indices: list[int]) -> ClipBatch:
-    """Reads samples of one bucket as a batch; broken ones are left out and named."""
+@runtime_checkable
+class WindowedDataset(ClipDataset, Protocol):
+    """A data set whose clips are longer than a sample: a seed says which frames it takes."""
+
+    def read(self, index: int, seed: int) -> Clip | BrokenClip: ...
+
+
+def collate(
+    dataset: ClipDataset, indices: list[int], seeds: Sequence[int] | None = None
+) -> ClipBatch:
+    """Reads samples of one bucket as a batch; broken ones are left out and named.
+
+    Args:
+        dataset: of clips.
+        indices: of the samples.
+        seeds: one for each, of the frames that are taken of a longer clip; None takes the first.
+    """
     clips: list[Clip] = []
     kept: list[int] = []
     broken: list[BrokenClip] = []
     for position, index in enumerate(indices):
-        sample = dataset[index]
+        sample = _read(dataset, index, None if seeds is None else seeds[position])
         if isinstance(sample, BrokenClip):
             broken.append(sample)
         else:
@@ -87,3 +103,9 @@ def collate(dataset: ClipDataset, indices: list[int]) -> ClipBatch:
     videos = torch.stack([clip.video for clip in clips]) if clips else None
     fps = torch.tensor([clip.fps for clip in clips])
     return ClipBatch(videos, [clip.caption for clip in clips], fps, kept, broken)
+
+
+def _read(dataset: ClipDataset, index: int, seed: int | None) -> Clip | BrokenClip:
+    if seed is not None and isinstance(dataset, WindowedDataset):
+        return dataset.read(index, seed)
+    return dataset[index]

@@ -7,6 +7,7 @@ be opened when the table is read, and a file that breaks when its turn comes (`B
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gulliver.data._clips import BrokenClip, Bucket, Clip
+from gulliver.data._frames import STILL_FPS, Frame, stacked, upright_frames
 from gulliver.errors import GulliverError
+from gulliver.io import named_errors
 
-IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
-STILL_FPS = 120.0
-"""Frame rate that marks a still, as in the public models."""
 ENOUGH_PIXELS = 0.8
 """A clip may have a fifth fewer pixels than its bucket."""
 
@@ -38,8 +38,9 @@ class Probe:
 
 @dataclass(frozen=True)
 class Row:
-    """A usable row of the table."""
+    """A usable row of the table; `name` is its path as the table has it."""
 
+    name: str
     path: Path
     text: str
     probe: Probe
@@ -49,7 +50,8 @@ class Row:
 class ClipTable:
     """Clips named by a table with the columns `path` and `text`.
 
-    The optional columns num_frames, height, width and fps spare opening each file at the start.
+    The optional columns num_frames, height, width and fps spare opening each file at the start;
+    height and width are those of the picture as it is shown.
     Paths are relative to the table's folder.
 
     Args:
@@ -62,7 +64,6 @@ class ClipTable:
     Attributes:
         rows: what is used.
         skipped: name and reason of each row that is not.
-        broken: the same of files that could not be read when their turn came.
 
     Raises:
         GulliverError: the table is missing, unreadable, or lacks a column; no row can be used.
@@ -78,7 +79,7 @@ class ClipTable:
         self.table, self.frame_interval = Path(table), frame_interval
         self.rows: list[Row] = []
         self.skipped: list[tuple[str, str]] = []
-        self.broken: list[tuple[str, str]] = []
+        self._broken: dict[int, str] = {}
         records = read_records(self.table)
         for number, record in enumerate(records):
             self._add(record, tuple(buckets))
@@ -101,24 +102,45 @@ class ClipTable:
         except GulliverError as error:
             self.skipped.append((name, str(error)))
             return
-        self.rows.append(Row(path, text, probe, bucket))
+        self.rows.append(Row(name, path, text, probe, bucket))
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def broken(self) -> list[tuple[str, str]]:
+        """Name and newest reason of each file that could not be read when its turn came."""
+        return [(self.rows[index].name, reason) for index, reason in self._broken.items()]
 
     def bucket_of(self, index: int) -> Bucket:
         """The bucket of a usable row."""
         return self.rows[index].bucket
 
     def __getitem__(self, index: int) -> Clip | BrokenClip:
+        """A clip, of its first frames."""
+        return self.read(index, 0)
+
+    def read(self, index: int, seed: int) -> Clip | BrokenClip:
+        """A clip, of frames that begin where `seed` says: 0 is the start, all are equally often."""
         row = self.rows[index]
         try:
-            frames = decode(row.path, row.bucket.frames, self.frame_interval)
+            frames = self._window(row, seed)
         except GulliverError as error:
-            self.broken.append((row.path.name, str(error)))
+            self._broken[index] = str(error)
             return BrokenClip(index, str(error))
         fps = STILL_FPS if row.bucket.frames == 1 else row.probe.fps / self.frame_interval
         return Clip(resize_and_crop(frames, row.bucket), row.text, fps, index)
+
+    def _window(self, row: Row, seed: int) -> Tensor:
+        wanted, interval = row.bucket.frames, self.frame_interval
+        starts = row.probe.frames - span_of(wanted, interval) + 1
+        try:
+            return decode(row.path, wanted, interval, seed % max(1, starts))
+        except EndOfClip as end:
+            # Tables and headers are often a frame or two off: what is there is used.
+            if end.frames < end.needed:
+                raise
+            return decode(row.path, wanted, interval, seed % (end.frames - end.needed + 1))
 
     def report(self) -> str:
         """How many rows are used and skipped, and why the first of them were."""
@@ -134,10 +156,7 @@ def read_records(table: Path) -> list[dict[str, object]]:
     if not table.is_file():
         raise GulliverError(f"table {table} does not exist")
     if table.suffix == ".csv":
-        with table.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            records: list[dict[str, object]] = [dict(row) for row in reader]
-            columns = list(reader.fieldnames or [])
+        records, columns = _read_csv(table)
     elif table.suffix == ".parquet":
         records, columns = _read_parquet(table)
     else:
@@ -150,6 +169,33 @@ def read_records(table: Path) -> list[dict[str, object]]:
                 else f"table {table.name} is empty"
             )
     return records
+
+
+def read_utf8(path: Path) -> str:
+    """The text of a file, without the byte order mark that spreadsheets put before it.
+
+    Raises:
+        GulliverError: it has another encoding; line and byte are named.
+    """
+    with named_errors(path, "read"):
+        content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise GulliverError(
+            f"{path}, line {line}: byte 0x{content[error.start]:02x} is no UTF-8 (at byte "
+            f"{error.start} of the file): save the file as UTF-8"
+        ) from None
+
+
+def _read_csv(table: Path) -> tuple[list[dict[str, object]], list[str]]:
+    reader = csv.DictReader(io.StringIO(read_utf8(table), newline=""))
+    try:
+        records: list[dict[str, object]] = [dict(row) for row in reader]
+    except csv.Error as error:
+        raise GulliverError(f"{table}, line {reader.line_num}: {error}") from None
+    return records, list(reader.fieldnames or [])
 
 
 def _read_parquet(table: Path) -> tuple[list[dict[str, object]], list[str]]:
@@ -178,31 +224,17 @@ def _stated(record: dict[str, object], path: Path) -> Probe | None:
 
 
 def probe_file(path: Path) -> Probe:
-    """Opens a file and counts its frames.
+    """Opens a file and counts its frames; sizes are those of the upright picture.
 
     Raises:
         GulliverError: it is missing, unreadable, or holds no frame.
     """
-    av = _av()
-    if not path.is_file():
-        raise GulliverError("does not exist")
-    if path.stat().st_size == 0:
-        raise GulliverError("is empty")
-    try:
-        with av.open(str(path)) as container:
-            if not container.streams.video:
-                raise GulliverError("holds no video")
-            stream = container.streams.video[0]
-            rate = float(stream.average_rate or stream.guessed_rate or 0)
-            counted = 0
-            height = width = 0
-            for frame in container.decode(stream):
-                counted, height, width = counted + 1, frame.height, frame.width
-    except (av.FFmpegError, OSError, ValueError) as error:
-        raise GulliverError(f"cannot be decoded: {error}") from error
+    counted, size, rate = 0, (0, 0), 0.0
+    for frame in upright_frames(path):
+        counted, size, rate = counted + 1, (frame.height, frame.width), frame.rate
     if counted == 0:
         raise GulliverError("has no frames")
-    return Probe(counted, height, width, rate or STILL_FPS)
+    return Probe(counted, *size, rate or STILL_FPS)
 
 
 def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> Bucket:
@@ -211,7 +243,7 @@ def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> B
     Raises:
         GulliverError: the clip is too short or too small for every bucket.
     """
-    long_enough = [b for b in buckets if probe.frames >= (b.frames - 1) * interval + 1]
+    long_enough = [b for b in buckets if probe.frames >= span_of(b.frames, interval)]
     if probe.frames > 1:
         # A video fills a still's bucket too, but is better used as a video.
         long_enough = [b for b in long_enough if b.frames > 1] or long_enough
@@ -230,26 +262,36 @@ def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> B
     return max(large_enough, key=rank)
 
 
-def decode(path: Path, frames: int, interval: int) -> Tensor:
-    """The first `frames` frames, every `interval`-th, as [T, 3, H, W] in [-1, 1].
+def decode(path: Path, frames: int, interval: int, start: int = 0) -> Tensor:
+    """`frames` frames, every `interval`-th from `start` on, as [T, 3, H, W] in [-1, 1].
 
     Raises:
-        GulliverError: the file is missing, broken, or has fewer frames.
+        EndOfClip: the file has fewer frames.
+        GulliverError: the file is missing or broken.
     """
-    av = _av()
-    found: list[np.ndarray] = []
-    try:
-        with av.open(str(path)) as container:
-            for number, frame in enumerate(container.decode(video=0)):
-                if number % interval == 0:
-                    found.append(frame.to_ndarray(format="rgb24"))
-                if len(found) == frames:
-                    break
-    except (av.FFmpegError, OSError, ValueError, IndexError) as error:
-        raise GulliverError(f"cannot be decoded: {error}") from error
-    if len(found) < frames:
-        raise GulliverError(f"has {len(found)} of the {frames} frames that it was said to have")
-    return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    found: list[Frame] = []
+    seen = 0
+    # From the first frame on, also for a late window: seeking is exact in some files only.
+    for frame in upright_frames(path):
+        if seen >= start and (seen - start) % interval == 0:
+            found.append(frame)
+        seen += 1
+        if len(found) == frames:
+            return torch.from_numpy(stacked(found)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    raise EndOfClip(seen, span_of(frames, interval))
+
+
+class EndOfClip(GulliverError):
+    """A clip has fewer frames than it was said to have."""
+
+    def __init__(self, frames: int, needed: int) -> None:
+        super().__init__(f"has {frames} of the {needed} frames that it was said to have")
+        self.frames, self.needed = frames, needed
+
+
+def span_of(frames: int, interval: int) -> int:
+    """Frames of a file from the first to the last of a window."""
+    return (frames - 1) * interval + 1
 
 
 def resize_and_crop(frames: Tensor, bucket: Bucket) -> Tensor:
@@ -264,11 +306,3 @@ def resize_and_crop(frames: Tensor, bucket: Bucket) -> Tensor:
     top, left = (size[0] - bucket.height) // 2, (size[1] - bucket.width) // 2
     cut = frames[:, :, top : top + bucket.height, left : left + bucket.width]
     return cut.transpose(0, 1).contiguous()
-
-
-def _av():
-    try:
-        import av
-    except ImportError:
-        raise GulliverError("reading clips needs PyAV: install gulliver[video]") from None
-    return av

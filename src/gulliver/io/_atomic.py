@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -41,7 +42,9 @@ def atomic_file(path: Path, needed: int = 0) -> Iterator[Path]:
         GulliverError: the disk is full, or the place cannot be written. `path` is as it was.
     """
     require_space(path.parent, needed)
-    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    # A name that nobody can guess, or a link planted there would be followed.
+    token = f"{os.getpid()}-{secrets.token_hex(6)}"
+    partial = path.with_name(f".{path.name}.{token}{PARTIAL}")
     with named_errors(path, needed=needed):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.checkpoint import read_metadata, read_tensors, write_tensors
-from gulliver.comm import World, all_reduce
+from gulliver.comm import World, all_reduce, gather_objects
 from gulliver.data import BucketSampler, MovingDigits, Step, collate
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
 from gulliver.video._config import AutoencoderConfig
+from gulliver.video._display import console
 from gulliver.video._seeds import derive
+from gulliver.video._skipped import SkippedClips, listing
 
 LATENT_NOISE = 0.15
 LATENT_PULL = 1e-4
@@ -39,6 +42,7 @@ def train_autoencoder(
     world: World,
     seed: int,
     report: Callable[[float], None],
+    unreadable_limit: float = 0.1,
 ) -> tuple[VideoAutoencoder, dict[str, Any]]:
     """Trains on all ranks together.
 
@@ -48,10 +52,14 @@ def train_autoencoder(
         world: the ranks.
         seed: of weights, order and noise.
         report: called with the loss after every step.
+        unreadable_limit: share of an epoch's clips that may be skipped.
 
     Returns:
         The autoencoder with the statistics of its latents, and figures: psnr in dB on held-out
         handwriting (on the training clips themselves for tables) and what it was measured on.
+
+    Raises:
+        GulliverError: more clips than that could not be read.
     """
     torch.manual_seed(seed)
     model = VideoAutoencoder().to(world.device)
@@ -64,8 +72,15 @@ def train_autoencoder(
     booster = Booster(plugin=LowLevelZeroPlugin(stage=1, chunk_mb=1.0, verbose=False))
     _, boosted, *_ = booster.boost(model, optimizer)
     sampler = _sampler(config, dataset, world.rank, world.size, seed)
-    for step in _endless(sampler, config.steps):
-        loss = _loss(model, dataset, step, seed, world)
+    skipped = SkippedClips(sampler.samples, len(sampler), unreadable_limit)
+    done = 0
+    for step in _endless(sampler):
+        videos, count = _read(dataset, step, seed, skipped, world)
+        if skipped.problem is not None:
+            _refuse_lost_data(skipped.problem, dataset, world)
+        if not count:
+            continue
+        loss = _loss(model, videos, count, step, seed, world)
         booster.backward(loss, boosted)
         boosted.clip_grad_by_norm(LARGEST_NORM)
         boosted.step()
@@ -74,6 +89,9 @@ def train_autoencoder(
         total = loss.detach() / world.size
         all_reduce(total)
         report(float(total))
+        done += 1
+        if done == config.steps:
+            break
     _measure_latents(model, _sampler(config, dataset, 0, 1, seed), dataset, world.device)
     psnr, measured_on = _psnr(model, dataset, world.device)
     return model, {"psnr": psnr, "clips": measured_on, "steps": config.steps}
@@ -86,19 +104,40 @@ def _sampler(
     return BucketSampler(buckets, config.batch_size, rank, size, seed)
 
 
-def _endless(sampler: BucketSampler, steps: int):
-    done = 0
-    while done < steps:
-        for step in sampler:
-            if done == steps:
-                return
-            done += 1
-            yield step
+def _endless(sampler: BucketSampler) -> Iterator[Step]:
+    while True:
+        yield from sampler
 
 
-def _loss(model: VideoAutoencoder, dataset: Any, step: Step, seed: int, world: World) -> Tensor:
-    """This rank's part of the mean over the batch, times the ranks (gradients are averaged)."""
-    videos = collate(dataset, step.indices).videos
+def _read(
+    dataset: Any, step: Step, seed: int, skipped: SkippedClips, world: World
+) -> tuple[Tensor | None, int]:
+    """This rank's clips of a step, and how many all ranks have."""
+    windows = [derive(seed, 1, step.epoch, index) for index in step.indices]
+    videos = collate(dataset, step.indices, windows).videos
+    read = 0 if videos is None else len(videos)
+    counts = torch.tensor([read, len(step.indices) - read], device=world.device)
+    all_reduce(counts)
+    skipped.count(step.epoch, int(counts[0]), int(counts[1]))
+    return videos, int(counts[0])
+
+
+def _refuse_lost_data(problem: str, dataset: Any, world: World) -> NoReturn:
+    broken = {entry for part in gather_objects(dataset.broken) for entry in part}
+    if world.is_main:
+        console().print(listing(broken))
+    raise GulliverError(f"{problem}: the autoencoder's training stopped, nothing is kept")
+
+
+def _loss(
+    model: VideoAutoencoder,
+    videos: Tensor | None,
+    count: int,
+    step: Step,
+    seed: int,
+    world: World,
+) -> Tensor:
+    """This rank's part of the mean over `count` clips, times the ranks (gradients are averaged)."""
     if videos is None:
         return sum((p.sum() * 0 for p in model.parameters()), torch.zeros((), device=world.device))
     videos = videos.to(world.device)
@@ -108,7 +147,7 @@ def _loss(model: VideoAutoencoder, dataset: Any, step: Step, seed: int, world: W
     noise = noise[step.offset : step.offset + len(latents)].to(world.device)
     decoded = model.decode_raw(latents + LATENT_NOISE * noise)
     loss = F.mse_loss(decoded, videos) + LATENT_PULL * latents.square().mean()
-    return loss * (len(videos) * world.size / step.total)
+    return loss * (len(videos) * world.size / count)
 
 
 @torch.no_grad()
@@ -117,11 +156,13 @@ def _measure_latents(
 ) -> None:
     """Stores mean and standard deviation of the latents of some training clips."""
     columns = []
-    for step in _endless(sampler, min(STATISTICS_BATCHES, len(sampler))):
+    for step in islice(sampler, STATISTICS_BATCHES):
         videos = collate(dataset, step.indices).videos
         if videos is not None:
             latents = model.encode_raw(videos.to(device))
             columns.append(latents.transpose(0, 1).flatten(1).double())
+    if not columns:
+        raise GulliverError("no clip could be read any more: the latents could not be measured")
     values = torch.cat(columns, dim=1)
     model.mean.copy_(values.mean(dim=1))
     model.std.copy_(values.std(dim=1).clamp(min=1e-6))
@@ -141,7 +182,9 @@ def _psnr(model: VideoAutoencoder, dataset: Any, device: torch.device) -> tuple[
         if videos is not None:
             decoded = model.decode(model.encode(videos.to(device))).clamp(-1, 1)
             errors.append(((decoded - videos.to(device)) / 2).square().mean().item())
-    return -10 * math.log10(sum(errors) / len(errors)), name
+    # All of these few may have gone since.
+    mean = sum(errors) / len(errors) if errors else math.nan
+    return -10 * math.log10(mean), name
 
 
 def save_autoencoder(

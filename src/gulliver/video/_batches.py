@@ -27,8 +27,9 @@ class Batch:
 
     `latents` and `noise` are [B, C, T, H, W]; `timesteps` [B]; `captions` [B, 1, L, D] with
     `caption_mask` [B, L]; `drop_caption` [B]; `generate` [B, T] is False for given frames, or None
-    when all are generated. `total` counts the samples of all ranks. A rank without a sample in this
-    step has one sample of zeros, whose `weight` is 0.
+    when all are generated. `total` counts the samples of all ranks, `skipped` those of this share
+    that could not be read. A rank without a sample in this step has one sample of zeros, whose
+    `weight` is 0.
     """
 
     latents: Tensor
@@ -42,6 +43,8 @@ class Batch:
     height: Tensor
     width: Tensor
     total: int
+    skipped: int
+    epoch: int
     weight: float
     sampler_state: dict[str, Any]
 
@@ -80,7 +83,8 @@ class BatchMaker:
     def _clips(self) -> Iterator[tuple]:
         while True:
             for step in self.sampler:
-                videos, captions, fps, kept, _ = collate(self.dataset, step.indices)
+                windows = [derive(self.seed, 8, step.epoch, index) for index in step.indices]
+                videos, captions, fps, kept, _ = collate(self.dataset, step.indices, windows)
                 # The state is taken here, with the step: the thread runs ahead of the training.
                 yield step, videos, captions, fps, kept, self.sampler.state_dict()
 
@@ -118,6 +122,8 @@ class BatchMaker:
             height=torch.full((count,), float(bucket.height), device=self.device),
             width=torch.full((count,), float(bucket.width), device=self.device),
             total=step.total,
+            skipped=len(step.indices) - (0 if videos is None else len(videos)),
+            epoch=step.epoch,
             weight=0.0 if videos is None else 1.0,
             sampler_state=state,
         )

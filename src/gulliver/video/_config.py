@@ -38,6 +38,8 @@ class DataConfig:
     """Sentences kept from training, as digit:direction with directions 0 to 3 (digits only)."""
     frame_interval: int = 1
     """Take every n-th frame of a video (tables only)."""
+    unreadable_limit: float = 0.1
+    """Stop when a larger share of an epoch's clips cannot be read (tables only)."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ MAY_CHANGE = frozenset(
     {"out", "ranks", "resume", "plugin", "stage", "save_every", "keep", "log_every"}
     | {"tp_size", "sp_size", "pp_size", "sequence_parallelism_mode"}
     | {"async_save"}
-    | {"autoencoder.path"}
+    | {"autoencoder.path", "data.unreadable_limit"}
 )
 """What may differ between a run and its resumption: it changes where and how, not what."""
 

@@ -24,8 +24,11 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 def console() -> Console:
-    """Where messages for people go; standard output stays free for results."""
-    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    """Where messages for people go; standard output stays free for results.
+
+    Names are shown as they are: a folder called ``run[v2]`` is no markup.
+    """
+    return Console(file=sys.stderr, highlight=False, markup=False, soft_wrap=True)
 
 
 def memory_in_use() -> int:
@@ -53,11 +56,11 @@ class Display:
         self._started = self._last_line = time.monotonic()
         if self.enabled and self.console.is_terminal:
             columns = (
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=28),
                 MofNCompleteColumn(),
                 TaskProgressColumn(),
-                TextColumn("{task.fields[figures]}"),
+                TextColumn("{task.fields[figures]}", markup=False),
                 TimeElapsedColumn(),
                 TextColumn("eta"),
                 TimeRemainingColumn(),

@@ -1,21 +1,23 @@
 """Clips to files and back: mp4, gif and png, whole or not at all.
 
-Videos are float tensors [3, T, H, W] in [-1, 1]. Files are written beside their place under another
-name and renamed when complete.
+Videos are float tensors [3, T, H, W] in [-1, 1]. Files are written beside their place under a
+temporary name and renamed when complete: a link that lies there is replaced, not followed.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gulliver.data import stacked, upright_frames
 from gulliver.errors import GulliverError, nearest
+from gulliver.io import atomic_file
 
 WRITERS: dict[str, Callable[[Path, np.ndarray, float], None]] = {}
 
@@ -48,15 +50,8 @@ def write_clip(path: Path, video: Tensor, fps: float, scale: int = 1) -> Path:
         scale: repeat each pixel so many times in both directions.
     """
     check_output(path, video.shape[1])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.stem}.partial{path.suffix}")
-    try:
+    with atomic_file(path) as partial:
         WRITERS[path.suffix.lower()](partial, to_frames(video, scale), fps)
-        os.replace(partial, path)
-    except OSError as error:
-        raise GulliverError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return path
 
 
@@ -65,7 +60,7 @@ def _write_mp4(path: Path, frames: np.ndarray, fps: float) -> None:
 
     # H.264 with 4:2:0 colour takes even sizes only.
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)))
-    with av.open(str(path), "w") as container:
+    with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
@@ -82,37 +77,45 @@ def write_gif(path: Path, frames: np.ndarray, fps: float) -> None:
     images = [Image.fromarray(frame) for frame in frames]
     duration = max(20, round(1000 / fps))
     images[0].save(
-        path, save_all=True, append_images=images[1:], duration=duration, loop=0, optimize=True
+        path,
+        format="GIF",
+        save_all=True,
+        append_images=images[1:],
+        duration=duration,
+        loop=0,
+        optimize=True,
     )
 
 
 def _write_png(path: Path, frames: np.ndarray, fps: float) -> None:
     from PIL import Image
 
-    Image.fromarray(frames[0]).save(path)
+    Image.fromarray(frames[0]).save(path, format="PNG")
 
 
 WRITERS.update({".mp4": _write_mp4, ".gif": write_gif, ".png": _write_png})
 
 
-def read_frames(path: Path) -> Tensor:
-    """Reads an image or a video as [3, T, H, W] in [-1, 1].
+def read_frames(path: Path, most: int | None = None) -> Tensor:
+    """Reads an image or a video, upright, as [3, T, H, W] in [-1, 1].
+
+    Args:
+        path: of the file.
+        most: frames that are read at most.
 
     Raises:
         GulliverError: the file is missing, unreadable or empty.
     """
-    import av
-
     if not path.is_file():
         raise GulliverError(f"{path} does not exist")
     try:
-        with av.open(str(path)) as container:
-            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    except (OSError, ValueError, IndexError) as error:
+        frames = list(islice(upright_frames(path), most))
+        if not frames:
+            raise GulliverError("it holds no frames")
+        pixels = stacked(frames)
+    except GulliverError as error:
         raise GulliverError(f"{path} is no readable image or video: {error}") from error
-    if not frames:
-        raise GulliverError(f"{path} holds no frames")
-    return torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2).float() / 127.5 - 1
+    return torch.from_numpy(pixels).permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
 def fit(video: Tensor, height: int, width: int) -> Tensor:

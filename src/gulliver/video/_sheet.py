@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
+from gulliver.io import atomic_file
 from gulliver.video._media import to_frames, write_gif
 
 BACKGROUND, INK, FAINT = (16, 18, 24), (236, 238, 242), (140, 146, 158)
@@ -48,11 +48,10 @@ def contact_sheet(path: Path, rows: list[Row], fps: float, scale: int = 4) -> Pa
             frames[:, top + HEADING : top + HEADING + h, left : left + w] = pixels[hold]
             left += w + GAP
         top += HEADING + row.clips[0].shape[2] * scale + LABEL + GAP
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.stem}.partial.gif")
-    write_gif(partial, frames, fps)
-    os.replace(partial, path)
-    Image.fromarray(frames[length // 2]).save(path.with_suffix(".png"))
+    with atomic_file(path) as partial:
+        write_gif(partial, frames, fps)
+    with atomic_file(path.with_suffix(".png")) as partial:
+        Image.fromarray(frames[length // 2]).save(partial, format="PNG")
     return path
 
 
@@ -95,8 +94,8 @@ def loss_curve(path: Path, steps: list[int], losses: list[float], norms: list[fl
     bottom.plot(steps, norms, color="#b0553a", linewidth=0.8)
     bottom.set_ylabel("gradient norm")
     bottom.set_xlabel("step")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with atomic_file(path) as partial:
+        figure.savefig(partial, dpi=110, format="png")
     plt.close(figure)
     return path
 

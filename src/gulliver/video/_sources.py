@@ -93,6 +93,7 @@ def ready_autoencoder(
                 world,
                 derive(config.seed, 7),
                 lambda loss: display.advance(loss=f"{loss:.5f}"),
+                config.data.unreadable_limit,
             )
         if world.is_main:
             console().print(f"autoencoder: {figures['psnr']:.1f} dB on clips of {figures['clips']}")

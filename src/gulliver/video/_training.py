@@ -34,6 +34,7 @@ from gulliver.video._ema import ExponentialAverage
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
 from gulliver.video._seeds import derive
+from gulliver.video._skipped import SkippedClips, listing
 from gulliver.video._sources import make_dataset, make_sampler, ready_autoencoder
 
 CHUNK_MB = 1.0
@@ -88,6 +89,8 @@ def train(config: TrainConfig) -> Outcome:
         barrier()  # nobody writes before everybody has looked
         if world.is_main:
             run.write_config(config)
+            if checkpoint is None:
+                run.cut_log(0)  # of a run that was killed before its first checkpoint
         dataset = make_dataset(config.data, config.model.text_length, world.is_main)
         autoencoder = ready_autoencoder(config, run, dataset, world)
         trainer = Trainer(config, run, dataset, autoencoder, world)
@@ -170,7 +173,7 @@ class Trainer:
         world: World,
     ) -> None:
         self.config, self.run, self.world = config, run, world
-        self.step_number, self.seconds = 0, 0.0
+        self.step_number, self.saved_step, self.seconds = 0, 0, 0.0
         self.flow = RectifiedFlow(
             sample_method=config.flow.timesteps,
             shift=config.flow.shift,
@@ -180,6 +183,9 @@ class Trainer:
         self.place = plugin.data_place()
         self.sampler = make_sampler(config, dataset, self.place)
         self.sampler_state = self.sampler.state_dict()
+        self.skipped = SkippedClips(
+            self.sampler.samples, len(self.sampler), config.data.unreadable_limit
+        )
         text = WordEncoder(config.model.text_channels, config.model.text_length)
         self.maker = BatchMaker(
             dataset,
@@ -217,20 +223,24 @@ class Trainer:
         title = f"training {self.config.model.size}"
         main = self.world.is_main
         with (
-            _scalars(self.run.folder / "tensorboard", main) as scalars,
+            _scalars(self.run.folder / "tensorboard", self.step_number, main) as scalars,
             Display(title, self.config.steps, self.step_number, main) as display,
         ):
             for batch in self.maker.batches():
                 started = time.monotonic()
                 figures = self.step(batch, stop.wanted)
                 self.seconds += time.monotonic() - started
-                self._report(figures, display, scalars)
+                if figures["samples"]:
+                    self._report(figures, display, scalars)
                 stopping = figures["stop"] > 0
                 last = self.step_number >= self.config.steps
-                if stopping or last or self.step_number % self.config.save_every == 0:
+                due = figures["samples"] and self.step_number % self.config.save_every == 0
+                if stopping or last or due:
                     self.save()
                 if stopping or last:
                     break
+                if self.skipped.problem is not None:
+                    self._refuse_lost_data(self.skipped.problem)
         self._finish_saving()
         self._list_unreadable()
         if stopping and not last and main:
@@ -257,14 +267,28 @@ class Trainer:
             return
         broken = {entry for part in gather_objects(dataset.broken) for entry in part}
         if broken and self.world.is_main:
-            console().print(f"{len(broken)} clips could not be read when their turn came:")
-            for name, reason in sorted(broken)[:20]:
-                console().print(f"  {name}: {reason}")
+            console().print(listing(broken))
+
+    def _refuse_lost_data(self, problem: str) -> None:
+        """Ends a run whose clips are gone; what it has learnt is saved. Every rank calls it."""
+        self.save()
+        self._finish_saving()
+        self._list_unreadable()
+        raise GulliverError(
+            f"{problem}: training stopped at step {self.step_number}, {self._kept()}; put the "
+            "clips back and continue with --resume, or allow more with --data.unreadable-limit"
+        )
+
+    def _kept(self) -> str:
+        newest = self.run.checkpoints.latest()
+        return f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
     def step(self, batch: Batch, stop_wanted: bool = False) -> dict[str, float]:
         """One optimizer step on this rank's share of a batch.
 
-        Ranks that hold one model together have one share, and draw alike.
+        Ranks that hold one model together have one share, and draw alike. A batch of which no rank
+        could read a sample is no step: nothing changes, and the position in the data stays before
+        it until there is a step after it.
 
         Returns:
             Loss and gradient norm of the whole batch, its number of samples, and how many ranks
@@ -272,11 +296,13 @@ class Trainer:
         """
         torch.manual_seed(derive(self.config.seed, 3, self.step_number, self.place[0]))
         count = self._count(batch)
-        loss_sum = self._forward_backward(batch, count)
+        loss_sum = self._forward_backward(batch, count) if count else 0.0
         totals = torch.tensor(
             [float(loss_sum), float(stop_wanted)], dtype=torch.float64, device=self.world.device
         )
         all_reduce(totals, op="sum")
+        if not count:
+            return {"loss": math.nan, "norm": math.nan, "samples": 0, "stop": float(totals[1])}
         limit = self.config.optimizer.clip or math.inf
         norm = float(self.optimizer.clip_grad_by_norm(limit))
         loss = float(totals[0]) / (count * self.config.ranks_of_a_model)
@@ -288,15 +314,18 @@ class Trainer:
         self.average.update(self.plain_model)
         self.step_number += 1
         self.sampler_state = batch.sampler_state
-        return {"loss": loss, "norm": norm, "samples": batch.total, "stop": float(totals[1])}
+        return {"loss": loss, "norm": norm, "samples": count, "stop": float(totals[1])}
 
     def _count(self, batch: Batch) -> int:
         """Samples of the batch in all shares, those that could not be read left out."""
         if not isinstance(self.maker.dataset, ClipTable):
             return batch.total
-        count = torch.tensor([len(batch.latents) * batch.weight], device=self.world.device)
-        all_reduce(count)
-        return max(1, int(count) // self.config.ranks_of_a_model)
+        read = int(len(batch.latents) * batch.weight)
+        counts = torch.tensor([read, batch.skipped], device=self.world.device)
+        all_reduce(counts)
+        read, skipped = (int(count) // self.config.ranks_of_a_model for count in counts)
+        self.skipped.count(batch.epoch, read, skipped)
+        return read
 
     def _forward_backward(self, batch: Batch, count: int) -> Tensor:
         """Backward of this rank's share, in micro-batches; the sum of its samples' losses.
@@ -330,11 +359,9 @@ class Trainer:
 
     def _refuse_divergence(self, loss: float, norm: float) -> None:
         self.booster.wait()  # one may be under way
-        newest = self.run.checkpoints.latest()
-        kept = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
         raise GulliverError(
             f"loss {loss} with gradient norm {norm} at step {self.step_number}: training stopped "
-            f"before the weights changed, {kept}; try a lower --optimizer.learning-rate"
+            f"before the weights changed, {self._kept()}; try a lower --optimizer.learning-rate"
         )
 
     def _report(self, figures: dict[str, float], display: Display, scalars: Any) -> None:
@@ -362,7 +389,13 @@ class Trainer:
             scalars(f"train/{name}", line[name], self.step_number)
 
     def save(self) -> None:
-        """Begins a checkpoint of this step, or makes it whole; every rank calls it."""
+        """Begins a checkpoint of this step, or makes it whole; every rank calls it.
+
+        A step that is saved already, or nothing learnt yet, needs none.
+        """
+        if self.step_number == self.saved_step:
+            return
+        self.saved_step = self.step_number
         run = {
             "step": self.step_number,
             "ema_updates": self.average.updates,
@@ -400,7 +433,7 @@ class Trainer:
         self.average.updates = state["ema_updates"]
         self.sampler.load_state_dict(state["sampler"])
         self.sampler_state = state["sampler"]
-        self.step_number = state["step"]
+        self.step_number = self.saved_step = state["step"]
         if self.world.is_main:
             self.run.cut_log(self.step_number)
             past = self.run.read_log()
@@ -409,8 +442,14 @@ class Trainer:
 
 
 @contextmanager
-def _scalars(folder: Path, enabled: bool) -> Iterator[Any]:
-    """A function that writes a scalar to TensorBoard, where that is installed."""
+def _scalars(folder: Path, step: int, enabled: bool) -> Iterator[Any]:
+    """A function that writes a scalar to TensorBoard, where that is installed.
+
+    Args:
+        folder: of the log.
+        step: last one that counts; what an earlier call has written after it is hidden.
+        enabled: whether this rank writes.
+    """
     if not enabled:
         yield lambda name, value, step: None
         return
@@ -420,7 +459,7 @@ def _scalars(folder: Path, enabled: bool) -> Iterator[Any]:
         console().print("no TensorBoard log: install gulliver[train] to have one")
         yield lambda name, value, step: None
         return
-    writer = SummaryWriter(str(folder))
+    writer = SummaryWriter(str(folder), purge_step=step + 1)
     try:
         yield writer.add_scalar
     finally:

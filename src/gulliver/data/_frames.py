@@ -1,0 +1,162 @@
+"""Frames of video and picture files, decoded with PyAV and turned upright.
+
+Read `upright_frames` first. Phones store what their sensor saw and note beside it how it was held:
+in a video's display matrix, in a picture's EXIF orientation. Decoders hand out the stored picture.
+What this does not know: tables, buckets, and which frames are wanted.
+"""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gulliver.errors import GulliverError
+
+STILL_FPS = 120.0
+"""Frame rate that marks a still, as in the public models."""
+ORIENTATION = 0x0112
+"""EXIF's number for how a picture is to be turned."""
+
+
+class Turn(NamedTuple):
+    """Where the stored pixel (x, y) is shown, up to a shift: (a x + c y, b x + d y)."""
+
+    a: int
+    b: int
+    c: int
+    d: int
+
+    @property
+    def swaps(self) -> bool:
+        """Whether rows become columns."""
+        return abs(self.b) + abs(self.c) > abs(self.a) + abs(self.d)
+
+    def applied(self, picture: np.ndarray) -> np.ndarray:
+        """A stored picture [H, W, 3] as it is to be shown."""
+        across, down = (self.c, self.b) if self.swaps else (self.a, self.d)
+        if self.swaps:
+            picture = picture.swapaxes(0, 1)
+        return picture[:: -1 if down < 0 else 1, :: -1 if across < 0 else 1]
+
+
+UPRIGHT = Turn(1, 0, 0, 1)
+EXIF_TURNS = {
+    2: Turn(-1, 0, 0, 1),
+    3: Turn(-1, 0, 0, -1),
+    4: Turn(1, 0, 0, -1),
+    5: Turn(0, 1, 1, 0),
+    6: Turn(0, 1, -1, 0),
+    7: Turn(0, -1, -1, 0),
+    8: Turn(0, -1, 1, 0),
+}
+"""Turns by EXIF orientation; 1 is upright."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A decoded frame, and the rate (1/s) of its file or 0; pixels are made on demand."""
+
+    decoded: Any
+    turn: Turn
+    rate: float
+
+    @property
+    def height(self) -> int:
+        """As it is shown."""
+        return self.decoded.width if self.turn.swaps else self.decoded.height
+
+    @property
+    def width(self) -> int:
+        """As it is shown."""
+        return self.decoded.height if self.turn.swaps else self.decoded.width
+
+    def pixels(self) -> np.ndarray:
+        """Levels [H, W, 3] in uint8, upright."""
+        return self.turn.applied(self.decoded.to_ndarray(format="rgb24"))
+
+
+def upright_frames(path: Path) -> Iterator[Frame]:
+    """The frames of a file, one after another.
+
+    Raises:
+        GulliverError: it is missing, holds no video, or breaks off.
+    """
+    av = _av()
+    if not path.is_file():
+        raise GulliverError("does not exist")
+    if path.stat().st_size == 0:
+        raise GulliverError("is empty")
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise GulliverError("holds no video")
+            stream = container.streams.video[0]
+            rate = float(stream.average_rate or stream.guessed_rate or 0)
+            turn = None
+            for frame in container.decode(stream):
+                if turn is None:
+                    turn = _turn_of(path, container.format.name, frame)
+                yield Frame(frame, turn, rate)
+    except GulliverError:
+        raise
+    except (av.FFmpegError, OSError, ValueError, IndexError) as error:
+        raise GulliverError(f"cannot be decoded: {error}") from error
+
+
+def stacked(frames: list[Frame]) -> np.ndarray:
+    """Frames as one array [T, H, W, 3] in uint8.
+
+    Raises:
+        GulliverError: they differ in size, or cannot be converted.
+    """
+    try:
+        return np.stack([frame.pixels() for frame in frames])
+    except ValueError as error:
+        raise GulliverError(f"cannot be decoded: {error}") from error
+
+
+def _turn_of(path: Path, format_name: str, frame: Any) -> Turn:
+    """How the frames of a file are turned."""
+    if format_name == "image2" or format_name.endswith("_pipe"):
+        # Not of the frame: which libraries read EXIF into a matrix differs from version to version.
+        return _exif_turn(path)
+    try:
+        found = [item for item in frame.side_data if item.type.name == "DISPLAYMATRIX"]
+    except ValueError:
+        # Side data that this PyAV has no name for: it can still tell the angle.
+        quarters = round(frame.rotation / 90) % 4
+        return (UPRIGHT, EXIF_TURNS[8], EXIF_TURNS[3], EXIF_TURNS[6])[quarters]
+    if not found:
+        return UPRIGHT
+    a, b, _, c, d, *_ = struct.unpack("=9i", bytes(found[0])[:36])
+    return Turn(a, b, c, d)
+
+
+def _exif_turn(path: Path) -> Turn:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise GulliverError("reading pictures needs Pillow: install gulliver[video]") from None
+    try:
+        with warnings.catch_warnings(), Image.open(path) as picture:
+            warnings.simplefilter("ignore")
+            return EXIF_TURNS.get(picture.getexif().get(ORIENTATION, 1), UPRIGHT)
+    except Image.DecompressionBombError as error:
+        raise GulliverError(f"cannot be decoded: {error}") from error
+    except (OSError, ValueError, SyntaxError, struct.error):
+        # Whether it can be read is for the decoder to say; here it has no orientation.
+        return UPRIGHT
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ImportError:
+        raise GulliverError("reading clips needs PyAV: install gulliver[video]") from None
+    return av

@@ -1,0 +1,61 @@
+"""How many clips could not be read when their turn came, and when they are too many.
+
+All ranks count the clips of all ranks, so that they stop together. What it does not know: how a
+clip is read, and what is saved before the run stops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+EMPTY_BATCHES = 10
+"""So many in a row without a clip, or a whole epoch of them, and the data is gone."""
+SHOWN = 20
+"""Names of skipped clips that are printed."""
+
+
+@dataclass
+class SkippedClips:
+    """Counts read and skipped clips of the present epoch.
+
+    Args:
+        samples: clips of an epoch.
+        batches: batches of an epoch.
+        limit: share of an epoch's clips that may be skipped.
+    """
+
+    samples: int
+    batches: int
+    limit: float
+    epoch: int = -1
+    skipped: int = 0
+    empty: int = 0
+    """Batches in a row without a single clip."""
+
+    def count(self, epoch: int, read: int, skipped: int) -> None:
+        """Adds a batch: the clips of all ranks that could be read, and those that could not."""
+        if epoch != self.epoch:
+            self.epoch, self.skipped = epoch, 0
+        self.skipped += skipped
+        self.empty = 0 if read else self.empty + 1
+
+    @property
+    def problem(self) -> str | None:
+        """Why a run cannot go on; None where it can."""
+        if self.skipped > self.limit * self.samples:
+            return (
+                f"{self.skipped} of the {self.samples} clips of epoch {self.epoch} could not be "
+                f"read, where --data.unreadable-limit allows a share of {self.limit:g}"
+            )
+        if self.empty >= min(EMPTY_BATCHES, self.batches):
+            return f"{self.empty} batches in a row had no clip that could be read"
+        return None
+
+
+def listing(broken: set[tuple[str, str]]) -> str:
+    """The skipped clips with their reasons, the first of them where they are many."""
+    lines = [f"{len(broken)} clips could not be read when their turn came:"]
+    lines += [f"  {name}: {reason}" for name, reason in sorted(broken)[:SHOWN]]
+    if len(broken) > SHOWN:
+        lines.append(f"  and {len(broken) - SHOWN} more")
+    return "\n".join(lines)
