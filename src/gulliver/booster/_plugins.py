@@ -173,7 +173,8 @@ class LowLevelZeroPlugin(Plugin):
             first, such as ``{"node": 2, "local": 4}``; None sends straight from rank to rank.
         rank_order: ranks in the order of their places on the axes, where they are not numbered so.
         assume_elementwise: shard an optimizer that is not known, on the user's word that its update
-            of an element looks at that element only.
+            of an element looks at that element only. Stage 0 needs no word: it steps whole
+            parameters, those of an optimizer that is not known in one call.
         folder: where tuning writes ``chunks.json`` and a picture, ``chunks.png``; None for neither.
         verbose: print the plan when the model is boosted, and what tuning found.
 

@@ -117,6 +117,7 @@ def apply(
         frozen=rest,
         asleep=[p for p, name in rest.items() if aliases[name] in asleep],
         ahead=plugin.gather_ahead,
+        assume_elementwise=plugin.assume_elementwise,
     )
     if mesh.shards.size > 1:
         _mark(model)

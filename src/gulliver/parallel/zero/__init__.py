@@ -1,6 +1,6 @@
 """ZeRO: data parallelism whose ranks keep shards of optimizer state, gradients and parameters."""
 
-from gulliver.parallel.zero._elementwise import ELEMENTWISE, state_tensors
+from gulliver.parallel.zero._elementwise import ELEMENTWISE, check_optimizer, state_tensors
 from gulliver.parallel.zero._optimizer import ZeroOptimizer
 from gulliver.parallel.zero._saved import export_leaves, import_leaves
 from gulliver.parallel.zero._tuner import BucketTuner, Tuning
@@ -10,6 +10,7 @@ __all__ = [
     "BucketTuner",
     "Tuning",
     "ZeroOptimizer",
+    "check_optimizer",
     "export_leaves",
     "import_leaves",
     "state_tensors",
