@@ -7,7 +7,14 @@ from gulliver.parallel._optimizer import (
     named_trainables,
     persistent_buffers,
 )
-from gulliver.parallel.zero import BucketTuner, ZeroOptimizer, check_optimizer, state_tensors
+from gulliver.parallel.zero import (
+    BucketTuner,
+    ZeroOptimizer,
+    check_optimizer,
+    check_trainable,
+    is_boosted,
+    state_tensors,
+)
 
 __all__ = [
     "BoostedOptimizer",
@@ -15,6 +22,8 @@ __all__ = [
     "Counter",
     "ZeroOptimizer",
     "check_optimizer",
+    "check_trainable",
+    "is_boosted",
     "named_groups",
     "named_trainables",
     "persistent_buffers",

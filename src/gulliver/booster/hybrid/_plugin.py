@@ -203,14 +203,24 @@ class HybridParallelPlugin(Plugin):
             )
         return SequencePlan(ulysses, self.sp_size // (ulysses * inner), inner, layout)
 
+    def check(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
+    ) -> None:
+        """Refuses optimizers that would see a part of what they look at; nothing is changed yet."""
+        super().check(model, optimizer, precision)
+        if optimizer is not None:
+            sizes = self.tp_size, self.pp_size
+            check_optimizer(optimizer, self.zero_stage, self.assume_elementwise, *sizes)
+
     def configure(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, precision: str
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        world: World,
+        precision: str,
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
         """Cuts the model and its optimizer; the model stays the object that it was."""
         sizes = size_axes(world.size, self.pp_size, self.sp_size, self.tp_size)
-        check_optimizer(
-            optimizer, self.zero_stage, self.assume_elementwise, self.tp_size, self.pp_size
-        )
         if self.precision and precision != "none":
             raise GulliverError(
                 f"Booster(mixed_precision={precision!r}) and HybridParallelPlugin(precision="

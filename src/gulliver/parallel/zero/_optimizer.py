@@ -100,16 +100,8 @@ class ZeroOptimizer(BoostedOptimizer):
     ) -> None:
         super().__init__(inner, names)
         check_optimizer(inner, stage, assume_elementwise)
-        for parameter, name in self.names.items():
-            if parameter.dtype not in DTYPES:
-                raise GulliverError(
-                    f"parameter {name!r} is {parameter.dtype}: ZeRO trains "
-                    f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
-                )
-            if "_boosted" in parameter.__dict__:
-                raise GulliverError(
-                    f"parameter {name!r} is trained by another boosted optimizer: give it to one"
-                )
+        check_trainable(self.names)
+        for parameter in self.names:
             vars(parameter)["_boosted"] = True
         # Some optimizers have state before their first step; the boost may come later, too.
         state = super().export_state()
@@ -549,6 +541,29 @@ class ZeroOptimizer(BoostedOptimizer):
         )
         state += sum(c.chunk.home.nbytes for c in self.chunks if _is_master(c))
         return {"parameters": whole, "gradients": buffers + shards, "optimizer_state": state}
+
+
+def is_boosted(parameter: Tensor) -> bool:
+    """Whether a boosted optimizer trains a parameter."""
+    return "_boosted" in vars(parameter)
+
+
+def check_trainable(names: Mapping[nn.Parameter, str]) -> None:
+    """Refuses parameters that ZeRO cannot train.
+
+    Raises:
+        GulliverError: one is of another dtype, or trained by another boosted optimizer.
+    """
+    for parameter, name in names.items():
+        if parameter.dtype not in DTYPES:
+            raise GulliverError(
+                f"parameter {name!r} is {parameter.dtype}: ZeRO trains "
+                f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
+            )
+        if is_boosted(parameter):
+            raise GulliverError(
+                f"parameter {name!r} is trained by another boosted optimizer: give it to one"
+            )
 
 
 def _most(sizes: Sequence[int], neighbours: int) -> int:
