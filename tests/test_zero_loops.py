@@ -529,3 +529,47 @@ def test_a_chunk_takes_legal_steps_only(before: Phase, after: Phase) -> None:
     else:
         with pytest.raises(AssertionError):
             sharded.move(after)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Steps each tensor by its own norm, and all of them by one number and a count of calls."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr, "calls": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.stack([p.grad.norm() for p in every]).norm()
+        for group in self.param_groups:
+            group["calls"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                trust = p.norm() / (p.grad.norm() + 1e-6) / group["calls"] / (1 + total)
+                p.sub_(group["lr"] * trust * p.grad + 1e-3 * p.mean(0, keepdim=True))
+
+
+WHOLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+    "Lamb": Lamb,
+}
+
+
+def _whole_tensors(world: World) -> None:
+    for make in WHOLE.values():
+        _, model, optimizer = boosted(0, make)
+        twin, twin_optimizer = plain(make)
+        for number in range(5):
+            if number == 2:
+                optimizer.relayout(list(optimizer.names.values())[::-1], 1000)
+            branch = "ab"[number % 2]
+            optimizer.backward(model(data(number, world.rank), branch))
+            ranks = range(world.size)
+            sum(twin(data(number, r), branch) / world.size for r in ranks).backward()
+            for stepper in (optimizer, twin_optimizer):
+                stepper.step()
+                stepper.zero_grad()
+        assert_equal_models(model, twin)
+
+
+def test_stage_0_steps_whole_parameters_with_optimizers_of_whole_tensors(pool: Pool) -> None:
+    pool.run(_whole_tensors, 2)

@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, overload
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from gulliver.booster import _spread
+from gulliver.booster._alike import check_alike
 from gulliver.booster._autocast import autocast_calls, check_precision
 from gulliver.booster._checkpoint import (
     RANDOM,
+    agreed,
     boosted_state,
     load_boosted,
     restore_random,
@@ -46,7 +48,7 @@ from gulliver.checkpoint import (
     step_folder,
     write_tensors,
 )
-from gulliver.comm import broadcast_object, guard, init_world
+from gulliver.comm import World, broadcast_object, guard, init_world
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
 from gulliver.plan import Plan
@@ -82,6 +84,7 @@ class Booster:
         self._checkpointers: dict[str, AsyncCheckpointer] = {}
         self._options: dict[str, dict[str, Any]] = {}
         self._optimizers: WeakKeyDictionary[nn.Module, BoostedOptimizer] = WeakKeyDictionary()
+        self._several: WeakSet[nn.Module] = WeakSet()
 
     @property
     def plan(self) -> Plan:
@@ -90,6 +93,7 @@ class Booster:
             raise GulliverError("there is no plan yet: call boost first")
         return self._plan
 
+    @overload
     def boost(
         self,
         model: nn.Module,
@@ -97,39 +101,84 @@ class Booster:
         criterion: Any = None,
         dataloader: Any = None,
         lr_scheduler: Any = None,
-    ) -> tuple[nn.Module, BoostedOptimizer, Any, Any, Any]:
+    ) -> tuple[nn.Module, BoostedOptimizer, Any, Any, Any]: ...
+
+    @overload
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: None = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[nn.Module, None, Any, Any, Any]: ...
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[nn.Module, BoostedOptimizer | None, Any, Any, Any]:
         """Turns a model and its optimizer into the planned run.
 
         Every rank calls it with the same model; values of rank 0 are taken. Criterion, data loader
         and scheduler are given back as they came, so that a call reads like others of its kind; the
-        scheduler goes on steering the boosted optimizer.
+        scheduler goes on steering the boosted optimizer. What is wrong is refused on all ranks,
+        before anything is done.
+
+        Args:
+            model: to run; with another optimizer for other parameters it may be boosted again.
+            optimizer: of its parameters; None runs the model without training it.
+            criterion: given back.
+            dataloader: given back.
+            lr_scheduler: given back.
 
         Returns:
             model, optimizer, criterion, dataloader, lr_scheduler.
 
         Raises:
             GulliverError: there is nothing to train; the optimizer cannot be run so; the model
-                is on another device than this rank.
+                is on another device than this rank; ranks have built different models.
         """
-        world = init_world()
+        world, precision = init_world(), self.mixed_precision or "none"
+        agreed(lambda: self._check(model, optimizer, world))
+        check_alike(unwrapped(model), optimizer)
+        again = next((known for known in self._optimizers if unwrapped(known) is model), model)
+        boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, precision)
+        self._plan = broadcast_object(plan)
+        wrapped.watch(unwrapped(model))
+        if boosted in self._optimizers:
+            self._several.add(boosted)
+        elif self.mixed_precision:
+            autocast_calls(model, world.device.type, self.mixed_precision)
+        self._optimizers[boosted] = wrapped
+        if world.is_main and self.plugin.verbose:
+            self.plan.show()
+        return boosted, None if optimizer is None else wrapped, criterion, dataloader, lr_scheduler
+
+    def _check(self, model: nn.Module, optimizer: Any, world: World) -> None:
+        """Refuses what cannot be run, before anything is done."""
+        if isinstance(optimizer, type):
+            name = optimizer.__name__
+            raise GulliverError(
+                f"the optimizer is the class {name}: pass an instance, {name}(model.parameters())"
+            )
         if isinstance(optimizer, BoostedOptimizer):
             raise GulliverError("the optimizer is boosted already: boost each model once")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise GulliverError(
+                f"the optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, or "
+                "none to run the model without training it"
+            )
         for name, parameter in model.named_parameters():
             if parameter.device.type not in (world.device.type, *self.plugin.takes):
                 raise GulliverError(
                     f"parameter {name!r} is on {parameter.device}, this rank runs on "
                     f"{world.device}: move the model there before its optimizer is made"
                 )
-        precision = self.mixed_precision or "none"
-        boosted, wrapped, plan = self.plugin.configure(model, optimizer, world, precision)
-        self._plan = broadcast_object(plan)
-        wrapped.watch(model)
-        self._optimizers[boosted] = wrapped
-        if self.mixed_precision:
-            autocast_calls(model, world.device.type, self.mixed_precision)
-        if world.is_main and self.plugin.verbose:
-            self.plan.show()
-        return boosted, wrapped, criterion, dataloader, lr_scheduler
+        self.plugin.check(unwrapped(model), optimizer, self.mixed_precision or "none")
 
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
         """Backward of this rank's loss; gradients are averaged over the ranks."""
@@ -242,6 +291,7 @@ class Booster:
         """
         if optimizer is not None:
             _boosted(optimizer)
+        self._check_single(model)
         holder = self._optimizers.get(model, optimizer)
         if model not in self._optimizers:
             check_whole(model)
@@ -286,6 +336,7 @@ class Booster:
         Raises:
             GulliverError: there is no such step; something does not match; a file is broken.
         """
+        self._check_single(model)
         holder = optimizer if model is None else self._optimizers.get(model, optimizer)
         where = step_folder(folder, step)
         with StepReader(where) as reader:
@@ -295,6 +346,14 @@ class Booster:
             if random and optimizer is not None and not restore_random(reader):
                 loaded.absent.append(RANDOM)
         return loaded
+
+    def _check_single(self, model: nn.Module | None) -> None:
+        """Refuses steps of models that several optimizers train: a step has the state of one."""
+        if model in self._several:
+            raise GulliverError(
+                "the model has several optimizers, and a step is saved with one: use save_model, "
+                "and save_optimizer for each"
+            )
 
     @property
     def saves(self) -> int:

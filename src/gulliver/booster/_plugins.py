@@ -23,6 +23,9 @@ from gulliver.parallel import (
     BoostedOptimizer,
     BucketTuner,
     ZeroOptimizer,
+    check_optimizer,
+    check_trainable,
+    is_boosted,
     named_trainables,
     state_tensors,
 )
@@ -33,6 +36,11 @@ STAGES = (0, 1, 2, 3)
 TUNED = ("auto", "again")
 DEFAULT_CHUNK_MB = 4.0
 """Before tuning, and without other ranks."""
+RUNNING = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""Normalizations that may keep running statistics."""
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -56,11 +64,29 @@ class Plugin(ABC, metaclass=_NamedArguments):
     takes: tuple[str, ...] = ()
     """Kinds of devices that parameters may be on besides the rank's own."""
 
+    def check(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
+    ) -> None:
+        """Refuses what this plugin cannot run; nothing is changed yet.
+
+        Raises:
+            GulliverError: naming what is wrong.
+        """
+        if optimizer is not None:
+            named_trainables(model, optimizer)
+
     @abstractmethod
     def configure(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, precision: str
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        world: World,
+        precision: str,
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
-        """The model and optimizer as they will run, and the plan that says how."""
+        """The model and optimizer as they will run, and the plan that says how.
+
+        Without an optimizer the model is not trained.
+        """
 
     def prepare_dataloader(
         self,
@@ -137,13 +163,23 @@ class TorchDDPPlugin(Plugin):
         self.bucket_cap_mb, self.static_graph, self.verbose = bucket_cap_mb, static_graph, verbose
 
     def configure(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, precision: str
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        world: World,
+        precision: str,
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
-        """Wraps the model; in a world of one it stays as it is."""
-        names = named_trainables(model, optimizer)
-        memory = _whole_memory(model, optimizer)
-        plan = _plan(self, model, names, optimizer, world, precision, None, memory, ())
-        if world.size > 1:
+        """Wraps the model; in a world of one, or not to be trained, it stays as it is."""
+        plain, idle = unwrapped(model), optimizer is None
+        names = {} if optimizer is None else named_trainables(plain, optimizer)
+        optimizer = optimizer or no_optimizer()
+        memory = _whole_memory(plain, optimizer)
+        plan = _plan(self, plain, names, optimizer, world, precision, None, memory, ())
+        if idle and world.size > 1:
+            with torch.no_grad():
+                for tensor in [*plain.parameters(), *plain.buffers()]:
+                    _broadcast_any(tensor)
+        elif world.size > 1 and plain is model:
             model = _DDP(
                 model,
                 device_ids=[world.device.index] if world.device.type == "cuda" else None,
@@ -173,7 +209,8 @@ class LowLevelZeroPlugin(Plugin):
             first, such as ``{"node": 2, "local": 4}``; None sends straight from rank to rank.
         rank_order: ranks in the order of their places on the axes, where they are not numbered so.
         assume_elementwise: shard an optimizer that is not known, on the user's word that its update
-            of an element looks at that element only.
+            of an element looks at that element only. Stage 0 needs no word: it steps whole
+            parameters, those of an optimizer that is not known in one call.
         folder: where tuning writes ``chunks.json`` and a picture, ``chunks.png``; None for neither.
         verbose: print the plan when the model is boosted, and what tuning found.
 
@@ -221,22 +258,49 @@ class LowLevelZeroPlugin(Plugin):
         self.folder = None if folder is None else Path(folder)
         self.assume_elementwise, self.verbose = assume_elementwise, verbose
 
+    def check(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
+    ) -> None:
+        """Refuses what cannot be sharded; nothing is changed yet."""
+        super().check(model, optimizer, precision)
+        if self.precision and precision != "none":
+            raise GulliverError(
+                f"Booster(mixed_precision={precision!r}) and "
+                f"LowLevelZeroPlugin(precision={self.precision!r}) exclude each other: the "
+                "first computes in 16 bits and keeps float32 parameters, the second keeps 16"
+            )
+        others = any(is_boosted(p) for p in model.parameters())
+        if others and (self.stage == 3 or self.precision == "fp16"):
+            what = (
+                "stage 3 has sharded all of" if self.stage == 3 else "fp16 has one loss scale for"
+            )
+            raise GulliverError(
+                f"a parameter is trained by another boosted optimizer, and {what} the model: make "
+                "one optimizer with a group for each part"
+            )
+        if optimizer is None:
+            return
+        if self.precision:
+            _check_unstepped(optimizer)
+        check_optimizer(optimizer, self.stage, self.assume_elementwise)
+        check_trainable(named_trainables(model, optimizer))
+
     def configure(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, precision: str
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        world: World,
+        precision: str,
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
         """Moves parameters into chunks; the model stays the object that it was."""
+        torus = Torus(self.axes, self.rank_order, world.device.type) if self.axes else None
         if self.precision:
-            if precision != "none":
-                raise GulliverError(
-                    f"Booster(mixed_precision={precision!r}) and "
-                    f"LowLevelZeroPlugin(precision={self.precision!r}) exclude each other: the "
-                    "first computes in 16 bits and keeps float32 parameters, the second keeps 16"
-                )
             _convert(model, optimizer, HALVES[self.precision])
             precision = f"{self.precision} with float32 copies"
-        torus = Torus(self.axes, self.rank_order, world.device.type) if self.axes else None
-        names = named_trainables(model, optimizer)
-        frozen = {p: name for name, p in model.named_parameters() if p not in names}
+        names = {} if optimizer is None else named_trainables(model, optimizer)
+        optimizer = optimizer or no_optimizer()
+        rest = {p: name for name, p in model.named_parameters() if p not in names}
+        frozen = {p: name for p, name in rest.items() if not is_boosted(p)}
         with torch.no_grad():
             # Trained parameters travel with their chunks; the rest must start equal as well.
             for tensor in [*model.buffers(), *frozen]:
@@ -254,13 +318,13 @@ class LowLevelZeroPlugin(Plugin):
             ahead=self.gather_ahead,
             overlap=self.overlap,
         )
-        if isinstance(self.chunk_mb, str) and sharded.size > 1:
+        if isinstance(self.chunk_mb, str) and sharded.size > 1 and names:
             report = _say if self.verbose else None
             again = self.chunk_mb == "again"
             sharded.tune(BucketTuner(sharded, model, self.folder, report, again))
         memory = MemoryPlan(**sharded.memory())
-        rest = sum(p.nbytes for p in frozen) if self.stage < 3 else 0
-        memory = replace(memory, parameters=memory.parameters + rest)
+        beside = sum(p.nbytes for p in rest) if self.stage < 3 else 0
+        memory = replace(memory, parameters=memory.parameters + beside)
         chunks = chunk_plans(sharded)
         plan = _plan(self, model, names, optimizer, world, precision, self.stage, memory, chunks)
         if torus is not None:
@@ -285,17 +349,39 @@ def chunk_plans(optimizer: ZeroOptimizer) -> tuple[ChunkPlan, ...]:
     )
 
 
-def _convert(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-    """Turns a model and what it is called with to `dtype`.
+def no_optimizer() -> torch.optim.Optimizer:
+    """An optimizer of nothing, for models that are not trained."""
+    return torch.optim.SGD([{"params": []}], lr=0.0)
 
-    Raises:
-        GulliverError: the optimizer has stepped already: its state is of another dtype.
-    """
+
+def _check_unstepped(optimizer: torch.optim.Optimizer) -> None:
     if optimizer.state:
         raise GulliverError(
             "the optimizer has stepped before boost: precision converts the model, so boost first"
         )
-    model.to(dtype)
+
+
+def _convert(model: nn.Module, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype) -> None:
+    """Turns a model and what it is called with to `dtype`.
+
+    Parameters and persistent buffers are turned. As with Hugging Face's ``from_pretrained(dtype=)``
+    buffers that are no part of the state dict keep their dtype: tables that modules compute from,
+    such as rotary frequencies, which 16 bits would spoil. As with autocast normalizations by
+    running statistics stay as they are, because averages of 16 bits stop moving.
+
+    Raises:
+        GulliverError: the optimizer has stepped already: its state is of another dtype.
+    """
+    if optimizer is not None:
+        _check_unstepped(optimizer)
+    for module in model.modules():
+        if isinstance(module, RUNNING) and module.track_running_stats:
+            continue
+        kept = module._non_persistent_buffers_set
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        for name, tensor in tensors:
+            if tensor is not None and tensor.is_floating_point() and name not in kept:
+                tensor.data = tensor.data.to(dtype)
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

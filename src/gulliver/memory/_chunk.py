@@ -34,6 +34,9 @@ class Chunk:
         parameters: by the names of the layout; their data moves into the buffer.
         part: of the buffer that this rank owns.
         pool: where buffers that come and go are taken from.
+
+    Attributes:
+        shapes: of the parameters, by name.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Chunk:
         self.buffer: Tensor | None = torch.zeros(layout.size, dtype=self.dtype, device=self.device)
         self.home = self.shard
         self.gradient: Tensor | None = None
-        self._shapes = {name: p.shape for name, p in self.parameters.items()}
+        self.shapes = {name: p.shape for name, p in self.parameters.items()}
         self._views = self.named_views(self.buffer)
         self._versions: dict[str, int] = {}
         self._gradient_views: dict[str, Tensor] = {}
@@ -247,7 +250,7 @@ class Chunk:
     def named_views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Cuts a buffer of the chunk's size into tensors of the parameters' shapes."""
         return {
-            slot.name: buffer[slot.start : slot.end].view(self._shapes[slot.name])
+            slot.name: buffer[slot.start : slot.end].view(self.shapes[slot.name])
             for slot in self.layout.slots
         }
 

@@ -7,13 +7,23 @@ from gulliver.parallel._optimizer import (
     named_trainables,
     persistent_buffers,
 )
-from gulliver.parallel.zero import BucketTuner, ZeroOptimizer, state_tensors
+from gulliver.parallel.zero import (
+    BucketTuner,
+    ZeroOptimizer,
+    check_optimizer,
+    check_trainable,
+    is_boosted,
+    state_tensors,
+)
 
 __all__ = [
     "BoostedOptimizer",
     "BucketTuner",
     "Counter",
     "ZeroOptimizer",
+    "check_optimizer",
+    "check_trainable",
+    "is_boosted",
     "named_groups",
     "named_trainables",
     "persistent_buffers",

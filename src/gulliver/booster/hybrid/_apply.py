@@ -22,7 +22,15 @@ import torch
 from torch import nn
 
 from gulliver._compat import compiled_call, is_compiled
-from gulliver.booster._plugins import HALVES, MIB, _broadcast_any, _convert, _plan, chunk_plans
+from gulliver.booster._plugins import (
+    HALVES,
+    MIB,
+    _broadcast_any,
+    _convert,
+    _plan,
+    chunk_plans,
+    no_optimizer,
+)
 from gulliver.booster._states import CUT
 from gulliver.booster.hybrid._batches import watch_batches
 from gulliver.booster.hybrid._capability import SHARED_BY_TENSOR, is_hugging_face
@@ -63,7 +71,7 @@ def make_equal(model: nn.Module) -> None:
 def apply(
     plugin: HybridParallelPlugin,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     world: World,
     precision: str,
     sizes: Mapping[str, int],
@@ -77,11 +85,12 @@ def apply(
     """
     _check_new(plugin, model)
     _check_dropout(plugin, model)
+    idle = optimizer is None
+    optimizer = optimizer or no_optimizer()
     if optimizer.state:
         raise GulliverError(
             "the optimizer has stepped before boost: boost cuts the model, so boost first"
         )
-    named_trainables(model, optimizer)  # refuses an optimizer of another model
     if plugin.precision:
         _convert(model, optimizer, HALVES[plugin.precision])
         precision = f"{plugin.precision} with float32 copies"
@@ -90,7 +99,7 @@ def apply(
     groups, aliases = named_groups(model, optimizer), _aliases(model)
     asleep = _asleep(model, optimizer)
     total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in named_trainables(model, optimizer))
+    trained = 0 if idle else sum(p.numel() for p in named_trainables(model, optimizer))
     mesh = make_mesh(sizes, sequence, world.device.type)
     # Before anything is cut: what cannot be done is refused while the model is whole.
     tensor = _tensor_plan(plugin, model) if plugin.tp_size > 1 else None
@@ -103,7 +112,8 @@ def apply(
     if plugin.weights is not None:
         fill(model, plugin.weights, aliases, world.device)
     names = _rewrite_groups(optimizer, model, groups, aliases)
-    _check_trained(names, mesh)
+    if not idle:
+        _check_trained(names, mesh)
     rest = {p: name for name, p in model.named_parameters() if p not in names}
     boosted = HybridOptimizer(
         optimizer,
@@ -117,6 +127,7 @@ def apply(
         frozen=rest,
         asleep=[p for p, name in rest.items() if aliases[name] in asleep],
         ahead=plugin.gather_ahead,
+        assume_elementwise=plugin.assume_elementwise,
     )
     if mesh.shards.size > 1:
         _mark(model)

@@ -28,7 +28,7 @@ from gulliver.booster.hybrid._choice import choose_plan
 from gulliver.booster.hybrid._mesh import check_size, size_axes
 from gulliver.comm import World, current_world
 from gulliver.errors import GulliverError, nearest
-from gulliver.parallel import BoostedOptimizer
+from gulliver.parallel import BoostedOptimizer, check_optimizer
 from gulliver.parallel.pipeline import STYLES
 from gulliver.parallel.sequence import SequencePlan
 from gulliver.plan import Plan
@@ -66,6 +66,8 @@ class HybridParallelPlugin(Plugin):
         max_norm: clip gradients to this norm of the whole model in every step; 0 does not.
         chunk_mb: size of ZeRO's chunks in MiB.
         gather_ahead: chunks that stage 3 gathers ahead of the one in use.
+        assume_elementwise: take an optimizer that is not known where each rank steps a part of the
+            model, on the user's word that its update of an element looks at that element only.
         weights: folder of a Hugging Face checkpoint to fill a model on meta from; each rank reads
             its part.
         check_batches: compare what the ranks of one model read, at every step.
@@ -98,6 +100,7 @@ class HybridParallelPlugin(Plugin):
         max_norm: float = 0.0,
         chunk_mb: float = 4.0,
         gather_ahead: int = 2,
+        assume_elementwise: bool = False,
         weights: Path | str | None = None,
         check_batches: bool = True,
         verbose: bool = True,
@@ -113,6 +116,7 @@ class HybridParallelPlugin(Plugin):
         self.inner_ring_size, self.ulysses_size = inner_ring_size, ulysses_size
         self.tensor_rules, self.replicate_rest = tensor_rules, replicate_rest
         self.checkpoint_activations, self.gather_ahead = checkpoint_activations, gather_ahead
+        self.assume_elementwise = assume_elementwise
         self.sequence_length = sequence_length
         self.weights = None if weights is None else Path(weights)
         self.check_batches, self.verbose = check_batches, verbose
@@ -199,8 +203,21 @@ class HybridParallelPlugin(Plugin):
             )
         return SequencePlan(ulysses, self.sp_size // (ulysses * inner), inner, layout)
 
+    def check(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
+    ) -> None:
+        """Refuses optimizers that would see a part of what they look at; nothing is changed yet."""
+        super().check(model, optimizer, precision)
+        if optimizer is not None:
+            sizes = self.tp_size, self.pp_size
+            check_optimizer(optimizer, self.zero_stage, self.assume_elementwise, *sizes)
+
     def configure(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, precision: str
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        world: World,
+        precision: str,
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
         """Cuts the model and its optimizer; the model stays the object that it was."""
         sizes = size_axes(world.size, self.pp_size, self.sp_size, self.tp_size)

@@ -1,7 +1,7 @@
 """ZeRO: data parallelism whose ranks keep shards of optimizer state, gradients and parameters."""
 
-from gulliver.parallel.zero._elementwise import ELEMENTWISE, state_tensors
-from gulliver.parallel.zero._optimizer import ZeroOptimizer
+from gulliver.parallel.zero._elementwise import ELEMENTWISE, check_optimizer, state_tensors
+from gulliver.parallel.zero._optimizer import ZeroOptimizer, check_trainable, is_boosted
 from gulliver.parallel.zero._saved import export_leaves, import_leaves
 from gulliver.parallel.zero._tuner import BucketTuner, Tuning
 
@@ -10,7 +10,10 @@ __all__ = [
     "BucketTuner",
     "Tuning",
     "ZeroOptimizer",
+    "check_optimizer",
+    "check_trainable",
     "export_leaves",
     "import_leaves",
+    "is_boosted",
     "state_tensors",
 ]

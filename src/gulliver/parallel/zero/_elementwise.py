@@ -1,4 +1,8 @@
-"""Which optimizers may step a shard: those that update an element by that element alone."""
+"""Which optimizers may step what a rank has: shards, slices of tensors, or whole parameters.
+
+Torch's element-wise optimizers step anything. Others are right where they get what they would get
+in one process: every parameter whole, all of them in one call.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +31,65 @@ ELEMENTWISE: dict[str, Callable[[Group], int]] = {
 
 WHOLE_TENSOR = {
     "Adafactor": "it factors whole matrices: use AdamW",
-    "LBFGS": "it needs closures and a history of whole gradients: use AdamW",
     "Muon": "it orthogonalises whole matrices: use AdamW",
+}
+NEVER = {
+    "LBFGS": "it needs closures and a history of whole gradients: use AdamW",
     "SparseAdam": "it needs sparse gradients: use AdamW",
 }
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer, assume: bool) -> None:
-    """Refuses an optimizer that a shard alone could not step.
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known to update every element by that element alone."""
+    return _is_torchs(optimizer) and type(optimizer).__name__ in ELEMENTWISE
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer,
+    stage: int,
+    assume_elementwise: bool = False,
+    tp_size: int = 1,
+    pp_size: int = 1,
+) -> None:
+    """Refuses an optimizer that would be given less than it needs.
+
+    Args:
+        optimizer: of the user.
+        stage: of ZeRO; from 1 on each rank steps shards.
+        assume_elementwise: take the user's word for an optimizer that is not known.
+        tp_size: ranks that share each tensor, of which each steps slices.
+        pp_size: stages, of which each steps its own parameters only.
 
     Raises:
         GulliverError: naming the optimizer and what to use.
     """
     name = type(optimizer).__name__
-    ours = type(optimizer).__module__.startswith("torch.optim")
-    if ours and name in WHOLE_TENSOR:
+    if _is_torchs(optimizer) and name in NEVER:
+        raise GulliverError(f"ZeRO cannot run {name}: {NEVER[name]}, or {name} without gulliver")
+    if is_elementwise(optimizer) or assume_elementwise:
+        return
+    known = _is_torchs(optimizer) and name in WHOLE_TENSOR
+    if stage > 0 and known:
         raise GulliverError(
-            f"ZeRO cannot shard {name}: {WHOLE_TENSOR[name]}, or {name} with TorchDDPPlugin"
+            f"ZeRO cannot shard {name}: {WHOLE_TENSOR[name]}, or {name} with stage 0, which gives "
+            "it whole parameters"
         )
-    if not (ours and name in ELEMENTWISE) and not assume:
+    if tp_size > 1 and known:
+        raise GulliverError(
+            f"tp_size={tp_size} gives {name} slices of tensors: {WHOLE_TENSOR[name]}, or {name} "
+            "with tp_size=1"
+        )
+    if max(stage, tp_size - 1) > 0 or (pp_size > 1 and not known):
+        whole = "stage 0" if tp_size * pp_size == 1 else "stage 0, tp_size=1 and pp_size=1"
         raise GulliverError(
             f"ZeRO does not know whether {name} updates each element by itself: if it does, say "
-            f"LowLevelZeroPlugin(assume_elementwise=True); known: {', '.join(ELEMENTWISE)}"
+            f"assume_elementwise=True to the plugin; {whole} gives it all parameters whole; "
+            f"known: {', '.join(ELEMENTWISE)}"
         )
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, group: Group) -> int:

@@ -262,7 +262,9 @@ class Gatherer:
     def _touched(
         self, parameters: list[nn.Parameter], func: Callable[..., Any], args: tuple, kwargs: Any
     ) -> Any:
-        chunks = {id(c): c for c in (self._home[id(p)] for p in parameters)}
+        # Others may be of another optimizer: the operation comes back for them.
+        mine = [p for p in parameters if id(p) in self._home]
+        chunks = {id(c): c for c in (self._home[id(p)] for p in mine)}
         absent = any(c.presence is Presence.ABSENT for c in chunks.values())
         reading = func in _READS or not torch.is_grad_enabled()
         if self._pass is Pass.NONE and self._depth == 0 and absent and reading:

@@ -35,7 +35,7 @@ from gulliver.memory import (
     reduced_gradient,
 )
 from gulliver.parallel._optimizer import BoostedOptimizer, Leaf, Saved, State
-from gulliver.parallel.zero._elementwise import check_elementwise, state_tensors
+from gulliver.parallel.zero._elementwise import check_optimizer, is_elementwise, state_tensors
 from gulliver.parallel.zero._gatherer import Gatherer
 from gulliver.parallel.zero._reducer import IN_FLIGHT, GradientReducer
 from gulliver.parallel.zero._saved import (
@@ -99,18 +99,9 @@ class ZeroOptimizer(BoostedOptimizer):
         overlap: bool = True,
     ) -> None:
         super().__init__(inner, names)
-        if stage > 0:
-            check_elementwise(inner, assume_elementwise)
-        for parameter, name in self.names.items():
-            if parameter.dtype not in DTYPES:
-                raise GulliverError(
-                    f"parameter {name!r} is {parameter.dtype}: ZeRO trains "
-                    f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
-                )
-            if "_boosted" in parameter.__dict__:
-                raise GulliverError(
-                    f"parameter {name!r} is trained by another boosted optimizer: give it to one"
-                )
+        check_optimizer(inner, stage, assume_elementwise)
+        check_trainable(self.names)
+        for parameter in self.names:
             vars(parameter)["_boosted"] = True
         # Some optimizers have state before their first step; the boost may come later, too.
         state = super().export_state()
@@ -122,6 +113,7 @@ class ZeroOptimizer(BoostedOptimizer):
         self.skipped = 0
         self.pool = BufferPool()
         self.tuner: BucketTuner | None = None
+        self.by_chunk = is_elementwise(inner)
         self.update_s = 0.0
         self._tuned = 0
         self._deferred = self._stepping = False
@@ -185,7 +177,10 @@ class ZeroOptimizer(BoostedOptimizer):
         """A chunk with this rank's pieces of it, as parameters for the inner optimizer."""
         pieces = []
         for piece in chunk.layout.pieces(chunk.part) if trained else ():
-            owned = nn.Parameter(chunk.home[piece.start : piece.end])
+            run = chunk.home[piece.start : piece.end]
+            # What is not cut has its own shape: some optimizers look at it.
+            whole = chunk.layout.parts == 1
+            owned = nn.Parameter(run.view(chunk.shapes[piece.name]) if whole else run)
             owned.grad = self._reduced[owned] = reduced_gradient(owned)
             pieces.append((piece, owned))
         return ShardedChunk(chunk, pieces, trained)
@@ -326,22 +321,37 @@ class ZeroOptimizer(BoostedOptimizer):
             self._reducer.land_all()
             self._mark("step")
         self.update_s = 0.0
-        for number, sharded in enumerate(self.chunks):
-            self._reducer.land(sharded)
-            # As with torch, gradients stay until zero_grad; the pieces only borrow them.
-            for piece, owned in sharded.pieces:
-                whole = sharded.gradient_shard if piece.name in used else None
-                owned.grad = None if whole is None else whole[piece.start : piece.end]
-            self._give_groups(number)
-            before_write(self._written(sharded))
+        for turn in self._turns():
+            for number in turn:
+                self._lend_gradients(self.chunks[number], used)
+            self._give_groups(turn[0] if self.by_chunk else None)
+            for number in turn:
+                before_write(self._written(self.chunks[number]))
             begun = time.perf_counter()
             step_without_hooks(self.inner)
             self.update_s += time.perf_counter() - begun
             if self.stage < 3:
-                self.gatherer.start(sharded)
+                for number in turn:
+                    self.gatherer.start(self.chunks[number])
         if timed:
             self._mark("stepped")
             self.gatherer.finish_all()
+
+    def _turns(self) -> list[list[int]]:
+        """Numbers of the chunks that are stepped together.
+
+        An optimizer that is not known may look at all parameters at once, or count its calls.
+        """
+        numbers = list(range(len(self.chunks)))
+        return [[number] for number in numbers] if self.by_chunk else [numbers]
+
+    def _lend_gradients(self, sharded: ShardedChunk, used: set[str]) -> None:
+        """Shows a chunk's gradients to the inner optimizer; they stay until zero_grad."""
+        self._reducer.land(sharded)
+        for piece, owned in sharded.pieces:
+            whole = sharded.gradient_shard if piece.name in used else None
+            run = None if whole is None else whole[piece.start : piece.end]
+            owned.grad = None if run is None else run.view(owned.shape)
 
     def _written(self, sharded: ShardedChunk) -> Iterator[Tensor]:
         """What a step of a chunk writes; a checkpoint may be copying it."""
@@ -531,6 +541,29 @@ class ZeroOptimizer(BoostedOptimizer):
         )
         state += sum(c.chunk.home.nbytes for c in self.chunks if _is_master(c))
         return {"parameters": whole, "gradients": buffers + shards, "optimizer_state": state}
+
+
+def is_boosted(parameter: Tensor) -> bool:
+    """Whether a boosted optimizer trains a parameter."""
+    return "_boosted" in vars(parameter)
+
+
+def check_trainable(names: Mapping[nn.Parameter, str]) -> None:
+    """Refuses parameters that ZeRO cannot train.
+
+    Raises:
+        GulliverError: one is of another dtype, or trained by another boosted optimizer.
+    """
+    for parameter, name in names.items():
+        if parameter.dtype not in DTYPES:
+            raise GulliverError(
+                f"parameter {name!r} is {parameter.dtype}: ZeRO trains "
+                f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
+            )
+        if is_boosted(parameter):
+            raise GulliverError(
+                f"parameter {name!r} is trained by another boosted optimizer: give it to one"
+            )
 
 
 def _most(sizes: Sequence[int], neighbours: int) -> int:

@@ -63,10 +63,26 @@ def _moved(
     return optimizer.sharded(chunk, trained)
 
 
+def _hand_over(
+    inner: torch.optim.Optimizer, old: Sequence[ShardedChunk], new: Sequence[ShardedChunk]
+) -> None:
+    """Moves state of any shape from pieces that are whole parameters to others that are."""
+    targets = {piece.name: owned for c in new for piece, owned in c.pieces}
+    for sharded in old:
+        for piece, owned in sharded.pieces:
+            target = targets[piece.name]
+            target.detach().copy_(owned.detach())
+            if owned in inner.state:
+                inner.state[target] = inner.state.pop(owned)
+
+
 def _move_state(
     optimizer: ZeroOptimizer, old: Sequence[ShardedChunk], new: Sequence[ShardedChunk]
 ) -> None:
     trained = [c for c in old if c.trained]
+    if optimizer.parts == 1:
+        _hand_over(optimizer.inner, trained, new)
+        return
     counters, entries = stream_state(optimizer.inner, trained, optimizer.group)
     pieces = {piece.name: (piece, owned) for c in new for piece, owned in c.pieces}
     moved: dict[nn.Parameter, dict[str, object]] = {

@@ -178,7 +178,8 @@ def state_leaves(optimizer: ZeroOptimizer) -> Saved:
                         f"the optimizer keeps {key!r} of {piece.name!r} as {tuple(value.shape)}, "
                         f"not {tuple(owned.shape)}: only element-wise state can be saved"
                     )
-                leaf = _state_leaf(optimizer, _part(parameter, value, piece.offset), parameter)
+                run = value.reshape(-1)
+                leaf = _state_leaf(optimizer, _part(parameter, run, piece.offset), parameter)
                 if leaf is not None:
                     entries[key] = leaf
     return found
@@ -223,7 +224,7 @@ def make_state(
                     continue
                 found[key] = torch.empty_like(owned, requires_grad=False)
                 parameter = sharded.chunk.parameters[piece.name]
-                wanted[piece.name, key] = _part(parameter, found[key], piece.offset)
+                wanted[piece.name, key] = _part(parameter, found[key].view(-1), piece.offset)
             if found:
                 optimizer.inner.state[owned] = found
     return wanted
@@ -261,4 +262,5 @@ def _masters(optimizer: ZeroOptimizer) -> Iterator[tuple[str, Part, Tensor]]:
             continue
         for piece, owned in sharded.pieces:
             parameter = chunk.parameters[piece.name]
-            yield piece.name, _part(parameter, owned.detach(), piece.offset), parameter
+            run = owned.detach().view(-1)
+            yield piece.name, _part(parameter, run, piece.offset), parameter

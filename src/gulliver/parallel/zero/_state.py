@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gulliver.comm import Group, all_gather, gather_objects
 from gulliver.errors import GulliverError
+from gulliver.memory import Piece
 from gulliver.parallel._optimizer import State, is_counter
 from gulliver.parallel.zero._sharded import ShardedChunk
 
@@ -106,8 +107,7 @@ def scatter_state(
             found: dict[str, Any] = {}
             for key, value in state[piece.name].items():
                 if key == MASTER:
-                    part = value.reshape(-1)[piece.offset : piece.offset + piece.numel]
-                    owned.detach().copy_(part)
+                    owned.detach().copy_(_run(value, piece, owned))
                 elif not isinstance(value, Tensor):
                     found[key] = value
                 elif is_counter(key, value, whole):
@@ -115,10 +115,16 @@ def scatter_state(
                     found[key] = value.to(
                         owned.device if owned in capturing else value.device
                     ).clone()
+                elif value.shape != whole.shape and owned.shape == whole.shape:
+                    found[key] = value.to(owned.device).clone()  # of an optimizer of whole tensors
                 else:
-                    part = value.reshape(-1)[piece.offset : piece.offset + piece.numel]
-                    found[key] = part.to(owned.device).clone()
+                    found[key] = _run(value, piece, owned).to(owned.device).clone()
             optimizer.state[owned] = found
+
+
+def _run(whole: Tensor, piece: Piece, owned: Tensor) -> Tensor:
+    """The elements of a whole tensor that a piece has, in the shape of what is stepped."""
+    return whole.reshape(-1)[piece.offset : piece.offset + piece.numel].view(owned.shape)
 
 
 def _check_elementwise(name: str, key: str, value: Any, owned: Tensor) -> None:
@@ -141,7 +147,7 @@ def _gathered(
     for piece, owned in sharded.pieces:
         value = optimizer.state.get(owned, {}).get(key)
         if value is not None:
-            shard[piece.start : piece.end] = value
+            shard[piece.start : piece.end] = value.reshape(-1)
     return _whole(shard, sharded, group)
 
 
