@@ -47,7 +47,7 @@ from gulliver.checkpoint import (
     step_folder,
     write_tensors,
 )
-from gulliver.comm import broadcast_object, guard, init_world
+from gulliver.comm import broadcast_object, guard, init_world, release_groups
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
 from gulliver.plan import Plan
@@ -124,6 +124,7 @@ class Booster:
         precision = self.mixed_precision or "none"
         boosted, wrapped, plan = self.plugin.configure(model, optimizer, world, precision)
         self._plan = broadcast_object(plan)
+        release_groups()
         wrapped.watch(model)
         self._optimizers[boosted] = wrapped
         if self.mixed_precision:
