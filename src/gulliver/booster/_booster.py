@@ -48,7 +48,7 @@ from gulliver.checkpoint import (
     step_folder,
     write_tensors,
 )
-from gulliver.comm import World, broadcast_object, guard, init_world
+from gulliver.comm import World, broadcast_object, guard, init_world, release_groups
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
 from gulliver.plan import Plan
@@ -148,6 +148,7 @@ class Booster:
         again = next((known for known in self._optimizers if unwrapped(known) is model), model)
         boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, precision)
         self._plan = broadcast_object(plan)
+        release_groups()
         wrapped.watch(unwrapped(model))
         if boosted in self._optimizers:
             self._several.add(boosted)

@@ -16,6 +16,7 @@ from gulliver.comm._collectives import (
     group_size,
     reduce_scatter,
 )
+from gulliver.comm._groups import release_groups, shared_line
 from gulliver.comm._launch import default_ranks, launch, under_launcher
 from gulliver.comm._line import ALONE, Line
 from gulliver.comm._watchdog import Watchdog
@@ -50,6 +51,8 @@ __all__ = [
     "launch",
     "make_axes",
     "reduce_scatter",
+    "release_groups",
+    "shared_line",
     "shutdown",
     "under_launcher",
 ]

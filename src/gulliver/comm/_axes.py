@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gulliver.comm._choice import Choice
+from gulliver.comm._groups import lasting_group, shared_line
 from gulliver.comm._line import ALONE, Line
 from gulliver.errors import GulliverError, nearest
 
@@ -34,16 +38,30 @@ class Axes:
 
     Attributes:
         sizes: outer to inner.
-        mesh: torch's mesh of the same names; None in a world of one.
+        ranks: of the world by their place along each axis; None in a world of one.
+        device_type: of the tensors.
+        lines: of this rank along each axis.
     """
 
     sizes: Mapping[str, int]
-    mesh: DeviceMesh | None
+    ranks: Tensor | None
+    device_type: str
+    lines: Mapping[str, Line]
+
+    @cached_property
+    def mesh(self) -> DeviceMesh | None:
+        """Torch's mesh of the same names; None in a world of one."""
+        if self.ranks is None:
+            return None
+        groups: list[Any] = [self.group(name) for name in self.sizes]
+        return DeviceMesh.from_group(
+            groups, self.device_type, self.ranks, mesh_dim_names=tuple(self.sizes)
+        )
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """The ranks along one axis, through this one; None in a world of one."""
         self._check((name,))
-        return self.mesh.get_group(name) if self.mesh is not None else None
+        return lasting_group(self.line(name)) if self.ranks is not None else None
 
     def torus(self, *names: str, choose: Choose | None = None) -> Torus:
         """The ranks along some axes; every rank of the world calls it, in one order.
@@ -58,24 +76,18 @@ class Axes:
 
     def line(self, name: str) -> Line:
         """This rank's line along one axis."""
-        if self.mesh is None:
-            return ALONE
-        ranks = tuple(self.mesh[name].mesh.flatten().tolist())
-        return Line(ranks, ranks.index(dist.get_rank()), self.mesh.get_group(name))
+        return self.lines[name]
 
     def flat(self, names: Sequence[str]) -> Line:
         """This rank's line through all places along some axes; every rank calls it."""
-        if self.mesh is None:
+        if self.ranks is None:
             return ALONE
-        places = [list(self.sizes).index(name) for name in names]
-        last = list(range(-len(places), 0))
-        count = math.prod(self.sizes[name] for name in names)
-        rows = self.mesh.mesh.movedim(places, last).reshape(-1, count).tolist()
-        # Every rank makes the groups of all ranks: that is what torch asks for.
-        groups = [None] if len(rows) == 1 else [dist.new_group(sorted(row)) for row in rows]
-        me = dist.get_rank()
-        row, group = next((r, g) for r, g in zip(rows, groups, strict=True) if me in r)
-        return Line(tuple(row), row.index(me), group)  # pyright: ignore[reportArgumentType]
+        rows = _rows(self.sizes, self.ranks, names)
+        if len(rows) == 1:
+            return Line(tuple(rows[0]), rows[0].index(dist.get_rank()))
+        line = shared_line(rows, "axes")
+        # Who passes on the group alone, without the line, would mean the whole world by None.
+        return line if line.size > 1 else replace(line, group=lasting_group(line))
 
     def _check(self, names: Sequence[str]) -> None:
         for name in names:
@@ -126,7 +138,7 @@ class Torus:
 
     def _lay(self, axes: Axes, names: tuple[str, ...], choose: Choose | None) -> None:
         self.axes = {name: axes.sizes[name] for name in names}
-        self.mesh, self.choose = axes.mesh, choose
+        self.choose = choose
         self.lines = tuple(axes.line(name) for name in names if axes.sizes[name] > 1)
         self.flat = self.lines[0] if len(self.lines) == 1 else axes.flat(names)
 
@@ -179,8 +191,17 @@ def make_axes(
     if sorted(order) != list(range(world)):
         raise GulliverError(f"the order {order} must name each of the {world} ranks once")
     if not dist.is_initialized():
-        return Axes(dict(sizes), None)
+        return Axes(dict(sizes), None, device_type or "cpu", dict.fromkeys(sizes, ALONE))
     if device_type is None:
         device_type = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
     ranks = torch.tensor(order, device="cpu").view(*sizes.values())
-    return Axes(dict(sizes), DeviceMesh(device_type, ranks, mesh_dim_names=tuple(sizes)))
+    lines = {name: shared_line(_rows(sizes, ranks, (name,)), "axis") for name in sizes}
+    return Axes(dict(sizes), ranks, device_type, lines)
+
+
+def _rows(sizes: Mapping[str, int], ranks: Tensor, names: Sequence[str]) -> list[list[int]]:
+    """The ranks along some axes, for every place on the others."""
+    places = [list(sizes).index(name) for name in names]
+    last = list(range(-len(places), 0))
+    count = math.prod(sizes[name] for name in names)
+    return ranks.movedim(places, last).reshape(-1, count).tolist()

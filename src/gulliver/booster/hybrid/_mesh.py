@@ -109,9 +109,9 @@ def make_mesh(sizes: Mapping[str, int], sequence: SequencePlan, device_type: str
 
 def _sequences(axes: Axes) -> list[list[int]] | None:
     """The ranks that share a sequence, for every sequence of the world."""
-    if axes.mesh is None:
+    if axes.ranks is None:
         return None
-    rows = axes.mesh.mesh.movedim(AXES.index("sp"), -1)
+    rows = axes.ranks.movedim(AXES.index("sp"), -1)
     return rows.reshape(-1, axes.sizes["sp"]).tolist()
 
 

@@ -16,7 +16,7 @@ from typing import get_args
 
 import torch.distributed as dist
 
-from gulliver.comm import ALONE, Line
+from gulliver.comm import ALONE, Line, shared_line
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.sequence._layout import Layout, LayoutName
 
@@ -127,14 +127,12 @@ def make_groups(
         )
     if world == 1:
         return SequenceGroups(plan)
-    lines = [_make_lines(_axes(ranks, plan)) for ranks in members]
-    me = dist.get_rank()
-    found = {}
-    for made in lines:
-        for name, line in made:
-            if me in line.ranks:
-                found[name] = Line(line.ranks, line.ranks.index(me), line.group)
-    return SequenceGroups(plan, **found)
+    # By the name of the axis: its lines through all sequences together name each rank once.
+    rows: dict[str, list[list[int]]] = {}
+    for ranks in members:
+        for name, row in _axes(ranks, plan):
+            rows.setdefault(name, []).append(row)
+    return SequenceGroups(plan, **{name: shared_line(r, "sequence") for name, r in rows.items()})
 
 
 def _axes(ranks: list[int], plan: SequencePlan) -> list[tuple[str, list[int]]]:
@@ -146,17 +144,4 @@ def _axes(ranks: list[int], plan: SequencePlan) -> list[tuple[str, list[int]]]:
         places = ranks[member::u]
         lines += [("inner", places[o * inner : (o + 1) * inner]) for o in range(plan.outer)]
         lines += [("outer", places[i::inner]) for i in range(inner)]
-    return lines
-
-
-def _make_lines(axes: list[tuple[str, list[int]]]) -> list[tuple[str, Line]]:
-    """Every rank makes the groups of all ranks, in one order: that is what torch asks for."""
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-    lines = []
-    for name, ranks in axes:
-        key = tuple(ranks)
-        if key not in made:
-            # torch sorts a group's ranks; messages name ranks of the world, so nothing minds.
-            made[key] = dist.new_group(sorted(key)) if len(key) > 1 else None  # pyright: ignore
-        lines.append((name, Line(key, 0, made[key])))
     return lines

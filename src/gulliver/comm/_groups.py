@@ -1,0 +1,117 @@
+"""Process groups that are made once and shared by all who want the same ranks for the same use.
+
+A gloo group costs three threads, one of which wakes a hundred times in a second whether or not
+anything arrives, and sockets to every member. So models that are boosted one after another must not
+bring groups of their own.
+
+[Note: when groups go] torch keeps every group until it is destroyed, and all ranks must agree when:
+a rank on which the last user of a group was collected does not know whether the others still send.
+So a group without users is kept, for whoever wants it next. Where the ranks meet anyway, at the end
+of a boost, they agree on those that nobody has asked for or uses on any rank, and destroy them. All
+others go with the world.
+
+It does not know what the groups are for: whoever asks names the use, and what has two uses at a
+time does not share a group, so that messages of one are never in the way of those of the other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from gulliver.comm._line import Line
+
+Key = tuple[str, tuple[int, ...]]
+
+
+@dataclass
+class _Shared:
+    """A group, or what torch gives to ranks that are not in it.
+
+    Attributes:
+        group: of the ranks.
+        users: lines of this process that were given it; those that are gone are empty.
+        wanted: since the ranks agreed the last time.
+        for_ever: its group was given out without a line, so nobody knows its users.
+    """
+
+    group: Any
+    users: list[weakref.ref[Line]] = field(default_factory=list)
+    wanted: bool = True
+    for_ever: bool = False
+
+    @property
+    def used(self) -> bool:
+        self.users = [user for user in self.users if user() is not None]
+        return self.for_ever or bool(self.users)
+
+
+# By the world that they belong to, and go with; ranks that are threads have one each.
+_made: WeakKeyDictionary[Any, dict[Key, _Shared]] = WeakKeyDictionary()
+
+
+def shared_line(rows: Sequence[Sequence[int]], use: str) -> Line:
+    """This rank's row of ranks with the group of that row; every rank calls it with the same rows.
+
+    Args:
+        rows: ranks of the world in the order of their places; one of the rows has this rank.
+        use: rows of the same ranks have one group for each use.
+    """
+    me = dist.get_rank()
+    # Every rank makes the groups of all ranks: that is what torch asks for.
+    made = [(row, _shared(row, use)) for row in rows if len(row) > 1]
+    row = next(row for row in rows if me in row)
+    shared = next((shared for other, shared in made if other is row), None)
+    line = Line(tuple(row), row.index(me), shared.group if shared else None)
+    if shared is not None:
+        shared.users.append(weakref.ref(line))
+    return line
+
+
+def lasting_group(line: Line) -> dist.ProcessGroup:
+    """The group of a line, also of one rank; it stays as long as the world does."""
+    groups = _made.setdefault(dist.group.WORLD, {})
+    for shared in groups.values():
+        if line.group is not None and shared.group is line.group:
+            shared.for_ever = True
+    if line.size > 1:
+        return line.group or dist.group.WORLD  # pyright: ignore[reportReturnType]
+    key = "alone", (dist.get_rank(),)
+    if key not in groups:
+        # No other rank has a part in it, so none is asked; nor does it count when ranks agree.
+        alone = dist.new_group(list(key[1]), use_local_synchronization=True)
+        groups[key] = _Shared(alone, for_ever=True)
+    return groups[key].group
+
+
+def release_groups() -> None:
+    """Destroys groups that no rank uses or has asked for since the last call; all ranks call it."""
+    if not dist.is_initialized():
+        return
+    groups = _made.get(dist.group.WORLD, {})
+    idle = [key for key, shared in groups.items() if key[0] != "alone" and not shared.wanted]
+    for shared in groups.values():
+        shared.wanted = False
+    if not idle:
+        return
+    free: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(free, [key for key in idle if not groups[key].used])
+    for key in idle:
+        if all(key in answer for answer in free):
+            group = groups.pop(key).group
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+
+
+def _shared(row: Sequence[int], use: str) -> _Shared:
+    # torch sorts a group's ranks; messages name ranks of the world, so nothing minds.
+    groups, key = _made.setdefault(dist.group.WORLD, {}), (use, tuple(sorted(row)))
+    if key not in groups:
+        groups[key] = _Shared(dist.new_group(list(key[1])))
+    groups[key].wanted = True
+    return groups[key]
