@@ -7,15 +7,20 @@ from gulliver.parallel._optimizer import (
     named_trainables,
     persistent_buffers,
 )
+from gulliver.parallel._own_loss import OwnLoss, asks_routers, has_known_forward, own_loss
 from gulliver.parallel.zero import BucketTuner, ZeroOptimizer, state_tensors
 
 __all__ = [
     "BoostedOptimizer",
     "BucketTuner",
     "Counter",
+    "OwnLoss",
     "ZeroOptimizer",
+    "asks_routers",
+    "has_known_forward",
     "named_groups",
     "named_trainables",
+    "own_loss",
     "persistent_buffers",
     "state_tensors",
 ]
