@@ -24,7 +24,7 @@ from torch import nn
 from gulliver._compat import compiled_call, is_compiled
 from gulliver.booster._plugins import HALVES, MIB, _broadcast_any, _convert, _plan, chunk_plans
 from gulliver.booster._states import CUT
-from gulliver.booster.hybrid._batches import watch_batches
+from gulliver.booster.hybrid._batches import Vocabulary, watch_batches
 from gulliver.booster.hybrid._capability import SHARED_BY_TENSOR, is_hugging_face
 from gulliver.booster.hybrid._lazy import check_lazy, fill
 from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
@@ -91,6 +91,7 @@ def apply(
     asleep = _asleep(model, optimizer)
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in named_trainables(model, optimizer))
+    vocabulary = Vocabulary.of(model)
     mesh = make_mesh(sizes, sequence, world.device.type)
     # Before anything is cut: what cannot be done is refused while the model is whole.
     tensor = _tensor_plan(plugin, model) if plugin.tp_size > 1 else None
@@ -127,9 +128,10 @@ def apply(
             plugin.num_microbatches,
             readers=mesh.model,
             check_batch=plugin.check_batches,
+            look=vocabulary.check if plugin.check_batches else None,
         )
     elif plugin.check_batches:
-        watch_batches(model, mesh.model)
+        watch_batches(model, mesh.model, vocabulary)
     plan = _plan(
         plugin,
         model,

@@ -49,6 +49,7 @@ class Pipeline:
         call: what to call instead of the model, for instance under autocast.
         readers: ranks that must read the same batch; None: those of the pipeline.
         check_batch: compare what they read, at every run.
+        look: is called with each batch when all ranks have the same, and may refuse it.
 
     Raises:
         GulliverError: an unknown style, or a number of micro-batches that it cannot order.
@@ -63,10 +64,12 @@ class Pipeline:
         call: Callable[..., Any] | None = None,
         readers: Line | None = None,
         check_batch: bool = True,
+        look: Callable[[Any], None] | None = None,
     ) -> None:
         style_of(style, len(stage.own))
         self.stage, self.style, self.call = stage, style, call
         self.micro_batches = micro_batches or 2 * stage.cut.stages
+        self.look = look
         self.readers, self.check_batch = readers or stage.line, check_batch
         check_counts(style, stage.cut.stages, stage.line.size, self.micro_batches)
         self._runners: list[Runner] = []
@@ -122,6 +125,8 @@ class Pipeline:
         # A message that is awaited from a rank that failed never comes, so a failure is final.
         with guard():
             states = self._agree(batch, forward_only)
+            if self.look is not None:
+                self.look(batch)
             micros = split(self._complete(batch), self.micro_batches)
             plain = forward_only and not any("label" in path for path, _ in leaves(batch))
             other = criterion is not None or plain
