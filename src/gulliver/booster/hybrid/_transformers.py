@@ -151,12 +151,8 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: Line = ALONE
             head.gather_output = True
         return
     task = task and (not shared or own_loss(model) is not None)
-    if getattr(model, "gulliver_wiring", None) is not None:
-        raise GulliverError("this model is wired for a sequence already: build it anew")
-    family = Family()
-    if groups.plan.degree > 1:
-        family = _family_of(model)
-        _check_config(model, family)
+    _check_unwired(model)
+    family = check_sequence(model) if shared else Family()
     wiring = Wiring(groups, tensor, family, task)
     region = model if task else _base_of(model)
     region.register_forward_pre_hook(wiring.enter, with_kwargs=True)
@@ -169,6 +165,23 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: Line = ALONE
         if hasattr(model, "generate"):
             made = partial(generate, model) if task else partial(_refuse_generating, model)
             object.__setattr__(model, "generate", made)
+
+
+def check_sequence(model: nn.Module) -> Family:
+    """What is known of a model that is to share its sequences; looks at it only.
+
+    Raises:
+        GulliverError: a model or a configuration that cannot run so.
+    """
+    _check_unwired(model)
+    family = _family_of(model)
+    _check_config(model, family)
+    return family
+
+
+def _check_unwired(model: nn.Module) -> None:
+    if getattr(model, "gulliver_wiring", None) is not None:
+        raise GulliverError("this model is wired for a sequence already: build it anew")
 
 
 def keep_logits(model: nn.Module, keep: bool = True) -> None:
