@@ -74,7 +74,10 @@ def _boost(
 
 def _once(booster: Booster, model: Any, optimizer: Any, data: dict[str, Tensor]) -> float:
     if optimizer.pipeline is not None:
-        return float(booster.execute_pipeline(iter([data]), model, None, optimizer)["loss"])
+        done = booster.execute_pipeline(
+            iter([data]), model, None, optimizer, weight="shifted_labels"
+        )
+        return float(done["loss"])
     loss = criterion(model(**data), data)
     booster.backward(loss, optimizer)
     return loss.item()

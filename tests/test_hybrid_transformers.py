@@ -533,9 +533,9 @@ def _call(groups: Any, family: str = "llama", **call: Any) -> Any:
 
 
 def _refuse_loss(groups: Any) -> None:
-    model = make("llama")
+    model = _wired(groups)
     model.loss_function = F.cross_entropy
-    wire_sequence(model, groups)
+    model(**batch("llama", 2, 0, 12))
 
 
 def _rewire(groups: Any) -> None:
@@ -547,7 +547,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "t5": (lambda g: _wired(g, "t5"), "adds a bias.*split_gather"),
     "whisper": (lambda g: _wired(g, "whisper"), "convolution.*split_gather"),
     "twice": (_rewire, "wired for a sequence already"),
-    "loss function": (_refuse_loss, "leave labels out"),
+    "late loss function": (_refuse_loss, "set it before boost, or leave labels out"),
     "dropout": (lambda g: _wired(g, attention_dropout=0.1), "attention_dropout=0.1"),
     "later dropout": (
         lambda g: _refuse_later_dropout(g),

@@ -414,29 +414,30 @@ def test_cross_entropy_of_columns(pool: Pool, dtype: torch.dtype, bar: float, sc
         assert max(max(e) for e in pool.run(_loss, size, dtype, scale)) <= bar
 
 
-def _labels_out_of_range(world: World) -> list[bool]:
+def _labels_out_of_range(world: World) -> str:
     start, stop = share(5, 5, world.size, world.rank)[0]
     logits = torch.zeros(3, stop - start)
-    found = cross_entropy(logits, torch.tensor([2, 5, -100]), line_of(world), (start, stop))
-    return found.isnan().tolist()
+    with pytest.raises(GulliverError) as raised:
+        cross_entropy(logits, torch.tensor([2, 5, -100]), line_of(world), (start, stop))
+    return str(raised.value)
 
 
-def test_a_label_that_nobody_has_shows(pool: Pool) -> None:
-    assert pool.run(_labels_out_of_range, 2) == [[False, True, False]] * 2
+def test_a_label_that_nobody_has_is_named_on_every_rank(pool: Pool) -> None:
+    for said in pool.run(_labels_out_of_range, 2):
+        assert "label 5 is not in the vocabulary" in said
 
 
 def _ids_out_of_range(world: World) -> str:
     model = _model()
     apply_tensor(model, plan_tensor(model, world.size, RULES), line_of(world))
-    try:
+    with pytest.raises(IndexError) as raised:
         model.embed(torch.tensor([[13]]))
-    except IndexError:
-        return "refused"
-    return "taken"
+    return str(raised.value)
 
 
-def test_an_id_out_of_the_vocabulary_is_found(pool: Pool) -> None:
-    assert pool.run(_ids_out_of_range, 2) == ["refused"] * 2
+def test_an_id_out_of_the_vocabulary_is_named_on_every_rank(pool: Pool) -> None:
+    for said in pool.run(_ids_out_of_range, 2):
+        assert "token 13 is not in the vocabulary" in said
 
 
 # Models.

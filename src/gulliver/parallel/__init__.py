@@ -7,6 +7,7 @@ from gulliver.parallel._optimizer import (
     named_trainables,
     persistent_buffers,
 )
+from gulliver.parallel._own_loss import OwnLoss, asks_routers, has_known_forward, own_loss
 from gulliver.parallel.zero import (
     BucketTuner,
     ZeroOptimizer,
@@ -20,12 +21,16 @@ __all__ = [
     "BoostedOptimizer",
     "BucketTuner",
     "Counter",
+    "OwnLoss",
     "ZeroOptimizer",
+    "asks_routers",
     "check_optimizer",
     "check_trainable",
+    "has_known_forward",
     "is_boosted",
     "named_groups",
     "named_trainables",
+    "own_loss",
     "persistent_buffers",
     "state_tensors",
 ]

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from gulliver._compat import compiled_call, is_compiled
+from gulliver.booster._checkpoint import agreed
 from gulliver.booster._plugins import (
     HALVES,
     MIB,
@@ -32,28 +33,39 @@ from gulliver.booster._plugins import (
     no_optimizer,
 )
 from gulliver.booster._states import CUT
-from gulliver.booster.hybrid._batches import watch_batches
+from gulliver.booster.hybrid._batches import Vocabulary, watch_batches
 from gulliver.booster.hybrid._capability import SHARED_BY_TENSOR, is_hugging_face
 from gulliver.booster.hybrid._lazy import check_lazy, fill
 from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
 from gulliver.booster.hybrid._optimizer import HybridOptimizer
 from gulliver.booster.hybrid._stdit import wire_stdit
-from gulliver.booster.hybrid._transformers import wire_sequence
-from gulliver.comm import World, current_world, gather_objects
+from gulliver.booster.hybrid._transformers import check_sequence, wire_sequence
+from gulliver.comm import Line, World, broadcast, current_world
 from gulliver.errors import GulliverError
-from gulliver.parallel import named_groups, named_trainables
+from gulliver.parallel import asks_routers, named_groups, named_trainables
 from gulliver.parallel.pipeline import (
+    Cut,
     Pipeline,
+    Stack,
     Stage,
+    check_counts,
+    check_stages,
     checkpoint_blocks,
     cut,
     deal,
+    idle_places,
     make_stage,
     stack_of,
     style_of,
 )
 from gulliver.parallel.sequence import SequencePlan
-from gulliver.parallel.tensor import TensorPlan, apply_tensor, plan_tensor
+from gulliver.parallel.tensor import (
+    TensorPlan,
+    apply_tensor,
+    check_mode,
+    dropouts_of,
+    plan_tensor,
+)
 from gulliver.plan import MemoryPlan, Plan
 
 if TYPE_CHECKING:
@@ -83,25 +95,20 @@ def apply(
     Raises:
         GulliverError: something that cannot be cut so, named.
     """
-    _check_new(plugin, model)
-    _check_dropout(plugin, model)
+    # While the model is whole, and on all ranks, so that none goes on where another cannot.
+    agreed(lambda: _check(plugin, model, optimizer, sequence, family))
     idle = optimizer is None
     optimizer = optimizer or no_optimizer()
-    if optimizer.state:
-        raise GulliverError(
-            "the optimizer has stepped before boost: boost cuts the model, so boost first"
-        )
     if plugin.precision:
         _convert(model, optimizer, HALVES[plugin.precision])
         precision = f"{plugin.precision} with float32 copies"
-    check_lazy(model, plugin.weights)
     make_equal(model)
     groups, aliases = named_groups(model, optimizer), _aliases(model)
     asleep = _asleep(model, optimizer)
     total = sum(p.numel() for p in model.parameters())
     trained = 0 if idle else sum(p.numel() for p in named_trainables(model, optimizer))
+    vocabulary = Vocabulary.of(model)
     mesh = make_mesh(sizes, sequence, world.device.type)
-    # Before anything is cut: what cannot be done is refused while the model is whole.
     tensor = _tensor_plan(plugin, model) if plugin.tp_size > 1 else None
     stage = _make_stage(plugin, model, mesh) if plugin.pp_size > 1 else None
     if tensor is not None:
@@ -112,8 +119,6 @@ def apply(
     if plugin.weights is not None:
         fill(model, plugin.weights, aliases, world.device)
     names = _rewrite_groups(optimizer, model, groups, aliases)
-    if not idle:
-        _check_trained(names, mesh)
     rest = {p: name for name, p in model.named_parameters() if p not in names}
     boosted = HybridOptimizer(
         optimizer,
@@ -131,6 +136,8 @@ def apply(
     )
     if mesh.shards.size > 1:
         _mark(model)
+    if plugin.allow_dropout:
+        _draw_alike(model, (mesh.sequence.all, mesh.tensor), world.device)
     if stage is not None:
         boosted.pipeline = Pipeline(
             stage,
@@ -138,9 +145,10 @@ def apply(
             plugin.num_microbatches,
             readers=mesh.model,
             check_batch=plugin.check_batches,
+            look=vocabulary.check if plugin.check_batches else None,
         )
     elif plugin.check_batches:
-        watch_batches(model, mesh.model)
+        watch_batches(model, mesh.model, vocabulary)
     plan = _plan(
         plugin,
         model,
@@ -165,19 +173,17 @@ def apply(
     return model, boosted, plan
 
 
-DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
 _AXES = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
 
 
 def _tensor_plan(plugin: HybridParallelPlugin, model: nn.Module) -> TensorPlan:
-    return plan_tensor(model, plugin.tp_size, plugin.tensor_rules, plugin.replicate_rest)
+    return plan_tensor(
+        model,
+        plugin.tp_size,
+        plugin.tensor_rules,
+        plugin.replicate_rest,
+        plugin.allow_dropout,
+    )
 
 
 def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
@@ -200,15 +206,27 @@ def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
 
 def _make_stage(plugin: HybridParallelPlugin, model: nn.Module, mesh: HybridMesh) -> Stage:
     """Takes the blocks of other stages out."""
-    style = style_of(plugin.pp_style, plugin.num_model_chunks)
-    chunks = plugin.num_model_chunks or style.chunks
-    stack = stack_of(model)
-    numbers = deal(plugin.pp_style, plugin.pp_size, chunks)
-    found = cut(model, stack, plugin.pp_size * chunks, at=plugin.cut)
+    stack, found, numbers = _stages(plugin, model)
     stage = make_stage(model, stack, found, mesh.pipeline, numbers)
     if plugin.checkpoint_activations:
         checkpoint_blocks(stage)
     return stage
+
+
+def _stages(
+    plugin: HybridParallelPlugin, model: nn.Module
+) -> tuple[Stack, Cut, tuple[tuple[int, ...], ...]]:
+    """The blocks of a model, how they are cut, and which stages each rank has."""
+    chunks = plugin.num_model_chunks or style_of(plugin.pp_style, plugin.num_model_chunks).chunks
+    stack = stack_of(
+        model,
+        plugin.blocks,
+        extra=plugin.extra,
+        after=plugin.after,
+        everywhere=plugin.everywhere,
+    )
+    numbers = deal(plugin.pp_style, plugin.pp_size, chunks)
+    return stack, cut(model, stack, plugin.pp_size * chunks, at=plugin.cut), numbers
 
 
 def _wire(
@@ -227,11 +245,6 @@ def _wire(
     elif is_hugging_face(model) and mesh.sequence.plan.degree * mesh.tensor.size > 1:
         wire_sequence(model, mesh.sequence, mesh.tensor)
     if plugin.checkpoint_activations and stage is None:
-        if not hasattr(model, "gradient_checkpointing_enable"):
-            raise GulliverError(
-                "checkpoint_activations needs a model with gradient_checkpointing_enable, or a "
-                "pipeline: wrap the blocks with torch.utils.checkpoint before boost"
-            )
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
 
 
@@ -262,7 +275,53 @@ def _rewrite_groups(
     return {p: name for name, p in present.items() if name in members}
 
 
-def _check_new(plugin: HybridParallelPlugin, model: nn.Module) -> None:
+def _check(
+    plugin: HybridParallelPlugin,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    sequence: SequencePlan,
+    family: str | None,
+) -> None:
+    """Refuses what cannot be done, before anything is; it looks only."""
+    _check_dropout(plugin, model)
+    if optimizer is not None and optimizer.state:
+        raise GulliverError(
+            "the optimizer has stepped before boost: boost cuts the model, so boost first"
+        )
+    if optimizer is not None:
+        named_trainables(model, optimizer)  # refuses an optimizer of another model
+    check_lazy(model, plugin.weights)
+    if plugin.weights is not None and not plugin.weights.is_dir():
+        raise GulliverError(f"weights={str(plugin.weights)!r} is no folder")
+    _check_outputs(plugin, model)
+    if plugin.tp_size > 1:
+        plan = _tensor_plan(plugin, model)
+        check_mode(model, plan, plugin.mode if plugin.mode in SHARED_BY_TENSOR else None)
+    if plugin.pp_size > 1:
+        _check_stages(plugin, model, optimizer)
+    if family != "STDiT3" and is_hugging_face(model) and sequence.degree > 1:
+        check_sequence(model)
+    enables = hasattr(model, "gradient_checkpointing_enable")
+    if plugin.checkpoint_activations and plugin.pp_size == 1 and not enables:
+        raise GulliverError(
+            "checkpoint_activations needs a model with gradient_checkpointing_enable, or a "
+            "pipeline: wrap the blocks with torch.utils.checkpoint before boost"
+        )
+
+
+def _check_outputs(plugin: HybridParallelPlugin, model: nn.Module) -> None:
+    """Refuses losses of routers that each rank would have a part of."""
+    if plugin.mode not in SHARED_BY_TENSOR and plugin.pp_size == 1:
+        return
+    if asks_routers(model, {}):
+        raise GulliverError(
+            "output_router_logits=True adds a loss of all tokens of all blocks, and a rank has "
+            "some of them: set it to False in the configuration, or leave pp_size and "
+            "sequence_parallelism_mode out"
+        )
+
+
+def check_new(plugin: HybridParallelPlugin, model: nn.Module) -> None:
     """Refuses what was boosted or compiled before, while all ranks still have the same."""
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
         raise GulliverError("the model is boosted already: boost each model once, or build it anew")
@@ -275,14 +334,32 @@ def _check_new(plugin: HybridParallelPlugin, model: nn.Module) -> None:
 
 
 def _check_dropout(plugin: HybridParallelPlugin, model: nn.Module) -> None:
-    """Refuses masks that ranks would draw for their own tokens, another than one process draws."""
-    drops = [n for n, m in model.named_modules() if isinstance(m, DROPOUTS) and m.p > 0]
-    if drops and plugin.sp_size > 1:
+    """Refuses masks that the ranks of a model would draw, others than one process draws."""
+    alone = plugin.tp_size * plugin.pp_size * plugin.sp_size == 1
+    drops = [] if alone or plugin.allow_dropout else dropouts_of(model)
+    if drops:
         raise GulliverError(
             f"{', '.join(drops[:3])}{', ...' if len(drops) > 3 else ''} drop at random, and ranks "
-            "that share a sequence would draw other masks than one: set dropouts to 0 in the "
-            "model's configuration"
+            "that share a model draw other masks than one process: set dropouts to 0 in the "
+            "model's configuration, or pass allow_dropout=True to train with such masks"
         )
+
+
+def _draw_alike(model: nn.Module, lines: Sequence[Line], device: torch.device) -> None:
+    """Lets ranks that compute the same draw the same: at each call they take one seed."""
+    shared = [line for line in lines if line.size > 1]
+
+    def seed(module: nn.Module, *_: Any) -> None:
+        if not module.training:
+            return
+        drawn = torch.randint(2**62, (1,)).to(device)
+        for line in shared:
+            # A group numbers its ranks in ascending order, a line need not.
+            broadcast(drawn, sorted(line.ranks).index(line.ranks[0]), line.group)
+        torch.manual_seed(int(drawn))
+
+    if shared:
+        model.register_forward_pre_hook(seed)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -303,11 +380,21 @@ def _refuse_saving(*_: Any, **__: Any) -> None:
     )
 
 
-def _check_trained(names: Mapping[nn.Parameter, str], mesh: HybridMesh) -> None:
-    """Refuses stages with nothing to train, on all ranks: those of others would wait for it."""
-    idle = {place for place, count in gather_objects((mesh.place["pp"], len(names))) if not count}
+def _check_stages(
+    plugin: HybridParallelPlugin, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Refuses blocks that cannot be run in stages, and stages with nothing to train."""
+    stack, found, numbers = _stages(plugin, model)
+    check_stages(model, stack)
+    micro_batches = plugin.num_microbatches or 2 * found.stages
+    check_counts(plugin.pp_style, found.stages, plugin.pp_size, micro_batches)
+    if optimizer is None:
+        return
+    trained, first = set(named_trainables(model, optimizer).values()), _aliases(model)
+    names = [name for name in first if first[name] in trained]
+    idle = idle_places(model, stack, found, numbers, names)
     if idle:
-        stages = " and ".join(str(place) for place in sorted(idle))
+        stages = " and ".join(str(place) for place in idle)
         raise GulliverError(
             f"place {stages} of the pipeline (counted from 0) has no trainable parameter: cut it "
             "otherwise, or use fewer stages"

@@ -20,6 +20,7 @@ from gulliver.booster.hybrid._cache import ShardedCache
 from gulliver.booster.hybrid._call import Call
 from gulliver.booster.hybrid._loss import Counting, Tail, scale_gradient
 from gulliver.errors import GulliverError
+from gulliver.parallel import OwnLoss
 from gulliver.parallel.sequence import Mask, SequenceGroups, position_ids, shard
 
 ALONG_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
@@ -122,25 +123,25 @@ class Batch:
             )
 
 
-def take_targets(batch: Batch, groups: SequenceGroups, shifted: bool) -> Targets | None:
+def take_targets(batch: Batch, groups: SequenceGroups, own: OwnLoss) -> Targets | None:
     """The labels of this rank's tokens, shifted before they are cut.
 
     Args:
         batch: from which they are taken.
         groups: of the ranks that share the sequence.
-        shifted: the model compares each token's logits with the next label.
+        own: what the model's own loss is.
     """
     labels, aligned = batch.take("labels"), batch.take("shift_labels")
     ignore = batch.take("ignore_index", -100)
     items = batch.take("num_items_in_batch")
     if labels is None:
         return None
-    if shifted:
+    if own.shifted:
         shift = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore)
         labels = shift if aligned is None else aligned
     if groups.plan.degree > 1:
         labels = shard(labels, groups)
-    return Targets(labels, Counting(ignore, items))
+    return Targets(labels, Counting(ignore, items if own.items else None))
 
 
 def cut_tokens(batch: Batch, groups: SequenceGroups, find: Packing) -> Call:

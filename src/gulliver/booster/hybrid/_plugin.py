@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gulliver.booster._plugins import HALVES, STAGES, Plugin
-from gulliver.booster.hybrid._apply import apply
+from gulliver.booster.hybrid._apply import apply, check_new
 from gulliver.booster.hybrid._capability import (
     AUTO,
     FAMILIES,
@@ -57,11 +57,20 @@ class HybridParallelPlugin(Plugin):
             ``zbv``, ``dualpipev``.
         num_model_chunks: stages on each rank, for the schedules that have several.
         cut: blocks of each stage, first to last; None cuts by predicted cost.
+        blocks: path of the list of blocks that is cut, where it is not found.
+        everywhere: paths of modules that every stage keeps, because their results go into all
+            blocks.
+        after: paths of modules that run after the blocks although they are registered before.
+        extra: entries that a block returns after the hidden state; None is a plain tensor, -1 finds
+            it out.
         inner_ring_size: ranks of an inner ring, for ``ring_attn`` over links of two speeds.
         ulysses_size: ranks that exchange heads inside a ring, for ``ring_attn``.
         tensor_rules: how modules lie over the tensor axis, by pattern of their names, for models
             without a plan of their own; see `gulliver.parallel.tensor`.
         replicate_rest: keep modules that no rule knows whole on every rank, instead of refusing.
+        allow_dropout: train with dropout though ranks that share a model draw other masks than one
+            process. Ranks that share tensors or a sequence take one seed at each call, stages draw
+            by themselves.
         checkpoint_activations: recompute blocks in backward instead of keeping what they computed.
         max_norm: clip gradients to this norm of the whole model in every step; 0 does not.
         chunk_mb: size of ZeRO's chunks in MiB.
@@ -92,10 +101,15 @@ class HybridParallelPlugin(Plugin):
         pp_style: str = "1f1b",
         num_model_chunks: int | None = None,
         cut: Sequence[int] | None = None,
+        blocks: str | None = None,
+        everywhere: Sequence[str] = (),
+        after: Sequence[str] = (),
+        extra: int | None = -1,
         inner_ring_size: int | None = None,
         ulysses_size: int | None = None,
         tensor_rules: Mapping[str, str] | None = None,
         replicate_rest: bool = False,
+        allow_dropout: bool = False,
         checkpoint_activations: bool = False,
         max_norm: float = 0.0,
         chunk_mb: float = 4.0,
@@ -113,6 +127,9 @@ class HybridParallelPlugin(Plugin):
         self.precision, self.max_norm, self.chunk_mb = precision, max_norm, chunk_mb
         self.num_microbatches, self.pp_style = num_microbatches, pp_style
         self.num_model_chunks, self.cut = num_model_chunks, cut
+        self.blocks, self.extra = blocks, extra
+        self.everywhere, self.after = _paths("everywhere", everywhere), _paths("after", after)
+        self.allow_dropout = allow_dropout
         self.inner_ring_size, self.ulysses_size = inner_ring_size, ulysses_size
         self.tensor_rules, self.replicate_rest = tensor_rules, replicate_rest
         self.checkpoint_activations, self.gather_ahead = checkpoint_activations, gather_ahead
@@ -143,6 +160,9 @@ class HybridParallelPlugin(Plugin):
             "num_microbatches": self.num_microbatches,
             "num_model_chunks": self.num_model_chunks,
             "cut": self.cut,
+            "blocks": self.blocks,
+            "everywhere": self.everywhere or None,
+            "after": self.after or None,
         }
         for name, value in alone.items():
             if value is not None and self.pp_size == 1:
@@ -206,8 +226,9 @@ class HybridParallelPlugin(Plugin):
     def check(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
     ) -> None:
-        """Refuses optimizers that would see a part of what they look at; nothing is changed yet."""
+        """Refuses models that were cut, and optimizers that would see a part of what they step."""
         super().check(model, optimizer, precision)
+        check_new(self, model)
         if optimizer is not None:
             sizes = self.tp_size, self.pp_size
             check_optimizer(optimizer, self.zero_stage, self.assume_elementwise, *sizes)
@@ -246,3 +267,9 @@ class HybridParallelPlugin(Plugin):
         world = current_world()
         sizes = size_axes(world.size, self.pp_size, self.sp_size, self.tp_size)
         return world.rank // (sizes["sp"] * sizes["tp"]) % sizes["dp"], sizes["dp"]
+
+
+def _paths(name: str, paths: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(paths, str) or not all(isinstance(path, str) for path in paths):
+        raise GulliverError(f"{name}={paths!r}: give a list of paths of modules")
+    return tuple(paths)

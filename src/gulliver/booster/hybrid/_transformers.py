@@ -13,8 +13,9 @@ loss of all tokens, or whole logits. Three hooks do it, around the model's own f
    states are brought together (`_loss.py`).
 
 Which part of a model runs on cut sequences is its *region*. Where a head works token by token
-(`TASKS`) it is the whole model with its loss; else it is the base model, from whose end on all
-ranks go on with whole hidden states. `FAMILIES` says what differs from model to model.
+(`TASKS`) it is the whole model with its loss, if that is one that can be computed of pieces
+(`own_loss`); else it is the base model, from whose end on all ranks go on with whole hidden states,
+and the model computes whatever loss it has. `FAMILIES` says what differs from model to model.
 
 Without ranks that share sequences but with some that share tensors, only the loss is wired: the
 head's columns stay apart and the cross-entropy reaches over them.
@@ -58,6 +59,7 @@ from gulliver.booster.hybrid._loss import (
 )
 from gulliver.comm import ALONE, Line
 from gulliver.errors import GulliverError
+from gulliver.parallel import OwnLoss, asks_routers, has_known_forward, own_loss
 from gulliver.parallel.sequence import SequenceGroups, shard
 
 
@@ -113,8 +115,8 @@ FAMILIES = {
     ),
 }
 
-TASKS = {"ForCausalLM": True, "LMHeadModel": True, "ForMaskedLM": False}
-"""Ends of the names of classes whose head works token by token; whether its labels are shifted."""
+TASKS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
+"""Ends of the names of classes whose head works token by token."""
 
 LOCAL_ROPE = ("dynamic", "longrope")
 """Kinds of rotary embedding that look at the largest position of a call, which ranks differ in."""
@@ -138,31 +140,48 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: Line = ALONE
     Raises:
         GulliverError: a model or a configuration that cannot run so.
     """
-    task = next((t for end, t in TASKS.items() if type(model).__name__.endswith(end)), None)
-    if groups.plan.degree == 1 and (tensor.size == 1 or task is None):
+    task = type(model).__name__.endswith(TASKS)
+    shared = groups.plan.degree > 1
+    if not shared and (tensor.size == 1 or not task):
         return
-    if getattr(model, "gulliver_wiring", None) is not None:
-        raise GulliverError("this model is wired for a sequence already: build it anew")
-    if task is not None and "_loss_function" in vars(model):
-        raise GulliverError(
-            "the model has a loss_function of its own, which would see a part of the logits: "
-            "leave labels out of its call and compute the loss of its logits"
-        )
-    family = Family()
-    if groups.plan.degree > 1:
-        family = _family_of(model)
-        _check_config(model, family)
+    if not shared and not has_known_forward(model):
+        # Whatever it does with its logits, it has whole ones.
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        if hasattr(head, "gather_output"):
+            head.gather_output = True
+        return
+    task = task and (not shared or own_loss(model) is not None)
+    _check_unwired(model)
+    family = check_sequence(model) if shared else Family()
     wiring = Wiring(groups, tensor, family, task)
-    region = model if task is not None else _base_of(model)
+    region = model if task else _base_of(model)
     region.register_forward_pre_hook(wiring.enter, with_kwargs=True)
     region.register_forward_hook(wiring.leave, with_kwargs=True, always_call=True)
     # Not an attribute of the module's own kind: nothing of it is saved or copied.
     object.__setattr__(model, "gulliver_wiring", wiring)
     if groups.plan.degree > 1:
         _use_attention(model)
-        _wire_inside(_base_of(model), wiring, whole_region=task is not None)
-        if task and hasattr(model, "generate"):
-            object.__setattr__(model, "generate", partial(generate, model))
+        _wire_inside(_base_of(model), wiring, whole_region=task)
+        if hasattr(model, "generate"):
+            made = partial(generate, model) if task else partial(_refuse_generating, model)
+            object.__setattr__(model, "generate", made)
+
+
+def check_sequence(model: nn.Module) -> Family:
+    """What is known of a model that is to share its sequences; looks at it only.
+
+    Raises:
+        GulliverError: a model or a configuration that cannot run so.
+    """
+    _check_unwired(model)
+    family = _family_of(model)
+    _check_config(model, family)
+    return family
+
+
+def _check_unwired(model: nn.Module) -> None:
+    if getattr(model, "gulliver_wiring", None) is not None:
+        raise GulliverError("this model is wired for a sequence already: build it anew")
 
 
 def keep_logits(model: nn.Module, keep: bool = True) -> None:
@@ -196,9 +215,7 @@ def gathered_logits(model: nn.Module, wanted: bool) -> Iterator[None]:
 class Wiring:
     """What the hooks of one model share; copies of the model share it, too."""
 
-    def __init__(
-        self, groups: SequenceGroups, tensor: Line, family: Family, task: bool | None
-    ) -> None:
+    def __init__(self, groups: SequenceGroups, tensor: Line, family: Family, task: bool) -> None:
         self.groups, self.tensor, self.family, self.task = groups, tensor, family, task
         self.keeps_logits = False
         # Of the forward that runs now. Blocks, which may run again later, have theirs as argument.
@@ -221,8 +238,9 @@ class Wiring:
         decoding = cache is not None and cache.length > 0
         opened = Opened(Call(self.groups), shared=self.shared and not decoding)
         opened.as_tuple = not batch.take("return_dict", _returns_dict(module))
-        if self.task is not None:
-            opened.targets = take_targets(batch, self.groups, self.task)
+        own = self._own_loss(module, batch)
+        if own is not None:
+            opened.targets = take_targets(batch, self.groups, own)
         if decoding:
             assert cache is not None
             opened.call = next_tokens(batch, self.groups, cache)
@@ -274,6 +292,20 @@ class Wiring:
         output.last_hidden_state = leave(output.last_hidden_state, self.groups, length)
         return output
 
+    def _own_loss(self, module: nn.Module, batch: Batch) -> OwnLoss | None:
+        """The loss that is computed of pieces; None where the model computes its own of wholes."""
+        if not self.task:
+            return None
+        # It is asked at every call: a loss_function may be put in after boost.
+        known = None if asks_routers(module, batch.kwargs) else own_loss(module)
+        if known is None and self.shared and batch.kwargs.get("labels") is not None:
+            raise GulliverError(
+                f"{type(module).__name__} has had a loss of its own since boost, which would see a "
+                "part of the logits: set it before boost, or leave labels out of the model's call "
+                "and compute the loss of its logits"
+            )
+        return known
+
     def _loss(self, module: nn.Module, logits: Tensor, opened: Opened) -> Tensor:
         targets = opened.targets
         assert targets is not None
@@ -294,7 +326,7 @@ class Wiring:
                 fields["last_hidden_state"] if h is last else leave(h, self.groups, length)
                 for h in fields["hidden_states"]
             )
-        if self.task is None or opened.hold:
+        if not self.task or opened.hold:
             return
         if opened.tail is None:
             fields["logits"] = leave(fields["logits"], self.groups, length)
@@ -325,7 +357,7 @@ class Wiring:
 
     def _head(self, module: nn.Module) -> Any:
         """The head where the tensor ranks share its columns."""
-        if self.task is None or self.tensor.size == 1:
+        if not self.task or self.tensor.size == 1:
             return None
         head = module.get_output_embeddings()  # pyright: ignore[reportCallIssue]
         return head if hasattr(head, "gather_output") and hasattr(head, "columns") else None
@@ -384,6 +416,13 @@ def _check_config(model: nn.Module, family: Family) -> None:
         )
     if model.training:
         check_dropout(model, family)
+
+
+def _refuse_generating(model: nn.Module, *_: Any, **__: Any) -> None:
+    raise GulliverError(
+        f"{type(model).__name__} has a forward or a loss of its own, and generates on shared "
+        "sequences only with those of transformers: generate in one process"
+    )
 
 
 def _base_of(model: nn.Module) -> nn.Module:

@@ -12,7 +12,13 @@ from gulliver.parallel.pipeline._pipeline import Pipeline
 from gulliver.parallel.pipeline._predict import Prediction, predict
 from gulliver.parallel.pipeline._schedules import STYLES, check_counts, deal, style_of
 from gulliver.parallel.pipeline._stack import FAMILIES, Stack, family_name, stack_of
-from gulliver.parallel.pipeline._stage import Stage, checkpoint_blocks, make_stage
+from gulliver.parallel.pipeline._stage import (
+    Stage,
+    check_stages,
+    checkpoint_blocks,
+    idle_places,
+    make_stage,
+)
 
 __all__ = [
     "FAMILIES",
@@ -25,10 +31,12 @@ __all__ = [
     "agree",
     "block_costs",
     "check_counts",
+    "check_stages",
     "checkpoint_blocks",
     "cut",
     "deal",
     "family_name",
+    "idle_places",
     "make_stage",
     "predict",
     "split",

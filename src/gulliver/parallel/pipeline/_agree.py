@@ -18,6 +18,7 @@ from gulliver.comm import Line, all_gather
 from gulliver.errors import GulliverError
 from gulliver.parallel.pipeline._batch import leaves
 
+PLAIN = (bool, int, float, str)
 SAMPLED = 2**20
 """Bytes looked at of a large tensor, spread over it evenly."""
 
@@ -64,8 +65,11 @@ def digest(batch: Any) -> int:
         if isinstance(value, Tensor):
             seen.update(f"{value.dtype}{tuple(value.shape)}".encode())
             seen.update(_sample(value))
-        else:
+        elif value is None or isinstance(value, PLAIN):
             seen.update(repr(value).encode())
+        else:
+            # What else there is, such as a cache, is shown by its address: each rank has its own.
+            seen.update(type(value).__name__.encode())
     return int.from_bytes(seen.digest(), "big")
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError, nearest
+from gulliver.parallel._own_loss import OwnLoss
 
 IGNORED = -100
 """The label that Hugging Face's losses leave out."""
@@ -115,56 +116,127 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+@dataclass(frozen=True)
+class Weights:
+    """What each micro-batch's loss counts in the batch's.
+
+    Attributes:
+        own: of the loss that the model computes itself.
+        given: of a criterion's; None: not known, as it may count otherwise than the model.
+    """
+
+    own: list[float]
+    given: list[float] | None
+
+
+UNEVEN = (
+    "say what the loss is a mean over, weight='labels', 'shifted_labels', 'samples' or a function "
+    "of a micro-batch"
+)
+
+
 def weigh(
-    micros: Sequence[MicroBatch], by: str | Callable[[Any], float] | None, shifted: bool | None
-) -> tuple[list[float], bool]:
-    """What each micro-batch's loss counts in the batch's; the weights add up to 1.
+    micros: Sequence[MicroBatch],
+    by: str | Callable[[Any], float] | None,
+    own: OwnLoss | None,
+    criterion: bool = False,
+) -> Weights:
+    """What each micro-batch's loss counts in the batch's.
 
     Args:
         micros: of a batch.
         by: ``samples``, ``labels`` that are not ignored, ``shifted_labels`` (without the first of
             each sample), or a function of a micro-batch. None chooses.
-        shifted: whether the model's own loss leaves out the first label of each sample; None: not
-            known.
-
-    Returns:
-        The weights; and whether they hold only for the model's own loss, because another criterion
-        may count otherwise.
+        own: what the model's own loss is; None: not known.
+        criterion: whether the loss is not, or need not be, the model's own.
 
     Raises:
-        GulliverError: labels are ignored unevenly and what the loss counts is not known.
+        GulliverError: labels are ignored unevenly, or divided by a number of items, and what the
+            loss counts is not known.
     """
-    if callable(by):
-        return _normal([float(by(micro.given)) for micro in micros]), False
-    if by is not None and by not in WEIGHTS:
-        raise GulliverError(f"weight={by!r} is not known: {nearest(by, WEIGHTS)}")
     samples = _normal([float(micro.samples) for micro in micros])
-    if by == "samples":
-        return samples, False
-    counts = {name: _label_counts(micros, name == "shifted_labels") for name in WEIGHTS[1:]}
-    if by is not None:
-        found = counts[by]
-        if found is None:
-            raise GulliverError(f"weight={by!r} needs integer labels in the batch, by that name")
-        return _normal(found), False
-    if all(c is None or _close(_normal(c), samples) for c in counts.values()):
-        return samples, False
-    if shifted is None:
-        raise GulliverError(
-            "micro-batches have different numbers of labels to count: say what the loss is a mean "
-            "over, weight='labels', 'shifted_labels', 'samples' or a function of a micro-batch"
-        )
-    return _normal(counts["shifted_labels" if shifted else "labels"] or []), True
+    found = _said(micros, by, samples)
+    given = found or (samples if _even(micros, samples) else None)
+    items = isinstance(micros[0].given, Mapping) and "num_items_in_batch" in micros[0].given
+    if items and micros[0].given["num_items_in_batch"] is not None:
+        if own is not None and own.items:
+            # Sums over the items of the whole batch: they only have to be added up.
+            return Weights([1.0] * len(micros), given)
+        if own is None or own.items is None:
+            if not criterion:
+                raise GulliverError(
+                    "whether the model's own loss divides by num_items_in_batch is not known: "
+                    "leave it out of the batch of a pipeline"
+                )
+            own = None
+    if found is not None:
+        return Weights(found, found)
+    if own is not None:
+        return Weights(_normal(_counts_of(micros, own)), given)
+    if given is None or not (criterion or _even(micros, samples, masks=True)):
+        raise GulliverError(f"micro-batches have different numbers of labels to count: {UNEVEN}")
+    return Weights(given, given)
 
 
-def _label_counts(micros: Sequence[MicroBatch], shifted: bool) -> list[float] | None:
+def _said(
+    micros: Sequence[MicroBatch], by: str | Callable[[Any], float] | None, samples: list[float]
+) -> list[float] | None:
+    """The weights that the user asks for."""
+    if by is None or by == "samples":
+        return None if by is None else samples
+    if callable(by):
+        return _normal([float(by(micro.given)) for micro in micros])
+    if by not in WEIGHTS:
+        raise GulliverError(f"weight={by!r} is not known: {nearest(by, WEIGHTS)}")
+    counts = _label_counts(micros, "labels", shifted=by == "shifted_labels")
+    if counts is None:
+        raise GulliverError(f"weight={by!r} needs integer labels in the batch, by that name")
+    return _normal(counts)
+
+
+def _even(micros: Sequence[MicroBatch], samples: list[float], masks: bool = False) -> bool:
+    """Whether all that a loss may count is dealt to the micro-batches as the samples are."""
+    given = micros[0].given
+    names = [n for n in given if isinstance(n, str)] if isinstance(given, Mapping) else []
+    for name in names:
+        labels = "label" in name or name.endswith("_positions")
+        if not (labels or (masks and name == "attention_mask")):
+            continue
+        for shifted in (False, True):
+            counts = _label_counts(micros, name, shifted)
+            if counts is not None and not _close(_normal(counts), samples):
+                return False
+    return True
+
+
+def _counts_of(micros: Sequence[MicroBatch], own: OwnLoss) -> list[float]:
+    """How many labels a model's own loss counts; samples where they are no classes."""
+    given = micros[0].given
+    ignored = given.get("ignore_index", IGNORED) if isinstance(given, Mapping) else IGNORED
+    aligned = own.shifted and isinstance(given, Mapping) and given.get("shift_labels") is not None
+    name = "shift_labels" if aligned else "labels"
+    found = _label_counts(micros, name, own.shifted and not aligned, ignored)
+    return [float(micro.samples) for micro in micros] if found is None else found
+
+
+def _label_counts(
+    micros: Sequence[MicroBatch], name: str, shifted: bool, ignored: int = IGNORED
+) -> list[float] | None:
+    """How many entries of a tensor of each micro-batch count; None where there are no integers."""
     counts = []
     for micro in micros:
-        labels = micro.given.get("labels") if isinstance(micro.given, Mapping) else None
+        labels = micro.given.get(name) if isinstance(micro.given, Mapping) else None
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return None
-        labels = labels[:, 1:] if shifted and labels.ndim > 1 else labels
-        counts.append(float((labels != IGNORED).sum()))
+        counted = labels != ignored
+        if name == "attention_mask":
+            counted = labels != 0
+        elif name.endswith("_positions"):
+            # transformers leaves out answers past the end of the text.
+            text = micro.given.get("input_ids")
+            counted = labels < text.shape[1] if isinstance(text, Tensor) else counted
+        counted = counted[:, 1:] if shifted and labels.ndim > 1 else counted
+        counts.append(float(counted.sum()))
     return counts
 
 

@@ -198,7 +198,7 @@ class Conductor:
         if self.extra not in (-1, found):
             raise GulliverError(
                 f"block {self.stack.blocks[number]!r} returns {_form(found)}, not "
-                f"{_form(self.extra)}: pass extra={found!r} to stack_of"
+                f"{_form(self.extra)}: pass extra={found!r} (of HybridParallelPlugin, or stack_of)"
             )
 
     def around_memory(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -226,7 +226,7 @@ class Conductor:
                 raise GulliverError(
                     f"argument {path} of block {self.stack.blocks[number]!r} is computed by a "
                     "module that lies on another stage: keep that module on every stage "
-                    "(everywhere=... of stack_of)"
+                    "(everywhere=[...] of HybridParallelPlugin, or stack_of)"
                 )
 
 

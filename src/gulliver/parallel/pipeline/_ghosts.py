@@ -73,8 +73,8 @@ class Ghost(Hollow):
         if passage.live:
             raise GulliverError(
                 f"{self._path!r} is used by stage {self._conductor.bounds.index(passage.start)} "
-                "of the pipeline and lies on another: name it in everywhere=... or after=... of "
-                "stack_of"
+                "of the pipeline and lies on another: name it in everywhere=[...] or after=[...] "
+                "(of HybridParallelPlugin, or stack_of)"
             )
         device = device_of(args, kwargs)
         try:
@@ -82,7 +82,8 @@ class Ghost(Hollow):
         except Exception as error:
             raise GulliverError(
                 f"{self._path!r} lies on another stage, and what shape it returns cannot be found "
-                f"without its values ({error}): keep it on every stage (everywhere=... of stack_of)"
+                f"without its values ({error}): keep it on every stage (everywhere=[...] of "
+                "HybridParallelPlugin, or stack_of)"
             ) from error
         return map_tensors(found, lambda tensor: fill(tensor, device))
 

@@ -46,14 +46,14 @@ def find_form(twin: nn.Module, path: str, args: Any, kwargs: Any) -> int | None:
     except Exception as error:
         raise GulliverError(
             f"what block {path!r} returns cannot be found without its values ({error}): pass "
-            "extra=... to stack_of"
+            "extra=... (of HybridParallelPlugin, or stack_of)"
         ) from error
     if isinstance(found, Tensor):
         return None
     if not isinstance(found, tuple) or any(isinstance(entry, Tensor) for entry in found[1:]):
         raise GulliverError(
             f"block {path!r} returns more than its hidden state, which other stages cannot make: "
-            "if nothing reads it, pass extra=... to stack_of"
+            "if nothing reads it, pass extra=... (of HybridParallelPlugin, or stack_of)"
         )
     return len(found) - 1
 

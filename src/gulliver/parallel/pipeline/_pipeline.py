@@ -18,13 +18,24 @@ from torch import Tensor, nn
 
 from gulliver.comm import Line, broadcast, guard
 from gulliver.errors import GulliverError
+from gulliver.parallel._own_loss import asks_routers, own_loss
 from gulliver.parallel.pipeline._agree import agree
-from gulliver.parallel.pipeline._batch import Batch, MicroBatch, merge, split, weigh
+from gulliver.parallel.pipeline._batch import (
+    UNEVEN,
+    Batch,
+    MicroBatch,
+    Weights,
+    leaves,
+    merge,
+    split,
+    weigh,
+)
 from gulliver.parallel.pipeline._runner import Run, Runner
 from gulliver.parallel.pipeline._schedules import check_counts, make_schedule, style_of
 from gulliver.parallel.pipeline._stage import Stage
 
 LOSSES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+OF_ALL = ("output_hidden_states", "output_attentions")
 Criterion = Callable[[Any, Any], Tensor]
 
 
@@ -38,6 +49,7 @@ class Pipeline:
         call: what to call instead of the model, for instance under autocast.
         readers: ranks that must read the same batch; None: those of the pipeline.
         check_batch: compare what they read, at every run.
+        look: is called with each batch when all ranks have the same, and may refuse it.
 
     Raises:
         GulliverError: an unknown style, or a number of micro-batches that it cannot order.
@@ -52,10 +64,12 @@ class Pipeline:
         call: Callable[..., Any] | None = None,
         readers: Line | None = None,
         check_batch: bool = True,
+        look: Callable[[Any], None] | None = None,
     ) -> None:
         style_of(style, len(stage.own))
         self.stage, self.style, self.call = stage, style, call
         self.micro_batches = micro_batches or 2 * stage.cut.stages
+        self.look = look
         self.readers, self.check_batch = readers or stage.line, check_batch
         check_counts(style, stage.cut.stages, stage.line.size, self.micro_batches)
         self._runners: list[Runner] = []
@@ -111,9 +125,13 @@ class Pipeline:
         # A message that is awaited from a rank that failed never comes, so a failure is final.
         with guard():
             states = self._agree(batch, forward_only)
+            if self.look is not None:
+                self.look(batch)
             micros = split(self._complete(batch), self.micro_batches)
-            weights, only_own = weigh(micros, weight, self._shifted())
-            losses = _Losses(micros, weights, only_own, criterion, scale, forward_only)
+            plain = forward_only and not any("label" in path for path, _ in leaves(batch))
+            other = criterion is not None or plain
+            weights = weigh(micros, weight, own_loss(self.model), other)
+            losses = _Losses(micros, weights, criterion, scale, forward_only)
             kinds = [_short(f"{states}|{micro.shapes()}") for micro in micros]
             added = self._added(batch)
             run = Run(micros, kinds, self.call or self.model, return_outputs, added)
@@ -123,7 +141,7 @@ class Pipeline:
             loss = self._share(losses) if return_loss else None
             self._failed = False
         found = [run.outputs[n] for n in range(len(micros))] if run.outputs else None
-        return {"loss": loss, "outputs": merge(found, weights) if found else None}
+        return {"loss": loss, "outputs": merge(found, weights.own) if found else None}
 
     def _go(self, run: Run, losses: _Losses, forward_only: bool) -> None:
         if self.stage.line.size == 1 and self.stage.cut.stages == 1:
@@ -206,12 +224,15 @@ class Pipeline:
             GulliverError: the batch asks for what blocks of several stages would have to return.
         """
         given = batch if isinstance(batch, Mapping) else {}
-        for name in ("use_cache", "output_hidden_states", "output_attentions"):
-            if given.get(name):
-                raise GulliverError(
-                    f"{name}=True asks for something of every block, and a stage has some of them: "
-                    "leave it out, or run the model without a pipeline"
-                )
+        config = getattr(self.model, "config", None)
+        asked = [name for name in OF_ALL if given.get(name, getattr(config, name, False))]
+        asked += ["use_cache"] if given.get("use_cache") else []
+        asked += ["output_router_logits"] if asks_routers(self.model, given) else []
+        if asked:
+            raise GulliverError(
+                f"{asked[0]}=True asks for something of every block, and a stage has some of "
+                "them: leave it out, or run the model without a pipeline"
+            )
         known = inspect.signature(self.model.forward).parameters
         caches = getattr(getattr(self.model, "config", None), "use_cache", False)
         return {"use_cache": False} if caches and "use_cache" in known else {}
@@ -237,10 +258,6 @@ class Pipeline:
             broadcast(dropped, source, self.readers.group)
         return {**batch, "drop_caption": dropped.bool()}
 
-    def _shifted(self) -> bool | None:
-        family = self.stage.stack.family
-        return None if family is None else self.stage.stack.known.shifted
-
     def _device(self) -> torch.device:
         found = next(self.model.parameters(), None)
         return torch.device("cpu") if found is None else found.device
@@ -252,28 +269,28 @@ class _Losses:
     def __init__(
         self,
         micros: list[MicroBatch],
-        weights: list[float],
-        only_own: bool,
+        weights: Weights,
         criterion: Criterion | None,
         scale: float,
         optional: bool,
     ) -> None:
-        self._micros, self._weights, self._only_own = micros, weights, only_own
+        self._micros, self._weights = micros, weights
         self._criterion, self._scale, self._optional = criterion, scale, optional
         self._terms: list[Tensor] = []
 
     def __call__(self, output: Any, number: Tensor) -> Tensor:
         micro = int(number)
-        loss = self._of(output, self._micros[micro].given)
+        loss, weights = self._of(output, self._micros[micro].given)
         if loss is None:
             return torch.zeros(())
-        weight = self._weights[micro]
+        weight = weights[micro]
         # A mean over nothing is no number; what counts nothing has no gradient either.
         term = loss * weight if weight else _nothing(output, loss)
         self._terms.append(term.detach())
         return term * self._scale if self._scale != 1 else term
 
-    def _of(self, output: Any, given: Any) -> Tensor | None:
+    def _of(self, output: Any, given: Any) -> tuple[Tensor | None, list[float]]:
+        """The loss of a micro-batch, and what those of all count."""
         own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if self._criterion is None:
             if own is None and not self._optional:
@@ -281,17 +298,16 @@ class _Losses:
                     "the model's outputs have no loss: pass a criterion(outputs, micro_batch), or "
                     "labels to a model that computes its loss from them"
                 )
-            return own
+            return own, self._weights.own
         loss = self._criterion(output, given)
-        if self._only_own and loss is not own:
+        weights = self._weights.own if loss is own else self._weights.given
+        if weights is None:
             raise GulliverError(
-                "micro-batches have different numbers of labels to count: say what the criterion "
-                "is a mean over, weight='labels', 'shifted_labels', 'samples' or a function of a "
-                "micro-batch"
+                f"micro-batches have different numbers of labels to count: {UNEVEN}"
             )
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise GulliverError("a criterion returns one number, the mean over a micro-batch")
-        return loss
+        return loss, weights
 
     def total(self) -> Tensor | None:
         """The batch's loss; None where there was none."""

@@ -11,7 +11,7 @@ What it does not know: where to cut (`_cut.py`), how a stage is made (`_stage.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -148,7 +148,13 @@ def stack_of(
             raise GulliverError(f"the model has no module {name!r}")
     name = family_name(model)
     if path is None and name is not None:
-        return _of_family(paths, name)
+        found = _of_family(paths, name)
+        return replace(
+            found,
+            extra=found.extra if extra == -1 else extra,
+            after=(*found.after, *after),
+            everywhere=(*found.everywhere, *everywhere),
+        )
     if path is None and isinstance(model, nn.Sequential):
         path = ""
     path = _longest(paths) if path is None else path
@@ -209,7 +215,7 @@ def _longest(paths: dict[str, nn.Module]) -> str:
     if best is None:
         raise GulliverError(
             "the model has no list of equal blocks to cut between: put them into an "
-            "nn.ModuleList, or name the list (stack_of(model, path))"
+            "nn.ModuleList, or name the list (blocks=... of HybridParallelPlugin, path of stack_of)"
         )
     return best
 

@@ -10,7 +10,7 @@ of its copies (`Stage.sum_tied`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,7 +126,7 @@ def make_stage(
     Raises:
         GulliverError: blocks that are not run in every forward, or that are recomputed already.
     """
-    _check(model, stack)
+    check_stages(model, stack)
     conductor = Conductor(stack, cut.bounds)
     kept = [_kept(model, stack, cut, held) for held in numbers]
     aliases, tied = _tied(model, stack, kept)
@@ -144,7 +144,12 @@ def checkpoint_blocks(stage: Stage, recomputed: bool = True) -> None:
     stage.conductor.recomputed = recomputed
 
 
-def _check(model: nn.Module, stack: Stack) -> None:
+def check_stages(model: nn.Module, stack: Stack) -> None:
+    """Refuses a model whose blocks a pipeline would not run as it does.
+
+    Raises:
+        GulliverError: naming what skips blocks, or recomputes them by itself.
+    """
     for path, module in model.named_modules():
         if getattr(module, "layerdrop", 0.0) and model.training:
             raise GulliverError(
@@ -154,7 +159,8 @@ def _check(model: nn.Module, stack: Stack) -> None:
         if getattr(module, "gradient_checkpointing", False) is True:
             raise GulliverError(
                 f"{path!r} recomputes its activations by itself: call "
-                "model.gradient_checkpointing_disable() and checkpoint_blocks(stage)"
+                "model.gradient_checkpointing_disable() and pass checkpoint_activations=True "
+                "(without a plugin checkpoint_blocks(stage))"
             )
 
 
@@ -167,6 +173,24 @@ def _kept(model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[int]) -> f
         if stack.first_only is not None and blocks & set(row) and first not in blocks:
             kept.add(f"{stack.blocks[first]}.{stack.first_only}")
     return frozenset(kept)
+
+
+def idle_places(
+    model: nn.Module,
+    stack: Stack,
+    cut: Cut,
+    numbers: Sequence[Sequence[int]],
+    trained: Collection[str],
+) -> list[int]:
+    """Places of a pipeline that would hold none of the parameters of these names."""
+    kept = [_kept(model, stack, cut, held) for held in numbers]
+    roots = set(around(model, stack))
+    everywhere = any(name.rpartition(".")[0] in roots for name in trained)
+    return [
+        place
+        for place, paths in enumerate(kept)
+        if not everywhere and not any(_holds(paths, name) for name in trained)
+    ]
 
 
 def _rows(stack: Stack) -> list[tuple[int, range]]:

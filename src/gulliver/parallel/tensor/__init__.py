@@ -7,7 +7,7 @@ Read `_plan.py` and `_apply.py` for how a model is treated, `_linear.py` and `_e
 its layers do, `_table.py` for what is known of models.
 """
 
-from gulliver.parallel.tensor._apply import SequenceMode, apply_tensor, materialize
+from gulliver.parallel.tensor._apply import SequenceMode, apply_tensor, check_mode, materialize
 from gulliver.parallel.tensor._collectives import (
     copy,
     gather,
@@ -21,7 +21,7 @@ from gulliver.parallel.tensor._deal import deal
 from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbedding
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
 from gulliver.parallel.tensor._loss import cross_entropy
-from gulliver.parallel.tensor._plan import Placed, TensorPlan, plan_tensor
+from gulliver.parallel.tensor._plan import Placed, TensorPlan, dropouts_of, plan_tensor
 from gulliver.parallel.tensor._table import FAMILIES, STYLES, Family, How
 
 __all__ = [
@@ -39,9 +39,11 @@ __all__ = [
     "TensorPlan",
     "VocabularyEmbedding",
     "apply_tensor",
+    "check_mode",
     "copy",
     "cross_entropy",
     "deal",
+    "dropouts_of",
     "gather",
     "gather_partial",
     "materialize",

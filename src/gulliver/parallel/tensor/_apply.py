@@ -60,6 +60,24 @@ def apply_tensor(
         _Applied(model, plan, line, sequence).run()
 
 
+def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None:
+    """Refuses a sequence mode that a model cannot have.
+
+    Raises:
+        GulliverError: naming one that it can.
+    """
+    if sequence is not None and type(model).__name__ == "STDiT3":
+        raise GulliverError(
+            f"the STDiT's tokens are cut by its own sequence modes, not by {sequence!r}: "
+            "use sequence_parallelism_mode='all_to_all' or 'ring_attn'"
+        )
+    if sequence is not None and not plan.stacks:
+        raise GulliverError(
+            f"sequence_parallelism_mode={sequence!r} needs a list of blocks "
+            "(torch.nn.ModuleList), and this model has none: use None"
+        )
+
+
 class _Applied:
     def __init__(
         self, model: nn.Module, plan: TensorPlan, line: Line, sequence: SequenceMode | None
@@ -68,16 +86,7 @@ class _Applied:
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.local: dict[int, nn.Parameter] = {}
         self.replaced: dict[int, nn.Module] = {}
-        if sequence is not None and type(model).__name__ == "STDiT3":
-            raise GulliverError(
-                f"the STDiT's tokens are cut by its own sequence modes, not by {sequence!r}: "
-                "use sequence_parallelism_mode='all_to_all' or 'ring_attn'"
-            )
-        if sequence is not None and not plan.stacks:
-            raise GulliverError(
-                f"sequence_parallelism_mode={sequence!r} needs a list of blocks "
-                "(torch.nn.ModuleList), and this model has none: use None"
-            )
+        check_mode(model, plan, sequence)
 
     def run(self) -> None:
         shared: dict[str, SharedSequence] = {}

@@ -6,9 +6,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gulliver.comm import ALONE, Line
+from gulliver.errors import GulliverError
 from gulliver.parallel.tensor._base import OnLine
 from gulliver.parallel.tensor._collectives import gather, reduce
 from gulliver.parallel.tensor._deal import Interval, deal
+
+
+class UnknownTokenError(GulliverError, IndexError):
+    """An id is out of the vocabulary."""
 
 
 class _Embedding(OnLine):
@@ -56,14 +61,19 @@ class VocabularyEmbedding(_Embedding):
         """Vectors of ids, ``[...]`` to ``[..., width]``.
 
         Raises:
-            IndexError: an id is out of the whole vocabulary (on a GPU its usual assertion).
+            UnknownTokenError: an id is out of the whole vocabulary (on a GPU its usual assertion).
         """
         (start, stop), padding = self.rows, self.padding_idx
         if padding is not None:
             padding = padding - start if start <= padding < stop else None
         here = (ids >= start) & (ids < stop)
-        # What nobody has stays out of range, so that it is found as in one process.
         nowhere = (ids < 0) | (ids >= self.total)
+        if ids.device.type == "cpu" and bool(nowhere.any()):
+            raise UnknownTokenError(
+                f"token {int(ids[nowhere][0])} is not in the vocabulary, which has {self.total} "
+                f"(0 to {self.total - 1})"
+            )
+        # Elsewhere one would have to wait: what nobody has stays out of range, and is asserted.
         own = (ids - start).masked_fill(~here, 0).masked_fill(nowhere, self.total)
         vectors = F.embedding(own, self.weight, padding)
         return reduce(vectors.masked_fill(~here.unsqueeze(-1), 0), self.line)

@@ -35,10 +35,11 @@ def cross_entropy(
         ignore_index: of labels whose loss and gradient are 0.
 
     Returns:
-        ``[...]`` in float32 (float64 for float64); of a label that nobody has, not a number.
+        ``[...]`` in float32 (float64 for float64).
 
     Raises:
-        GulliverError: shapes do not fit.
+        GulliverError: shapes do not fit; no rank has a label, which is found on the CPU alone: on
+            a GPU, which a check would make wait, the loss of that token is not a number.
     """
     start, stop = vocabulary
     if logits.shape != (*labels.shape, stop - start):
@@ -71,7 +72,12 @@ class _CrossEntropy(Function):
         total, target, found = sums.unbind()
         log_total = largest + total.log()
         ignored = labels == ignore_index
-        # A label out of range is a mistake that must show, and a check would make a GPU wait.
+        # The sums are the same on all ranks: so all of them raise.
+        lost = (found == 0) & ~ignored if labels.device.type == "cpu" else None
+        if lost is not None and bool(lost.any()):
+            raise GulliverError(
+                f"label {int(labels[lost][0])} is not in the vocabulary: no rank has its column"
+            )
         loss = (log_total - target).masked_fill(found == 0, torch.nan).masked_fill(ignored, 0)
         ctx.save_for_backward(logits, labels, log_total)
         ctx.start, ctx.ignored = start, ignore_index

@@ -30,6 +30,15 @@ from gulliver.parallel.tensor._table import (
     How,
 )
 
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -163,8 +172,9 @@ class _Planner:
         unknown = [path for path in unknown if not self._tied(path, cut)]
         if unknown:
             raise GulliverError(
-                f"no rule says how {_listed(unknown)} are cut: give rules={{pattern: style}}, or "
-                "replicate_rest=True to keep them whole on all ranks"
+                f"no rule says how {_listed(unknown)} are cut: give rules={{pattern: style}} "
+                "(tensor_rules of HybridParallelPlugin), or replicate_rest=True to keep them whole "
+                "on all ranks"
             )
         replicated = [path for path in replicated if not self._tied(path, cut)]
         self._check_ties(placed)
@@ -307,22 +317,28 @@ class _Planner:
         return {path: patterns[pattern] for path, pattern in found.items() if pattern is not None}
 
     def _refuse_dropout(self) -> None:
-        names = []
-        for path, module in self.modules.items():
-            if any(part in DRAWN_ALIKE for part in path.split(".")):
-                continue
-            if isinstance(module, nn.Dropout) and module.p > 0:
-                names.append(f"{path}.p = {module.p}")
-            names += [
-                f"{path}.{name} = {value}"
-                for name, value in vars(module).items()
-                if "drop" in name and isinstance(value, float) and value > 0
-            ]
+        names = dropouts_of(self.model)
         if names:
             raise GulliverError(
                 f"dropout draws other masks on several ranks than on one: {_listed(names)} must be "
                 "0 (in the model's config), or pass allow_dropout=True"
             )
+
+
+def dropouts_of(model: nn.Module) -> list[str]:
+    """What a model drops at random, by path and probability; not what all ranks draw alike."""
+    names: list[str] = []
+    for path, module in model.named_modules():
+        if any(part in DRAWN_ALIKE for part in path.split(".")):
+            continue
+        if isinstance(module, DROPOUTS) and module.p > 0:
+            names.append(f"{path}.p = {module.p}")
+        names += [
+            f"{path}.{name} = {value}"
+            for name, value in vars(module).items()
+            if "drop" in name and isinstance(value, float) and value > 0
+        ]
+    return names
 
 
 def family_of(model: nn.Module) -> Family | None:

@@ -1,0 +1,178 @@
+"""Losses of somebody's own in hybrid runs: those that one process computes, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gulliver.booster import Booster, HybridParallelPlugin
+from gulliver.comm import World
+from gulliver.errors import GulliverError
+from tests.hybrid_cells import RING, largest, make_optimizer, relative
+from tests.hybrid_models import HEADS, HIDDEN, VOCABULARY, WIDE, batch, build, exact_norms
+from tests.pool import Pool
+
+BAR = 1e-10
+SHARED = {
+    "tensor": {"tp_size": 2},
+    "split gather": {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
+    "ring": {"sp_size": 2, **RING},
+}
+
+
+def focal_loss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    """A loss that is no cross-entropy, over tokens that are not shifted."""
+    losses = F.cross_entropy(logits.mT, labels, reduction="none")
+    return ((1 - (-losses).exp()) ** 2 * losses).mean() + logits.square().mean()
+
+
+def _subclass(model: nn.Module) -> nn.Module:
+    """The model with a forward of its own, under a name as transformers has them."""
+
+    class OwnForCausalLM(type(model)):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+            logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+            return {"loss": None if labels is None else focal_loss(logits, labels)}
+
+    model.__class__ = OwnForCausalLM
+    return model
+
+
+def _method(model: nn.Module) -> nn.Module:
+    class MethodForCausalLM(type(model)):  # type: ignore[misc]
+        def loss_function(self, logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+            return focal_loss(logits, labels)
+
+    model.__class__ = MethodForCausalLM
+    return model
+
+
+def _attribute(model: Any) -> Any:
+    model.loss_function = focal_loss
+    return model
+
+
+OWN = {"forward": _subclass, "method": _method, "attribute": _attribute}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _boosted(plugin: dict[str, Any], model: Any) -> tuple[Booster, Any, Any]:
+    booster = Booster(plugin=HybridParallelPlugin(**plugin, verbose=False))
+    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
+    return booster, model, optimizer
+
+
+def _own_losses(world: World, plugin: dict[str, Any]) -> dict[str, float | str]:
+    """The errors of each kind of own loss; what is said when it comes after boost."""
+    data = batch("llama", 2, seed=1)
+    found: dict[str, float | str] = {}
+    for kind, change in {**OWN, "after boost": _attribute}.items():
+        whole, model = build("llama"), build("llama")
+        wanted = (change(whole))(**data)["loss"]
+        wanted.backward()
+        late = kind == "after boost"
+        booster, model, optimizer = _boosted(plugin, model if late else change(model))
+        try:
+            loss = (change(model) if late else model)(**data)["loss"]
+        except GulliverError as error:
+            found[kind] = str(error)
+            continue
+        booster.backward(loss, optimizer)
+        gradients = largest(optimizer.full_gradients(), _gradients(whole))
+        found[kind] = max(relative(loss.detach(), wanted.detach()), gradients)
+    return found
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_loss_of_ones_own_is_the_one_that_is_trained(pool: Pool, name: str) -> None:
+    for found in pool.run(_own_losses, 2, SHARED[name]):
+        late = found.pop("after boost")
+        if "sp_size" in SHARED[name]:
+            assert "set it before boost" in str(late)
+        else:
+            assert float(late) <= BAR
+        assert max(map(float, found.values())) <= BAR, found
+
+
+def _whisper() -> Any:
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperForCausalLM
+
+    torch.manual_seed(5)
+    config = WhisperConfig(
+        vocab_size=VOCABULARY,
+        d_model=HIDDEN,
+        decoder_layers=2,
+        decoder_attention_heads=HEADS,
+        decoder_ffn_dim=WIDE,
+        max_target_positions=32,
+        dropout=0.0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+        use_cache=False,
+    )
+    return WhisperForCausalLM(config).double().train()
+
+
+def _mixture(**settings: Any) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(5)
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=WIDE,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        router_aux_loss_coef=0.5,
+        use_cache=False,
+        **settings,
+    )
+    config._experts_implementation = "eager"
+    model = MixtralForCausalLM(config).double().train()
+    exact_norms(model)
+    return model
+
+
+EXPERTS = {
+    "tensor_rules": {"mlp.gate": "replicate", "mlp.experts": "replicate"},
+    "replicate_rest": True,
+}
+
+
+def _own_kinds(world: World) -> dict[str, float]:
+    """Unshifted labels of a causal class, and routers' losses, asked for in both ways."""
+    data = batch("llama", 2, seed=1)
+    data["labels"][0, :5] = -100
+    cases = {
+        "whisper": (_whisper, {}, {}),
+        "routers": (lambda: _mixture(output_router_logits=True), EXPERTS, {}),
+        "routers in the call": (_mixture, EXPERTS, {"output_router_logits": True}),
+    }
+    found = {}
+    for name, (make, plugin, given) in cases.items():
+        whole = make()
+        wanted = whole(**data, **given).loss
+        wanted.backward()
+        booster, model, optimizer = _boosted({"tp_size": 2, **plugin}, make())
+        loss = model(**data, **given).loss
+        booster.backward(loss, optimizer)
+        gradients = largest(optimizer.full_gradients(), _gradients(whole))
+        found[name] = max(relative(loss.detach(), wanted.detach()), gradients)
+    return found
+
+
+def test_losses_of_other_kinds_are_those_of_the_model(pool: Pool) -> None:
+    for found in pool.run(_own_kinds, 2):
+        # transformers' losses go through float32.
+        assert max(found.values()) <= 1e-5, found
