@@ -204,11 +204,12 @@ def errors_of(
     return found
 
 
-def covered(modes: Sequence[Mode], strength: int = 2) -> list[tuple[Mode, torch.dtype, list[Case]]]:
+def covered(
+    modes: Sequence[Mode], dtypes: Sequence[torch.dtype] = tuple(BARS), strength: int = 2
+) -> list[tuple[Mode, torch.dtype, list[Case]]]:
     """Calls of `errors_of` in which every two of mode, cell, dtype, and lengths and heads meet."""
     of_cell = {cell: [c for c in _cases(cell.layout) if c[0] == cell] for cell in CELLS}
     most = range(max(map(len, of_cell.values())))
-    dtypes = list(BARS)
     calls: dict[tuple[int, int], list[Case]] = {}
     for mode, cell, dtype, shape in covering(modes, CELLS, dtypes, most, strength=strength):
         shapes = of_cell[CELLS[cell]]
