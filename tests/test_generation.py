@@ -21,6 +21,7 @@ from gulliver.video import (
     SamplingConfig,
     TrainConfig,
     VideoModel,
+    _demo,
     _evaluate,
     demonstrate,
     evaluate,
@@ -233,7 +234,11 @@ def test_the_command_line_makes_one_file_per_prompt(
 
 @pytest.mark.usefixtures("_trained_judges")
 @pytest.mark.deadline(240)
-def test_the_demonstration_leaves_its_report(tmp_path: Path) -> None:
+def test_the_demonstration_leaves_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    if not full:
+        monkeypatch.setattr(_demo, "SamplingConfig", lambda: QUICK)
     config = DemoConfig(out=tmp_path, ranks=2, steps=6, autoencoder_steps=6, samples=5)
     figures = demonstrate(config)
     saved = read_json(tmp_path / "report.json")
