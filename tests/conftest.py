@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import references
 from tests.cpu_times import CpuTimes
@@ -64,6 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def _begin(is_worker: bool, runs_tests: bool) -> None:
     """Prepares this process, once: a test of these fixtures configures a session inside this."""
     session_factor()
+    # Deadlines are those of this file: a single example may wait for a core.
+    settings.register_profile("gulliver", deadline=None)
+    settings.load_profile("gulliver")
     if not is_worker:
         _folder_of_this_process(references.FOLDER)
     # What is kept from job to job must not pass from test session to test session.

@@ -201,8 +201,10 @@ def test_output_and_every_gradient_are_those_of_one_process(
 def test_in_float32_up_to_rounding_and_with_recomputed_blocks(pool: Pool, name: str) -> None:
     plan, mode, scheme = MODES[name]
     for dtype in BARS:
+        # What it is compared with is rounded, too.
+        bar = 2 * BARS[dtype]
         for result in pool.run(_compared, plan.degree, plan, mode, scheme, dtype, True):
-            assert max(result)[0] <= BARS[dtype], result
+            assert max(result)[0] <= bar, result
 
 
 def _with_captions_dropped(world: World) -> float:
