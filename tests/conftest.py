@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import references
 from tests.cpu_times import CpuTimes
@@ -66,7 +66,8 @@ def _begin(is_worker: bool, runs_tests: bool) -> None:
     """Prepares this process, once: a test of these fixtures configures a session inside this."""
     session_factor()
     # Deadlines are those of this file: a single example may wait for a core.
-    settings.register_profile("gulliver", deadline=None)
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("gulliver", deadline=None, suppress_health_check=slow)
     settings.load_profile("gulliver")
     if not is_worker:
         _folder_of_this_process(references.FOLDER)

@@ -30,6 +30,7 @@ from gulliver.comm import (
 from gulliver.errors import GulliverError
 from gulliver.hardware import Link
 from tests.covering import some
+from tests.patience import patient
 from tests.pool import Pool
 from tests.worlds import run_threads
 
@@ -286,7 +287,7 @@ def _completes(world: World, along: bool) -> None:
     if world.rank != 1:
         assert not handle.is_completed()
         barrier()
-    end = time.monotonic() + 20
+    end = time.monotonic() + patient(20)
     while not handle.is_completed() and time.monotonic() < end:
         time.sleep(0.001)
     assert handle.is_completed()
