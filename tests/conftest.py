@@ -6,10 +6,8 @@ for all of them lies in a folder that they share (`tests/references.py`).
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -21,10 +19,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import references
 from tests.cpu_times import CpuTimes
 from tests.patience import Deadline, session_factor
 from tests.pool import Pool, start_server
+from tests.references import FOLDER, folder_of_this_process
 
 TEST_DEADLINE_S = 150.0
 NATIVE_GRACE_S = 30.0
@@ -34,20 +32,6 @@ STDERR = pytest.StashKey[int]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="the full grids, as make test-all")
     parser.addoption("--cpu-times", metavar="FILE", help="append CPU seconds and name of each test")
-
-
-def _folder_of_this_process(variable: str) -> None:
-    """Makes a folder, tells of it by the environment, and removes it at the end."""
-    folder = tempfile.mkdtemp(prefix="gulliver-tests-")
-    os.environ[variable] = folder
-    owner = os.getpid()
-
-    def remove() -> None:
-        # Children forked from here must leave it to this process.
-        if os.getpid() == owner:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,9 +54,9 @@ def _begin(is_worker: bool, runs_tests: bool) -> None:
     settings.register_profile("gulliver", deadline=None, suppress_health_check=slow)
     settings.load_profile("gulliver")
     if not is_worker:
-        _folder_of_this_process(references.FOLDER)
+        folder_of_this_process(FOLDER)
     # What is kept from job to job must not pass from test session to test session.
-    _folder_of_this_process("GULLIVER_CACHE")
+    folder_of_this_process("GULLIVER_CACHE")
     if runs_tests:
         # Before anything runs torch here: what is forked from a process with its threads may hang.
         start_server()
