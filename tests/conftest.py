@@ -6,10 +6,8 @@ for all of them lies in a folder that they share (`tests/references.py`).
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -19,38 +17,21 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-from tests import references
 from tests.cpu_times import CpuTimes
 from tests.patience import Deadline, session_factor
 from tests.pool import Pool, start_server
+from tests.references import FOLDER, folder_of_this_process
 
 TEST_DEADLINE_S = 150.0
 NATIVE_GRACE_S = 30.0
 STDERR = pytest.StashKey[int]()
-# A busy machine is no failure: the deadlines of whole tests are those that count.
-settings.register_profile("gulliver", deadline=None)
-settings.load_profile("gulliver")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="the full grids, as make test-all")
     parser.addoption("--cpu-times", metavar="FILE", help="append CPU seconds and name of each test")
-
-
-def _folder_of_this_process(variable: str) -> None:
-    """Makes a folder, tells of it by the environment, and removes it at the end."""
-    folder = tempfile.mkdtemp(prefix="gulliver-tests-")
-    os.environ[variable] = folder
-    owner = os.getpid()
-
-    def remove() -> None:
-        # Children forked from here must leave it to this process.
-        if os.getpid() == owner:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,10 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def _begin(is_worker: bool, runs_tests: bool) -> None:
     """Prepares this process, once: a test of these fixtures configures a session inside this."""
     session_factor()
+    # Deadlines are those of this file: a single example may wait for a core.
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("gulliver", deadline=None, suppress_health_check=slow)
+    settings.load_profile("gulliver")
     if not is_worker:
-        _folder_of_this_process(references.FOLDER)
+        folder_of_this_process(FOLDER)
     # What is kept from job to job must not pass from test session to test session.
-    _folder_of_this_process("GULLIVER_CACHE")
+    folder_of_this_process("GULLIVER_CACHE")
     if runs_tests:
         # Before anything runs torch here: what is forked from a process with its threads may hang.
         start_server()

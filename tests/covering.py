@@ -76,4 +76,8 @@ def grid(
 def some(values: Sequence[Any], kept: Sequence[Any] | slice) -> list[Any]:
     """Values of one factor as parameters; those that are not kept are marked `full`."""
     chosen = values[kept] if isinstance(kept, slice) else kept
-    return [v if v in chosen else pytest.param(v, marks=pytest.mark.full) for v in values]
+    left_out = pytest.mark.full
+    return [
+        v if v in chosen else pytest.param(*(v if type(v) is tuple else (v,)), marks=left_out)
+        for v in values
+    ]

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gulliver.booster import Booster, LowLevelZeroPlugin, TorchDDPPlugin
 from gulliver.comm import World
-from tests.references import computed_once
+from tests.references import FOLDER, computed_once, folder_of_this_process
 
 BATCH, WIDTH, CLASSES, STEPS = 24, 24, 11, 20
 FEW_STEPS = 7
@@ -386,6 +386,7 @@ def main(path: Path) -> None:
     """Runs every cell and writes the tables."""
     from tests.pool import Pool, start_server
 
+    folder_of_this_process(FOLDER)
     start_server()
     pool = Pool()
     # As the workers: in 16 bits the kernels' results depend on the number of threads.

@@ -6,14 +6,18 @@ a file. A reference must not depend on anything but its arguments: it seeds what
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import os
 import pickle
+import shutil
+import tempfile
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 FOLDER = "GULLIVER_TESTS_SHARED"
 """Environment variable with the folder of a test session; without it nothing is shared."""
@@ -22,8 +26,22 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def folder_of_this_process(variable: str) -> None:
+    """Makes a folder, tells of it by the environment, and removes it when this process ends."""
+    folder = tempfile.mkdtemp(prefix="gulliver-tests-")
+    os.environ[variable] = folder
+    owner = os.getpid()
+
+    def remove() -> None:
+        # Children forked from here must leave it to this process.
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+
+
 def computed_once(function: Callable[P, R]) -> Callable[P, R]:
-    """A function whose results, by its pickled arguments, are kept for the session.
+    """A function whose results are kept for the session, by the values of its arguments.
 
     Everyone gets a copy of their own, which they may change.
     """
@@ -33,9 +51,8 @@ def computed_once(function: Callable[P, R]) -> Callable[P, R]:
         folder = os.environ.get(FOLDER)
         if folder is None:
             return function(*args, **kwargs)
-        named = (function.__module__, function.__qualname__, args, sorted(kwargs.items()))
-        key = hashlib.sha256(pickle.dumps(named)).hexdigest()
-        path = Path(folder) / key
+        named = (function.__module__, function.__qualname__, args, kwargs)
+        path = Path(folder) / hashlib.sha256(_text(named).encode()).hexdigest()
         if not path.exists():
             # Ranks come at once: the first computes, the others sleep until it is done.
             with open(f"{path}.lock", "w") as lock:
@@ -47,3 +64,20 @@ def computed_once(function: Callable[P, R]) -> Callable[P, R]:
         return pickle.loads(path.read_bytes())
 
     return shared
+
+
+def _text(value: Any) -> str:
+    """The same for equal arguments in every process; pickles are not."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return f"{value.dtype}{tuple(value.shape)}{hashlib.sha256(raw).hexdigest()}"
+    if is_dataclass(value):
+        return f"{type(value)}{_text({f.name: getattr(value, f.name) for f in fields(value)})}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{k!r}: {_text(v)}' for k, v in sorted(value.items()))}}}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_text, value))})"
+    assert type(value).__repr__ is not object.__repr__, f"{value} has no value to go by"
+    return repr(value)

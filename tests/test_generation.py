@@ -21,6 +21,8 @@ from gulliver.video import (
     SamplingConfig,
     TrainConfig,
     VideoModel,
+    _demo,
+    _evaluate,
     demonstrate,
     evaluate,
     extend,
@@ -31,6 +33,7 @@ from gulliver.video import (
 )
 from gulliver.video._media import fit, to_frames
 from gulliver.video._sheet import Row, contact_sheet, loss_curve
+from tests.references import computed_once
 
 QUICK = SamplingConfig(steps=3)
 BUCKET = Bucket(9, 32, 32)
@@ -212,6 +215,13 @@ def test_a_sheet_holds_every_clip_in_its_place(tmp_path: Path) -> None:
     assert (tmp_path / "s.png").is_file()
 
 
+@pytest.fixture
+def _trained_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judges are trained once in a session."""
+    monkeypatch.setattr(_evaluate, "train_judges", computed_once(_evaluate.train_judges))
+
+
+@pytest.mark.usefixtures("_trained_judges")
 def test_evaluation_counts_what_the_judges_see(model: VideoModel) -> None:
     figures = evaluate(model, samples=6, sampling=QUICK, show=False).figures()
     assert figures["ceiling"]["digit"] > 0.95
@@ -242,8 +252,13 @@ def test_the_command_line_makes_one_file_per_prompt(
     assert read_frames(tmp_path / "x-001.gif").shape == (3, 9, 128, 128)
 
 
+@pytest.mark.usefixtures("_trained_judges")
 @pytest.mark.deadline(240)
-def test_the_demonstration_leaves_its_report(tmp_path: Path) -> None:
+def test_the_demonstration_leaves_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    if not full:
+        monkeypatch.setattr(_demo, "SamplingConfig", lambda: QUICK)
     config = DemoConfig(out=tmp_path, ranks=2, steps=6, autoencoder_steps=6, samples=5)
     figures = demonstrate(config)
     saved = read_json(tmp_path / "report.json")

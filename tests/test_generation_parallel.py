@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gulliver.cli import main
 from gulliver.comm import World
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
@@ -37,6 +38,7 @@ from gulliver.video import (
 )
 from gulliver.video._media import to_frames
 from gulliver.video._shared import share
+from tests.covering import some
 from tests.patience import patient
 from tests.pool import Pool
 from tests.test_stdit_parallel import Case, build, inputs_of
@@ -187,25 +189,35 @@ def test_ranks_are_split_into_the_world_or_refused(
         assert split_ranks(world, sequence, guidance_ranks, guided) == best
 
 
-def test_the_command_line_starts_the_ranks_and_writes_once(run: Path, tmp_path: Path) -> None:
-    base = [sys.executable, "-m", "gulliver.cli", "generate", "--run", str(run)]
+@pytest.mark.parametrize("guidance_ranks", some(["1", "2"], ["1"]))
+def test_the_command_line_starts_the_ranks_and_writes_once(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, guidance_ranks: str
+) -> None:
+    base = ["generate", "--run", str(run)]
     base += ["--prompt", "the digit 3 moving left", "--frames", "9", "--steps", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
-    def called(*options: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*base, *options], env=environment, capture_output=True, text=True, timeout=patient(120)
-        )
+    def called(*options: str) -> tuple[object, str]:
+        """In this process, where no ranks are started: the exit code and what was said."""
+        with pytest.raises(SystemExit) as stop:
+            main([*base, *options])
+        return stop.value.code, capsys.readouterr().err
 
     alone, shared = tmp_path / "alone.gif", tmp_path / "shared.gif"
-    assert called("--out", str(alone)).returncode == 0
-    made = called("--out", str(shared), "--sequence", "2", "--guidance-ranks", "2")
+    assert called("--out", str(alone))[0] == 0
+    command = [sys.executable, "-m", "gulliver.cli", *base, "--out", str(shared)]
+    made = subprocess.run(
+        [*command, "--sequence", "2", "--guidance-ranks", guidance_ranks],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=patient(120),
+    )
     assert made.returncode == 0, made.stderr
     assert made.stdout.count("shared.gif") == 1
     assert "places cut" in made.stderr
     levels = abs(to_frames(read_frames(alone)).astype(int) - to_frames(read_frames(shared)))
     assert levels.max() <= 1
-    wrong = called("--out", str(shared), "--ranks", "4", "--sequence", "3")
-    assert wrong.returncode == 1
-    assert wrong.stderr.count("gulliver:") == 1
-    assert "--sequence 3 x --guidance-ranks 1 = 3 ranks, but there are 4" in wrong.stderr
+    code, said = called("--out", str(shared), "--ranks", "4", "--sequence", "3")
+    assert code == 1
+    assert said.count("gulliver:") == 1
+    assert "--sequence 3 x --guidance-ranks 1 = 3 ranks, but there are 4" in said

@@ -18,6 +18,7 @@ from gulliver.errors import GulliverError
 from gulliver.parallel.sequence import SequencePlan, make_groups
 from tests.hybrid_models import batch, build, exact_norms, precise_loss
 from tests.pool import Pool
+from tests.references import computed_once
 
 pytest.importorskip("transformers")
 
@@ -77,25 +78,34 @@ def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 def _trained(world: World, family: str, plan: SequencePlan, dtype: torch.dtype) -> dict[str, float]:
     """Errors of losses and gradients of batches of several shapes, and of logits in evaluation."""
     groups = make_groups(plan)
-    model, twin = make(family, dtype), make(family, dtype)
+    model = make(family, dtype)
     wire_sequence(model, groups)
     errors: dict[str, float] = {}
     for step, (size, length, padded) in enumerate([(2, 12, False), (1, 17, False), (3, 11, True)]):
         data = batch(family, size, step, length, dtype, padded and family != "vit")
         model.zero_grad()
-        twin.zero_grad()
         out = model(**data)
         out.loss.backward()
-        logits = twin(**{k: v for k, v in data.items() if k != "labels"}).logits
-        loss = precise_loss(family, logits, data)
-        loss.backward()
+        logits, loss, wanted = _alone(family, dtype, data)
         errors[f"loss {step}"] = relative(out.loss, loss)
-        errors[f"gradients {step}"] = worst(averaged(model, groups), gradients(twin))
+        errors[f"gradients {step}"] = worst(averaged(model, groups), wanted)
         with torch.no_grad():
             found = model.eval()(**data).logits
             model.train()
         errors[f"logits {step}"] = relative(found, logits)
     return errors
+
+
+@computed_once
+def _alone(
+    family: str, dtype: torch.dtype, data: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits, loss and gradients of one process."""
+    model = make(family, dtype)
+    logits = model(**{k: v for k, v in data.items() if k != "labels"}).logits
+    loss = precise_loss(family, logits, data)
+    loss.backward()
+    return logits.detach(), loss.detach(), gradients(model)
 
 
 CELLS = [

@@ -8,11 +8,12 @@ import torch
 from gulliver.data import Bucket, MovingDigits
 from gulliver.video import Judges, train_judges
 from gulliver.video._judges import ceiling
+from tests.references import computed_once
 
 
 @pytest.fixture(scope="module")
 def judges() -> Judges:
-    return train_judges()
+    return computed_once(train_judges)()
 
 
 @pytest.mark.parametrize("bucket", [Bucket(13, 32, 32), Bucket(9, 24, 40)], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,7 +36,9 @@ from gulliver.parallel.pipeline import Pipeline, cut, deal, make_stage, stack_of
 from gulliver.parallel.sequence import SequencePlan, make_groups
 from gulliver.parallel.sequence import _wire as wire
 from gulliver.parallel.tensor import apply_tensor, plan_tensor
+from tests.covering import some
 from tests.pool import Pool
+from tests.references import computed_once
 
 MODEL: dict[str, Any] = {
     "hidden_size": 32,
@@ -145,21 +148,24 @@ def _compared(
     scheme: str | None,
     dtype: torch.dtype,
     again: bool = False,
+    cases: Sequence[Case] = CASES,
 ) -> list[tuple[float, str]]:
     """Errors of each case, run one after the other on one wired model."""
-    alone = build(dtype)
-    wired = copy.deepcopy(alone)
+    wired = build(dtype)
     groups = make_groups(plan)
     wire_stdit(wired, groups, mode, scheme=scheme, cluster=described("cpu-loopback"))
     if again:
         recompute(wired)
     errors = []
-    for case in CASES:
-        expected = results_of(alone, inputs_of(case, dtype), None)
-        errors.append(
-            largest_error(results_of(wired, inputs_of(case, dtype), groups.all), expected)
-        )
+    for case in cases:
+        found = results_of(wired, inputs_of(case, dtype), groups.all)
+        errors.append(largest_error(found, _expected(case, dtype)))
     return errors
+
+
+@computed_once
+def _expected(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    return results_of(build(dtype), inputs_of(case, dtype), None)
 
 
 MODES = {
@@ -180,18 +186,25 @@ MODES = {
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_output_and_every_gradient_are_those_of_one_process(pool: Pool, name: str) -> None:
+def test_output_and_every_gradient_are_those_of_one_process(
+    pool: Pool, name: str, full: bool
+) -> None:
     plan, mode, scheme = MODES[name]
-    for result in pool.run(_compared, plan.degree, plan, mode, scheme, torch.float64):
+    # By default every other case, beginning with the first or the second in turns.
+    cases = CASES if full else CASES[list(MODES).index(name) % 2 :: 2]
+    asked = plan, mode, scheme, torch.float64, False, cases
+    for result in pool.run(_compared, plan.degree, *asked):
         assert max(result)[0] <= BARS[torch.float64], result
 
 
-@pytest.mark.parametrize("name", ["swap 3", "ring 2 x 2"])
+@pytest.mark.parametrize("name", some(["swap 3", "ring 2 x 2"], ["ring 2 x 2"]))
 def test_in_float32_up_to_rounding_and_with_recomputed_blocks(pool: Pool, name: str) -> None:
     plan, mode, scheme = MODES[name]
     for dtype in BARS:
+        # What it is compared with is rounded, too.
+        bar = 2 * BARS[dtype]
         for result in pool.run(_compared, plan.degree, plan, mode, scheme, dtype, True):
-            assert max(result)[0] <= BARS[dtype], result
+            assert max(result)[0] <= bar, result
 
 
 def _with_captions_dropped(world: World) -> float:

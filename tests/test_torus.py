@@ -29,6 +29,8 @@ from gulliver.comm import (
 )
 from gulliver.errors import GulliverError
 from gulliver.hardware import Link
+from tests.covering import some
+from tests.patience import patient
 from tests.pool import Pool
 from tests.worlds import run_threads
 
@@ -72,9 +74,10 @@ def _all_collectives(world: World, axes: dict[str, int], order: list[int] | None
         assert torch.equal(everything, expected)
 
 
-@pytest.mark.parametrize(
-    ("size", "axes"), [(n, axes) for n, found in SHAPES.items() for axes in found]
-)
+FACTORISATIONS = [(n, axes) for n, found in SHAPES.items() for axes in found]
+
+
+@pytest.mark.parametrize(("size", "axes"), some(FACTORISATIONS, FACTORISATIONS[:-1]))
 def test_every_factorisation_gives_every_rank_its_part(pool: Pool, size: int, axes) -> None:
     pool.run(_all_collectives, size, axes, None)
 
@@ -204,7 +207,9 @@ def _long_rows(world: World, axes: dict[str, int]) -> None:
         _long(world, part, torus)
 
 
-@pytest.mark.parametrize(("size", "axes"), [(6, SHAPES[6][0]), (8, SHAPES[8][0])])
+@pytest.mark.parametrize(
+    ("size", "axes"), some([(6, SHAPES[6][0]), (8, SHAPES[8][0])], [(6, SHAPES[6][0])])
+)
 def test_long_rows_lie_where_they_belong(pool: Pool, size: int, axes: dict[str, int]) -> None:
     pool.run(_long_rows, size, axes)
 
@@ -282,7 +287,7 @@ def _completes(world: World, along: bool) -> None:
     if world.rank != 1:
         assert not handle.is_completed()
         barrier()
-    end = time.monotonic() + 20
+    end = time.monotonic() + patient(20)
     while not handle.is_completed() and time.monotonic() < end:
         time.sleep(0.001)
     assert handle.is_completed()

@@ -98,16 +98,17 @@ def _train_in_world(world: World, config: TrainConfig) -> list[dict]:
 
 
 def test_one_two_and_four_ranks_train_the_same_model(
-    pool: Pool, tmp_path: Path, autoencoder: Path
+    pool: Pool, tmp_path: Path, autoencoder: Path, full: bool
 ) -> None:
     logs = {}
-    for name, size, changes in (
+    ways: list[tuple[str, int, dict]] = [
         ("one", 1, {}),
-        ("two", 2, {}),
         ("four", 4, {"stage": 2}),
-        ("accumulating", 2, {"accumulate": 2}),
         ("ddp", 2, {"plugin": "ddp"}),
-    ):
+    ]
+    if full:
+        ways += [("two", 2, {}), ("accumulating", 2, {"accumulate": 2})]
+    for name, size, changes in ways:
         config = small(tmp_path / name, autoencoder, **changes)
         logs[name] = pool.run(_train_in_world, size, config)[0]
     expected = final_tensors(tmp_path / "one")
@@ -155,7 +156,7 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen) -> None:
 
 
 def test_killed_and_resumed_ends_with_the_same_bytes(
-    pool: Pool, tmp_path: Path, autoencoder: Path
+    pool: Pool, tmp_path: Path, autoencoder: Path, full: bool
 ) -> None:
     whole = small(tmp_path / "whole", autoencoder, ranks=2)
     pool.run(_train_in_world, 2, whole)
@@ -164,10 +165,13 @@ def test_killed_and_resumed_ends_with_the_same_bytes(
     wait_for_step(broken.out, random.Random().randint(2, 7), process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    process = cli(*options_of(broken), "--resume")
-    _, errors = process.communicate(timeout=patient(90))
-    assert process.returncode == 0, errors
-    assert "resumed at step" in errors or "8/8" in errors
+    if full:
+        process = cli(*options_of(broken), "--resume")
+        _, errors = process.communicate(timeout=patient(90))
+        assert process.returncode == 0, errors
+        assert "resumed at step" in errors or "8/8" in errors
+    else:
+        pool.run(_train_in_world, 2, replace(broken, resume=True))
     assert_same_bytes(whole.out, broken.out)
     assert [line["step"] for line in Run(broken.out).read_log()] == list(range(1, 9))
 

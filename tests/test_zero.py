@@ -40,11 +40,11 @@ def test_the_steps_equal_those_of_one_process(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_overlap_changes_no_bit(pool: Pool, stage: int) -> None:
-    cell = CELLS[8]
+def test_overlap_changes_no_bit(pool: Pool, stage: int, full: bool) -> None:
+    cell, steps = CELLS[8], parity.STEPS if full else parity.FEW_STEPS
     for with_overlap, without in zip(
-        pool.run(parity.boosted, 3, cell, torch.float32, stage, True),
-        pool.run(parity.boosted, 3, cell, torch.float32, stage, False),
+        pool.run(parity.boosted, 3, cell, torch.float32, stage, True, steps),
+        pool.run(parity.boosted, 3, cell, torch.float32, stage, False, steps),
         strict=True,
     ):
         for found, expected in zip(with_overlap, without, strict=True):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from gulliver._compat import fake_store, local_tensor_mode, threaded_groups
 from gulliver.comm import World
+from tests.patience import patient
 
 DEADLINE_S = 30.0
 
@@ -52,7 +53,7 @@ def run_threads(function: Callable[..., Any], world_size: int, *args: Any) -> li
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(DEADLINE_S)
+            thread.join(patient(DEADLINE_S))
         if failures:
             raise failures[0]
         assert not any(thread.is_alive() for thread in threads), "the threads hang"
