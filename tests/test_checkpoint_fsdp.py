@@ -102,7 +102,7 @@ def test_fsdp_models_load_into_fsdp_and_plain_models_at_other_numbers_of_ranks(
 ) -> None:
     wanted = Run("plain").train(0, STEPS)
     runs = {
-        (3, "rows"): [(4, "replicas"), (2, "columns"), (1, "plain")],
+        (4, "rows"): [(4, "replicas"), (2, "columns"), (1, "plain")],
         (4, "replicas"): [(2, "rows")],
         (2, "columns"): [(3, "rows")],
         (1, "plain"): [(2, "rows")],

@@ -77,7 +77,8 @@ def collect(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> Col
         alone = isinstance(value, PerRank)
         held = value.value if alone else value
         leaves, skeleton = split_state(_content(held))
-        kind = kind_of(held)
+        # What every rank has of its own may be of another kind on each.
+        kind = None if alone else kind_of(held)
         if kind is not None:
             found.kinds[entry] = kind
         leaves = {name: _leaf(entry, name, leaf) for name, leaf in leaves.items()}

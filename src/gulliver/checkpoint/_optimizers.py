@@ -95,10 +95,10 @@ def _check_groups(
             raise GulliverError(
                 f"{where}: group {number} has {len(theirs['params'])} parameters, not {count}"
             )
-        # A newer torch may add options; only another optimizer has other ones both ways.
+        # A newer torch may add options; only another optimizer lacks some and has others.
         odd = sorted(theirs.keys() - group.keys())
-        lacking = sorted(group.keys() - theirs.keys() - {"param_names"})
-        if odd and lacking and odd != ["param_names"]:
+        lacking = sorted(optimizer.defaults.keys() - theirs.keys())
+        if odd and lacking and shapes is None:
             raise GulliverError(
                 f"{where}, is of another optimizer: group {number} has {', '.join(odd)} where "
                 f"{type(optimizer).__name__} has {', '.join(lacking)}"
