@@ -21,6 +21,8 @@ STEPS, SAVED_AT = 6, 3
 class Net(nn.Module):
     """Rows that do not divide, and a buffer."""
 
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 5)
@@ -38,7 +40,7 @@ class Run:
         self.model = Net().double()
         if way != "plain":
             self._shard(way)
-        options = {"amsgrad": True} if kind is torch.optim.AdamW else {}
+        options: dict[str, Any] = {"amsgrad": True} if kind is torch.optim.AdamW else {}
         self.optimizer = kind(self.model.parameters(), lr=0.05, **options)
 
     def _shard(self, way: str) -> None:
@@ -143,11 +145,12 @@ def save_and_load_factored(world: World, folder: Path) -> list[str]:
         checkpointer.save(1, run.state)
     said = []
     for other in (Run("rows", Factored), Run("rows", torch.optim.SGD)):
-        before = [p.to_local().clone() for p in other.model.parameters()]
+        parameters: list[Any] = list(other.model.parameters())
+        before = [p.to_local().clone() for p in parameters]
         with pytest.raises(GulliverError) as caught:
             load(folder, other.state)
         said.append(str(caught.value))
-        after = [p.to_local() for p in other.model.parameters()]
+        after = [p.to_local() for p in parameters]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     return said
 

@@ -283,7 +283,9 @@ class BoostedOptimizer(torch.optim.Optimizer):
         Raises:
             GulliverError: there is some, and the state is spread over ranks.
         """
-        found = {key: v for key, v in self.inner.state.items() if not isinstance(key, Tensor)}
+        # torch's types say that every key is a parameter; it saves and loads others, too.
+        kept = dict[Any, Any](self.inner.state)
+        found = {key: value for key, value in kept.items() if not isinstance(key, Tensor)}
         if found and self.spreads_state:
             raise GulliverError(
                 f"{type(self.inner).__name__} keeps {next(iter(found))!r} for all parameters: only "
