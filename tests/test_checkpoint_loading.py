@@ -45,11 +45,11 @@ class Scaled(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}halved"] = self.weight.detach() / 2
 
-    def _load_from_state_dict(self, state: Any, prefix: str, *_: Any) -> None:
-        self.weight.data.copy_(state[f"{prefix}halved"] * 2)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:  # type: ignore[override]
+        self.weight.data.copy_(state_dict[f"{prefix}halved"] * 2)
 
 
-def model() -> nn.Module:
+def model() -> Any:
     return nn.Sequential(Counting(), nn.BatchNorm1d(3), Counting())
 
 
@@ -90,7 +90,7 @@ def test_extra_state_and_tensors_in_dicts_and_lists_come_back_in_place(
 ) -> None:
     folder, state = run
     other, wanted = model(), state["model"]
-    mine = {"a": torch.zeros(3), "b": [torch.zeros(2), {"c": torch.zeros(())}]}
+    mine: dict[Any, Any] = {"a": torch.zeros(3), "b": [torch.zeros(2), {"c": torch.zeros(())}]}
     mine |= {3: (torch.zeros(1),), "n": None}
     loaded = load(folder, {"model": other, "tree": mine})
     assert str(loaded) == "everything matched"

@@ -342,7 +342,7 @@ class Booster:
         where = step_folder(folder, step)
         with StepReader(where) as reader:
             loaded = load_boosted(
-                reader, model, optimizer, holder, lr_scheduler, strict, prefix, state or {}
+                reader, model, optimizer, holder, lr_scheduler, strict, prefix, state
             )
             if random and optimizer is not None and not restore_random(reader):
                 loaded.absent.append(RANDOM)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,17 +26,19 @@ from gulliver.checkpoint import (
     Loaded,
     Mismatch,
     PerRank,
+    Ref,
     StepReader,
     fill_all,
-    join_state,
-    names_in,
     plan_all,
+    refs_in,
     refuse_boosted,
+    replace_refs,
+    with_refs,
 )
 from gulliver.comm import gather_objects, group_rank, init_world
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, whole_shape
-from gulliver.parallel import BoostedOptimizer, Counter
+from gulliver.parallel import BoostedOptimizer, Counter, ZeroOptimizer
 
 MODEL, OPTIMIZER, SCHEDULER, RANDOM = "model", "optimizer", "lr_scheduler", "random"
 RESERVED = (MODEL, OPTIMIZER, SCHEDULER, RANDOM)
@@ -78,6 +79,9 @@ def boosted_state(
                 for name, entries in optimizer.state_leaves().items()
             },
         }
+        others = optimizer.other_state()
+        if others:
+            found[OPTIMIZER]["others"] = others
     if lr_scheduler is not None:
         kind = type(lr_scheduler).__name__
         found[SCHEDULER] = {"kind": kind, "state": scheduler_numbers(lr_scheduler)}
@@ -96,15 +100,6 @@ def _plain(value: Any) -> Any:
     return {"value": value.value, "dtype": value.dtype}
 
 
-@dataclass(frozen=True)
-class _Ref:
-    """Stands for a tensor that has not been read yet."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def load_boosted(
     reader: StepReader,
     model: nn.Module | None,
@@ -113,7 +108,7 @@ def load_boosted(
     lr_scheduler: Any,
     strict: bool,
     prefix: str,
-    state: Mapping[str, Any],
+    state: Mapping[str, Any] | None = None,
 ) -> Loaded:
     """Loads a step in place, at any number of ranks; every rank calls it.
 
@@ -154,7 +149,7 @@ def load_boosted(
             entries.update(_check_optimizer(reader, optimizer, groups or []))
         if lr_scheduler is not None:
             _check_scheduler(reader, lr_scheduler)
-        rest.update(plan_all(reader, state, strict, "", loaded))
+        rest.update(plan_all(reader, state or {}, strict, "", loaded))
 
     agreed(check)
     if model is not None and holder is not None:
@@ -216,13 +211,7 @@ def _check_optimizer(
     reader: StepReader, optimizer: BoostedOptimizer, groups: list[list[str]]
 ) -> dict[str, Any]:
     """The optimizer's entry, with stand-ins for tensors."""
-    tensors, skeleton = reader.tensors(OPTIMIZER), reader.skeleton(OPTIMIZER)
-    refs: dict[str, Any] = {
-        name: _Ref(name, tensors[name].shape, tensors[name].dtype)
-        for name in names_in(skeleton)
-        if name in tensors
-    }
-    content = join_state(refs, skeleton)
+    content = with_refs(reader.skeleton(OPTIMIZER), reader.tensors(OPTIMIZER))
     if not isinstance(content, dict) or not {"optimizer", "groups", "state"} <= content.keys():
         raise GulliverError(f"{reader.folder} holds no state of a boosted optimizer")
     ours = type(optimizer.inner).__name__
@@ -231,39 +220,88 @@ def _check_optimizer(
             f"{reader.folder} is of {content['optimizer']}, the optimizer is {ours}"
         )
     check_groups(groups, content["groups"], reader.folder)
+    _check_shapes(reader, optimizer, content["state"])
+    return content
+
+
+def _check_shapes(
+    reader: StepReader, optimizer: BoostedOptimizer, state: Mapping[str, Any]
+) -> None:
+    """Whether the state is of parameters of the same shapes.
+
+    Where every rank has all of it, it may have any shape itself: then the model of the same step
+    tells the parameters'.
+    """
     shapes = {name: whole_shape(p) for p, name in optimizer.names.items()}
-    for name, entries in content["state"].items():
+    models = {} if optimizer.spreads_state else reader.tensors(MODEL)
+    for name, entries in state.items():
+        ours = shapes.get(name)
+        if ours is not None and name in models and models[name].shape != ours:
+            raise GulliverError(
+                f"{reader.folder}: the optimizer state of {name!r} does not fit: the parameter was "
+                f"{models[name].shape}, it is {ours}"
+            )
         for key, value in entries.items():
-            if isinstance(value, _Ref) and value.shape != shapes.get(name, value.shape):
+            if ours is None or name in models:
+                continue
+            refs = refs_in(value)
+            if refs and (not isinstance(value, Ref) or value.shape != ours):
                 raise GulliverError(
                     f"{reader.folder}: the optimizer state of {name!r} does not fit: {key} is "
-                    f"{value.shape}, the parameter {shapes[name]}"
+                    f"{refs[0].shape}, the parameter {ours}"
                 )
-    return content
 
 
 def _fill_optimizer(
     reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
 ) -> None:
+    if optimizer.spreads_state:
+        _fill_shards(reader, optimizer, content["state"])
+    else:
+        _give_state(reader, optimizer, content)
+    for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
+        group.update(_read(reader, saved["options"]))
+
+
+def _fill_shards(
+    reader: StepReader, optimizer: BoostedOptimizer, state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Fills what this rank has of the state of each parameter."""
+    assert isinstance(optimizer, ZeroOptimizer), "state is spread over ranks by ZeRO's kind"
     entries = {
         name: {
-            key: value if isinstance(value, _Ref) else Counter(value["value"], value["dtype"])
+            key: value if isinstance(value, Ref) else Counter(value["value"], value["dtype"])
             for key, value in found.items()
         }
-        for name, found in content["state"].items()
+        for name, found in state.items()
     }
     targets = optimizer.make_state(entries)
-    wanted = {content["state"][name][key].name: leaf for (name, key), leaf in targets.items()}
+    wanted = {state[name][key].name: leaf for (name, key), leaf in targets.items()}
     reader.read_into(OPTIMIZER, wanted)
-    for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
-        options = saved["options"]
-        refs = {v.name: torch.empty(v.shape, dtype=v.dtype) for v in options.values() if _is_ref(v)}
-        reader.read_into(OPTIMIZER, refs)
-        group.update({k: refs[v.name] if _is_ref(v) else v for k, v in options.items()})
 
 
-def _is_ref(value: Any) -> bool:
-    return isinstance(value, _Ref)
+def _give_state(
+    reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
+) -> None:
+    """Gives an optimizer its whole state, whatever that consists of."""
+    found = _read(reader, {"state": content["state"], "others": content.get("others", {})})
+    state = {
+        name: {
+            key: value if isinstance(value, Tensor) else Counter(**value).to_value()
+            for key, value in entries.items()
+        }
+        for name, entries in found["state"].items()
+    }
+    # Else numbers are turned to the parameter's dtype: ZeRO keeps those of 16 bits in 32.
+    models = reader.tensors(MODEL)
+    exact = [n for p, n in optimizer.names.items() if n in models and models[n].dtype == p.dtype]
+    optimizer.take_state(state, found["others"], exact)
+
+
+def _read(reader: StepReader, value: Any) -> Any:
+    """Nested values, with tensors in place of what stands for them."""
+    made = reader.whole(OPTIMIZER, [ref.name for ref in refs_in(value)])
+    return replace_refs(value, made)
 
 
 def _check_scheduler(reader: StepReader, lr_scheduler: Any) -> None:

@@ -22,6 +22,7 @@ from gulliver.booster._states import (
     check_groups,
     read_skeleton,
     saved_groups,
+    stepped,
 )
 from gulliver.checkpoint import (
     GatheredWeights,
@@ -97,7 +98,8 @@ def write_optimizer(optimizer: BoostedOptimizer, folder: Path) -> None:
         name: {k: v.to_value() if isinstance(v, Counter) else v for k, v in found.items()}
         for name, found in export_leaves(_zero(optimizer)).items()
     }
-    tensors, skeleton = split_state({"state": saved, "groups": saved_groups(optimizer)})
+    content = {"state": saved, "groups": saved_groups(optimizer), "parameters": stepped(optimizer)}
+    tensors, skeleton = split_state(content)
     merged = merge_skeletons(gather_objects(skeleton))
     mark = broadcast_object(uuid.uuid4().hex)
 

@@ -21,6 +21,7 @@ from gulliver.checkpoint import (
 )
 from gulliver.comm import any_rank, barrier, init_world
 from gulliver.errors import GulliverError
+from gulliver.memory import whole_shape
 from gulliver.parallel import BoostedOptimizer
 
 LISTED = 4
@@ -99,7 +100,9 @@ def read_model(model: nn.Module, path: Path, strict: bool) -> list[str]:
 
 def write_optimizer(optimizer: BoostedOptimizer, state: Any, folder: Path) -> None:
     """Writes a whole state and the groups to a folder; see `read_optimizer`."""
-    tensors, skeleton = split_state({"state": state, "groups": saved_groups(optimizer)})
+    content = {"state": state, "groups": saved_groups(optimizer)}
+    content |= {"others": optimizer.other_state(), "parameters": stepped(optimizer)}
+    tensors, skeleton = split_state(content)
     # Both files carry the mark, so that halves of two saves are never taken for one.
     mark = uuid.uuid4().hex
     values = {name: leaf for name, leaf in tensors.items() if isinstance(leaf, Tensor)}
@@ -113,12 +116,33 @@ def read_optimizer(optimizer: BoostedOptimizer, folder: Path) -> None:
     skeleton = read_skeleton(optimizer, folder)
     saved = join_state(read_tensors(folder / TENSORS), skeleton)
     check_groups(optimizer.all_group_names(), saved["groups"], folder)
+    check_stepped(optimizer, saved, folder)
     try:
-        optimizer.import_state(saved["state"])
+        optimizer.import_state(saved["state"], saved.get("others"), saved.get("parameters", ()))
     except GulliverError as error:
         raise GulliverError(f"{folder} does not fit: {error}") from error
     for group, entry in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update(entry["options"])
+
+
+def stepped(optimizer: BoostedOptimizer) -> dict[str, Any]:
+    """Shapes of the parameters by name, whole, and the dtypes of their state."""
+    return {
+        name: [list(whole_shape(p)), optimizer.state_dtype(p)]
+        for p, name in optimizer.names.items()
+    }
+
+
+def check_stepped(optimizer: BoostedOptimizer, saved: Mapping[str, Any], folder: Path) -> None:
+    """Refuses state of parameters of other shapes or dtypes, whatever shapes the state has."""
+    theirs = saved.get("parameters", {})
+    for name, ours in stepped(optimizer).items():
+        there = theirs.get(name, ours)
+        if there != ours:
+            raise GulliverError(
+                f"{folder} does not fit: the optimizer state of {name!r} does not fit: it is of "
+                f"{tuple(there[0])} {there[1]}, the parameter {tuple(ours[0])} {ours[1]}"
+            )
 
 
 def read_skeleton(optimizer: BoostedOptimizer, folder: Path) -> Any:

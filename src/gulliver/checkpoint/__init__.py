@@ -32,6 +32,7 @@ from gulliver.checkpoint._interchange import (
 from gulliver.checkpoint._loading import Loaded, fill_all, load, plan_all, step_folder
 from gulliver.checkpoint._manifest import Manifest, read_manifest
 from gulliver.checkpoint._reader import Mismatch, StepReader
+from gulliver.checkpoint._refs import Ref, refs_in, replace_refs, with_refs
 from gulliver.checkpoint._saving import AsyncCheckpointer, Saved
 from gulliver.checkpoint._single import FileSaver
 from gulliver.checkpoint._tree import as_leaf, join_state, merge_skeletons, names_in, split_state
@@ -50,6 +51,7 @@ __all__ = [
     "Mismatch",
     "PerRank",
     "Problem",
+    "Ref",
     "Saved",
     "StepReader",
     "Weights",
@@ -74,12 +76,15 @@ __all__ = [
     "read_manifest",
     "read_metadata",
     "read_tensors",
+    "refs_in",
     "refuse_boosted",
+    "replace_refs",
     "run_steps",
     "save_huggingface",
     "split_state",
     "step_folder",
     "verify",
+    "with_refs",
     "write_json",
     "write_single",
     "write_tensors",

@@ -63,26 +63,19 @@ def left_behind(steps: Sequence[int]) -> list[int]:
     return sorted(found)
 
 
-def told(folder: Path, siblings: Iterable[tuple[int, Path]]) -> list[str]:
-    """What a program that loads a step is to know of the higher ones beside it.
+def higher(folder: Path, siblings: Iterable[tuple[int, Path]]) -> tuple[list[int], list[int]]:
+    """Higher steps of a run: those saved before one of its steps, and those saved after it.
 
     Args:
         folder: of the step.
         siblings: the steps of its run.
     """
-    ages = {number: age_of(path, number) for number, path in siblings}
-    mine = next((age for n, age in ages.items() if age and folder.name == f"step-{n:08d}"), None)
+    ages = {path.name: age_of(path, number) for number, path in siblings}
+    mine = ages.get(folder.name)
     if mine is None:
-        return []
-    higher = sorted((n, age) for n, age in ages.items() if age is not None and n > mine[2])
-    before = [n for n, age in higher if age < mine]
-    after = [n for n, age in higher if age > mine]
-    lines = []
-    if before:
-        lines.append(f"{shown(before)} had been saved before it, on a branch that the run has left")
-    if after:
-        lines.append(f"{shown(after)} had been saved after it: a run that goes on here leaves them")
-    return [f"step {mine[2]} was loaded; {line}" for line in lines]
+        return [], []
+    beyond = sorted((age[2], age) for age in ages.values() if age is not None and age[2] > mine[2])
+    return [n for n, age in beyond if age < mine], [n for n, age in beyond if age > mine]
 
 
 def shown(steps: Sequence[int]) -> str:

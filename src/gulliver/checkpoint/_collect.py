@@ -95,7 +95,8 @@ def collect(
         if isinstance(held, nn.Module):
             found.buffers.update(_storages(held.buffers()))
         leaves, skeleton = split_state(_content(held))
-        kind = kind_of(held)
+        # What every rank has of its own may be of another kind on each.
+        kind = None if alone else kind_of(held)
         if kind is not None:
             found.kinds[entry] = kind
         leaves = {name: _leaf(entry, name, leaf) for name, leaf in leaves.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from gulliver.checkpoint._branches import told
+from gulliver.checkpoint._branches import higher, shown
 from gulliver.checkpoint._collect import PerRank
 from gulliver.checkpoint._filling import Filling, plan
 from gulliver.checkpoint._folder import CheckpointFolder, steps_of
@@ -45,12 +45,23 @@ class Loaded:
 
     @classmethod
     def of(cls, reader: StepReader) -> Self:
-        """Nothing yet, of a step; what is to be known of its branch is logged, too."""
-        branches = told(reader.folder, steps_of(reader.folder.parent))
-        if group_rank() == 0:
-            for line in branches:
-                _log.warning("%s: %s", reader.folder.parent, line)
-        return cls(reader.manifest.step, branches=branches)
+        """Nothing yet, of a step; that the run has left a branch is logged, too."""
+        step, run = reader.manifest.step, reader.folder.parent
+        before, after = higher(reader.folder, steps_of(run))
+        lines = []
+        if before:
+            lines.append(
+                f"step {step} was loaded; {shown(before)} had been saved before it, on a branch "
+                "that the run has left"
+            )
+            if group_rank() == 0:
+                _log.warning("%s: %s", run, lines[0])
+        if after:
+            lines.append(
+                f"step {step} was loaded; {shown(after)} had been saved after it: a run that goes "
+                "on here leaves them"
+            )
+        return cls(step, branches=lines)
 
 
 def step_folder(path: Path | str, step: int | None = None) -> Path:

@@ -7,7 +7,6 @@ a step much later, or never. So kind, groups and shapes are compared before anyt
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,17 +15,9 @@ from torch import Tensor
 from gulliver.checkpoint._dtensors import is_dtensor, like_local, local_leaf
 from gulliver.checkpoint._fits import misfit
 from gulliver.checkpoint._reader import StepReader
-from gulliver.checkpoint._tree import Leaf, join_state, names_in
+from gulliver.checkpoint._refs import Ref, refs_in, replace_refs, with_refs
+from gulliver.checkpoint._tree import Leaf, names_in
 from gulliver.errors import GulliverError
-
-
-@dataclass(frozen=True)
-class _Ref:
-    """Stands for a tensor that has not been read yet."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def optimizer_state(
@@ -52,11 +43,9 @@ def optimizer_state(
         GulliverError: it is the state of another optimizer, or of other parameters.
     """
     where = f"{reader.folder}, entry {entry!r}"
-    saved = reader.tensors(entry)
-    refs = {n: _Ref(n, saved[n].shape, saved[n].dtype) for n in names_in(skeleton) if n in saved}
-    content = join_state(refs, skeleton)
+    content = with_refs(skeleton, reader.tensors(entry))
     if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
-        whole = join_state(reader.whole(entry, names_in(skeleton)), skeleton)
+        whole = replace_refs(content, reader.whole(entry, names_in(skeleton)))
         return lambda: optimizer.load_state_dict(whole)
     groups = content["param_groups"]
     _check_groups(where, groups, optimizer, shapes)
@@ -65,26 +54,18 @@ def optimizer_state(
     parameters = dict(zip(numbers, stepped, strict=True))
     made, leaves = dict[str, Tensor](), dict[str, Leaf]()
     for number, state in content["state"].items():
-        for ref in _refs(state):
+        for ref in refs_in(state):
             made[ref.name], leaves[ref.name] = _new(where, ref, parameters.get(number))
-    for ref in _refs(groups):
+    for ref in refs_in(groups):
         made[ref.name], leaves[ref.name] = _new(where, ref, None)
     reader.read_into(entry, leaves)
     for number, state in content["state"].items():
         _check_values(where, number, state, made, parameters.get(number))
-    ready = join_state(made, skeleton)
+    ready = replace_refs(content, made)
     return lambda: optimizer.load_state_dict(ready)
 
 
-def _refs(value: Any) -> list[_Ref]:
-    if isinstance(value, _Ref):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [r for item in value for r in _refs(item)] if isinstance(value, list | tuple) else []
-
-
-def _new(where: str, ref: _Ref, parameter: Any) -> tuple[Tensor, Leaf]:
+def _new(where: str, ref: Ref, parameter: Any) -> tuple[Tensor, Leaf]:
     """A tensor to be given to the optimizer, and what of it is read."""
     if parameter is None or not is_dtensor(parameter) or not ref.shape:
         tensor = torch.empty(ref.shape, dtype=ref.dtype)
@@ -114,10 +95,10 @@ def _check_groups(
             raise GulliverError(
                 f"{where}: group {number} has {len(theirs['params'])} parameters, not {count}"
             )
-        # A newer torch may add options; only another optimizer has other ones both ways.
+        # A newer torch may add options; only another optimizer lacks some and has others.
         odd = sorted(theirs.keys() - group.keys())
-        lacking = sorted(group.keys() - theirs.keys() - {"param_names"})
-        if odd and lacking and odd != ["param_names"]:
+        lacking = sorted(optimizer.defaults.keys() - theirs.keys())
+        if odd and lacking and shapes is None:
             raise GulliverError(
                 f"{where}, is of another optimizer: group {number} has {', '.join(odd)} where "
                 f"{type(optimizer).__name__} has {', '.join(lacking)}"
@@ -143,7 +124,7 @@ def _check_values(
     if parameter is None or not parameter.is_floating_point() or not isinstance(state, Mapping):
         return
     for key, value in state.items():
-        if key == "step" or not isinstance(value, _Ref) or not value.dtype.is_floating_point:
+        if key == "step" or not isinstance(value, Ref) or not value.dtype.is_floating_point:
             continue
         tensor: Any = made[value.name]
         local = tensor.to_local() if is_dtensor(tensor) else tensor

@@ -103,6 +103,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
             ranks once.
         names: a tied parameter that lies in another stage, too, has the same name in both: the one
             that it has in the whole model.
+        spreads_state: whether the state lies with several ranks, element by element; else every
+            rank has all of it, of whatever kinds and shapes.
 
     Args:
         inner: the user's optimizer.
@@ -112,6 +114,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     responsible: Callable[[str], bool] = staticmethod(everything)
     written_elsewhere: Collection[str] = ()
     whole_groups: list[list[str]] | None = None
+    spreads_state = False
 
     def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
         # Deliberately without super().__init__: groups and state are the inner optimizer's.
@@ -233,13 +236,22 @@ class BoostedOptimizer(torch.optim.Optimizer):
         if not keep:
             return {}
         return {
-            name: {k: v for k, v in self.inner.state[p].items() if v is not None}
-            for p, name in self.names.items()
-            if p in self.inner.state
+            n: dict(self.inner.state[p]) for p, n in self.names.items() if p in self.inner.state
         }
 
-    def import_state(self, state: State) -> None:
-        """Takes over what `export_state` gave, at any world size.
+    def import_state(
+        self,
+        state: State,
+        others: Mapping[Any, Any] | None = None,
+        exact: Collection[str] = (),
+    ) -> None:
+        """Takes over what `export_state` and `other_state` gave, at any world size.
+
+        Args:
+            state: by parameter name; whole.
+            others: state of no parameter; None leaves what there is.
+            exact: names that are known to be of parameters of the same shape and dtype. Where the
+                state is not spread over ranks, that of the others has to be of their shapes.
 
         Raises:
             GulliverError: it is of other parameters, or of parameters of other shapes or dtypes.
@@ -250,19 +262,52 @@ class BoostedOptimizer(torch.optim.Optimizer):
                 raise GulliverError(
                     f"the optimizer state holds {name!r}, which is not trained here"
                 )
-            _check_entries(name, entries, known[name], self.state_dtype(known[name]))
-        self._import_state(state)
+            if self.spreads_state or name not in exact:
+                _check_entries(name, entries, known[name], self.state_dtype(known[name]))
+        self._import_state(state, others, exact)
+
+    def take_state(self, state: State, others: Mapping[Any, Any], exact: Collection[str]) -> None:
+        """Takes over state that was checked, where it is not spread over ranks.
+
+        What is not `exact` is turned to the dtype of its parameter.
+        """
+        self._import_state(state, others, exact)
 
     def state_dtype(self, parameter: Tensor) -> torch.dtype:
         """Of the state that belongs to a parameter."""
         return parameter.dtype
 
-    def _import_state(self, state: State) -> None:
+    def other_state(self) -> State:
+        """State that is of no parameter, by what the optimizer keeps it under.
+
+        Raises:
+            GulliverError: there is some, and the state is spread over ranks.
+        """
+        # torch's types say that every key is a parameter; it saves and loads others, too.
+        kept = dict[Any, Any](self.inner.state)
+        found = {key: value for key, value in kept.items() if not isinstance(key, Tensor)}
+        if found and self.spreads_state:
+            raise GulliverError(
+                f"{type(self.inner).__name__} keeps {next(iter(found))!r} for all parameters: only "
+                "state of each element can be saved here; TorchDDPPlugin saves any"
+            )
+        return found
+
+    def _import_state(
+        self, state: State, others: Mapping[Any, Any] | None, exact: Collection[str]
+    ) -> None:
         trained = self.inner.state_dict()
         numbers = {p: n for n, p in enumerate(q for g in self.param_groups for q in g["params"])}
-        trained["state"] = {numbers[p]: state[n] for p, n in self.names.items() if n in state}
+        kept = self.other_state() if others is None else others
+        mine = {numbers[p]: state[n] for p, n in self.names.items() if n in state}
+        trained["state"] = {**mine, **kept}
         # torch's own loader places every entry where the optimizer wants it.
         self.inner.load_state_dict(trained)
+        for parameter, name in self.names.items():
+            if name in state and name in exact:
+                # It also turns numbers to the parameter's dtype, which may have fewer bits.
+                found = self.inner.state[parameter]
+                found.update({k: _unrounded(v, state[name].get(k)) for k, v in found.items()})
 
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
         """The model's state as far as this rank has it, by the names of its `state_dict`."""
@@ -283,39 +328,11 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """The optimizer's state as far as this rank has it."""
         return {
             name: {
-                key: Counter.of(value) if is_counter(key, value, p) else value
+                key: Counter.of(value) if value is None or is_counter(key, value, p) else value
                 for key, value in self.inner.state[p].items()
-                if value is not None
             }
             for p, name in self.names.items()
             if p in self.inner.state
-        }
-
-    def make_state(self, entries: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Leaf]:
-        """Gives the optimizer state of the kinds that a checkpoint has, to be filled.
-
-        Args:
-            entries: by parameter and kind; `Counter`s, or what has a tensor's shape and dtype.
-
-        Returns:
-            The tensors to fill, by parameter and kind.
-        """
-        state: State = {
-            name: {
-                key: value.to_value()
-                if isinstance(value, Counter)
-                else torch.empty(value.shape, dtype=value.dtype)
-                for key, value in entries[name].items()
-            }
-            for name in self.names.values()
-            if name in entries
-        }
-        self._import_state(state)
-        return {
-            (name, key): self.inner.state[p][key]
-            for p, name in self.names.items()
-            for key, value in entries.get(name, {}).items()
-            if not isinstance(value, Counter)
         }
 
     def before_model_load(self) -> None:
@@ -360,11 +377,23 @@ class BoostedOptimizer(torch.optim.Optimizer):
         ]
 
 
+def _unrounded(loaded: Any, saved: Any) -> Any:
+    """What was loaded, in the dtypes in which it was saved."""
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        return {key: _unrounded(value, saved.get(key)) for key, value in loaded.items()}
+    if type(loaded) in (list, tuple) and isinstance(saved, list | tuple):
+        pairs = zip(loaded, saved, strict=True)
+        return type(loaded)(_unrounded(value, other) for value, other in pairs)
+    return loaded
+
+
 def _check_entries(
     name: str, entries: Mapping[str, Any], parameter: Tensor, dtype: torch.dtype
 ) -> None:
     for key, value in entries.items():
-        if is_counter(key, value, parameter):
+        if value is None or is_counter(key, value, parameter):
             continue
         if value.shape != parameter.shape or value.dtype != dtype:
             raise GulliverError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,8 @@ class ZeroOptimizer(BoostedOptimizer):
             trained.
     """
 
+    spreads_state = True
+
     def __init__(
         self,
         inner: torch.optim.Optimizer,
@@ -104,7 +106,8 @@ class ZeroOptimizer(BoostedOptimizer):
         for parameter in self.names:
             vars(parameter)["_boosted"] = True
         # Some optimizers have state before their first step; the boost may come later, too.
-        state = super().export_state()
+        exported = super().export_state()
+        state = {n: {k: v for k, v in e.items() if v is not None} for n, e in exported.items()}
         self._members = super().group_names()
         self.stage, self.group, self.max_norm = stage, group, max_norm
         self.ahead, self.overlap, self.chunk_bytes = ahead, overlap, chunk_bytes
@@ -471,7 +474,9 @@ class ZeroOptimizer(BoostedOptimizer):
         self.take_writes()
         return gather_state(self.inner, self.chunks, self.group, keep)
 
-    def _import_state(self, state: State) -> None:
+    def _import_state(
+        self, state: State, others: Mapping[Any, Any] | None, exact: Collection[str]
+    ) -> None:
         self.take_writes()
         scatter_state(self.inner, self.chunks, state)
 
