@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing as mp
 import os
 import shutil
+import signal
 import struct
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -334,3 +338,90 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
         write_json(tmp_path / "hf" / "model.safetensors.index.json", index)
         with pytest.raises(GulliverError, match="have to lie beside it"):
             open_weights(tmp_path / "hf")
+
+
+# Processes that end, and processes that fork
+
+
+def _save_and_end(rank: int, root: str, store: str, ends: int, said: Connection) -> None:
+    """Saves with a plain process group; one rank is killed while it still writes."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    engine = slow_engine()
+    checkpointer = AsyncCheckpointer(root, engine=engine)
+    for step in (1, 2):
+        if step == 2 and rank == ends:
+            engine.hold(True)
+        checkpointer.save(step, {"model": {}, "own": PerRank(torch.rand(100_000))})
+        if step == 2 and rank == ends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            checkpointer.wait()
+            said.send("fine")
+        except GulliverError as error:
+            said.send(str(error))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("ends", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_a_rank_that_is_killed_while_it_saves_is_named_at_once(tmp_path: Path, ends: int) -> None:
+    context = mp.get_context("forkserver")
+    here, there = context.Pipe(duplex=False)
+    processes = [
+        context.Process(
+            target=_save_and_end,
+            args=(rank, str(tmp_path / "run"), str(tmp_path / "store"), ends, there),
+        )
+        for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    there.close()
+    said = [here.recv() for _ in range(3)]
+    for process in processes:
+        process.join()
+    assert said[:2] == ["fine", "fine"]
+    wanted = "rank 1 ended" if ends == 1 else "cannot agree, has one of them ended"
+    assert wanted in said[2]
+    assert CheckpointFolder(tmp_path / "run").steps() == [1]
+
+
+def _in_a_fork(call: Callable[[], object]) -> str:
+    """What a call raises in a child of this process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            call()
+            os.write(write, b"fine")
+        except BaseException as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with open(read, "rb") as file:
+        return file.read().decode()
+
+
+def test_a_forked_child_is_refused_and_can_train(tmp_path: Path) -> None:
+    engine = slow_engine()
+    checkpointer = AsyncCheckpointer(tmp_path, engine=engine)
+    weight = nn.Parameter(torch.rand(100_000))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight])
+    engine.hold(True)
+    checkpointer.save(1, {"model": {"w": weight}})
+    for call in (
+        lambda: checkpointer.save(2, {}),
+        checkpointer.wait,
+        checkpointer.wait_copied,
+        checkpointer.close,
+    ):
+        assert f"belongs to process {os.getpid()}, which forked" in _in_a_fork(call)
+    assert _in_a_fork(optimizer.step) == "fine"
+    assert _in_a_fork(checkpointer._finalize) == "fine"
+    with pytest.raises(GulliverError, match=f"is being written by process {os.getpid()}"):
+        folder_module.FolderLock(tmp_path).take()
+    engine.hold(False)
+    checkpointer.close()
+    engine.close()
+    assert load(tmp_path).step == 1

@@ -21,6 +21,7 @@ from gulliver.io._engine import (
     IoError,
     Page,
     Ticket,
+    check_process,
 )
 from gulliver.io._native import NativeEngine, native_problem
 from gulliver.io._twin import TwinEngine
@@ -39,6 +40,7 @@ __all__ = [
     "TwinEngine",
     "atomic_file",
     "cache_folder",
+    "check_process",
     "default_engine",
     "finish_folder",
     "named_errors",
