@@ -25,6 +25,7 @@ from gulliver.checkpoint import (
     AsyncCheckpointer,
     CheckpointFolder,
     PerRank,
+    export_huggingface,
     join_state,
     load,
     open_weights,
@@ -33,11 +34,12 @@ from gulliver.checkpoint import (
     write_json,
 )
 from gulliver.checkpoint import _folder as folder_module
+from gulliver.checkpoint import _loading as loading_module
 from gulliver.checkpoint._image import read_slots
 from gulliver.checkpoint._manifest import MANIFEST, is_complete, write_manifest
 from gulliver.comm import World, adopt_world
 from gulliver.errors import GulliverError
-from gulliver.io import TwinEngine
+from gulliver.io import TwinEngine, hold
 
 PAGE = 64 * 2**10
 
@@ -425,3 +427,62 @@ def test_a_forked_child_is_refused_and_can_train(tmp_path: Path) -> None:
     checkpointer.close()
     engine.close()
     assert load(tmp_path).step == 1
+
+
+# A reader beside a writer
+
+
+def test_a_reader_takes_the_next_step_where_a_writer_removes_the_one_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, keep=1)
+    step_folder, number = loading_module.step_folder, [1]
+
+    def late(path: Path, step: int | None = None) -> Path:
+        found = step_folder(path, step)
+        if number[0] % 4:
+            number[0] += 1
+            save(tmp_path, number[0], keep=1)
+        return found
+
+    monkeypatch.setattr(loading_module, "step_folder", late)
+    found = load(tmp_path)
+    assert (found.step, found.values["number"]) == (4, 4)
+    number[0] = 5
+    with open_weights(tmp_path) as weights:
+        assert weights.path.name == "step-00000008"
+    # What is broken, and not being replaced, is told at once.
+    (tmp_path / "step-00000008" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(GulliverError, match="holds no complete checkpoint"):
+        load(tmp_path)
+
+
+# Conversions that are killed
+
+
+def _convert_and_die(source: str, target: str) -> None:
+    def die(done: int, total: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    export_huggingface(source, target, progress=die)
+
+
+@pytest.mark.parametrize("name", ["hf", "one.safetensors"])
+def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, name: str) -> None:
+    save(tmp_path / "run", 1)
+    out = tmp_path / "out"
+    out.mkdir()
+    child = os.fork()
+    if child == 0:
+        _convert_and_die(str(tmp_path / "run"), str(out / name))
+        os._exit(0)
+    os.waitpid(child, 0)
+    (left,) = out.iterdir()
+    assert left.name == f".{name}.{child}.partial"
+    # What somebody still writes stays, whether by its number or, on another machine, by its lock.
+    mine, other = out / f".x.{os.getpid()}.partial", out / f".y.{child}.partial"
+    for path in (mine, other):
+        path.mkdir()
+    with hold(other):
+        export_huggingface(tmp_path / "run", out / f"2{name}")
+        assert {path.name for path in out.iterdir()} == {mine.name, other.name, f"2{name}"}

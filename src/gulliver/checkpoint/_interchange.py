@@ -11,6 +11,7 @@ that a model shares between names are there once.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections import deque
@@ -63,7 +64,9 @@ from gulliver.io import (
     atomic_file,
     default_engine,
     finish_folder,
+    hold,
     named_errors,
+    remove_leftovers,
     require_space,
     write_text,
 )
@@ -72,6 +75,8 @@ from gulliver.memory import Part, Region, before_write, region_of
 PAGES = 12
 """Of the engine that writes: what is on its way to the disk while the next batch is read."""
 CONFIG = "config.json"
+
+_log = logging.getLogger("gulliver")
 
 Progress = Callable[[int, int], None]
 """Is told the bytes done so far, and all there are."""
@@ -545,6 +550,7 @@ def write_single(
         GulliverError: it cannot be written; nothing is left of it then.
     """
     plan = _plan(target, weights, names, dtype, metadata)
+    _clear(target.parent)
     with _parents(target), atomic_file(target, plan.image.nbytes) as partial:
         plan.path = partial
         _write_files(weights, [plan], dtype, progress)
@@ -645,16 +651,24 @@ def _parents(path: Path) -> Iterator[None]:
         raise
 
 
+def _clear(folder: Path) -> None:
+    """Removes what conversions that were killed have left hidden."""
+    for path in remove_leftovers(folder):
+        _log.warning("removed %s, which a process that was killed had left half written", path)
+
+
 @contextmanager
 def _new_folder(folder: Path, needed: int) -> Iterator[Path]:
     """A temporary folder beside `folder`, renamed to it when the block ends well."""
+    _clear(folder.parent)
     require_space(folder.parent, needed)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}{PARTIAL}")
     with _parents(folder), named_errors(folder, needed=needed):
         try:
             partial.mkdir()
-            yield partial
-            finish_folder(partial, folder)
+            with hold(partial):
+                yield partial
+                finish_folder(partial, folder)
         finally:
             # Also after Ctrl-C nothing is left.
             shutil.rmtree(partial, ignore_errors=True)
