@@ -5,6 +5,7 @@
 #include "crc32.hpp"
 
 #include <array>
+#include <cstdint>
 #include <cstring>
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -57,12 +58,21 @@ std::uint32_t by_tables(std::uint32_t rest, const unsigned char* data, std::size
 }
 
 #ifdef GULLIVER_PCLMUL
-// At least 64 bytes, in multiples of 16; on the inverted remainder.
+// At least 64 bytes, in multiples of 16; on the inverted remainder. Copies them on the way to a
+// target that is a multiple of 16, if there is one: with stores that neither read what they replace
+// nor drive from the caches what the program around us computes with.
+template <bool kCopies>
 __attribute__((target("sse4.1,pclmul"))) std::uint32_t by_pclmul(std::uint32_t rest,
                                                                  const unsigned char* data,
-                                                                 std::size_t nbytes) {
-  const auto load = [](const unsigned char* p) __attribute__((target("sse4.1,pclmul"))) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+                                                                 std::size_t nbytes,
+                                                                 unsigned char* target = nullptr) {
+  const auto load = [&target](const unsigned char* p) __attribute__((target("sse4.1,pclmul"))) {
+    const __m128i found = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    if (kCopies) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(target), found);
+      target += 16;
+    }
+    return found;
   };
   // x^(4*128+32), x^(4*128-32), x^(128+32), x^(128-32), x^64 modulo the polynomial, reflected.
   const __m128i by_four = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4);
@@ -122,12 +132,33 @@ std::uint32_t crc32(std::uint32_t crc, const void* data, std::size_t nbytes) {
 #ifdef GULLIVER_PCLMUL
   if (nbytes >= 64 && has_pclmul()) {
     const std::size_t whole = nbytes & ~static_cast<std::size_t>(15);
-    rest = by_pclmul(rest, bytes, whole);
+    rest = by_pclmul<false>(rest, bytes, whole);
     bytes += whole;
     nbytes -= whole;
   }
 #endif
   return ~by_tables(rest, bytes, nbytes);
+}
+
+std::uint32_t crc32_copy(std::uint32_t crc, char* target, const char* source, std::size_t nbytes) {
+#ifdef GULLIVER_PCLMUL
+  constexpr std::size_t kStreamed = 4096;
+  const std::size_t ahead = (16 - reinterpret_cast<std::uintptr_t>(target) % 16) % 16;
+  if (nbytes >= kStreamed && has_pclmul()) {
+    std::memcpy(target, source, ahead);
+    crc = crc32(crc, target, ahead);
+    const std::size_t whole = (nbytes - ahead) & ~static_cast<std::size_t>(15);
+    crc = ~by_pclmul<true>(~crc, reinterpret_cast<const unsigned char*>(source) + ahead, whole,
+                           reinterpret_cast<unsigned char*>(target) + ahead);
+    // Before anybody is told that the bytes are there.
+    _mm_sfence();
+    target += ahead + whole;
+    source += ahead + whole;
+    nbytes -= ahead + whole;
+  }
+#endif
+  std::memcpy(target, source, nbytes);
+  return crc32(crc, target, nbytes);
 }
 
 }  // namespace gulliver

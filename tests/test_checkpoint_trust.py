@@ -9,11 +9,13 @@ import os
 import shutil
 import signal
 import struct
+import zlib
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,7 +41,15 @@ from gulliver.checkpoint._image import read_slots
 from gulliver.checkpoint._manifest import MANIFEST, is_complete, write_manifest
 from gulliver.comm import World, adopt_world
 from gulliver.errors import GulliverError
-from gulliver.io import TwinEngine, hold
+from gulliver.io import (
+    Engine,
+    NativeEngine,
+    TwinEngine,
+    View,
+    gather,
+    hold,
+    native_problem,
+)
 
 PAGE = 64 * 2**10
 
@@ -486,3 +496,93 @@ def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, na
     with hold(other):
         export_huggingface(tmp_path / "run", out / f"2{name}")
         assert {path.name for path in out.iterdir()} == {mine.name, other.name, f"2{name}"}
+
+
+# Memory that lies apart
+
+
+def views_of(draw: torch.Generator) -> list[Tensor]:
+    """Tensors of every size of element and many kinds of strides."""
+    found = []
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
+        base = torch.randint(-99, 99, (5, 7, 12, 11), generator=draw).to(dtype)
+        found += [
+            base.to(memory_format=torch.channels_last),
+            base.permute(3, 0, 2, 1),
+            base[:, 1::2, ::3, 2:-1],
+            base[:1, :1].expand(4, 3, 12, 11),
+            base[..., 3],
+            base[0, :, 0, 0],
+            base.transpose(2, 3)[1:2],
+            base.flatten()[::2],
+            base[2, 3, 4, 5].expand(1000),
+        ]
+    return found
+
+
+@pytest.mark.parametrize("kind", [TwinEngine, NativeEngine])
+def test_what_lies_apart_is_gathered_in_its_order(tmp_path: Path, kind: type[Engine]) -> None:
+    if kind is NativeEngine and (problem := native_problem()) is not None:
+        pytest.skip(problem)
+    draw = torch.Generator().manual_seed(0)
+    with kind(page_bytes=4096, pages=3) as engine:  # type: ignore[call-arg]
+        for number, tensor in enumerate(views_of(draw)):
+            wanted = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            view = View(
+                tensor.data_ptr(), tensor.itemsize, tuple(tensor.shape), tuple(tensor.stride())
+            )
+            path = tmp_path / str(number)
+            file = engine.create(path, len(wanted))
+            tickets = []
+            # Pieces of odd numbers of elements, two of them in each page.
+            at, step = 0, 61 * tensor.itemsize
+            while at < len(wanted):
+                sizes = [min(step, len(wanted) - at), 0]
+                sizes[1] = min(step, len(wanted) - at - sizes[0])
+                table = np.array([[at, sizes[0]], [at + sizes[0], sizes[1]]])
+                tickets.append(engine.stage(file, at, table, views={0: view, 1: view}))
+                at += sum(sizes)
+            for ticket, begin in zip(tickets, range(0, len(wanted), 2 * step), strict=True):
+                ticket.wait()
+                assert ticket.checksum == zlib.crc32(wanted[begin : begin + 2 * step])
+            engine.close_file(file)
+            assert path.read_bytes() == wanted
+        for rows in ([[1, 4]], [[0, 3]], [[0, 4096]]):
+            file = engine.create(tmp_path / f"refused{rows}", 4096)
+            view = View(torch.ones(3).data_ptr(), 4, (3,), (1,))
+            with pytest.raises(GulliverError, match=r"of a view cut its elements|has no byte"):
+                engine.stage(file, 0, np.array(rows), views={0: view})
+
+
+@pytest.mark.parametrize("native", ["native", "python"])
+def test_small_tensors_are_copied_together(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GULLIVER_IO", native)
+    pieces = [torch.randint(256, (n,), dtype=torch.uint8) for n in (0, 1, 7, 64, 3)] * 50
+    pieces += [torch.randint(256, (9 * 2**20,), dtype=torch.uint8) for _ in range(3)]
+    target = torch.zeros(sum(p.numel() for p in pieces), dtype=torch.uint8)
+    gather(target.data_ptr(), np.array([(p.data_ptr(), p.numel()) for p in pieces]))
+    assert torch.equal(target, torch.cat(pieces))
+
+
+def test_neither_strides_nor_numbers_of_tensors_hold_up_a_save(tmp_path: Path) -> None:
+    """What is large is not copied by the call, whatever its strides; what is small is, once."""
+    large = torch.rand(8, 64, 20, 20).to(memory_format=torch.channels_last)
+    turned = torch.rand(300, 200).T
+    small = {f"s{n}": torch.full((5,), float(n)) for n in range(500)}
+    state = {"model": {"large": large, "turned": turned, **small}}
+    wanted = {name: value.clone() for name, value in state["model"].items()}
+    with AsyncCheckpointer(tmp_path, engine=(engine := slow_engine())) as checkpointer:
+        engine.hold(True)
+        checkpointer.save(1, state)
+        snapshot = checkpointer._snapshot
+        assert snapshot is not None
+        kept = snapshot.addresses & {v.data_ptr() for v in state["model"].values()}
+        assert kept == {large.data_ptr(), turned.data_ptr()}
+        for value in small.values():
+            value.zero_()
+        engine.hold(False)
+        checkpointer.wait_copied()
+        large.zero_()
+    engine.close()
+    found = load(tmp_path).values["model"]
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gulliver.checkpoint._image import check_holdable
+from gulliver.checkpoint._image import check_holdable, is_holdable
 from gulliver.checkpoint._tree import Leaf, as_leaf, split_state
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, storage_of
@@ -100,7 +100,8 @@ def collect(
         found.tensors[entry] = {n: v for n, v in leaves.items() if isinstance(v, Part)}
         common[entry] = {n: v for n, v in leaves.items() if not isinstance(v, Part)}  # type: ignore[misc]
     _check_files(found.tensors, rank, world_size)
-    found.digest = _digest(common)
+    if world_size > 1:
+        found.digest = _digest(common)
     _share_out(common, found, rank, world_size)
     return found
 
@@ -148,6 +149,10 @@ def refuse_boosted(model: nn.Module, action: str) -> None:
 
 
 def _leaf(entry: str, name: str, leaf: Leaf) -> Leaf:
+    if type(leaf) in (Tensor, nn.Parameter) and leaf.is_cpu and is_holdable(leaf):  # type: ignore[union-attr]
+        value = leaf.detach()  # type: ignore[union-attr]
+        if not value.is_conj() and not value.is_neg():
+            return value  # the usual case, of which there may be many
     where = f"{entry}: tensor {name!r}"
     if isinstance(leaf, Part):
         check_holdable(where, leaf.value)
@@ -155,8 +160,12 @@ def _leaf(entry: str, name: str, leaf: Leaf) -> Leaf:
     if hasattr(leaf, "device_mesh"):
         return _local(where, leaf)
     check_holdable(where, leaf)
-    # Views that are conjugated or negated only by a flag would be written without it.
-    return leaf.detach().resolve_conj().resolve_neg().contiguous()
+    value = leaf.detach()
+    if value.is_conj() or value.is_neg():
+        # Views that are so only by a flag would be written without it.
+        value = value.resolve_conj().resolve_neg()
+    # In host memory what lies apart is gathered as it is copied.
+    return value if value.is_cpu else value.contiguous()
 
 
 def _local(where: str, tensor: Any) -> Leaf:
@@ -182,6 +191,10 @@ def _share_out(
     common: Mapping[str, Mapping[str, Tensor]], found: Collected, rank: int, world_size: int
 ) -> None:
     """Gives every tensor that all ranks have to the rank that has least to write so far."""
+    if world_size == 1:
+        for entry, tensors in common.items():
+            found.tensors[entry].update(tensors)
+        return
     loads = [0] * world_size
     for entry, tensors in common.items():
         for name, tensor in tensors.items():

@@ -350,7 +350,7 @@ class AsyncCheckpointer:
                     self._engine.kind,
                     f"a ring of {self._ring_pages * PAGE / 2**20:.0f} MiB"
                     if self.mode == "ring"
-                    else f"a shadow of {snapshot.nbytes / 2**20:.0f} MiB per rank",
+                    else f"a shadow of {snapshot.source_bytes / 2**20:.0f} MiB per rank",
                 )
         return self._engine
 

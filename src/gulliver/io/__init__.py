@@ -23,8 +23,10 @@ from gulliver.io._engine import (
     IoError,
     Page,
     Ticket,
+    View,
     check_process,
 )
+from gulliver.io._gather import gather
 from gulliver.io._native import NativeEngine, native_problem
 from gulliver.io._twin import TwinEngine
 from gulliver.io._yaml import to_yaml
@@ -40,11 +42,13 @@ __all__ = [
     "Page",
     "Ticket",
     "TwinEngine",
+    "View",
     "atomic_file",
     "cache_folder",
     "check_process",
     "default_engine",
     "finish_folder",
+    "gather",
     "hold",
     "named_errors",
     "native_problem",
