@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gulliver.checkpoint._image import check_holdable, is_holdable
 from gulliver.checkpoint._tree import Leaf, as_leaf, split_state
@@ -18,6 +19,8 @@ from gulliver.memory import Part, storage_of
 WHOLE_FILE = ".safetensors"
 SMALL = 2**16
 """Bytes: smaller tensors are copied at once, which is cheaper than to look after them."""
+TINY = 2**12
+"""The same of what only optimizers change."""
 ALIKE = 2**20
 """Bytes: smaller tensors that every rank has are written by rank 0, as it has them."""
 
@@ -42,6 +45,7 @@ class Collected:
         own: skeletons by entry, of what this rank alone has.
         digest: of what all ranks have to have in common.
         buffers: storages that a forward may change at any time.
+        guarded: by entry, names of what only optimizers change, whose steps wait for it.
     """
 
     tensors: dict[str, dict[str, Leaf]] = field(default_factory=dict)
@@ -49,6 +53,7 @@ class Collected:
     own: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
     buffers: set[int] = field(default_factory=set)
+    guarded: dict[str, set[str]] = field(default_factory=dict)
 
 
 def own_entry(entry: str, rank: int) -> str:
@@ -91,6 +96,9 @@ def collect(
         if isinstance(held, nn.Module):
             found.buffers.update(_storages(held.buffers()))
         leaves, skeleton = split_state(_content(held))
+        all_of = isinstance(held, Optimizer)
+        guarded = {n for n, leaf in leaves.items() if all_of or type(leaf) is nn.Parameter}
+        found.guarded[own_entry(entry, rank) if alone else entry] = guarded
         leaves = {name: _leaf(entry, name, leaf) for name, leaf in leaves.items()}
         if alone:
             found.tensors[own_entry(entry, rank)] = leaves

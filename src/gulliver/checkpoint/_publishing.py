@@ -21,7 +21,7 @@ import torch
 from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import CheckpointFolder
 from gulliver.checkpoint._image import DTYPES
-from gulliver.checkpoint._manifest import STATE, format_of, write_manifest
+from gulliver.checkpoint._manifest import STATE, format_of, is_short, write_manifest
 from gulliver.checkpoint._presence import Watch, remove_signs
 from gulliver.checkpoint._snapshot import merge_parts
 from gulliver.checkpoint._tree import merge_skeletons
@@ -81,8 +81,9 @@ def publish(
     tensors = merge_parts([word["parts"] for word in words])
     texts = {STATE: _state(words), **_indices(tensors, world_size)}
     files = {name: entry for word in words for name, entry in word["files"].items()}
+    indent = 1 if is_short(tensors) else None
     for name, text in texts.items():
-        write_json(partial / name, text)
+        write_json(partial / name, text, indent)
         files[name] = checksummed(partial / name)
     for rank in range(world_size):
         _word(partial, rank).unlink()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gulliver.checkpoint._collect import SMALL, Collected, file_name
+from gulliver.checkpoint._collect import SMALL, TINY, Collected, file_name
 from gulliver.checkpoint._image import CODES, Image
 from gulliver.checkpoint._lane import Lane, LaneTicket, pump
 from gulliver.checkpoint._manifest import FileEntry, PartEntry, tensor_from_json
@@ -96,8 +96,10 @@ class Snapshot:
                 continue
             file = file_name(entry, rank, world_size)
             self._leaves[file] = entry, leaves
+            guarded = collected.guarded.get(entry, ())
             self._sources[file] = {
-                key: self._source(entry, key, leaf) for key, leaf in leaves.items()
+                key: self._source(entry, key, leaf, TINY if key in guarded else SMALL)
+                for key, leaf in leaves.items()
             }
         self._small.copy()
 
@@ -131,12 +133,12 @@ class Snapshot:
             self._small.address_of(s) for found in self._sources.values() for s in found.values()
         }
 
-    def _source(self, entry: str, key: str, leaf: Leaf) -> Tensor:
+    def _source(self, entry: str, key: str, leaf: Leaf, small: int) -> Tensor:
         """The memory to copy from; small tensors are copied now, and need no looking after."""
         value = leaf.value.detach() if isinstance(leaf, Part) else leaf
         if not value.is_cpu:
             self.devices.add(value.device)
-        elif isinstance(leaf, Tensor) and (nbytes := value.nbytes) <= SMALL:
+        elif isinstance(leaf, Tensor) and (nbytes := value.nbytes) <= small:
             return self._small.add(value, nbytes)
         name = f"{entry}: {key}"
         owner = leaf.owner if isinstance(leaf, Part) else value
