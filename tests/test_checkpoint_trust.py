@@ -586,3 +586,24 @@ def test_neither_strides_nor_numbers_of_tensors_hold_up_a_save(tmp_path: Path) -
     engine.close()
     found = load(tmp_path).values["model"]
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.skipif(native_problem() is not None, reason="the extension is not built")
+def test_bytes_are_summed_as_zlib_does_while_they_are_copied(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    content = draw.integers(256, size=40_000, dtype=np.uint8)
+    sizes = [0, 1, 63, 64, 255, 511, 512, 4095, 4096, 4160, 9999, *draw.integers(12_000, size=60)]
+    with NativeEngine(page_bytes=2**16, pages=2) as engine:
+        file = engine.create(tmp_path / "x", len(sizes) * 2**16)
+        for number, size in enumerate(map(int, sizes)):
+            # What goes first makes the place of the second odd.
+            first, second = (int(n) for n in draw.integers(70, size=2))
+            table = np.array([[content.ctypes.data, first], [content.ctypes.data + second, size]])
+            wanted = bytes(content[:first]) + bytes(content[second : second + size])
+            ticket = engine.stage(file, number * 2**16, table)
+            ticket.wait()
+            assert ticket.checksum == zlib.crc32(wanted)
+            engine.sync(file).wait()
+            with open(tmp_path / "x", "rb") as written:
+                written.seek(number * 2**16)
+                assert written.read(len(wanted)) == wanted
