@@ -12,4 +12,7 @@ std::uint32_t crc32(std::uint32_t crc, const void* data, std::size_t nbytes);
 // The same without instructions that not every processor has.
 std::uint32_t crc32_tables(std::uint32_t crc, const void* data, std::size_t nbytes);
 
+// The same of bytes that are copied on the way, past the caches where that pays.
+std::uint32_t crc32_copy(std::uint32_t crc, char* target, const char* source, std::size_t nbytes);
+
 }  // namespace gulliver

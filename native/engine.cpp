@@ -559,8 +559,12 @@ void Engine::fill(Request& request) {
     for (const auto& segment : request.segments)
       for (std::uint64_t from = 0; from < segment.nbytes; from += kChunk) {
         const auto count = std::min(kChunk, segment.nbytes - from);
-        std::memcpy(target, segment.address + from, count);
-        crc = crc32(crc, target, count);
+        if (segment.view) {
+          copy_view(target, *segment.view, segment.begin + from, count);
+          crc = crc32(crc, target, count);
+        } else {
+          crc = crc32_copy(crc, target, segment.address + from, count);
+        }
         target += count;
       }
     std::vector<Segment>().swap(request.segments);

@@ -22,6 +22,8 @@
 #include <utility>
 #include <vector>
 
+#include "gather.hpp"
+
 namespace gulliver {
 
 // What the caller did wrong, in his words.
@@ -61,11 +63,6 @@ class Ticket {
 
 enum class Kind { write, read, fsync, prefetch, page };
 enum class Call { open, fallocate, write, read, fsync, truncate };
-
-struct Segment {
-  const char* address;
-  std::uint64_t nbytes;
-};
 
 struct Request;
 

@@ -38,6 +38,11 @@ struct Handle {
   std::shared_ptr<File> file;
 };
 
+struct ViewHandle {
+  std::shared_ptr<const View> view;
+};
+using Views = std::vector<std::pair<std::uint64_t, ViewHandle>>;
+
 char* pointer(Address address) { return reinterpret_cast<char*>(address); }
 
 std::optional<FailureTuple> tuple_of(const std::optional<Failure>& failure) {
@@ -90,12 +95,36 @@ OpenedTuple tuple_of(Opened opened) {
 
 std::string path_of(const nb::bytes& path) { return {path.c_str(), path.size()}; }
 
-TicketRef stage(Owner& owner, const Handle& handle, std::uint64_t offset, Table table,
-                std::int64_t priority) {
+std::vector<Segment> segments_of(const Table& table) {
   std::vector<Segment> segments(table.shape(0));
-  for (std::size_t k = 0; k < segments.size(); ++k)
-    segments[k] = {pointer(static_cast<Address>(table(k, 0))),
-                   static_cast<std::uint64_t>(table(k, 1))};
+  for (std::size_t k = 0; k < segments.size(); ++k) {
+    segments[k].address = pointer(static_cast<Address>(table(k, 0)));
+    segments[k].nbytes = static_cast<std::uint64_t>(table(k, 1));
+  }
+  return segments;
+}
+
+ViewHandle view_of(Address address, std::uint64_t itemsize, const std::vector<std::int64_t>& sizes,
+                   const std::vector<std::int64_t>& strides) {
+  return {std::make_shared<const View>(pointer(address), itemsize, sizes, strides)};
+}
+
+void gather_all(Address target, Table table) {
+  const auto segments = segments_of(table);
+  nb::gil_scoped_release release;
+  gather(pointer(target), segments);
+}
+
+TicketRef stage(Owner& owner, const Handle& handle, std::uint64_t offset, Table table,
+                std::int64_t priority, const Views& views) {
+  auto segments = segments_of(table);
+  // Of a view the table has the first byte in place of an address.
+  for (const auto& [k, found] : views) {
+    Segment& segment = segments.at(k);
+    segment.begin = reinterpret_cast<std::uintptr_t>(segment.address);
+    segment.address = nullptr;
+    segment.view = found.view;
+  }
   return owner->stage(handle.file, offset, std::move(segments), priority);
 }
 
@@ -114,9 +143,12 @@ NB_MODULE(_core, m) {
   using namespace gulliver;
   // Engines live until the interpreter's end: that is no leak worth a message.
   nb::set_leak_warnings(false);
-  m.attr("INTERFACE") = 1;
+  m.attr("INTERFACE") = 2;
 
   nb::class_<Handle>(m, "File");
+  nb::class_<ViewHandle>(m, "View");
+  m.def("view", &view_of);
+  m.def("gather", &gather_all);
 
   nb::class_<Ticket>(m, "Ticket")
       .def_prop_ro("copied", &Ticket::copied)

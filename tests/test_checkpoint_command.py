@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -211,3 +212,31 @@ def test_the_action_has_to_be_one_of_four(command: Command) -> None:
     assert code == 2
     assert "ls, verify, diff, convert" in out + err
     assert command("--help")[0] == 0
+
+
+def test_names_are_printed_as_they_are(run: Path, tmp_path: Path, command: Command) -> None:
+    """Square brackets are markup to rich, colons pictures, braces fields of a bar."""
+    for name in ("run[v2]", "run[/v2]", "[red]x", "x:smile:", "{x}", "[bold"):
+        odd = run.parent / name
+        shutil.copytree(run, odd)
+        tensors = {f"{name}.w": torch.ones(2)}
+        with AsyncCheckpointer(odd, about={"plan": name}) as checkpointer:
+            checkpointer.save(30, {"model": tensors, name.replace("/", ""): 3})
+        (odd / f"step-00000040{name.replace('/', '')}.partial").mkdir()
+        code, out, _ = command("ls", odd)
+        assert code == 0
+        assert str(odd) in out
+        assert f"step-00000040{name.replace('/', '')}.partial: being written" in out
+        code, out, _ = command("ls", odd, "--step", 30, "--tensors")
+        assert code == 0
+        for wanted in (f"{odd}/step-00000030: step 30", f"plan: {name}", f"model: {name}.w  [2]"):
+            assert wanted in out
+        assert f"without tensors: {name.replace('/', '')}" in out
+        code, out, _ = command("verify", odd)
+        assert code == 0
+        assert f"{odd}/step-00000030: every byte" in out
+        code, out, _ = command("diff", odd, run, "--entry", "all")
+        assert code == 1
+        assert f"model: {name}.w" in out
+    _, out, err = command("ls", tmp_path / "not[/there]")
+    assert f"{tmp_path}/not[/there] does not exist" in err

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing as mp
 import os
 import shutil
+import signal
 import struct
+import zlib
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -21,6 +27,7 @@ from gulliver.checkpoint import (
     AsyncCheckpointer,
     CheckpointFolder,
     PerRank,
+    export_huggingface,
     join_state,
     load,
     open_weights,
@@ -29,11 +36,20 @@ from gulliver.checkpoint import (
     write_json,
 )
 from gulliver.checkpoint import _folder as folder_module
+from gulliver.checkpoint import _loading as loading_module
 from gulliver.checkpoint._image import read_slots
 from gulliver.checkpoint._manifest import MANIFEST, is_complete, write_manifest
 from gulliver.comm import World, adopt_world
 from gulliver.errors import GulliverError
-from gulliver.io import TwinEngine
+from gulliver.io import (
+    Engine,
+    NativeEngine,
+    TwinEngine,
+    View,
+    gather,
+    hold,
+    native_problem,
+)
 
 PAGE = 64 * 2**10
 
@@ -334,3 +350,260 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
         write_json(tmp_path / "hf" / "model.safetensors.index.json", index)
         with pytest.raises(GulliverError, match="have to lie beside it"):
             open_weights(tmp_path / "hf")
+
+
+# Processes that end, and processes that fork
+
+
+def _save_and_end(rank: int, root: str, store: str, ends: int, said: Connection) -> None:
+    """Saves with a plain process group; one rank is killed while it still writes."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    engine = slow_engine()
+    checkpointer = AsyncCheckpointer(root, engine=engine)
+    for step in (1, 2):
+        if step == 2 and rank == ends:
+            engine.hold(True)
+        checkpointer.save(step, {"model": {}, "own": PerRank(torch.rand(100_000))})
+        if step == 2 and rank == ends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            checkpointer.wait()
+            said.send("fine")
+        except GulliverError as error:
+            said.send(str(error))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("ends", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_a_rank_that_is_killed_while_it_saves_is_named_at_once(tmp_path: Path, ends: int) -> None:
+    context = mp.get_context("forkserver")
+    here, there = context.Pipe(duplex=False)
+    processes = [
+        context.Process(
+            target=_save_and_end,
+            args=(rank, str(tmp_path / "run"), str(tmp_path / "store"), ends, there),
+        )
+        for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    there.close()
+    said = [here.recv() for _ in range(3)]
+    for process in processes:
+        process.join()
+    assert said[:2] == ["fine", "fine"]
+    wanted = "rank 1 ended" if ends == 1 else "cannot agree, has one of them ended"
+    assert wanted in said[2]
+    assert CheckpointFolder(tmp_path / "run").steps() == [1]
+
+
+def _in_a_fork(call: Callable[[], object]) -> str:
+    """What a call raises in a child of this process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            call()
+            os.write(write, b"fine")
+        except BaseException as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with open(read, "rb") as file:
+        return file.read().decode()
+
+
+def test_a_forked_child_is_refused_and_can_train(tmp_path: Path) -> None:
+    engine = slow_engine()
+    checkpointer = AsyncCheckpointer(tmp_path, engine=engine)
+    weight = nn.Parameter(torch.rand(100_000))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight])
+    engine.hold(True)
+    checkpointer.save(1, {"model": {"w": weight}})
+    for call in (
+        lambda: checkpointer.save(2, {}),
+        checkpointer.wait,
+        checkpointer.wait_copied,
+        checkpointer.close,
+    ):
+        assert f"belongs to process {os.getpid()}, which forked" in _in_a_fork(call)
+    assert _in_a_fork(optimizer.step) == "fine"
+    assert _in_a_fork(checkpointer._finalize) == "fine"
+    with pytest.raises(GulliverError, match=f"is being written by process {os.getpid()}"):
+        folder_module.FolderLock(tmp_path).take()
+    engine.hold(False)
+    checkpointer.close()
+    engine.close()
+    assert load(tmp_path).step == 1
+
+
+# A reader beside a writer
+
+
+def test_a_reader_takes_the_next_step_where_a_writer_removes_the_one_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, keep=1)
+    step_folder, number = loading_module.step_folder, [1]
+
+    def late(path: Path, step: int | None = None) -> Path:
+        found = step_folder(path, step)
+        if number[0] % 4:
+            number[0] += 1
+            save(tmp_path, number[0], keep=1)
+        return found
+
+    monkeypatch.setattr(loading_module, "step_folder", late)
+    found = load(tmp_path)
+    assert (found.step, found.values["number"]) == (4, 4)
+    number[0] = 5
+    with open_weights(tmp_path) as weights:
+        assert weights.path.name == "step-00000008"
+    # What is broken, and not being replaced, is told at once.
+    (tmp_path / "step-00000008" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(GulliverError, match="holds no complete checkpoint"):
+        load(tmp_path)
+
+
+# Conversions that are killed
+
+
+def _convert_and_die(source: str, target: str) -> None:
+    def die(done: int, total: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    export_huggingface(source, target, progress=die)
+
+
+@pytest.mark.parametrize("name", ["hf", "one.safetensors"])
+def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, name: str) -> None:
+    save(tmp_path / "run", 1)
+    out = tmp_path / "out"
+    out.mkdir()
+    child = os.fork()
+    if child == 0:
+        _convert_and_die(str(tmp_path / "run"), str(out / name))
+        os._exit(0)
+    os.waitpid(child, 0)
+    (left,) = out.iterdir()
+    assert left.name == f".{name}.{child}.partial"
+    # What somebody still writes stays, whether by its number or, on another machine, by its lock.
+    mine, other = out / f".x.{os.getpid()}.partial", out / f".y.{child}.partial"
+    for path in (mine, other):
+        path.mkdir()
+    with hold(other):
+        export_huggingface(tmp_path / "run", out / f"2{name}")
+        assert {path.name for path in out.iterdir()} == {mine.name, other.name, f"2{name}"}
+
+
+# Memory that lies apart
+
+
+def views_of(draw: torch.Generator) -> list[Tensor]:
+    """Tensors of every size of element and many kinds of strides."""
+    found = []
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
+        base = torch.randint(-99, 99, (5, 7, 12, 11), generator=draw).to(dtype)
+        found += [
+            base.to(memory_format=torch.channels_last),
+            base.permute(3, 0, 2, 1),
+            base[:, 1::2, ::3, 2:-1],
+            base[:1, :1].expand(4, 3, 12, 11),
+            base[..., 3],
+            base[0, :, 0, 0],
+            base.transpose(2, 3)[1:2],
+            base.flatten()[::2],
+            base[2, 3, 4, 5].expand(1000),
+        ]
+    return found
+
+
+@pytest.mark.parametrize("kind", [TwinEngine, NativeEngine])
+def test_what_lies_apart_is_gathered_in_its_order(tmp_path: Path, kind: type[Engine]) -> None:
+    if kind is NativeEngine and (problem := native_problem()) is not None:
+        pytest.skip(problem)
+    draw = torch.Generator().manual_seed(0)
+    with kind(page_bytes=4096, pages=3) as engine:  # type: ignore[call-arg]
+        for number, tensor in enumerate(views_of(draw)):
+            wanted = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            view = View(
+                tensor.data_ptr(), tensor.itemsize, tuple(tensor.shape), tuple(tensor.stride())
+            )
+            path = tmp_path / str(number)
+            file = engine.create(path, len(wanted))
+            tickets = []
+            # Pieces of odd numbers of elements, two of them in each page.
+            at, step = 0, 61 * tensor.itemsize
+            while at < len(wanted):
+                sizes = [min(step, len(wanted) - at), 0]
+                sizes[1] = min(step, len(wanted) - at - sizes[0])
+                table = np.array([[at, sizes[0]], [at + sizes[0], sizes[1]]])
+                tickets.append(engine.stage(file, at, table, views={0: view, 1: view}))
+                at += sum(sizes)
+            for ticket, begin in zip(tickets, range(0, len(wanted), 2 * step), strict=True):
+                ticket.wait()
+                assert ticket.checksum == zlib.crc32(wanted[begin : begin + 2 * step])
+            engine.close_file(file)
+            assert path.read_bytes() == wanted
+        for rows in ([[1, 4]], [[0, 3]], [[0, 4096]]):
+            file = engine.create(tmp_path / f"refused{rows}", 4096)
+            view = View(torch.ones(3).data_ptr(), 4, (3,), (1,))
+            with pytest.raises(GulliverError, match=r"of a view cut its elements|has no byte"):
+                engine.stage(file, 0, np.array(rows), views={0: view})
+
+
+@pytest.mark.parametrize("native", ["native", "python"])
+def test_small_tensors_are_copied_together(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GULLIVER_IO", native)
+    pieces = [torch.randint(256, (n,), dtype=torch.uint8) for n in (0, 1, 7, 64, 3)] * 50
+    pieces += [torch.randint(256, (9 * 2**20,), dtype=torch.uint8) for _ in range(3)]
+    target = torch.zeros(sum(p.numel() for p in pieces), dtype=torch.uint8)
+    gather(target.data_ptr(), np.array([(p.data_ptr(), p.numel()) for p in pieces]))
+    assert torch.equal(target, torch.cat(pieces))
+
+
+def test_neither_strides_nor_numbers_of_tensors_hold_up_a_save(tmp_path: Path) -> None:
+    """What is large is not copied by the call, whatever its strides; what is small is, once."""
+    large = torch.rand(8, 64, 20, 20).to(memory_format=torch.channels_last)
+    turned = torch.rand(300, 200).T
+    small = {f"s{n}": torch.full((5,), float(n)) for n in range(500)}
+    state = {"model": {"large": large, "turned": turned, **small}}
+    wanted = {name: value.clone() for name, value in state["model"].items()}
+    with AsyncCheckpointer(tmp_path, engine=(engine := slow_engine())) as checkpointer:
+        engine.hold(True)
+        checkpointer.save(1, state)
+        snapshot = checkpointer._snapshot
+        assert snapshot is not None
+        kept = snapshot.addresses & {v.data_ptr() for v in state["model"].values()}
+        assert kept == {large.data_ptr(), turned.data_ptr()}
+        for value in small.values():
+            value.zero_()
+        engine.hold(False)
+        checkpointer.wait_copied()
+        large.zero_()
+    engine.close()
+    found = load(tmp_path).values["model"]
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.skipif(native_problem() is not None, reason="the extension is not built")
+def test_bytes_are_summed_as_zlib_does_while_they_are_copied(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    content = draw.integers(256, size=40_000, dtype=np.uint8)
+    sizes = [0, 1, 63, 64, 255, 511, 512, 4095, 4096, 4160, 9999, *draw.integers(12_000, size=60)]
+    with NativeEngine(page_bytes=2**16, pages=2) as engine:
+        file = engine.create(tmp_path / "x", len(sizes) * 2**16)
+        for number, size in enumerate(map(int, sizes)):
+            # What goes first makes the place of the second odd.
+            first, second = (int(n) for n in draw.integers(70, size=2))
+            table = np.array([[content.ctypes.data, first], [content.ctypes.data + second, size]])
+            wanted = bytes(content[:first]) + bytes(content[second : second + size])
+            ticket = engine.stage(file, number * 2**16, table)
+            ticket.wait()
+            assert ticket.checksum == zlib.crc32(wanted)
+            engine.sync(file).wait()
+            with open(tmp_path / "x", "rb") as written:
+                written.seek(number * 2**16)
+                assert written.read(len(wanted)) == wanted

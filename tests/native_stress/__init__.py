@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SOURCES = ("native/engine.cpp", "native/ring.cpp", "native/crc32.cpp")
+SOURCES = tuple(f"native/{name}.cpp" for name in ("engine", "ring", "crc32", "gather"))
 SANITIZERS = ("thread", "address,undefined")
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gulliver.checkpoint._dtensors import is_dtensor, local_leaf
-from gulliver.checkpoint._image import check_holdable
+from gulliver.checkpoint._image import check_holdable, is_holdable
 from gulliver.checkpoint._tree import Leaf, as_leaf, split_state
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, storage_of
@@ -20,6 +21,8 @@ from gulliver.memory import Part, storage_of
 WHOLE_FILE = ".safetensors"
 SMALL = 2**16
 """Bytes: smaller tensors are copied at once, which is cheaper than to look after them."""
+TINY = 2**12
+"""The same of what only optimizers change."""
 ALIKE = 2**20
 """Bytes: smaller tensors that every rank has are written by rank 0, as it has them."""
 
@@ -45,6 +48,7 @@ class Collected:
         kinds: by entry, what optimizers and schedulers are, and the shapes that the former step.
         digest: of what all ranks have to have in common.
         buffers: storages that a forward may change at any time.
+        guarded: by entry, names of what only optimizers change, whose steps wait for it.
     """
 
     tensors: dict[str, dict[str, Leaf]] = field(default_factory=dict)
@@ -53,6 +57,7 @@ class Collected:
     kinds: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
     buffers: set[int] = field(default_factory=set)
+    guarded: dict[str, set[str]] = field(default_factory=dict)
 
 
 def own_entry(entry: str, rank: int) -> str:
@@ -99,6 +104,9 @@ def collect(
         kind = None if alone else kind_of(held)
         if kind is not None:
             found.kinds[entry] = kind
+        all_of = isinstance(held, Optimizer)
+        guarded = {n for n, leaf in leaves.items() if all_of or type(leaf) is nn.Parameter}
+        found.guarded[own_entry(entry, rank) if alone else entry] = guarded
         leaves = {name: _leaf(entry, name, leaf) for name, leaf in leaves.items()}
         if alone:
             found.tensors[own_entry(entry, rank)] = leaves
@@ -108,7 +116,8 @@ def collect(
         found.tensors[entry] = {n: v for n, v in leaves.items() if isinstance(v, Part)}
         common[entry] = {n: v for n, v in leaves.items() if not isinstance(v, Part)}  # type: ignore[misc]
     _check_files(found.tensors, rank, world_size)
-    found.digest = _digest(common)
+    if world_size > 1:
+        found.digest = _digest(common)
     _share_out(common, found, rank, world_size)
     return found
 
@@ -168,6 +177,10 @@ def refuse_boosted(model: nn.Module, action: str) -> None:
 
 
 def _leaf(entry: str, name: str, leaf: Leaf) -> Leaf:
+    if type(leaf) in (Tensor, nn.Parameter) and leaf.is_cpu and is_holdable(leaf):  # type: ignore[union-attr]
+        value = leaf.detach()  # type: ignore[union-attr]
+        if not value.is_conj() and not value.is_neg():
+            return value  # the usual case, of which there may be many
     where = f"{entry}: tensor {name!r}"
     if isinstance(leaf, Part):
         check_holdable(where, leaf.value)
@@ -175,14 +188,22 @@ def _leaf(entry: str, name: str, leaf: Leaf) -> Leaf:
     if is_dtensor(leaf):
         return local_leaf(where, leaf, saving=True)
     check_holdable(where, leaf)
-    # Views that are conjugated or negated only by a flag would be written without it.
-    return leaf.detach().resolve_conj().resolve_neg().contiguous()
+    value = leaf.detach()
+    if value.is_conj() or value.is_neg():
+        # Views that are so only by a flag would be written without it.
+        value = value.resolve_conj().resolve_neg()
+    # In host memory what lies apart is gathered as it is copied.
+    return value if value.is_cpu else value.contiguous()
 
 
 def _share_out(
     common: Mapping[str, Mapping[str, Tensor]], found: Collected, rank: int, world_size: int
 ) -> None:
     """Gives every tensor that all ranks have to the rank that has least to write so far."""
+    if world_size == 1:
+        for entry, tensors in common.items():
+            found.tensors[entry].update(tensors)
+        return
     loads = [0] * world_size
     for entry, tensors in common.items():
         for name, tensor in tensors.items():

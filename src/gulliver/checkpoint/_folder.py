@@ -276,9 +276,7 @@ class FolderLock:
         """Gives it back; a second time does nothing."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
-            _handles.discard(handle)
-            fcntl.flock(handle, fcntl.LOCK_UN)
-            os.close(handle)
+            unlock(handle)
 
     def __enter__(self) -> Self:
         self.take()
@@ -286,6 +284,33 @@ class FolderLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def lock_file(path: Path) -> int | None:
+    """Opens and locks a file; None where another process, or another handle, has it locked.
+
+    Raises:
+        OSError: it cannot be opened, or there are no locks.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:
+        os.close(handle)
+        raise
+    _handles.add(handle)
+    return handle
+
+
+def unlock(handle: int) -> None:
+    """Gives back what was locked; in a process that was forked since there is nothing to give."""
+    if handle in _handles:
+        _handles.discard(handle)
+        fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
 
 
 _handles: set[int] = set()

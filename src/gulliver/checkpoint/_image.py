@@ -76,13 +76,18 @@ def shape_from_json(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
+def is_holdable(tensor: Tensor) -> bool:
+    """Whether the format can hold a tensor."""
+    return tensor.dtype in CODES and tensor.layout == torch.strided and not tensor.is_meta
+
+
 def check_holdable(where: str, tensor: Tensor) -> None:
     """Refuses a tensor that the format cannot hold.
 
     Raises:
         GulliverError: naming it and what it is.
     """
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in CODES:
+    if not is_holdable(tensor):
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         raise GulliverError(f"{where} is {kind}: the safetensors format cannot hold it")
 
@@ -91,7 +96,7 @@ class Image:
     """A file to be: a header, and tensors one behind the other.
 
     Args:
-        tensors: contiguous, by name.
+        tensors: by name.
         metadata: text beside them.
 
     Raises:

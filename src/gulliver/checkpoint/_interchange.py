@@ -11,6 +11,7 @@ that a model shares between names are there once.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections import deque
@@ -64,7 +65,9 @@ from gulliver.io import (
     atomic_file,
     default_engine,
     finish_folder,
+    hold,
     named_errors,
+    remove_leftovers,
     require_space,
     write_text,
 )
@@ -75,6 +78,8 @@ PAGES = 12
 CONFIG = "config.json"
 IMPORTED = -1
 """Order of a step that was made of other files after the run had come further."""
+
+_log = logging.getLogger("gulliver")
 
 Progress = Callable[[int, int], None]
 """Is told the bytes done so far, and all there are."""
@@ -548,6 +553,7 @@ def write_single(
         GulliverError: it cannot be written; nothing is left of it then.
     """
     plan = _plan(target, weights, names, dtype, metadata)
+    _clear(target.parent)
     with _parents(target), atomic_file(target, plan.image.nbytes) as partial:
         plan.path = partial
         _write_files(weights, [plan], dtype, progress)
@@ -648,16 +654,24 @@ def _parents(path: Path) -> Iterator[None]:
         raise
 
 
+def _clear(folder: Path) -> None:
+    """Removes what conversions that were killed have left hidden."""
+    for path in remove_leftovers(folder):
+        _log.warning("removed %s, which a process that was killed had left half written", path)
+
+
 @contextmanager
 def _new_folder(folder: Path, needed: int) -> Iterator[Path]:
     """A temporary folder beside `folder`, renamed to it when the block ends well."""
+    _clear(folder.parent)
     require_space(folder.parent, needed)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}{PARTIAL}")
     with _parents(folder), named_errors(folder, needed=needed):
         try:
             partial.mkdir()
-            yield partial
-            finish_folder(partial, folder)
+            with hold(partial):
+                yield partial
+                finish_folder(partial, folder)
         finally:
             # Also after Ctrl-C nothing is left.
             shutil.rmtree(partial, ignore_errors=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from gulliver.checkpoint._branches import higher, shown
 from gulliver.checkpoint._collect import PerRank
@@ -18,6 +18,10 @@ from gulliver.comm import group_rank
 from gulliver.errors import GulliverError
 
 _log = logging.getLogger("gulliver")
+
+ATTEMPTS = 100
+"""To read a step while a writer removes what is being read."""
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -119,7 +123,47 @@ def load(
         GulliverError: there is no such step; names, shapes, an optimizer's kind or groups do not
             match; a value does not fit; a tensor is on meta; a file is broken.
     """
-    with StepReader(step_folder(path, step)) as reader:
+    return beside_a_writer(path, step, lambda folder: _load(folder, state, strict, prefix))
+
+
+def beside_a_writer(path: Path | str, step: int | None, read: Callable[[Path], Result]) -> Result:
+    """Reads a step; again, and perhaps another, where its folder went while it was read.
+
+    Another process may be saving there and keep only few steps.
+
+    Args:
+        path: of a run, or of one of its steps.
+        step: of the run; None for the newest complete one.
+        read: what to do with the step's folder.
+
+    Raises:
+        GulliverError: as `step_folder` and `read` do.
+    """
+    for left in reversed(range(ATTEMPTS)):
+        folder, before = None, _identity(Path(path))
+        try:
+            folder = step_folder(path, step)
+            before = _identity(folder)
+            return read(folder)
+        except GulliverError:
+            now = _identity(folder or Path(path))
+            went = folder is not None and now is None
+            if not left or (before == now and not went):
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _identity(folder: Path) -> object:
+    """Another one when a folder has been replaced or its entries have; None where it is gone."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _load(folder: Path, state: Mapping[str, Any] | None, strict: bool, prefix: str) -> Loaded:
+    with StepReader(folder) as reader:
         loaded = Loaded.of(reader)
         if state is None:
             for entry in reader.entries:

@@ -21,7 +21,8 @@ import torch
 from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import CheckpointFolder
 from gulliver.checkpoint._image import DTYPES
-from gulliver.checkpoint._manifest import STATE, format_of, write_manifest
+from gulliver.checkpoint._manifest import STATE, format_of, is_short, write_manifest
+from gulliver.checkpoint._presence import Watch, remove_signs
 from gulliver.checkpoint._snapshot import merge_parts
 from gulliver.checkpoint._tree import merge_skeletons
 from gulliver.errors import GulliverError
@@ -48,9 +49,22 @@ def leave_word(partial: Path, rank: int, mark: str, word: Mapping[str, Any]) -> 
 
 
 def publish(
-    folder: CheckpointFolder, step: int, mark: str, world_size: int, about: Mapping[str, Any]
+    folder: CheckpointFolder,
+    step: int,
+    mark: str,
+    world_size: int,
+    about: Mapping[str, Any],
+    silence_s: float,
 ) -> int:
     """Waits for the word of all ranks, and makes the step of it.
+
+    Args:
+        folder: of the run.
+        step: its number.
+        mark: of the save.
+        world_size: ranks that leave word.
+        about: what else the manifest says.
+        silence_s: within which each rank has to begin to write.
 
     Returns:
         Its bytes.
@@ -59,7 +73,7 @@ def publish(
         GulliverError: a rank could not write, or did not in time.
     """
     partial = folder.partial(step)
-    words = [_awaited(partial, rank, mark) for rank in range(world_size)]
+    words = [_awaited(partial, rank, mark, silence_s) for rank in range(world_size)]
     for rank, word in enumerate(words):
         if "error" in word:
             raise GulliverError(f"rank {rank}: {word['error']}")
@@ -67,11 +81,13 @@ def publish(
     tensors = merge_parts([word["parts"] for word in words])
     texts = {STATE: _state(words), **_indices(tensors, world_size)}
     files = {name: entry for word in words for name, entry in word["files"].items()}
+    indent = 1 if is_short(tensors) else None
     for name, text in texts.items():
-        write_json(partial / name, text)
+        write_json(partial / name, text, indent)
         files[name] = checksummed(partial / name)
     for rank in range(world_size):
         _word(partial, rank).unlink()
+    remove_signs(partial, world_size)
     manifest = {
         "format": format_of(tensors),
         "step": step,
@@ -96,15 +112,24 @@ def _check_there(partial: Path) -> None:
         raise GulliverError(f"{partial} vanished while it was written")
 
 
-def _awaited(partial: Path, rank: int, mark: str) -> dict[str, Any]:
+def _awaited(partial: Path, rank: int, mark: str, silence_s: float) -> dict[str, Any]:
     """The word of a rank on this save."""
     path, patience, begun = _word(partial, rank), PATIENCE_S, time.monotonic()
+    watch = Watch(partial, rank, silence_s)
     while True:
         _check_there(partial)
+        lost: GulliverError | None = None
+        try:
+            # Before the look for its word, which it leaves before it gives up its lock.
+            watch.check()
+        except GulliverError as error:
+            lost = error
         if path.exists():
             word = read_json(path)
             if word.get("mark") == mark:
                 return word
+        if lost is not None:
+            raise lost
         if patience > AT_EXIT_S and not threading.main_thread().is_alive():
             # A rank that was killed leaves no word: that must not keep the others from ending.
             patience, begun = AT_EXIT_S, time.monotonic()

@@ -317,12 +317,14 @@ class StepReader:
         if name not in self.manifest.files:
             raise GulliverError(f"{self.folder} does not list {name}: its manifest is broken")
         entry = self.manifest.files[name]
-        if not path.is_file():
-            raise GulliverError(f"{path} does not exist: take another checkpoint")
-        if path.stat().st_size != entry.nbytes:
+        try:
+            size = path.stat().st_size
+        except OSError:
+            raise GulliverError(f"{path} does not exist: take another checkpoint") from None
+        if size != entry.nbytes:
             raise GulliverError(
-                f"{path} has {path.stat().st_size} bytes, not {entry.nbytes}: it is truncated or "
-                f"another file{self._holding(name, path.stat().st_size, entry.nbytes)}"
+                f"{path} has {size} bytes, not {entry.nbytes}: it is truncated or another file"
+                f"{self._holding(name, size, entry.nbytes)}"
             )
         return entry
 

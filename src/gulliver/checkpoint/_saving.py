@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import os
 import time
 import uuid
 import weakref
@@ -31,6 +32,7 @@ from gulliver.checkpoint._folder import CheckpointFolder, FolderLock
 from gulliver.checkpoint._guard import install_hooks
 from gulliver.checkpoint._lane import CudaLane, Lane
 from gulliver.checkpoint._manifest import file_to_json
+from gulliver.checkpoint._presence import Presence, make_signs
 from gulliver.checkpoint._publishing import leave_word, publish
 from gulliver.checkpoint._snapshot import Restless, Snapshot
 from gulliver.comm import gather_objects, group_rank, group_size
@@ -105,6 +107,7 @@ class _Save:
     lane: Lane | None = None
     skeletons: dict[str, Any] = field(default_factory=dict)
     problem: Exception | None = None
+    presence: Presence | None = None
 
     def told(self) -> Saved:
         """How it went."""
@@ -139,6 +142,8 @@ class AsyncCheckpointer:
         engine: that moves the bytes; None for the best that this machine has. With one of yours,
             the pool is as large as you made it.
         about: what else the manifest is to say: JSON values.
+        silence_s: seconds within which each rank has to begin to write. A rank that ends in the
+            middle of a save is noticed at once, and named.
 
     Raises:
         GulliverError: an option that is not known.
@@ -160,6 +165,7 @@ class AsyncCheckpointer:
         group: dist.ProcessGroup | None = None,
         engine: Engine | None = None,
         about: Mapping[str, Any] | None = None,
+        silence_s: float = 15.0,
     ) -> None:
         for name, value, choices in (
             ("mode", mode, MODES),
@@ -174,7 +180,8 @@ class AsyncCheckpointer:
             raise GulliverError(f"ring_mb={ring_mb} is too small: at least {2 * PAGE // 2**20}")
         self.folder = CheckpointFolder(Path(folder), keep, max_age_s)
         self.mode, self.on_error, self.when_busy = mode, on_error, when_busy
-        self.about = dict(about or {})
+        self.about, self.silence_s = dict(about or {}), silence_s
+        self._process = os.getpid()
         self.last: Saved | None = None
         self.rank, self.world_size = group_rank(group), group_size(group)
         self._group: Any = group
@@ -224,6 +231,7 @@ class AsyncCheckpointer:
             GulliverError: what went wrong with the save before (``on_error="raise"``), the folder
                 cannot be written or another job has it, or something in the state cannot be saved.
         """
+        self._check_process()
         with _without_collection():
             return self._save(step, state, buffers)
 
@@ -248,6 +256,26 @@ class AsyncCheckpointer:
         self._start(_Save(step, mark, begun), collected)
         return True
 
+    def _check_process(self) -> None:
+        """Refuses what would wait for ever: threads do not come along when a process forks."""
+        if os.getpid() != self._process:
+            raise GulliverError(
+                f"this checkpointer belongs to process {self._process}, which forked this one: "
+                "call it there, or make one of another folder here"
+            )
+
+    def _gather(self, mine: Any, failure: Exception | None) -> list[Any]:
+        """What all ranks say; where one is gone, that, or rather what is known of it."""
+        if self.world_size == 1:
+            return [mine]
+        try:
+            return gather_objects(mine, self._group)
+        except RuntimeError as error:
+            raise failure or GulliverError(
+                f"the ranks that save {self.folder.root} cannot agree, has one of them ended? "
+                f"({error})"
+            ) from error
+
     def _prepare(
         self, step: int, state: Mapping[str, Any], buffers: Iterable[Tensor], offer: _Offer
     ) -> Collected | None:
@@ -256,8 +284,9 @@ class AsyncCheckpointer:
             collected = collect(state, self.rank, self.world_size, buffers)
             if self.rank == 0:
                 self._lock.take()
-                self.folder.begin(step)
+                partial = self.folder.begin(step)
                 offer.begun = True
+                make_signs(partial, self.world_size)
             offer.digest = collected.digest
             return collected
         except Exception as error:
@@ -268,7 +297,7 @@ class AsyncCheckpointer:
     def _agree(self, step: int, offer: _Offer) -> str | None:
         """What all ranks do: the save's mark, None to go on without it, or an error on all."""
         mine = offer.said()
-        every = [mine] if self.world_size == 1 else gather_objects(mine, self._group)
+        every = self._gather(mine, offer.failure)
         failures = [(rank, said["failure"]) for rank, said in enumerate(every) if said["failure"]]
         problems = [(rank, said["problem"]) for rank, said in enumerate(every) if said["problem"]]
         skips = any(said["skips"] for said in every)
@@ -296,6 +325,7 @@ class AsyncCheckpointer:
         """Hands everything over; what fails from here on the other ranks learn afterwards."""
         self._stalled, self.saves = self.stall_s, self.saves + 1
         self._snapshot = None
+        save.presence = Presence(self.folder.partial(save.step), self.rank)
         try:
             snapshot = Snapshot(collected, self.rank, self.world_size, self._restless)
             self._snapshot = save.snapshot = snapshot
@@ -324,7 +354,7 @@ class AsyncCheckpointer:
                     self._engine.kind,
                     f"a ring of {self._ring_pages * PAGE / 2**20:.0f} MiB"
                     if self.mode == "ring"
-                    else f"a shadow of {snapshot.nbytes / 2**20:.0f} MiB per rank",
+                    else f"a shadow of {snapshot.source_bytes / 2**20:.0f} MiB per rank",
                 )
         return self._engine
 
@@ -346,13 +376,16 @@ class AsyncCheckpointer:
         """All that happens behind the training's back."""
         partial = self.folder.partial(save.step)
         try:
-            if save.problem is None:
-                self._write(save, partial)
-            if save.problem is not None:
-                # Rank 0 stops waiting for this rank.
-                leave_word(partial, self.rank, save.mark, {"error": str(save.problem)})
+            self._write_and_tell(save, partial)
             if self.rank == 0:
-                nbytes = publish(self.folder, save.step, save.mark, self.world_size, self.about)
+                nbytes = publish(
+                    self.folder,
+                    save.step,
+                    save.mark,
+                    self.world_size,
+                    self.about,
+                    self.silence_s,
+                )
                 self._warn_of_space(nbytes)
         except Exception as error:
             save.problem = save.problem or error
@@ -365,6 +398,20 @@ class AsyncCheckpointer:
         self._failure = self._named(save.step, save.problem)
         if self.rank == 0:
             self.folder.discard(save.step)
+
+    def _write_and_tell(self, save: _Save, partial: Path) -> None:
+        """Writes, and leaves word of how that went."""
+        told = False
+        try:
+            if save.problem is None:
+                self._write(save, partial)
+            if save.problem is not None:
+                # Rank 0 stops waiting for this rank.
+                leave_word(partial, self.rank, save.mark, {"error": str(save.problem)})
+            told = True
+        finally:
+            if save.presence is not None:
+                save.presence.end(told)
 
     def _warn_of_space(self, nbytes: int) -> None:
         """Says it once where the next steps will find no room."""
@@ -415,6 +462,7 @@ class AsyncCheckpointer:
 
     def wait_copied(self) -> None:
         """Waits until the state may be changed by anybody, in any way."""
+        self._check_process()
         if self._snapshot is not None:
             self._snapshot.release(None)
 
@@ -424,10 +472,11 @@ class AsyncCheckpointer:
         Raises:
             GulliverError: it could not be saved (``on_error="raise"``).
         """
+        self._check_process()
         self._join()
         failure = self._take_failure()
         mine = None if failure is None else str(failure)
-        every = [mine] if self.world_size == 1 else gather_objects(mine, self._group)
+        every = self._gather(mine, failure)
         for rank, reason in enumerate(every):
             if reason is not None:
                 raise failure or GulliverError(f"rank {rank} failed: {reason}")
@@ -451,6 +500,7 @@ class AsyncCheckpointer:
         Raises:
             GulliverError: the last save failed (``on_error="raise"``).
         """
+        self._check_process()
         try:
             self.wait()
         finally:
@@ -473,6 +523,8 @@ class AsyncCheckpointer:
     ) -> None:
         if error is None:
             self.close()
+            return
+        if os.getpid() != self._process:
             return
         # Ranks may have parted ways: what is under way is finished, but nothing is agreed on.
         self._join()

@@ -15,7 +15,7 @@ from gulliver.checkpoint._guard import install_hooks
 from gulliver.checkpoint._saving import PAGE
 from gulliver.checkpoint._snapshot import Snapshot
 from gulliver.errors import GulliverError
-from gulliver.io import PARTIAL, default_engine, named_errors, sync
+from gulliver.io import PARTIAL, check_process, default_engine, named_errors, sync
 from gulliver.memory import add_claim, drop_claim
 
 
@@ -36,6 +36,7 @@ class FileSaver:
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         self.path = Path(path)
         self._failure: Exception | None = None
+        self._process = os.getpid()
         self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}{PARTIAL}")
         self._snapshot = Snapshot(collect({"file": dict(tensors)}))
         if self._snapshot.devices:
@@ -87,6 +88,7 @@ class FileSaver:
         Raises:
             GulliverError: it could not be written.
         """
+        check_process(self._process)
         self._thread.join()
         if self._failure is not None:
             failure, self._failure = self._failure, None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gulliver.checkpoint._collect import SMALL, Collected, file_name
+from gulliver.checkpoint._collect import SMALL, TINY, Collected, file_name
 from gulliver.checkpoint._image import CODES, Image
 from gulliver.checkpoint._lane import Lane, LaneTicket, pump
 from gulliver.checkpoint._manifest import FileEntry, PartEntry, tensor_from_json
 from gulliver.checkpoint._tree import Leaf
 from gulliver.errors import GulliverError
-from gulliver.io import Engine, File, Ticket
+from gulliver.io import Engine, File, Ticket, View, gather
 from gulliver.memory import Part, storage_of
 
 
@@ -85,17 +86,35 @@ class Snapshot:
         self._tickets: dict[str, list[Ticket | LaneTicket]] = {}
         self._lane_tickets: list[LaneTicket] = []
         self._files: dict[str, File] = {}
-        self.images: dict[str, Image] = {}
-        self.parts: dict[str, dict[str, dict[str, Any]]] = {}
+        self.devices: set[torch.device] = set()
+        """Where the sources are, other than in host memory."""
+        self._leaves: dict[str, tuple[str, Mapping[str, Leaf]]] = {}
+        self._sources: dict[str, dict[str, Tensor]] = {}
+        self._small = _Small()
         for entry, leaves in collected.tensors.items():
             if not leaves and "@" not in entry:
                 continue
-            name = file_name(entry, rank, world_size)
-            self.images[name] = Image(
-                {key: self._source(f"{entry}: {key}", leaf) for key, leaf in leaves.items()},
-                {"format": "pt"},
-            )
-            self.parts[entry] = {key: _part(name, leaf) for key, leaf in leaves.items()}
+            file = file_name(entry, rank, world_size)
+            self._leaves[file] = entry, leaves
+            guarded = collected.guarded.get(entry, ())
+            self._sources[file] = {
+                key: self._source(entry, key, leaf, TINY if key in guarded else SMALL)
+                for key, leaf in leaves.items()
+            }
+        self._small.copy()
+
+    @cached_property
+    def images(self) -> dict[str, Image]:
+        """The files by name; made in the background, where there are many tensors."""
+        return {file: Image(sources, {"format": "pt"}) for file, sources in self._sources.items()}
+
+    @property
+    def parts(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """What the files hold, by entry and name, as the manifest has it."""
+        return {
+            entry: {key: _part(file, leaf) for key, leaf in leaves.items()}
+            for file, (entry, leaves) in self._leaves.items()
+        }
 
     @property
     def nbytes(self) -> int:
@@ -103,26 +122,31 @@ class Snapshot:
         return sum(image.nbytes for image in self.images.values())
 
     @property
-    def addresses(self) -> set[int]:
-        """Where the memory begins that is copied from."""
-        return {s.data_ptr() for image in self.images.values() for s in image.sources}
+    def source_bytes(self) -> int:
+        """Of all tensors; the files have headers besides."""
+        return sum(s.nbytes for found in self._sources.values() for s in found.values())
 
     @property
-    def devices(self) -> set[torch.device]:
-        """Where the sources are, other than in host memory."""
-        return {s.device for i in self.images.values() for s in i.sources if not s.is_cpu}
+    def addresses(self) -> set[int]:
+        """Where the memory begins that is copied from."""
+        return {
+            self._small.address_of(s) for found in self._sources.values() for s in found.values()
+        }
 
-    def _source(self, name: str, leaf: Leaf) -> Tensor:
+    def _source(self, entry: str, key: str, leaf: Leaf, small: int) -> Tensor:
         """The memory to copy from; small tensors are copied now, and need no looking after."""
         value = leaf.value.detach() if isinstance(leaf, Part) else leaf
-        if isinstance(leaf, Tensor) and value.is_cpu and value.nbytes <= SMALL:
-            return value.clone()
+        if not value.is_cpu:
+            self.devices.add(value.device)
+        elif isinstance(leaf, Tensor) and (nbytes := value.nbytes) <= small:
+            return self._small.add(value, nbytes)
+        name = f"{entry}: {key}"
         owner = leaf.owner if isinstance(leaf, Part) else value
         # What is a part in the file is a row there.
         if isinstance(leaf, Part):
             value = value.reshape(leaf.shape if leaf.is_whole else -1)
         if self._restless.is_restless(name, value, storage_of(value) in self._buffers):
-            return value.clone()
+            return value.clone(memory_format=torch.contiguous_format)
         if owner is not None:
             noted = (name, owner, owner._version)
             self._versions.setdefault(storage_of(value), []).append(noted)
@@ -158,19 +182,34 @@ class Snapshot:
     def _submit_file(
         self, engine: Engine, file: File, image: Image, lane: Lane | None
     ) -> list[Ticket | LaneTicket]:
-        addresses = [source.data_ptr() for source in image.sources]
-        storages = [storage_of(source) for source in image.sources]
+        addresses = [self._small.address_of(source) for source in image.sources]
+        views = {
+            number: View(address, source.itemsize, tuple(source.shape), source.stride())
+            for number, (source, address) in enumerate(zip(image.sources, addresses, strict=True))
+            if not source.is_contiguous()
+        }
+        # Nobody waits for what has been copied already.
+        storages = [
+            None if address != source.data_ptr() else storage_of(source)
+            for source, address in zip(image.sources, addresses, strict=True)
+        ]
         tickets: list[Ticket | LaneTicket] = []
         for offset, runs in image.pages(engine.page_bytes):
             if lane is None:
-                table = np.array([(addresses[n] + begin, count) for n, begin, count in runs])
-                ticket = engine.stage(file, offset, table)
+                apart = {k: views[n] for k, (n, _, _) in enumerate(runs) if n in views}
+                table = np.array(
+                    [(begin if n in views else addresses[n] + begin, c) for n, begin, c in runs]
+                )
+                ticket = engine.stage(file, offset, table, views=apart)
             else:
-                sources = [(image.sources[n], begin, count) for n, begin, count in runs]
+                sources = [
+                    (self._small.held(image.sources[n]), begin, count) for n, begin, count in runs
+                ]
                 ticket = LaneTicket(lane, file, offset, sources)
                 self._lane_tickets.append(ticket)
             tickets.append(ticket)
-            for storage in {storages[n] for n, _, _ in runs}:
+            for storage in {storages[n] for n, _, _ in runs} - {None}:
+                assert storage is not None
                 self._waiting.setdefault(storage, []).append(ticket)
         return tickets
 
@@ -249,6 +288,44 @@ class Snapshot:
         """Closes what is open."""
         for name in tuple(self._files):
             engine.close_file(self._files.pop(name))
+
+
+class _Small:
+    """Small tensors, which are copied together, and need no looking after from then on."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._places: dict[int, int] = {}
+        self._tensors: list[Tensor] = []
+        self._segments: list[tuple[int, int]] = []
+        self._filled = 0
+
+    def add(self, tensor: Tensor, nbytes: int) -> Tensor:
+        """Notes a tensor to be copied; what comes back stands for the copy."""
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        self._places[id(tensor)] = self._filled
+        self._tensors.append(tensor)
+        self._segments.append((tensor.data_ptr(), nbytes))
+        self._filled += nbytes
+        return tensor
+
+    def copy(self) -> None:
+        """Copies all that were added, by native threads."""
+        if self._segments:
+            self._memory = torch.empty(self._filled, dtype=torch.uint8)
+            gather(self._memory.data_ptr(), np.array(self._segments, dtype=np.int64))
+            self._segments = []
+
+    def address_of(self, source: Tensor) -> int:
+        """Where the copy of a tensor lies, or else the tensor."""
+        place = self._places.get(id(source))
+        return source.data_ptr() if place is None else self._memory.data_ptr() + place
+
+    def held(self, source: Tensor) -> Tensor:
+        """The bytes of the copy of a tensor, or else the tensor."""
+        place = self._places.get(id(source))
+        return source if place is None else self._memory[place : place + source.nbytes]
 
 
 def _wait_copied(ticket: Ticket | LaneTicket) -> None:

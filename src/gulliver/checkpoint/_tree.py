@@ -51,7 +51,7 @@ def split_state(state: Any) -> tuple[dict[str, Leaf], Any]:
 
 def _take(value: Any, path: str, tensors: dict[str, Leaf]) -> Any:
     """The skeleton of `value`; its tensors are added to `tensors`."""
-    if isinstance(value, Tensor | Part):
+    if isinstance(value, _LEAVES):
         path = path or "value"
         # Keys with dots in them, and 1 beside "1", can give two tensors the same path.
         name, number = path, len(tensors)
@@ -82,7 +82,12 @@ def _below(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
+_LEAVES = (Tensor, Part)
+
+
 def _key(key: Any, path: str) -> Any:
+    if type(key) is str or type(key) is int:
+        return key
     if isinstance(key, Tensor):
         raise GulliverError(f"a key of {path} is a tensor: it cannot be saved")
     return _take(key, f"a key of {path}", {})

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gulliver.checkpoint._files import read_json
 from gulliver.checkpoint._folder import LATEST, STEP
 from gulliver.checkpoint._image import CODES, Slot, read_slots
-from gulliver.checkpoint._loading import step_folder
+from gulliver.checkpoint._loading import beside_a_writer
 from gulliver.checkpoint._manifest import MANIFEST
 from gulliver.checkpoint._reader import StepReader
 from gulliver.checkpoint._regions import Copies, Place, clusters, copy_bytes, overlap, place_of
@@ -118,8 +118,8 @@ class StepWeights(Weights):
     """
 
     def __init__(self, path: Path, entry: str | None = "model", step: int | None = None) -> None:
-        self.path = step_folder(path, step)
-        self.reader = StepReader(self.path)
+        self.reader = beside_a_writer(path, step, StepReader)
+        self.path = self.reader.folder
         saved = self.reader.manifest.tensors
         self.files = [self.path / name for name in self.reader.manifest.files]
         if entry is not None and not saved.get(entry):

@@ -140,7 +140,8 @@ def checkpoint_command(config: CheckpointConfig, arguments: list[str]) -> int:
 
 
 def _out() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+    # Names are names: [v2] is no markup, and :x: no picture.
+    return Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 @contextmanager
@@ -148,7 +149,7 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on the terminal, for what takes longer than a moment."""
     console = Console(stderr=True)
     columns = (
-        TextColumn(what),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         SpeedColumn(),

@@ -5,9 +5,11 @@ from gulliver.io._atomic import (
     atomic_file,
     cache_folder,
     finish_folder,
+    hold,
     named_errors,
     remove_all,
     remove_folder,
+    remove_leftovers,
     require_space,
     sync,
     write_text,
@@ -21,7 +23,10 @@ from gulliver.io._engine import (
     IoError,
     Page,
     Ticket,
+    View,
+    check_process,
 )
+from gulliver.io._gather import gather
 from gulliver.io._native import NativeEngine, native_problem
 from gulliver.io._twin import TwinEngine
 from gulliver.io._yaml import to_yaml
@@ -37,14 +42,19 @@ __all__ = [
     "Page",
     "Ticket",
     "TwinEngine",
+    "View",
     "atomic_file",
     "cache_folder",
+    "check_process",
     "default_engine",
     "finish_folder",
+    "gather",
+    "hold",
     "named_errors",
     "native_problem",
     "remove_all",
     "remove_folder",
+    "remove_leftovers",
     "require_space",
     "sync",
     "to_yaml",

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ from pathlib import Path
 
 from gulliver.errors import GulliverError
 
+LEFT = re.compile(r"\..*\.([0-9]+)\.partial", re.DOTALL)
+"""Names of what a process, whose number is in it, is writing."""
 PARTIAL = ".partial"
 """Ending of temporary names: whatever carries it may be deleted when nobody is writing."""
 
@@ -101,6 +105,55 @@ def remove_all(path: Path) -> None:
             path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Removes what processes that were killed have left half written in a folder.
+
+    Only what is named for a process of this machine that is there no more, and that nobody has
+    locked (`hold`), which keeps what another machine is writing.
+
+    Returns:
+        What was removed.
+    """
+    removed = []
+    for path in folder.glob(f".*{PARTIAL}") if folder.is_dir() else ():
+        found = LEFT.fullmatch(path.name)
+        if found and not _is_alive(int(found[1])):
+            with suppress(OSError), hold(path):
+                remove_all(path)
+                removed.append(path)
+    return removed
+
+
+@contextmanager
+def hold(path: Path) -> Iterator[None]:
+    """Locks a file or folder for as long as it is written.
+
+    Raises:
+        OSError: another process has it; where there are no locks nothing is raised.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(handle)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 def require_space(folder: Path, needed: int) -> None:

@@ -21,11 +21,14 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
+import math
 import os
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -78,6 +81,28 @@ class File:
 
     path: Path
     nbytes: int
+
+
+@dataclass(frozen=True)
+class View:
+    """Elements that lie apart in memory, one behind the other in the row-major order of `sizes`.
+
+    Attributes:
+        address: of the first.
+        itemsize: bytes of an element.
+        sizes: of the dims.
+        strides: elements from one to the next, along each dim.
+    """
+
+    address: int
+    itemsize: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all elements."""
+        return math.prod(self.sizes) * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -162,6 +187,9 @@ class Ticket(ABC):
         """
 
 
+NO_VIEWS: Mapping[int, View] = MappingProxyType({})
+
+
 class Engine(ABC):
     """Moves bytes between memory and files; every method may be called from any thread.
 
@@ -221,7 +249,13 @@ class Engine(ABC):
 
     @abstractmethod
     def stage(
-        self, file: File, offset: int, segments: NDArray[np.int64], *, priority: int = 0
+        self,
+        file: File,
+        offset: int,
+        segments: NDArray[np.int64],
+        *,
+        priority: int = 0,
+        views: Mapping[int, View] = NO_VIEWS,
     ) -> Ticket:
         """Gathers segments of memory into a page, and writes it.
 
@@ -232,6 +266,8 @@ class Engine(ABC):
             offset: byte in the file; multiples of 4096 go past the page cache.
             segments: (n, 2), address and bytes of each; together at most a page.
             priority: the higher goes first.
+            views: by the number of a segment: what it is of, where its elements lie apart. Such a
+                segment has its first byte in the view in place of an address.
 
         Returns:
             A ticket with `copied` (the segments may change) and, from then on, a checksum.
@@ -388,6 +424,16 @@ def check_segments(segments: NDArray[np.int64], page_bytes: int) -> NDArray[np.i
         total = sum(table[:, 1].tolist())
         raise GulliverError(f"segments of {total} bytes do not fit a page of {page_bytes}")
     return table
+
+
+def check_views(table: NDArray[np.int64], views: Mapping[int, View]) -> None:
+    """Refuses segments that are not whole elements of their views."""
+    for number, view in views.items():
+        begin, nbytes = (int(value) for value in table[number])
+        if begin % view.itemsize or nbytes % view.itemsize:
+            raise GulliverError(f"bytes {begin} to {begin + nbytes} of a view cut its elements")
+        if begin < 0 or begin + nbytes > view.nbytes:
+            raise GulliverError(f"a view of {view.nbytes} bytes has no byte {begin + nbytes}")
 
 
 def check_sizes(page_bytes: int, pages: int, copiers: int, writers: int, queue: int) -> None:

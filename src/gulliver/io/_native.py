@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from gulliver.errors import GulliverError
 from gulliver.io._engine import (
+    NO_VIEWS,
     Auto,
     Call,
     Counters,
@@ -27,15 +28,17 @@ from gulliver.io._engine import (
     IoError,
     Page,
     Ticket,
+    View,
     check_injection,
     check_process,
     check_range,
     check_segments,
     check_sizes,
+    check_views,
 )
 
 Result = TypeVar("Result")
-INTERFACE = 1
+INTERFACE = 2
 """Of the extension; both sides count up when their calls change."""
 HEARING_S = 0.1
 """Seconds that a call into the extension waits before signals are looked at."""
@@ -210,11 +213,21 @@ class NativeEngine(Engine):
     # Submitting
 
     def stage(
-        self, file: File, offset: int, segments: NDArray[np.int64], *, priority: int = 0
+        self,
+        file: File,
+        offset: int,
+        segments: NDArray[np.int64],
+        *,
+        priority: int = 0,
+        views: Mapping[int, View] = NO_VIEWS,
     ) -> Ticket:
         table = check_segments(segments, self.page_bytes)
         check_range(offset, self.page_bytes)
-        return self._submit(file, lambda core: self._core.stage(core, offset, table, priority))
+        check_views(table, views)
+        found = [(number, _view(view)) for number, view in views.items()]
+        return self._submit(
+            file, lambda core: self._core.stage(core, offset, table, priority, found)
+        )
 
     def acquire(self, timeout: float | None = None, *, priority: int = 0) -> Page:
         self._check_process()
@@ -319,6 +332,11 @@ class NativeEngine(Engine):
 
     def hold(self, held: bool) -> None:
         self._core.hold(held)
+
+
+def _view(view: View) -> Any:
+    strides = [stride * view.itemsize for stride in view.strides]
+    return _extension().view(view.address, view.itemsize, list(view.sizes), strides)
 
 
 def _within(timeout: float | None, wait: Callable[[float], bool]) -> bool:

@@ -18,7 +18,7 @@ import stat
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from gulliver.errors import GulliverError
 from gulliver.io._engine import (
     BLOCK,
+    NO_VIEWS,
     SLICE,
     Auto,
     Call,
@@ -38,11 +39,13 @@ from gulliver.io._engine import (
     IoError,
     Page,
     Ticket,
+    View,
     check_injection,
     check_process,
     check_range,
     check_segments,
     check_sizes,
+    check_views,
 )
 
 Result = TypeVar("Result")
@@ -128,6 +131,7 @@ class _Request:
     priority: int
     number: int
     segments: NDArray[np.int64] | None = None
+    views: dict[int, View] = field(default_factory=dict)
     page: Page | None = None
     checked: bool = False
     counted: bool = True
@@ -417,13 +421,20 @@ class TwinEngine(Engine):
     # Submitting
 
     def stage(
-        self, file: File, offset: int, segments: NDArray[np.int64], *, priority: int = 0
+        self,
+        file: File,
+        offset: int,
+        segments: NDArray[np.int64],
+        *,
+        priority: int = 0,
+        views: Mapping[int, View] = NO_VIEWS,
     ) -> Ticket:
         table = check_segments(segments, self.page_bytes)
+        check_views(table, views)
         total = int(table[:, 1].sum())
         request = self._request("write", file, offset, 0, total, priority)
         # A copy: the caller may use his table for the next page.
-        request.segments = table.copy()
+        request.segments, request.views = table.copy(), dict(views)
         return self._submit(request, self._waiting if total else None)
 
     def write_page(
@@ -540,8 +551,11 @@ class TwinEngine(Engine):
             assert request.page is not None
             if request.segments is not None:
                 request.address = target = request.page.address
-                for address, nbytes in request.segments.tolist():
-                    ctypes.memmove(target, address, nbytes)
+                for number, (address, nbytes) in enumerate(request.segments.tolist()):
+                    if number in request.views:
+                        _copy_view(target, request.views[number], address, nbytes)
+                    else:
+                        ctypes.memmove(target, address, nbytes)
                     target += nbytes
                 request.segments = None
             request.ticket._checksum = zlib.crc32(_view(request.address, request.nbytes))
@@ -755,6 +769,20 @@ class TwinEngine(Engine):
 
 def _view(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+def _copy_view(target: int, view: View, begin: int, nbytes: int) -> None:
+    """Copies bytes of a view, from its byte `begin` on."""
+    if not nbytes:
+        return
+    kind = np.dtype((np.void, view.itemsize))
+    spans = zip(view.sizes, view.strides, strict=True)
+    reach = 1 + sum((size - 1) * stride for size, stride in spans)
+    memory = np.frombuffer(_view(view.address, reach * view.itemsize), kind)
+    steps = [stride * view.itemsize for stride in view.strides]
+    elements = np.lib.stride_tricks.as_strided(memory, view.sizes, steps, writeable=False)
+    found = elements.flat[begin // view.itemsize : (begin + nbytes) // view.itemsize]
+    np.frombuffer(_view(target, nbytes), kind)[:] = found
 
 
 def _fallocate(handle: int, nbytes: int) -> None:

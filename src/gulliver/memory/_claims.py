@@ -6,6 +6,7 @@ writes such memory in place asks `before_write` first, and is held up for just t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -24,6 +25,8 @@ class Claim(Protocol):
 
 
 _claims: list[Claim] = []
+# A child has its memory to itself, and no threads that could give a claim up.
+os.register_at_fork(after_in_child=_claims.clear)
 
 
 def add_claim(claim: Claim) -> None:

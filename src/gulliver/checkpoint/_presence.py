@@ -1,0 +1,96 @@
+"""Signs of life of the ranks that write a step, in its temporary folder.
+
+Each rank but the first holds a lock on a file of its own while it writes. The system takes the lock
+away when the process ends, however it ends: rank 0, which waits for the rank's word, then gets the
+lock itself, and finds in the file whether the rank had finished. File systems without locks: then
+rank 0 only has its patience.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from gulliver.checkpoint._folder import lock_file, unlock
+from gulliver.errors import GulliverError
+
+DONE = b"done"
+
+
+def _sign(partial: Path, rank: int) -> Path:
+    return partial / f"rank-{rank:05d}.alive"
+
+
+def make_signs(partial: Path, world_size: int) -> None:
+    """Makes the files; by rank 0, so that no rank has to wait for another's to be seen."""
+    for rank in range(1, world_size):
+        _sign(partial, rank).touch()
+
+
+def remove_signs(partial: Path, world_size: int) -> None:
+    """Removes the files."""
+    for rank in range(1, world_size):
+        _sign(partial, rank).unlink(missing_ok=True)
+
+
+class Presence:
+    """Shows that this rank is writing.
+
+    Args:
+        partial: the temporary folder of the step.
+        rank: of this process.
+    """
+
+    def __init__(self, partial: Path, rank: int) -> None:
+        self._handle: int | None = None
+        path = _sign(partial, rank)
+        try:
+            self._handle = lock_file(path) if rank and path.exists() else None
+        except OSError:
+            self._handle = None  # no locks here
+
+    def end(self, done: bool) -> None:
+        """Says whether this rank has left word, and gives the lock back."""
+        if self._handle is not None:
+            if done:
+                os.pwrite(self._handle, DONE, 0)
+            unlock(self._handle)
+            self._handle = None
+
+
+class Watch:
+    """Notices that a rank ended without leaving word.
+
+    Args:
+        partial: the temporary folder of the step.
+        rank: to be watched.
+        silence_s: within which it has to begin.
+    """
+
+    def __init__(self, partial: Path, rank: int, silence_s: float) -> None:
+        self._path, self.rank, self._silence_s = _sign(partial, rank), rank, silence_s
+        self._begun = time.monotonic()
+        self._seen = False
+
+    def check(self) -> None:
+        """Looks whether the rank still writes, or has left word.
+
+        Raises:
+            GulliverError: it does not, and has not.
+        """
+        try:
+            handle = lock_file(self._path) if self.rank and self._path.exists() else None
+        except OSError:
+            return
+        if handle is None:
+            self._seen = True  # it has the lock, or needs none
+            return
+        done = os.pread(handle, len(DONE), 0) == DONE
+        unlock(handle)
+        if done:
+            self._seen = True
+        elif self._seen or time.monotonic() - self._begun > self._silence_s:
+            raise GulliverError(
+                f"rank {self.rank} ended, or failed, before it had written its files"
+            )
