@@ -340,7 +340,7 @@ def test_names_are_shown_as_they_are(
     monkeypatch.setenv("COLUMNS", "400")  # tables of a terminal are wrapped
 
     folder = tmp_path / name
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "prompts.txt").write_bytes(b"caf\xe9\n")
     console().print(f"continue with --resume --out {folder}")
     lines = capsys.readouterr().err.splitlines()
