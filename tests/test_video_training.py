@@ -301,7 +301,7 @@ def test_configurations_survive_json_and_unknown_keys_name_the_nearest() -> None
     [
         (["trian"], "unknown command 'trian': did you mean 'train'?"),
         (["train", "--model.size", "tinny"], "unknown model size 'tinny': did you mean 'tiny'?"),
-        (["train", "--steps", "0"], "--steps is 0: it must be positive"),
+        (["train", "--steps", "0"], "--steps is 0: it must be at least 1"),
         (["train", "--data.shapes", "13by32"], "'13by32' is not frames x height x width"),
         (["train", "--data.shapes", "12x32x32"], "frames must be 4 k + 1"),
         (["train", "--data.held-out", "12:9"], "is not digit:direction"),

@@ -24,7 +24,7 @@ def parse_held_out(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     pairs = []
     for text in texts:
         digit, _, direction = text.partition(":")
-        if digit not in DIGITS or not direction.isdigit() or int(direction) >= len(DIRECTIONS):
+        if digit not in DIGITS or direction not in map(str, range(len(DIRECTIONS))):
             raise GulliverError(f"held-out sentence {text!r} is not digit:direction, such as 3:0")
         pairs.append((int(digit), int(direction)))
     return tuple(pairs)
