@@ -377,6 +377,10 @@ def test_training_on_a_table_counts_what_it_cannot_use(tmp_path: Path, autoencod
     assert "3 clips used, 1 skipped" in errors
     assert "bad.mp4: cannot be decoded" in errors
     assert len(Run(config.out).read_log()) == 3
+    for shape in ("8x32x32", "9x36x32"):
+        odd = replace(config, out=tmp_path / "odd", data=replace(data, shapes=(shape,)))
+        with pytest.raises(GulliverError, match=rf"{shape}: frames must be 4 k \+ 1"):
+            train(odd)
     long = [{"path": "a.mp4", "text": "one two three four five six seven eight nine"}]
     wordy = replace(
         config, out=tmp_path / "wordy", data=replace(data, table=write_table(tmp_path, long))
