@@ -177,10 +177,14 @@ def test_a_rank_that_dies_or_hangs_is_named_in_bounded_time(how: signal.Signals,
             process.wait()
 
 
-LISTENERS = """
-import os, pathlib, sys, torch
+JOB = """
+import os, pathlib, signal, sys, torch
 from gulliver.comm import all_reduce, init_world, make_axes, shutdown
 world = init_world()
+if world.rank == 1 and sys.argv[1] == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "fail":
+    os._exit(7)
 make_axes({"node": 1, "local": 2})
 all_reduce(torch.ones(2))
 found = []
@@ -196,32 +200,20 @@ shutdown()
 """
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="reads Linux's table of sockets")
-def test_what_the_launcher_starts_listens_on_localhost_only(tmp_path, monkeypatch) -> None:
-    (tmp_path / "listeners.py").write_text(LISTENERS)
+def test_the_launcher_listens_on_localhost_passes_exit_codes_on_and_names_killed_ranks(
+    tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "job.py").write_text(JOB)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # put back at the end, also where there was none
         monkeypatch.delenv(name)
-    assert launch("listeners", [str(tmp_path)], 2) == 0
+    assert launch("job", [str(tmp_path)], 2) == 0
     for rank in ("0", "1"):
         found = (tmp_path / rank).read_text().split()
         # The store in the launcher, and the backend's in the rank.
         assert len(found) >= 2
         assert {int(address[-8:], 16).to_bytes(4, "little")[0] for address in found} == {127}
-
-
-def test_the_launcher_passes_exit_codes_on_and_names_killed_ranks(tmp_path, monkeypatch) -> None:
-    (tmp_path / "job.py").write_text(
-        "import os, signal, sys\n"
-        "from gulliver.comm import init_world, shutdown\n"
-        "world = init_world()\n"
-        "if world.rank == 1 and sys.argv[1] == 'die': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "if sys.argv[1] == 'fail': os._exit(7)\n"
-        "shutdown()\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    assert launch("job", ["work"], 2) == 0
     assert launch("job", ["fail"], 2) == 7
     with pytest.raises(GulliverError, match="rank 1 was killed by SIGKILL"):
         launch("job", ["die"], 2)
