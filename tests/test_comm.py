@@ -180,17 +180,43 @@ def test_a_rank_that_dies_or_hangs_is_named_in_bounded_time(how: signal.Signals,
             process.wait()
 
 
-def test_the_launcher_passes_exit_codes_on_and_names_killed_ranks(tmp_path, monkeypatch) -> None:
-    (tmp_path / "job.py").write_text(
-        "import os, signal, sys\n"
-        "from gulliver.comm import init_world, shutdown\n"
-        "world = init_world()\n"
-        "if world.rank == 1 and sys.argv[1] == 'die': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "if sys.argv[1] == 'fail': os._exit(7)\n"
-        "shutdown()\n"
-    )
+JOB = """
+import os, pathlib, signal, sys, torch
+from gulliver.comm import all_reduce, init_world, make_axes, shutdown
+world = init_world()
+if world.rank == 1 and sys.argv[1] == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "fail":
+    os._exit(7)
+make_axes({"node": 1, "local": 2})
+all_reduce(torch.ones(2))
+found = []
+for pid in (os.getpid(), os.getppid()):
+    links = [os.readlink(f) for f in pathlib.Path(f"/proc/{pid}/fd").iterdir() if f.is_symlink()]
+    for table in ("tcp", "tcp6"):
+        for line in open(f"/proc/net/{table}").readlines()[1:]:
+            _, address, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in links:
+                found.append(address.split(":")[0])
+pathlib.Path(sys.argv[1], str(world.rank)).write_text(" ".join(found))
+shutdown()
+"""
+
+
+def test_the_launcher_listens_on_localhost_passes_exit_codes_on_and_names_killed_ranks(
+    tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "job.py").write_text(JOB)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    assert launch("job", ["work"], 2) == 0
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # put back at the end, also where there was none
+        monkeypatch.delenv(name)
+    assert launch("job", [str(tmp_path)], 2) == 0
+    for rank in ("0", "1"):
+        found = (tmp_path / rank).read_text().split()
+        # The store in the launcher, and the backend's in the rank.
+        assert len(found) >= 2
+        assert {int(address[-8:], 16).to_bytes(4, "little")[0] for address in found} == {127}
     assert launch("job", ["fail"], 2) == 7
     with pytest.raises(GulliverError, match="rank 1 was killed by SIGKILL"):
         launch("job", ["die"], 2)

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gulliver.cli._commands import run as run_command
+from gulliver.cli._main import run as run_command
 from gulliver.errors import GulliverError
 from gulliver.io import Engine, IoError, NativeEngine, TwinEngine, default_engine, native_problem
 from gulliver.io import _default as default_module

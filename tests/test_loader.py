@@ -733,6 +733,11 @@ def test_a_sampler_that_is_told_of_the_epoch_itself_is_heard() -> None:
         ({"dataset": Numbers(99)}, r"dataset length 23, this loader has 99"),
         ({"drop_last": True}, r"number of batches 6, this loader has 5"),
         ({"generator": torch.Generator()}, r"0 generators .* has 1"),
+        ({"shuffle": False}, r"order .*RandomSampler.*, this loader has .*SequentialSampler"),
+        (
+            {"shuffle": None, "sampler": torch_data.RandomSampler(Numbers(), replacement=True)},
+            r"replacement=False.* has .*replacement=True",
+        ),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
@@ -743,6 +748,28 @@ def test_a_state_of_something_else_is_refused(changed: dict[str, Any], message: 
     state = DataLoader(**usual).state_dict()
     with pytest.raises(GulliverError, match=message):
         DataLoader(**usual | changed).load_state_dict(state)
+
+
+def test_what_is_no_position_is_refused() -> None:
+    data = Numbers()
+    buckets = BucketSampler([Bucket(1, 8, 8)] * 23, 4)
+    loaders = [DataLoader(data, 4, shuffle=True), DataLoader(data, batch_sampler=buckets), buckets]
+    for loader in loaders:
+        state = loader.state_dict()
+        for changed in (
+            {"done": -1}, {"done": 10**6}, {"done": True}, {"done": 1.5}, {"done": "1"},
+            {"epoch": -1}, {"epoch": None},
+        ):  # fmt: skip
+            with pytest.raises(GulliverError, match="the saved position"):
+                loader.load_state_dict(state | changed)
+    stream = DataLoader(Lines(), 4)
+    stream.load_state_dict(stream.state_dict() | {"done": 10**6})
+    with pytest.raises(GulliverError, match="after batch 1000000, the stream ended after 6"):
+        next(iter(stream))
+    weights = [torch_data.WeightedRandomSampler([1.0, w] * 11 + [3.0], 23) for w in (2.0, 5.0)]
+    state = DataLoader(data, 4, sampler=weights[0]).state_dict()
+    with pytest.raises(GulliverError, match=r"weights=.* has .*weights="):
+        DataLoader(data, 4, sampler=weights[1]).load_state_dict(state)
 
 
 def test_the_generator_of_another_rank_is_refused() -> None:

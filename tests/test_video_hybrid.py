@@ -205,12 +205,45 @@ def test_ranks_of_one_model_leave_out_the_same_clips(
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
 
 
+def _train_with_clips_of_one_rank(world: World, config: TrainConfig) -> list[dict]:
+    """Rank 1 cannot read two clips that the other rank of its model can."""
+    from gulliver.data import BrokenClip, ClipTable
+
+    read = ClipTable.read
+
+    def unlucky(self: ClipTable, index: int, seed: int):  # type: ignore[no-untyped-def]
+        return BrokenClip(index, "gone") if index < 2 else read(self, index, seed)
+
+    if world.rank == 1:
+        ClipTable.read = unlucky  # type: ignore[method-assign]
+    try:
+        return _train_double(world, config)
+    finally:
+        ClipTable.read = read  # type: ignore[method-assign]
+
+
+def test_ranks_of_one_model_train_on_what_both_can_read(
+    pool: Pool, tmp_path: Path, autoencoder: Path
+) -> None:
+    from tests.test_data import write_table, write_video
+
+    names = [f"{number}.mp4" for number in range(4)]
+    for name in names:
+        write_video(tmp_path / name, 5, 32, 32)
+    table = write_table(tmp_path, [{"path": name, "text": "a ramp"} for name in names])
+    data = DataConfig(table=table, shapes=("5x32x32",), batch_size=2, unreadable_limit=0.5)
+    config = small(tmp_path / "run", autoencoder, data=data, steps=4, sp_size=2)
+    log = pool.run(_train_with_clips_of_one_rank, 2, config)[0]
+    assert [line["step"] for line in log] == [1, 2, 3, 4]
+    assert all(line["loss"] > 0.1 for line in log)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"pp_size": 2}, "--pp-size is 2: clips are trained without a pipeline"),
         ({"tp_size": 8}, "model 'tiny' has 4 heads"),
-        ({"tp_size": 0}, "--tp-size is 0: it must be at least 1"),
+        ({"tp_size": 0}, "--tp-size is 0: it must be between 1 and"),
         ({"sp_size": 2, "plugin": "ddp"}, "--plugin ddp keeps the whole model"),
         ({"sequence_parallelism_mode": "ring_attn"}, "needs an --sp-size of at least 2"),
     ],

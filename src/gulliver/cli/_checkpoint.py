@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress import TransferSpeedColumn as SpeedColumn
@@ -33,6 +31,7 @@ from gulliver.checkpoint import (
     step_folder,
     verify,
 )
+from gulliver.cli._options import CheckpointConfig, Convert, Diff, Ls, Verify
 from gulliver.errors import GulliverError
 
 PATIENCE_S = 2.0
@@ -45,93 +44,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-@dataclass(frozen=True)
-class Ls:
-    """Lists the steps of a run, or what a step, a file or a Hugging Face folder holds."""
-
-    folder: tyro.conf.Positional[Path]
-    """Of a run, of a step, or of Hugging Face's; or a file."""
-    step: int | None = None
-    """Show this step of a run."""
-    tensors: bool = False
-    """List all tensors."""
-
-
-@dataclass(frozen=True)
-class Verify:
-    """Reads every byte of a step and checks it against its checksum."""
-
-    folder: tyro.conf.Positional[Path]
-    """Of a run or of a step."""
-    step: int | None = None
-    """Of a run; by default the newest."""
-    all: bool = False
-    """Every step of the run."""
-
-
-@dataclass(frozen=True)
-class Diff:
-    """Compares two checkpoints; the exit code is 1 where they differ."""
-
-    a: tyro.conf.Positional[Path]
-    """A run, a step, a safetensors file or a Hugging Face folder."""
-    b: tyro.conf.Positional[Path]
-    """The other."""
-    entry: str = "model"
-    """Of steps; all for all of them, with what is no tensor."""
-    tolerance: float = 0.0
-    """How far elements may be apart."""
-    relative: float = 0.0
-    """How far they may be apart in terms of the larger one."""
-    any_dtype: bool = False
-    """Other dtypes are no difference."""
-    step_a: int | None = None
-    """Step of the first, if that is a run."""
-    step_b: int | None = None
-    """Step of the second, if that is a run."""
-    show: int = 20
-    """Lines of each kind of difference; 0 for all."""
-
-
-@dataclass(frozen=True)
-class Convert:
-    """Makes a Hugging Face folder or a safetensors file of a step, or a step of one of these."""
-
-    source: tyro.conf.Positional[Path]
-    """A run, a step, a safetensors file or a Hugging Face folder."""
-    target: tyro.conf.Positional[Path]
-    """A folder or file.safetensors to make; for a step, the folder of a run."""
-    to: Literal["auto", "huggingface", "step"] = "auto"
-    """auto: the one that the source is not."""
-    step: int | None = None
-    """Of a run; by default the newest. Where a step is made, its number: 0 by default."""
-    entry: str = "model"
-    """Of the step."""
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
-    """Convert floating-point tensors to it."""
-    prefix: str = ""
-    """Only tensors whose names begin with it, and without it."""
-    max_shard_gb: float = 5.0
-    """Gigabytes of tensors in a file."""
-    model_config: Path | None = None
-    """A config.json to put beside the weights."""
-
-
-Action = (
-    Annotated[Ls, tyro.conf.subcommand("ls", prefix_name=False)]
-    | Annotated[Verify, tyro.conf.subcommand("verify", prefix_name=False)]
-    | Annotated[Diff, tyro.conf.subcommand("diff", prefix_name=False)]
-    | Annotated[Convert, tyro.conf.subcommand("convert", prefix_name=False)]
-)
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """Lists, verifies, compares and converts checkpoints."""
-
-    action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[Action]] = tyro.MISSING
 
 
 def checkpoint_command(config: CheckpointConfig, arguments: list[str]) -> int:

@@ -1,19 +1,20 @@
-"""The commands and their options. Each is a call into the rooms below."""
+"""The commands. Each is a call into the rooms below; their options are in `_options.py`."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from gulliver import __version__
-from gulliver.checkpoint import read_json, write_json
-from gulliver.cli._checkpoint import CheckpointConfig, checkpoint_command
+from gulliver.checkpoint import write_json
+from gulliver.cli._options import (
+    CapabilitiesConfig,
+    DoctorConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    ProbeConfig,
+)
 from gulliver.comm import default_ranks, guard, init_world, launch, under_launcher
 from gulliver.data import Bucket, read_utf8
 from gulliver.errors import GulliverError, nearest
@@ -24,6 +25,7 @@ from gulliver.video import (
     SamplingConfig,
     TrainConfig,
     VideoModel,
+    check_clip,
     check_config,
     check_output,
     check_ranks,
@@ -31,70 +33,11 @@ from gulliver.video import (
     demonstrate,
     evaluate,
     extend,
-    from_plain,
     read_frames,
     split_ranks,
     train,
     write_clip,
 )
-
-
-@dataclass(frozen=True)
-class GenerateConfig:
-    """Makes clips with a trained run."""
-
-    run: Path = Path("out/demo/run")
-    """Folder of the training run."""
-    prompt: tuple[str, ...] = ()
-    """What to show; several make several clips."""
-    prompts: Path | None = None
-    """A text file with a prompt on each line."""
-    out: Path = Path("clip.gif")
-    """File to write (.mp4, .gif, .png); for several clips a number is put before the suffix."""
-    frames: int = 13
-    """Length (4 k + 1); 1 makes a picture."""
-    aspect_ratio: str = "1:1"
-    """Width to height, such as 1:1, 5:3 or 3:5."""
-    resolution: int = 32
-    """Side in pixels of the square with as many pixels as the clip."""
-    image: Path | None = None
-    """First frame: a picture that starts to move."""
-    extend: Path | None = None
-    """A clip to go on with; --frames counts the conditioning frames too."""
-    condition_frames: int = 5
-    """With --extend: how many of its last frames are given (4 k + 1)."""
-    seed: int = 0
-    """Noise of the first clip; the next clips take the next seeds."""
-    steps: int = 24
-    """Sampling steps."""
-    guidance: float = 2.0
-    """Weight of the sentence; 1 turns guidance off."""
-    scale: int = 4
-    """Repeat every pixel so many times in the file."""
-    fps: float = 8.0
-    """Frames per second of the file."""
-    sequence: int = 0
-    """Ranks that share each clip's tokens; 0: all that guidance leaves."""
-    guidance_ranks: int = 0
-    """2: with and without the sentence on ranks of their own; 0: where that is possible."""
-    ranks: int = 0
-    """Processes on this machine; 0: --sequence x --guidance-ranks. Ignored under torchrun."""
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """Judges what a run trained on the moving digits shows."""
-
-    run: Path = Path("out/demo/run")
-    """Folder of the training run."""
-    samples: int = 200
-    """Prompts."""
-    steps: int = 24
-    """Sampling steps."""
-    guidance: float = 2.0
-    """Weight of the sentence."""
-    out: Path | None = None
-    """Write the figures there as JSON."""
 
 
 def train_command(config: TrainConfig, arguments: list[str]) -> int:
@@ -118,7 +61,8 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     """Makes clips from sentences, on ranks of this machine that are started where asked for."""
     prompts = _prompts(config)
     bucket = Bucket(config.frames, *_sides(config.aspect_ratio, config.resolution))
-    check_output(config.out, config.frames)
+    check_clip(bucket.frames, bucket.height, bucket.width, config.scale)
+    check_output(config.out, config.frames, config.fps)
     guided = config.guidance != 1
     if not under_launcher():
         ranks = config.ranks or max(1, config.sequence) * max(1, config.guidance_ranks)
@@ -186,14 +130,12 @@ def _sides(aspect_ratio: str, resolution: int) -> tuple[int, int]:
     """Height and width in multiples of 8 with about resolution**2 pixels in an aspect ratio."""
     try:
         width, height = (int(part) for part in aspect_ratio.split(":"))
-        if min(width, height) < 1:
+        if not 1 <= min(width, height) <= max(width, height) <= 1000:
             raise ValueError
     except ValueError:
         raise GulliverError(
             f"--aspect-ratio {aspect_ratio!r} is not width:height, such as 1:1, 5:3 or 3:5"
         ) from None
-    if resolution < 8:
-        raise GulliverError(f"--resolution {resolution} is too small: at least 8")
     side = math.sqrt(resolution * resolution / (width * height))
     return max(8, round(side * height / 8) * 8), max(8, round(side * width / 8) * 8)
 
@@ -230,18 +172,6 @@ def demo_command(config: DemoConfig, arguments: list[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class ProbeConfig:
-    """Measures what this machine can do; under torchrun the links between the ranks too."""
-
-    out: Path | None = None
-    """File to write; by default the measurement is kept in the cache, one file per machine."""
-    folder: Path = Path(".")
-    """Whose disk is measured."""
-    again: bool = False
-    """Measure although there is a measurement of this machine."""
-
-
 def probe_command(config: ProbeConfig, arguments: list[str]) -> int:
     """Probes, or shows what was measured before."""
     from gulliver.cli._probe import probe
@@ -249,26 +179,11 @@ def probe_command(config: ProbeConfig, arguments: list[str]) -> int:
     return probe(config.out, config.folder, config.again)
 
 
-@dataclass(frozen=True)
-class DoctorConfig:
-    """Says what runs here: the I/O engine and why, versions, memory, and how fast the disk is."""
-
-    folder: Path = Path(".")
-    """Whose disk is measured, by a file that is removed again."""
-    mib: int = 512
-    """MiB that are written and read at most; a few seconds at most."""
-
-
 def doctor_command(config: DoctorConfig, arguments: list[str]) -> int:
     """Looks, measures, prints."""
     from gulliver.cli._doctor import doctor
 
     return doctor(config.folder, config.mib)
-
-
-@dataclass(frozen=True)
-class CapabilitiesConfig:
-    """Shows what may be combined: sequence modes, masks and dtypes by family of models."""
 
 
 def capabilities_command(config: CapabilitiesConfig, arguments: list[str]) -> int:
@@ -282,55 +197,5 @@ def capabilities_command(config: CapabilitiesConfig, arguments: list[str]) -> in
     shown = Table(*HEADER, caption=f"with any tp_size, pp_size and zero_stage; {dtypes}")
     for row in table():
         shown.add_row(*row)
-    Console(markup=False).print(shown)
+    Console(markup=False, emoji=False).print(shown)
     return 0
-
-
-COMMANDS: dict[str, tuple[type, Callable[[Any, list[str]], int], str]] = {
-    "train": (TrainConfig, train_command, "train a text-to-video model"),
-    "generate": (GenerateConfig, generate_command, "make clips from sentences"),
-    "evaluate": (EvaluateConfig, evaluate_command, "judge what a model shows"),
-    "checkpoint": (CheckpointConfig, checkpoint_command, "list, check and convert checkpoints"),
-    "probe": (ProbeConfig, probe_command, "measure what the machine and its links can do"),
-    "doctor": (DoctorConfig, doctor_command, "say which I/O engine runs and how fast the disk is"),
-    "capabilities": (CapabilitiesConfig, capabilities_command, "show what may be combined"),
-    "demo": (DemoConfig, demo_command, "train, generate and judge, and show the result"),
-}
-
-
-def run(arguments: list[str]) -> int:
-    """Finds the command, reads its options and runs it; the exit code."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(
-            "usage: gulliver COMMAND [options]      (gulliver COMMAND --help lists the options)\n"
-        )
-        for name, (_, _, what) in COMMANDS.items():
-            print(f"  {name:<12} {what}")
-        return 0
-    if arguments[0] == "--version":
-        print(f"gulliver {__version__}")
-        return 0
-    name, *rest = arguments
-    if name not in COMMANDS:
-        raise GulliverError(f"unknown command {name!r}: {nearest(name, COMMANDS)}")
-    kind, handler, _ = COMMANDS[name]
-    default, options = _from_file(kind, rest)
-    config = tyro.cli(
-        kind,
-        args=options,
-        default=default,
-        prog=f"gulliver {name}",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    return handler(config, rest)
-
-
-def _from_file(kind: type, arguments: list[str]) -> tuple[Any, list[str]]:
-    """Takes ``--config FILE`` out of the options: its values are the defaults of the others."""
-    if "--config" not in arguments:
-        return kind(), arguments
-    place = arguments.index("--config")
-    if place + 1 == len(arguments):
-        raise GulliverError("--config needs a file, such as the config.json of a run")
-    default = from_plain(read_json(Path(arguments[place + 1])), kind)
-    return default, arguments[:place] + arguments[place + 2 :]

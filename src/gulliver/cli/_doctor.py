@@ -58,7 +58,7 @@ def doctor(folder: Path, mib: int) -> int:
         table.add_row("free space", f"{shutil.disk_usage(folder).free / GIB:,.1f} GiB in {folder}")
         for what, found in disk_rows(engine, folder, mib):
             table.add_row(what, found)
-    Console(markup=False).print(table)
+    Console(markup=False, emoji=False).print(table)
     return 0
 
 

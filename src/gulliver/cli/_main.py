@@ -1,19 +1,130 @@
-"""Finding the command, and how errors look: one line and a non-zero exit."""
+"""Finding the command, and how errors look: one line and a non-zero exit.
+
+Options are read, and refused, before torch is imported: help comes at once.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from gulliver.errors import GulliverError
+from gulliver import __version__
+from gulliver.errors import GulliverError, nearest
+
+
+class Command(NamedTuple):
+    """Where a command's options and its function are, as module and name, and what it does."""
+
+    options: tuple[str, str]
+    function: tuple[str, str]
+    what: str
+
+
+VIDEO, OPTIONS = "gulliver.video._config", "gulliver.cli._options"
+COMMANDS = {
+    name: Command((place, options), (f"gulliver.cli.{module}", f"{name}_command"), what)
+    for name, place, options, module, what in (
+        ("train", VIDEO, "TrainConfig", "_commands", "train a text-to-video model"),
+        ("generate", OPTIONS, "GenerateConfig", "_commands", "make clips from sentences"),
+        ("evaluate", OPTIONS, "EvaluateConfig", "_commands", "judge what a model shows"),
+        (
+            "checkpoint",
+            OPTIONS,
+            "CheckpointConfig",
+            "_checkpoint",
+            "list, check and convert checkpoints",
+        ),
+        (
+            "probe",
+            OPTIONS,
+            "ProbeConfig",
+            "_commands",
+            "measure what the machine and its links can do",
+        ),
+        (
+            "doctor",
+            OPTIONS,
+            "DoctorConfig",
+            "_commands",
+            "say which I/O engine runs and how fast the disk is",
+        ),
+        ("capabilities", OPTIONS, "CapabilitiesConfig", "_commands", "show what may be combined"),
+        (
+            "demo",
+            VIDEO,
+            "DemoConfig",
+            "_commands",
+            "train, generate and judge, and show the result",
+        ),
+    )
+}
+
+
+def run(arguments: list[str]) -> int:
+    """Finds the command, reads its options and runs it; the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(
+            "usage: gulliver COMMAND [options]      (gulliver COMMAND --help lists the options)\n"
+        )
+        for name, command in COMMANDS.items():
+            print(f"  {name:<12} {command.what}")
+        return 0
+    if arguments[0] == "--version":
+        print(f"gulliver {__version__}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        raise GulliverError(f"unknown command {name!r}: {nearest(name, COMMANDS)}")
+    config = _options(name, rest)
+    return _found(COMMANDS[name].function)(config, rest)
+
+
+def _options(name: str, arguments: list[str]) -> Any:
+    """The options of a command, from its arguments."""
+    import tyro
+
+    from gulliver.options import check_options
+
+    kind = _found(COMMANDS[name].options)
+    default, options = _from_file(kind, arguments)
+    config = tyro.cli(
+        kind,
+        args=options,
+        default=default,
+        prog=f"gulliver {name}",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    # Of a command with commands of its own, those of the one that is asked for.
+    check_options(getattr(config, "action", config))
+    return config
+
+
+def _found(place: tuple[str, str]) -> Any:
+    module, name = place
+    return getattr(import_module(module), name)
+
+
+def _from_file(kind: type, arguments: list[str]) -> tuple[Any, list[str]]:
+    """Takes ``--config FILE`` out of the options: its values are the defaults of the others."""
+    if "--config" not in arguments:
+        return kind(), arguments
+    place = arguments.index("--config")
+    if place + 1 == len(arguments):
+        raise GulliverError("--config needs a file, such as the config.json of a run")
+    from gulliver.checkpoint import read_json
+    from gulliver.video._config import from_plain
+
+    default = from_plain(read_json(Path(arguments[place + 1])), kind)
+    return default, arguments[:place] + arguments[place + 2 :]
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command of `gulliver` and exits with its code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        from gulliver.cli._commands import run
-
         code = run(arguments)
     except GulliverError as error:
         rank = os.environ.get("RANK", "0")

@@ -50,7 +50,7 @@ def probe(out: Path | None, folder: Path, again: bool) -> int:
     """Runs the command; every rank calls it."""
     world = init_world()
     path = out or kept_path(world.size)
-    console = Console(stderr=True, quiet=not world.is_main, markup=False)
+    console = Console(stderr=True, quiet=not world.is_main, markup=False, emoji=False)
     # Rank 0 looks for all: the ranks may see different file systems.
     kept, refusal = broadcast_object(_looked_up(path, again) if world.is_main else None)
     if refusal is not None:
@@ -139,14 +139,16 @@ def show(cluster: Cluster) -> None:
                     f"{1e6 * curve.seconds[0]:,.0f} us, {rate:,.3f} GB/s",
                     _percent(curve.spread),
                 )
-    Console(markup=False).print(table)
+    Console(markup=False, emoji=False).print(table)
     if max((curve.spread or 0.0 for curve in _curves(cluster)), default=0.0) > BUSY:
-        Console(markup=False).print(
+        Console(markup=False, emoji=False).print(
             f"quartiles lie more than {100 * BUSY:.0f} % apart: the machine was busy, so probe it "
             "--again when it is quiet"
         )
     if cluster.rank_order is not None:
-        Console(markup=False).print(f"order of ranks along the axes: {list(cluster.rank_order)}")
+        Console(markup=False, emoji=False).print(
+            f"order of ranks along the axes: {list(cluster.rank_order)}"
+        )
 
 
 def _curves(cluster: Cluster) -> list[Curve]:

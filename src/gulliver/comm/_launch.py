@@ -30,7 +30,8 @@ def under_launcher() -> bool:
 def launch(module: str, arguments: list[str], ranks: int) -> int:
     """Runs ``python -m module arguments`` on `ranks` ranks and waits for them.
 
-    SIGTERM and SIGINT reach the ranks, which have time to save.
+    SIGTERM and SIGINT reach the ranks, which have time to save. Nothing listens on an interface but
+    localhost, unless the environment names another one (see `listen_on_localhost`).
 
     Returns:
         0, or the exit code of the first rank that failed (128 + signal for one that was killed).
@@ -42,19 +43,22 @@ def launch(module: str, arguments: list[str], ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from gulliver.comm._rendezvous import LOCALHOST, listen_on_localhost, register
+
     # One line of our own says what failed; the agent's tracebacks would bury it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    listen_on_localhost()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=register(),
+        rdzv_endpoint=LOCALHOST,
         max_restarts=0,
         monitor_interval=0.1,
     )

@@ -34,6 +34,7 @@ from torch.utils import data as torch_data
 
 from gulliver.data._arena import DEFAULT_LIMIT, ArenaStatistics, PinnedArena, batch_bytes
 from gulliver.data._fetch import Fetch, Orders, Stream, WorkerStart, as_is, check_seed, length_of
+from gulliver.data._position import check_position, order_of
 from gulliver.data._transfer import CudaLane, Lane, Moved, Mover
 from gulliver.errors import GulliverError, nearest
 
@@ -233,12 +234,16 @@ class DataLoader(torch_data.DataLoader):
         """
         if not {"epoch", "done", "generators", "inner", "is_over"} <= set(state):
             raise GulliverError("this is not the state of a data loader: it has no position")
+        batches = None if self._is_iterable else length_of(self._index_source)
+        check_position(state["epoch"], state["done"], batches)
         for name, here in self._identity().items():
             if state.get(name) != here:
                 raise GulliverError(
                     f"the saved position belongs to {name.replace('_', ' ')} {state.get(name)}, "
                     f"this loader has {here}: resume with what the run was started with"
                 )
+        if not isinstance(state["is_over"], bool) or not isinstance(state["generators"], list):
+            raise GulliverError("this is not the state of a data loader: its position is broken")
         saved, here = len(state["generators"]), len(self._work.generator_states())
         if saved != here:
             raise GulliverError(
@@ -301,6 +306,7 @@ class DataLoader(torch_data.DataLoader):
             identity["batch_size"] = self.batch_size
         if not self._is_iterable and self._stateful is None:
             identity["number_of_batches"] = length_of(self._index_source)
+            identity["order"] = order_of(self._index_source)
         elif self._stateful is None:
             identity["num_workers"] = self.num_workers
         return identity
@@ -592,9 +598,16 @@ def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, BaseEx
 
 def _after(batches: Iterator[Any], count: int, work: Orders | Stream) -> Iterator[Any]:
     """What follows the first batches."""
+    passed = 0
     for _ in islice(batches, count):
+        passed += 1
         if work.marks:
             work.marks.popleft()
+    if passed < count:
+        raise GulliverError(
+            f"the saved position is after batch {count}, the stream ended after {passed}: resume "
+            "with what the run was started with"
+        )
     yield from batches
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from gulliver.data._clips import Bucket
+from gulliver.data._position import check_position
 from gulliver.errors import GulliverError
 
 
@@ -131,14 +132,18 @@ class BucketSampler:
         """Goes on where a state was taken, on any number of ranks.
 
         Raises:
-            GulliverError: the state belongs to other data, batch sizes or another seed.
+            GulliverError: the state belongs to other data, batch sizes or another seed, or is
+                no position in them.
         """
+        if not {"epoch", "done", "fingerprint"} <= set(state):
+            raise GulliverError("this is not the state of a bucket sampler: it has no position")
         if state["fingerprint"] != self.fingerprint:
             raise GulliverError(
                 "the saved data position belongs to other data, batch sizes or another seed: "
                 "resume with what the run was started with"
             )
-        self.epoch, self.done = int(state["epoch"]), int(state["done"])
+        check_position(state["epoch"], state["done"], len(self))
+        self.epoch, self.done = state["epoch"], state["done"]
 
     def describe(self) -> str:
         """One line: samples and batches, and how they spread over the buckets."""

@@ -1,63 +1,18 @@
-"""Text-to-video: training, generation, evaluation, and the demonstration of all three."""
+"""Text-to-video: training, generation, evaluation, and the demonstration of all three.
 
-from gulliver.video._autoencoder_training import (
-    load_autoencoder,
-    save_autoencoder,
-    train_autoencoder,
-)
-from gulliver.video._config import (
-    AutoencoderConfig,
-    DataConfig,
-    FlowConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-    check_config,
-    from_plain,
-    resolved,
-)
-from gulliver.video._demo import DemoConfig, demonstrate
-from gulliver.video._display import console
-from gulliver.video._evaluate import Evaluation, evaluate
-from gulliver.video._generate import Request, SamplingConfig, VideoModel, extend
-from gulliver.video._judges import Judges, Scores, train_judges
-from gulliver.video._media import check_output, read_frames, write_clip
-from gulliver.video._rectified_flow import RectifiedFlow
-from gulliver.video._shared import split_ranks
-from gulliver.video._training import Outcome, Trainer, check_ranks, train
+The names are those of `_public.py`; they are imported when the first of them is asked for, so that
+the options in `_config.py` can be read without torch.
+"""
 
-__all__ = [
-    "AutoencoderConfig",
-    "DataConfig",
-    "DemoConfig",
-    "Evaluation",
-    "FlowConfig",
-    "Judges",
-    "ModelConfig",
-    "OptimizerConfig",
-    "Outcome",
-    "RectifiedFlow",
-    "Request",
-    "SamplingConfig",
-    "Scores",
-    "TrainConfig",
-    "Trainer",
-    "VideoModel",
-    "check_config",
-    "check_output",
-    "check_ranks",
-    "console",
-    "demonstrate",
-    "evaluate",
-    "extend",
-    "from_plain",
-    "load_autoencoder",
-    "read_frames",
-    "resolved",
-    "save_autoencoder",
-    "split_ranks",
-    "train",
-    "train_autoencoder",
-    "train_judges",
-    "write_clip",
-]
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gulliver.video._public import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(name)
+    from gulliver.video import _public
+
+    return getattr(_public, name)

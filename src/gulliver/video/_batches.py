@@ -7,7 +7,7 @@ generator. What it does not know: how the gradient is made or shared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +73,22 @@ class BatchMaker:
     config: FlowConfig
     seed: int
     device: torch.device
+    agree: Callable[[list[int]], list[int]] | None = None
+    """Positions of a share's samples that could be read to those that all ranks could read that
+    have the same share; None where no two ranks have."""
 
     def batches(self, depth: int = 2) -> Iterator[Batch]:
         """Batches without end, epoch after epoch; clips are made ahead in a thread."""
         with prefetch(self._clips(), depth=depth) as clips:
             for step, videos, captions, fps, kept, state in clips:
+                if self.agree is not None:
+                    # A file may go between two ranks' looks at it.
+                    common = self.agree(kept)
+                    rows = [row for row, position in enumerate(kept) if position in common]
+                    if len(rows) < len(kept):
+                        videos = videos[rows] if rows else None
+                        captions, fps = [captions[row] for row in rows], fps[rows]
+                        kept = [kept[row] for row in rows]
                 yield self._batch(step, videos, captions, fps, kept, state)
 
     def _clips(self) -> Iterator[tuple]:

@@ -12,14 +12,33 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from gulliver.data import Bucket
 from gulliver.errors import GulliverError, nearest
-from gulliver.models import STDIT3_SIZES
+from gulliver.options import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    GUIDANCE,
+    RANKS,
+    RATE,
+    SEED,
+    SHARE,
+    Range,
+    check_options,
+)
+
+if TYPE_CHECKING:
+    from gulliver.data import Bucket
+
+# Nothing here imports torch at the top, nor may it: `gulliver train --help` reads this page.
 
 SENTENCES_NEVER_TRAINED = tuple(f"{digit}:{digit % 4}" for digit in range(10))
 """One sentence of each digit that the demonstration keeps from training, as digit:direction."""
+
+
+WEIGHT = Range(0, 1e6, open_below=True)
+LONGEST_SIDE = 65535
+MOST_PIXELS = 64 * 2048 * 2048
 
 
 @dataclass(frozen=True)
@@ -30,15 +49,15 @@ class DataConfig:
     """CSV or Parquet table of clips (columns path, text); without one, the moving digits."""
     shapes: tuple[str, ...] = ("13x32x32:5", "9x24x40:1.5", "17x40x24:1", "1x32x32:1.5")
     """Clip shapes as frames x height x width, with a weight after the colon (digits only)."""
-    batch_size: int = 32
+    batch_size: Annotated[int, AT_LEAST_1] = 32
     """Samples of one optimizer step, all ranks together."""
-    clips: int = 40_000
+    clips: Annotated[int, Range(1, 100_000_000)] = 40_000
     """Length of an epoch of the moving digits."""
     held_out: tuple[str, ...] = ()
     """Sentences kept from training, as digit:direction with directions 0 to 3 (digits only)."""
-    frame_interval: int = 1
+    frame_interval: Annotated[int, Range(1, 10_000)] = 1
     """Take every n-th frame of a video (tables only)."""
-    unreadable_limit: float = 0.1
+    unreadable_limit: Annotated[float, SHARE] = 0.1
     """Stop when a larger share of an epoch's clips cannot be read (tables only)."""
 
 
@@ -48,11 +67,11 @@ class AutoencoderConfig:
 
     path: Path | None = None
     """A trained autoencoder (.safetensors); without one, it is trained before the model."""
-    steps: int = 700
+    steps: Annotated[int, AT_LEAST_1] = 700
     """Steps of its training."""
-    batch_size: int = 16
+    batch_size: Annotated[int, AT_LEAST_1] = 16
     """Clips of one of its steps."""
-    learning_rate: float = 3e-3
+    learning_rate: Annotated[float, RATE] = 3e-3
     """Peak of its one-cycle learning rate."""
 
 
@@ -62,9 +81,9 @@ class ModelConfig:
 
     size: str = "tiny"
     """A name of `gulliver.models.STDIT3_SIZES`."""
-    text_channels: int = 64
+    text_channels: Annotated[int, Range(2, 65536)] = 64
     """Width of the frozen word vectors."""
-    text_length: int = 8
+    text_length: Annotated[int, Range(1, 4096)] = 8
     """Longest caption in words."""
     zero_init_temporal: bool = False
     """Start the temporal blocks as identities: for weights that come from an image model."""
@@ -78,15 +97,15 @@ class FlowConfig:
 
     timesteps: Literal["uniform", "logit-normal"] = "logit-normal"
     """Law of the noise level."""
-    shift: float = 3.0
+    shift: Annotated[float, Range(0, 1000, open_below=True)] = 3.0
     """The noise's odds are multiplied by this: at high noise it is decided what is shown."""
     shift_by_size: bool = False
     """Multiply them by the roots of the clip's area over 512x512 and of its latent length too."""
-    drop_caption: float = 0.1
+    drop_caption: Annotated[float, SHARE] = 0.1
     """Share of captions hidden, for classifier-free guidance."""
-    mask_first: float = 0.15
+    mask_first: Annotated[float, SHARE] = 0.15
     """Share of clips whose first latent frame is given: image-to-video."""
-    mask_head: float = 0.1
+    mask_head: Annotated[float, SHARE] = 0.1
     """Share of clips whose first quarter is given: extension."""
 
 
@@ -94,19 +113,19 @@ class FlowConfig:
 class OptimizerConfig:
     """AdamW with linear warm-up, cosine decay, clipping and an average of the weights."""
 
-    learning_rate: float = 3e-3
+    learning_rate: Annotated[float, RATE] = 3e-3
     """Peak learning rate."""
-    final_fraction: float = 0.02
+    final_fraction: Annotated[float, SHARE] = 0.02
     """The last learning rate as a fraction of the peak."""
-    warmup: int = 50
+    warmup: Annotated[int, AT_LEAST_0] = 50
     """Steps of warm-up."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, SHARE] = 0.01
     """Decoupled weight decay."""
-    beta2: float = 0.98
+    beta2: Annotated[float, Range(0, 1, open_above=True)] = 0.98
     """Decay of the second moment."""
-    clip: float = 1.0
+    clip: Annotated[float, AT_LEAST_0] = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    ema: float = 0.995
+    ema: Annotated[float, SHARE] = 0.995
     """Decay of the averaged weights that generation uses."""
 
 
@@ -116,37 +135,37 @@ class TrainConfig:
 
     out: Path = Path("runs/video")
     """The run folder: config, plan, log, checkpoints."""
-    steps: int = 1500
+    steps: Annotated[int, AT_LEAST_1] = 1500
     """Optimizer steps of the whole run."""
-    ranks: int = 0
+    ranks: Annotated[int, RANKS] = 0
     """Processes on this machine; 0: one per GPU, or one model's. Ignored under torchrun."""
     resume: bool = False
     """Continue from the newest checkpoint of the run folder, bit for bit."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Seed of everything random."""
     plugin: Literal["zero", "ddp"] = "zero"
     """How the ranks share the work."""
     stage: Literal[1, 2] = 1
     """ZeRO stage: 1 shards the optimizer, 2 the gradients as well."""
-    tp_size: int = 1
+    tp_size: Annotated[int, Range(1, 65536)] = 1
     """Ranks that share each layer's tensors."""
-    sp_size: int = 1
+    sp_size: Annotated[int, Range(1, 65536)] = 1
     """Ranks that share each clip's tokens."""
-    pp_size: int = 1
+    pp_size: Annotated[int, Range(1, 65536)] = 1
     """Stages of a pipeline: this loop runs without one, so 1."""
     sequence_parallelism_mode: Literal["all_to_all", "ring_attn"] | None = None
     """How they share them; without one, all_to_all. It needs an sp_size."""
-    accumulate: int = 1
+    accumulate: Annotated[int, AT_LEAST_1] = 1
     """Micro-batches of one optimizer step."""
     mixed_precision: Literal["none", "bf16"] = "none"
     """bf16 autocast; leave it off on CPUs, where it is slower."""
-    save_every: int = 200
+    save_every: Annotated[int, AT_LEAST_1] = 200
     """Steps between checkpoints."""
-    keep: int = 3
+    keep: Annotated[int, AT_LEAST_1] = 3
     """Checkpoints kept."""
     async_save: bool = True
     """Write checkpoints while training goes on; off: training waits until each is on the disk."""
-    log_every: int = 10
+    log_every: Annotated[int, AT_LEAST_1] = 10
     """Steps between lines of the log."""
     data: DataConfig = field(default_factory=DataConfig)
     autoencoder: AutoencoderConfig = field(default_factory=AutoencoderConfig)
@@ -158,6 +177,34 @@ class TrainConfig:
     def ranks_of_a_model(self) -> int:
         """Ranks that hold one model together, and read the same clips."""
         return self.tp_size * self.sp_size
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How clips are sampled."""
+
+    steps: Annotated[int, Range(1, 100_000)] = 24
+    """Euler steps from noise to clip."""
+    guidance: Annotated[float, GUIDANCE] = 2.0
+    """Weight of classifier-free guidance; 1 turns it off."""
+    batch_size: Annotated[int, AT_LEAST_1] = 40
+    """Clips sampled together."""
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """The demonstration."""
+
+    out: Path = Path("out/demo")
+    """Where everything goes; what an earlier call began is continued."""
+    ranks: Annotated[int, RANKS] = 0
+    """Processes; 0: one per GPU, two on a machine without."""
+    steps: Annotated[int, AT_LEAST_1] = 2400
+    """Training steps of the model."""
+    autoencoder_steps: Annotated[int, AT_LEAST_1] = 700
+    """Training steps of the autoencoder before it."""
+    samples: Annotated[int, Range(1, 1_000_000)] = 200
+    """Prompts that are judged."""
 
 
 MAY_CHANGE = frozenset(
@@ -175,31 +222,16 @@ def check_config(config: TrainConfig) -> TrainConfig:
     Raises:
         GulliverError: naming the field, its value and what would be right.
     """
-    positive = {
-        "--steps": config.steps,
-        "--accumulate": config.accumulate,
-        "--save-every": config.save_every,
-        "--keep": config.keep,
-        "--log-every": config.log_every,
-        "--data.batch-size": config.data.batch_size,
-        "--data.clips": config.data.clips,
-        "--data.frame-interval": config.data.frame_interval,
-        "--autoencoder.steps": config.autoencoder.steps,
-        "--autoencoder.batch-size": config.autoencoder.batch_size,
-        "--optimizer.learning-rate": config.optimizer.learning_rate,
-    }
-    for name, value in positive.items():
-        if value <= 0:
-            raise GulliverError(f"{name} is {value}: it must be positive")
-    shares = {
-        "--flow.drop-caption": config.flow.drop_caption,
-        "--flow.mask-first + --flow.mask-head": config.flow.mask_first + config.flow.mask_head,
-        "--optimizer.ema": config.optimizer.ema,
-        "--optimizer.beta2": config.optimizer.beta2,
-    }
-    for name, value in shares.items():
-        if not 0 <= value <= 1:
-            raise GulliverError(f"{name} is {value}: it must lie between 0 and 1")
+    check_options(config)
+    masked = config.flow.mask_first + config.flow.mask_head
+    if masked > 1:
+        raise GulliverError(
+            f"--flow.mask-first + --flow.mask-head is {masked}: it must be at most 1"
+        )
+    if config.model.text_channels % 2:
+        raise GulliverError(
+            f"--model.text-channels is {config.model.text_channels}: it must be even"
+        )
     parse_shapes(config.data.shapes)
     _check_sizes(config)
     return config
@@ -207,15 +239,13 @@ def check_config(config: TrainConfig) -> TrainConfig:
 
 def _check_sizes(config: TrainConfig) -> None:
     """Refuses ways to share one model between ranks that this loop does not have."""
-    sizes = {"--tp-size": config.tp_size, "--sp-size": config.sp_size, "--pp-size": config.pp_size}
-    for name, size in sizes.items():
-        if size < 1:
-            raise GulliverError(f"{name} is {size}: it must be at least 1")
     if config.pp_size > 1:
         raise GulliverError(
             f"--pp-size is {config.pp_size}: clips are trained without a pipeline, share the model "
             "by --tp-size and --sp-size; in a loop of your own Booster.execute_pipeline runs one"
         )
+    from gulliver.models import STDIT3_SIZES
+
     heads = STDIT3_SIZES.get(config.model.size, {}).get("num_heads", config.tp_size)
     if config.tp_size > heads:
         # Boost refuses it too, but that is after the autoencoder has been trained.
@@ -236,20 +266,58 @@ def _check_sizes(config: TrainConfig) -> None:
 
 
 def parse_shapes(texts: tuple[str, ...]) -> dict[Bucket, float]:
-    """Reads shapes such as ``13x32x32:6`` into buckets and weights."""
+    """Reads shapes such as ``13x32x32:6`` into buckets and weights.
+
+    Raises:
+        GulliverError: a text is none, has no positive weight, says what another one says, or is
+            larger than a clip may be.
+    """
+    from gulliver.data import Bucket
+
     shapes: dict[Bucket, float] = {}
     for text in texts:
         shape, _, weight = text.partition(":")
         try:
             frames, height, width = (int(part) for part in shape.split("x"))
-            shapes[Bucket(frames, height, width)] = float(weight or 1)
+            bucket, share = Bucket(frames, height, width), float(weight or 1)
         except ValueError:
             raise GulliverError(
                 f"shape {text!r} is not frames x height x width, such as 13x32x32 or 13x32x32:6"
             ) from None
-    if not shapes or any(weight <= 0 for weight in shapes.values()):
-        raise GulliverError("--data.shapes needs at least one shape, each of positive weight")
+        if share not in WEIGHT or bucket in shapes:
+            problem = "it is named twice" if bucket in shapes else f"a weight must be {WEIGHT}"
+            raise GulliverError(f"--data.shapes: {text!r}: {problem}")
+        check_clip(frames, height, width)
+        shapes[bucket] = share
+    if not shapes:
+        raise GulliverError("--data.shapes needs at least one shape, such as 13x32x32")
     return shapes
+
+
+def check_clip(frames: int, height: int, width: int, scale: int = 1) -> None:
+    """Refuses clips that no machine holds, before anything is loaded.
+
+    Args:
+        frames: of the clip.
+        height: of the clip in pixels.
+        width: of the clip in pixels.
+        scale: how often each pixel is repeated in a file.
+
+    Raises:
+        GulliverError: naming its pixels, and how many there may be.
+    """
+    for name, value in (("frames", frames), ("height", height), ("width", width)):
+        if not 1 <= value <= LONGEST_SIDE:
+            raise GulliverError(
+                f"a clip of {frames}x{height}x{width}: {name} must be between 1 and {LONGEST_SIDE}"
+            )
+    pixels = frames * height * width * scale**2
+    if pixels > MOST_PIXELS:
+        scaled = f" at scale {scale}" if scale > 1 else ""
+        raise GulliverError(
+            f"a clip of {frames}x{height}x{width}{scaled} has {pixels:.1e} pixels: at most "
+            f"{MOST_PIXELS:.1e}, such as 64 frames of 2048x2048"
+        )
 
 
 def resolved(config: Any) -> dict[str, Any]:

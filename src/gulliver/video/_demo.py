@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,18 @@ from gulliver.comm import launch
 from gulliver.data import Bucket, MovingDigits, sentence
 from gulliver.errors import GulliverError
 from gulliver.io import write_text
+from gulliver.options import check_options
 from gulliver.video._autoencoder_training import autoencoder_figures
-from gulliver.video._config import SENTENCES_NEVER_TRAINED, TrainConfig, parse_shapes
+from gulliver.video._config import (
+    SENTENCES_NEVER_TRAINED,
+    DemoConfig,
+    SamplingConfig,
+    TrainConfig,
+    parse_shapes,
+)
 from gulliver.video._display import console
 from gulliver.video._evaluate import Evaluation, evaluate
-from gulliver.video._generate import Request, SamplingConfig, VideoModel, extend
+from gulliver.video._generate import Request, VideoModel, extend
 from gulliver.video._judges import Scores
 from gulliver.video._run import Run
 from gulliver.video._sheet import Row, contact_sheet, loss_curve
@@ -40,28 +47,13 @@ COLUMNS = 6
 SHEET_FPS = 8.0
 
 
-@dataclass(frozen=True)
-class DemoConfig:
-    """The demonstration."""
-
-    out: Path = Path("out/demo")
-    """Where everything goes; what an earlier call began is continued."""
-    ranks: int = 0
-    """Processes; 0: one per GPU, two on a machine without."""
-    steps: int = 2400
-    """Training steps of the model."""
-    autoencoder_steps: int = 700
-    """Training steps of the autoencoder before it."""
-    samples: int = 200
-    """Prompts that are judged."""
-
-
 def demonstrate(config: DemoConfig) -> dict[str, Any]:
     """Runs the demonstration and returns the figures of its report.
 
     Raises:
         GulliverError: training failed.
     """
+    check_options(config)
     started = time.monotonic()
     folder = config.out / "run"
     _train(config, folder)

@@ -28,7 +28,7 @@ def console() -> Console:
 
     Names are shown as they are: a folder called ``run[v2]`` is no markup.
     """
-    return Console(file=sys.stderr, highlight=False, markup=False, soft_wrap=True)
+    return Console(file=sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def memory_in_use() -> int:

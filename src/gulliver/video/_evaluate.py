@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gulliver.data import DIGITS, DIRECTIONS, Bucket, MovingDigits, sentence
 from gulliver.errors import GulliverError
-from gulliver.video._config import parse_shapes
-from gulliver.video._generate import Request, SamplingConfig, VideoModel
+from gulliver.video._config import SamplingConfig, parse_shapes
+from gulliver.video._generate import Request, VideoModel
 from gulliver.video._judges import Judges, Scores, ceiling, train_judges
 from gulliver.video._sources import parse_held_out
 

@@ -20,8 +20,17 @@ from gulliver.checkpoint import StepReader, load
 from gulliver.data import Bucket, WordEncoder
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder
+from gulliver.options import check_options
 from gulliver.video._autoencoder_training import load_autoencoder
-from gulliver.video._config import TrainConfig, differences, from_plain, parse_shapes, resolved
+from gulliver.video._config import (
+    SamplingConfig,
+    TrainConfig,
+    check_clip,
+    differences,
+    from_plain,
+    parse_shapes,
+    resolved,
+)
 from gulliver.video._display import Display
 from gulliver.video._media import fit
 from gulliver.video._rectified_flow import RectifiedFlow
@@ -46,18 +55,6 @@ class Request:
     bucket: Bucket
     seed: int = 0
     given: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How clips are sampled."""
-
-    steps: int = 24
-    """Euler steps from noise to clip."""
-    guidance: float = 2.0
-    """Weight of classifier-free guidance; 1 turns it off."""
-    batch_size: int = 40
-    """Clips sampled together."""
 
 
 class VideoModel:
@@ -132,6 +129,7 @@ class VideoModel:
                 "the prompt is empty: write something such as 'the digit 3 moving left'"
             )
         bucket = request.bucket
+        check_clip(bucket.frames, bucket.height, bucket.width)
         _, step_h, step_w = (
             c * p for c, p in zip(self.autoencoder.compression, self.model.patch_size, strict=True)
         )
@@ -184,6 +182,7 @@ class VideoModel:
         A clip depends on its own request only, not on those beside it (up to rounding).
         """
         sampling = sampling or SamplingConfig()
+        check_options(sampling)
         for request in requests:
             self.check(request)
         self.shared.check_guidance(sampling.guidance != 1)

@@ -18,6 +18,11 @@ from torch import Tensor
 from gulliver.data import stacked, upright_frames
 from gulliver.errors import GulliverError, nearest
 from gulliver.io import atomic_file
+from gulliver.options import Range
+
+SCALE = Range(1, 64)
+FPS = Range(0, 1000, open_below=True)
+GIF_FPS = 50
 
 WRITERS: dict[str, Callable[[Path, np.ndarray, float], None]] = {}
 
@@ -29,13 +34,15 @@ def to_frames(video: Tensor, scale: int = 1) -> np.ndarray:
     return frames.repeat(scale, axis=1).repeat(scale, axis=2)
 
 
-def check_output(path: Path, frames: int | None = None) -> None:
+def check_output(path: Path, frames: int | None = None, fps: float = 8) -> None:
     """Refuses, before any work is done, a path that no clip could be written to."""
     suffix = path.suffix.lower()
     if suffix not in WRITERS:
         raise GulliverError(f"cannot write {path.name!r}: {nearest(suffix or 'none', WRITERS)}")
     if suffix == ".png" and frames is not None and frames > 1:
         raise GulliverError(f"{path.name!r} holds one frame, not {frames}: use .mp4 or .gif")
+    if suffix == ".gif" and fps > GIF_FPS:
+        raise GulliverError(f"a GIF shows at most {GIF_FPS} frames per second: use .mp4")
     if path.is_dir():
         raise GulliverError(f"{path} is a folder: name a file in it")
 
@@ -49,7 +56,9 @@ def write_clip(path: Path, video: Tensor, fps: float, scale: int = 1) -> Path:
         fps: frames per second.
         scale: repeat each pixel so many times in both directions.
     """
-    check_output(path, video.shape[1])
+    check_output(path, video.shape[1], fps)
+    if scale not in SCALE or fps not in FPS:
+        raise GulliverError(f"cannot write {path.name!r}: fps must be {FPS}, scale {SCALE}")
     with atomic_file(path) as partial:
         WRITERS[path.suffix.lower()](partial, to_frames(video, scale), fps)
     return path

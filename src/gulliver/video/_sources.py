@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from gulliver.comm import World, barrier
-from gulliver.data import DIGITS, DIRECTIONS, BucketSampler, ClipTable, MovingDigits, words_of
+from gulliver.data import (
+    DIGITS,
+    DIRECTIONS,
+    Bucket,
+    BucketSampler,
+    ClipTable,
+    MovingDigits,
+    words_of,
+)
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
 from gulliver.video._autoencoder_training import (
@@ -24,7 +33,7 @@ def parse_held_out(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     pairs = []
     for text in texts:
         digit, _, direction = text.partition(":")
-        if digit not in DIGITS or not direction.isdigit() or int(direction) >= len(DIRECTIONS):
+        if digit not in DIGITS or direction not in map(str, range(len(DIRECTIONS))):
             raise GulliverError(f"held-out sentence {text!r} is not digit:direction, such as 3:0")
         pairs.append((int(digit), int(direction)))
     return tuple(pairs)
@@ -41,6 +50,8 @@ def make_dataset(config: DataConfig, words: int, show: bool = True) -> MovingDig
         return MovingDigits(
             "train", config.clips, shapes=shapes, exclude=parse_held_out(config.held_out)
         )
+    for bucket in shapes:
+        _check_shape(bucket)
     with Display("opening clips", 1, enabled=show) as display:
 
         def progress(done: int, total: int) -> None:
@@ -57,6 +68,20 @@ def make_dataset(config: DataConfig, words: int, show: bool = True) -> MovingDig
             f"add --model.text-length {longest}"
         )
     return table
+
+
+def _check_shape(bucket: Bucket) -> None:
+    """Refuses what the autoencoder and the patches cannot divide, before clips are opened."""
+    unit = math.lcm(*VideoAutoencoder.compression[1:], 8)
+    if (bucket.frames - 1) % VideoAutoencoder.compression[0] or any(
+        side % unit for side in (bucket.height, bucket.width)
+    ):
+        frames = (bucket.frames - 1) // 4 * 4 + 1
+        sides = [max(unit, round(side / unit) * unit) for side in (bucket.height, bucket.width)]
+        raise GulliverError(
+            f"--data.shapes {bucket}: frames must be 4 k + 1, height and width multiples of "
+            f"{unit}, such as {frames}x{sides[0]}x{sides[1]}"
+        )
 
 
 def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> BucketSampler:

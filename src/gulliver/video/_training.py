@@ -196,6 +196,7 @@ class Trainer:
             config.flow,
             config.seed,
             world.device,
+            self._agree if config.ranks_of_a_model > 1 else None,
         )
         precision = None if config.mixed_precision == "none" else config.mixed_precision
         self.booster = Booster(plugin=plugin, mixed_precision=precision)
@@ -249,6 +250,15 @@ class Trainer:
                 f"continue with --resume --out {self.run.folder}"
             )
         return Outcome(self.step_number, last, self.seconds)
+
+    def _agree(self, kept: list[int]) -> list[int]:
+        """Samples that all ranks of this rank's model could read; every rank calls it."""
+        if not isinstance(self.maker.dataset, ClipTable):
+            return kept
+        found = [
+            theirs for place, theirs in gather_objects((self.place, kept)) if place == self.place
+        ]
+        return sorted(set(kept).intersection(*found))
 
     def _finish_saving(self) -> None:
         """Waits for the last checkpoint, and says what checkpoints have cost."""

@@ -1,0 +1,68 @@
+"""What a position in the data means nothing without, and whether it can be one.
+
+What it does not know: how a loader or a sampler goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from gulliver.errors import GulliverError
+
+SETTINGS = ("replacement", "num_samples", "shuffle", "seed", "num_replicas", "drop_last")
+"""Attributes of torch's samplers that decide their order, besides their generator."""
+CONTENTS = ("weights", "indices")
+"""Such that are long."""
+
+
+def check_position(epoch: Any, done: Any, batches: int | None) -> None:
+    """Refuses what is no place in the data.
+
+    Args:
+        epoch: whole epochs before it.
+        done: batches of its epoch before it.
+        batches: of an epoch, where that is known.
+
+    Raises:
+        GulliverError: saying what would be one.
+    """
+    for name, value in (("epoch", epoch), ("done", done)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise GulliverError(
+                f"the saved position has {name} {value!r}: it must be a whole number from 0 on"
+            )
+    if batches is not None and done > batches:
+        raise GulliverError(
+            f"the saved position is after batch {done} of an epoch, which has {batches} here: "
+            "resume with what the run was started with"
+        )
+
+
+def order_of(source: Any) -> str:
+    """Says how a sampler, or a batch sampler and the one inside it, orders indices.
+
+    Samplers that are not torch's are told apart by their class and by settings of these names.
+    """
+    told = [type(source).__qualname__]
+    if isinstance(source, list | tuple | range):
+        told.append(_digest(source))
+    values = vars(source) if hasattr(source, "__dict__") else {}
+    for name in SETTINGS:
+        # Not through properties, which may need what is not there yet.
+        value = values.get(name, values.get(f"_{name}"))
+        if isinstance(value, bool | int | float | str):
+            told.append(f"{name}={value}")
+    for name in CONTENTS:
+        if isinstance(values.get(name), Iterable):
+            told.append(f"{name}={_digest(values[name])}")
+    inside = values.get("sampler")
+    return ", ".join(told) + (f" of {order_of(inside)}" if inside is not None else "")
+
+
+def _digest(values: Iterable[Any]) -> str:
+    plain = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+    return hashlib.blake2b(repr(plain).encode(), digest_size=4).hexdigest()

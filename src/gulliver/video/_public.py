@@ -1,0 +1,67 @@
+"""The public names of the room, which `gulliver.video` hands on when one of them is asked for."""
+
+from gulliver.video._autoencoder_training import (
+    load_autoencoder,
+    save_autoencoder,
+    train_autoencoder,
+)
+from gulliver.video._config import (
+    AutoencoderConfig,
+    DataConfig,
+    DemoConfig,
+    FlowConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SamplingConfig,
+    TrainConfig,
+    check_clip,
+    check_config,
+    from_plain,
+    resolved,
+)
+from gulliver.video._demo import demonstrate
+from gulliver.video._display import console
+from gulliver.video._evaluate import Evaluation, evaluate
+from gulliver.video._generate import Request, VideoModel, extend
+from gulliver.video._judges import Judges, Scores, train_judges
+from gulliver.video._media import check_output, read_frames, write_clip
+from gulliver.video._rectified_flow import RectifiedFlow
+from gulliver.video._shared import split_ranks
+from gulliver.video._training import Outcome, Trainer, check_ranks, train
+
+__all__ = [
+    "AutoencoderConfig",
+    "DataConfig",
+    "DemoConfig",
+    "Evaluation",
+    "FlowConfig",
+    "Judges",
+    "ModelConfig",
+    "OptimizerConfig",
+    "Outcome",
+    "RectifiedFlow",
+    "Request",
+    "SamplingConfig",
+    "Scores",
+    "TrainConfig",
+    "Trainer",
+    "VideoModel",
+    "check_clip",
+    "check_config",
+    "check_output",
+    "check_ranks",
+    "console",
+    "demonstrate",
+    "evaluate",
+    "extend",
+    "from_plain",
+    "load_autoencoder",
+    "read_frames",
+    "resolved",
+    "save_autoencoder",
+    "split_ranks",
+    "train",
+    "train_autoencoder",
+    "train_judges",
+    "write_clip",
+]

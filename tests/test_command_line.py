@@ -1,0 +1,153 @@
+"""The command line: help without torch, and numbers that cannot be end early in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gulliver.cli._main import COMMANDS, _found, main
+from gulliver.cli._options import Convert, Diff, Ls, Verify
+from gulliver.errors import GulliverError
+from gulliver.options import Range, check_options, ranges_of
+from gulliver.video import SamplingConfig, TrainConfig, check_config, write_clip
+
+HELP = """
+import sys
+from gulliver.cli import main
+for arguments in {calls!r}:
+    try:
+        main(arguments)
+    except SystemExit as stop:
+        assert stop.code == 0, (arguments, stop.code)
+    found = [name for name in ("torch", "numpy", "safetensors", "av") if name in sys.modules]
+    assert not found, (arguments, found)
+"""
+
+
+def test_help_and_version_import_no_torch() -> None:
+    calls = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
+    calls += [["checkpoint", name, "--help"] for name in ("ls", "verify", "diff", "convert")]
+    ended = subprocess.run(
+        [sys.executable, "-c", HELP.format(calls=calls)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    for name in COMMANDS:
+        assert f"usage: gulliver {name}" in ended.stdout
+
+
+OPTIONS = [_found(command.options) for command in COMMANDS.values()]
+OPTIONS += [Ls, Verify, Diff, Convert, SamplingConfig]
+
+
+def _dataclasses(kind: type) -> Iterator[type]:
+    yield kind
+    for hint in typing.get_type_hints(kind).values():
+        if dataclasses.is_dataclass(hint):
+            yield from _dataclasses(typing.cast(type, hint))
+
+
+@pytest.mark.parametrize("kind", OPTIONS, ids=lambda kind: kind.__name__)
+def test_every_number_has_a_range_and_its_default_lies_in_it(kind: type) -> None:
+    for part in _dataclasses(kind):
+        ranges = ranges_of(part)
+        for field in dataclasses.fields(part):
+            hint = typing.get_type_hints(part)[field.name]
+            kinds = set(typing.get_args(hint)) | {hint}
+            if not kinds & {int, float} or bool in kinds or typing.get_origin(hint) is tuple:
+                continue
+            assert field.name in ranges, f"{part.__name__}.{field.name} has no range"
+            if field.default is not None:
+                assert field.default in ranges[field.name]
+            for wrong in _outside(ranges[field.name], float in kinds):
+                assert wrong not in ranges[field.name]
+
+
+def _outside(range_: Range, is_float: bool) -> list[Any]:
+    whole = [int(range_.least) - 1, int(range_.most) + 1]
+    return [*whole, float("nan"), float("inf"), -float("inf")] if is_float else whole
+
+
+def test_every_number_of_training_is_refused_outside_of_its_range() -> None:
+    def tried(options: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+        ranges = ranges_of(type(options))
+        for field in dataclasses.fields(options):
+            value = getattr(options, field.name)
+            name = prefix + field.name.replace("_", "-")
+            if dataclasses.is_dataclass(value):
+                for option, inner in tried(value, f"{name}."):
+                    yield option, dataclasses.replace(options, **{field.name: inner})
+            elif field.name in ranges:
+                for wrong in _outside(ranges[field.name], isinstance(value, float)):
+                    yield name, dataclasses.replace(options, **{field.name: wrong})
+
+    count = 0
+    for name, config in tried(TrainConfig(), "--"):
+        with pytest.raises(GulliverError, match=f"^{name} is .*: it must be "):
+            check_config(config)
+        count += 1
+    assert count > 90
+    check_options(TrainConfig())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("generate --prompt x --guidance nan", "--guidance is nan: it must be between"),
+        ("generate --prompt x --fps 0", "--fps is 0.0: it must be positive, at most 1000"),
+        ("generate --prompt x --fps inf", "--fps is inf"),
+        ("generate --prompt x --fps 100", "a GIF shows at most 50 frames per second"),
+        ("generate --prompt x --scale 0", "--scale is 0: it must be between 1 and 64"),
+        ("generate --prompt x --resolution 100000", "--resolution is 100000"),
+        ("generate --prompt x --resolution 60000", "at scale 4 has 7.5e+11 pixels"),
+        ("generate --prompt x --resolution 1024 --scale 32", "at scale 32 has"),
+        ("generate --prompt x --frames -3", "--frames is -3"),
+        ("generate --prompt x --steps 0", "--steps is 0"),
+        ("generate --prompt x --ranks -1", "--ranks is -1"),
+        ("generate --prompt x --guidance-ranks 3", "--guidance-ranks is 3"),
+        ("generate --prompt x --aspect-ratio 1:100000", "is not width:height"),
+        ("evaluate --samples 0", "--samples is 0"),
+        ("evaluate --guidance inf", "--guidance is inf"),
+        ("train --optimizer.learning-rate nan", "--optimizer.learning-rate is nan"),
+        ("train --optimizer.beta2 1", "--optimizer.beta2 is 1.0"),
+        ("train --flow.mask-first 0.6 --flow.mask-head 0.6", "it must be at most 1"),
+        ("train --data.shapes 13x32x32:nan", "a weight must be positive"),
+        ("train --data.shapes 13x32x32 13x32x32:2", "it is named twice"),
+        ("train --data.shapes 13x999999x32", "height must be between 1 and"),
+        ("train --model.text-channels 63", "it must be even"),
+        ("demo --samples 0", "--samples is 0"),
+        ("doctor --mib 0", "--mib is 0: it must be between 1 and"),
+        ("checkpoint diff a b --tolerance nan", "--tolerance is nan: it must be at least 0"),
+        ("checkpoint convert a b --max-shard-gb 0", "--max-shard-gb is 0.0: it must be positive"),
+        ("checkpoint ls a --step -1", "--step is -1: it must be at least 0"),
+    ],
+)
+def test_numbers_that_cannot_be_end_in_one_line(
+    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(arguments.split())
+    assert stop.value.code == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_programs_are_refused_the_same_numbers(tmp_path: Path) -> None:
+    import torch
+
+    for options in ({"fps": 0}, {"fps": float("nan")}, {"fps": 8, "scale": 0}):
+        with pytest.raises(GulliverError, match=r"fps must be .*, scale between 1 and 64"):
+            write_clip(tmp_path / "x.gif", torch.zeros(3, 1, 8, 8), **options)
+    assert list(tmp_path.iterdir()) == []
