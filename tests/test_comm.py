@@ -126,6 +126,10 @@ try:
             all_reduce(torch.ones(10), group=torus, async_op=torus is not None).wait()
             if step == 20:
                 print("running", flush=True)
+            if step == 25 and world.rank == world.size - 1 and sys.argv[1:] == ["raise"]:
+                raise ValueError("no more data")
+            if step == 25 and world.rank == world.size - 1 and sys.argv[1:] == ["end"]:
+                sys.exit()
             time.sleep(0.01)
 except GulliverError as error:
     print(error, file=sys.stderr, flush=True)
@@ -133,7 +137,7 @@ except GulliverError as error:
 """
 
 
-def _start(size: int) -> list[subprocess.Popen]:
+def _start(size: int, *arguments: str) -> list[subprocess.Popen]:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(size):
@@ -149,7 +153,7 @@ def _start(size: int) -> list[subprocess.Popen]:
         }
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-c", LOOP],
+                [sys.executable, "-c", LOOP, *arguments],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -174,6 +178,27 @@ def test_a_rank_that_dies_or_hangs_is_named_in_bounded_time(how: signal.Signals,
             _, errors = process.communicate(timeout=patient(40))
             assert process.returncode in (1, 3)
             assert "rank 2 is gone" in errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("raise", "it failed with ValueError: no more data"),
+        pytest.param("end", "it ended, having made fewer steps", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_ends_too_early_is_named_with_its_reason(how: str, why: str) -> None:
+    processes = _start(2, how)
+    try:
+        _, errors = processes[0].communicate(timeout=60)
+        assert processes[0].returncode in (1, 3)
+        assert f"rank 1 is gone: {why}" in errors
+        _, errors = processes[1].communicate(timeout=60)
+        assert processes[1].returncode == (1 if how == "raise" else 0), errors
     finally:
         for process in processes:
             process.kill()

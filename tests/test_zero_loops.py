@@ -426,6 +426,18 @@ def _set_gradient(booster: Booster, model: Net, optimizer: ZeroOptimizer) -> Non
     optimizer.step()
 
 
+def _set_reduced_gradient(booster: Booster, model: Net, optimizer: ZeroOptimizer) -> None:
+    booster.backward(model(data(0)), optimizer)
+    model.a.bias.grad = torch.ones(4).double()
+    optimizer.step()
+
+
+def _scale_reduced_gradient(booster: Booster, model: Net, optimizer: ZeroOptimizer) -> None:
+    booster.backward(model(data(0)), optimizer)
+    model.a.bias.grad = 2 * model.a.bias.grad
+    optimizer.step()
+
+
 def _old_optimizer(booster: Booster, model: Net, optimizer: ZeroOptimizer) -> None:
     booster.backward(model(data(0)), optimizer)
     optimizer.inner.step()
@@ -473,6 +485,8 @@ def _state_dict(booster: Booster, model: Net, optimizer: ZeroOptimizer) -> None:
         (_clip_the_groups, "optimizer.clip_grad_by_norm"),
         (_create_graph, "create_graph"),
         (_set_gradient, "setting .grad"),
+        (_set_reduced_gradient, "'a.bias' was set"),
+        (_scale_reduced_gradient, "'a.bias' was set"),
         (_old_optimizer, "the optimizer that boost returned"),
         (_unfreeze, "unfreeze before boost"),
         (_assign, "assign=True"),

@@ -115,6 +115,64 @@ def test_what_is_written_to_parameters_is_what_is_trained_on(pool: Pool, stage: 
     pool.run(_writers, 2, stage)
 
 
+def _data_writers(world: World, stage: int) -> None:
+    """Numbers of few bits, so that 16 bits and float32 copies compute what float64 does."""
+    for precision in (None, "bf16"):
+        torch.manual_seed(0)
+        twin = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).double()
+        for p in twin.parameters():
+            p.data = torch.randint(-8, 8, p.shape).double() / 8
+        model = copy.deepcopy(twin).float()
+        plugin = LowLevelZeroPlugin(stage, 0.00005, precision, verbose=False)
+        booster = Booster(plugin)
+        _, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=2**-4))
+        plain = torch.optim.SGD(twin.parameters(), lr=2**-4)
+        kept: list[Tensor] = []
+        for number in range(5):
+            for net, stepper in ((model, optimizer), (twin, plain)):
+                sum(p.sum() for p in net.parameters()).backward()
+                stepper.step()
+                stepper.zero_grad()
+                if number == 1:
+                    for p in net.parameters():
+                        p.data.clamp_(-0.5, 0.5)
+                if number == 2:
+                    held = [p.data for p in net.parameters()]
+                    for value in held:
+                        value.view(-1)[::2] = 0.125
+                    kept += held if net is model else []
+                if number == 3:
+                    net[1].bias.data.copy_(torch.full((5,), 0.25))
+            state = model.state_dict()
+            for name, value in twin.state_dict().items():
+                equal(state[name].double(), value)
+        kept[0].zero_()
+        if stage == 3:
+            with pytest.raises(GulliverError, match=r"take parameter\.data anew"):
+                optimizer.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_written_through_data_is_what_is_trained_on(pool: Pool, stage: int) -> None:
+    pool.run(_data_writers, 2, stage)
+
+
+def _gradient_on_one_rank(world: World) -> str:
+    booster, model, optimizer, *_ = pair(2)
+    booster.backward(model(data(0, world.rank)).mean(), optimizer)
+    if world.rank == 1:
+        model.twice.bias.grad = torch.ones(6).double()
+    with pytest.raises(GulliverError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_gradient_set_on_one_rank_is_refused_on_all(pool: Pool) -> None:
+    first, second = pool.run(_gradient_on_one_rank, 2)
+    assert "a gradient on another rank was set" in first
+    assert "the gradient of 'twice.bias' was set" in second
+
+
 def _two_calls(world: World, stage: int) -> None:
     """Two forwards before one backward, a regulariser on all parameters, a submodule's own loss."""
     booster, model, optimizer, twin, plain = pair(stage)

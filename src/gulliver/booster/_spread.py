@@ -135,6 +135,7 @@ def read_optimizer(optimizer: BoostedOptimizer, folder: Path) -> None:
     targets = import_leaves(_zero(optimizer), entries)
     wanted = {entries[name][key].name: leaf for (name, key), leaf in targets.items()}
     agreed(lambda: _ignored(wanted and load_huggingface(wanted, folder / TENSORS, strict=False)))
+    _zero(optimizer).publish_masters()
     for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
         group.update(saved["options"])
 

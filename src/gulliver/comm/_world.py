@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import time
@@ -21,6 +22,9 @@ from gulliver.errors import GulliverError
 COLLECTIVE_TIMEOUT_S = 600.0
 LEAVING_S = 10.0
 """Longest wait at the end of a program for what is under way."""
+
+READING_S = 2.0
+"""The others look once a second for what a rank has said at its end."""
 
 SILENCE_S = 30.0
 """A rank that is not heard of for so long counts as lost."""
@@ -116,14 +120,30 @@ def _leave() -> None:
     The interpreter ends threads where they stand. One that stands in a backend's code, watching or
     finishing a gather that nobody waited for, takes the process down with it; so all of them are
     done before. After an error nothing is waited for: messages may be on their way that never
-    arrive.
+    arrive. The others are told, and the process ends without ending the threads.
     """
-    if not dist.is_initialized() or getattr(sys, "last_type", None) is not None:
+    error = getattr(sys, "last_type", None)
+    if not dist.is_initialized() or (error is not None and hasattr(sys, "ps1")):
         return
+    if error is not None:
+        _leave_failed(error)
     until = time.monotonic() + LEAVING_S
     _progress.drain(until)
     _workers.drain(until)
     shutdown()
+
+
+def _leave_failed(error: type[BaseException]) -> None:
+    """Tells the others why this rank ends, and ends it."""
+    if _watchdog is not None:
+        text = str(getattr(sys, "last_value", "")).splitlines() or [""]
+        _watchdog.stop(f"with {error.__name__}: {text[0][:200]}")
+        if _watchdog.rank == 0:
+            time.sleep(READING_S)  # its process may keep the store that the others read this in
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130 if issubclass(error, KeyboardInterrupt) else 1)
 
 
 @contextmanager
@@ -142,7 +162,7 @@ def guard() -> Iterator[None]:
         if lost is None:
             raise
         raise GulliverError(
-            f"rank {lost} is gone: it ended or stopped answering, so the others cannot go on"
+            f"rank {lost} is gone: it {_watchdog.reason}, so the others cannot go on"
         ) from error
 
 

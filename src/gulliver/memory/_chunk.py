@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError
 from gulliver.memory._awaited import arrived
 from gulliver.memory._buffers import BufferPool
-from gulliver.memory._claims import before_write
+from gulliver.memory._claims import before_write, is_claimed
 from gulliver.memory._layout import ChunkLayout
 from gulliver.memory._reduced import ReducedGradient, reduced_gradient
 
@@ -55,7 +55,6 @@ class Chunk:
         self.gradient: Tensor | None = None
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
         self._views = self.named_views(self.buffer)
-        self._versions: dict[str, int] = {}
         self._gradient_views: dict[str, Tensor] = {}
         self._placed: set[str] = set()
         self._gaps = layout.gaps()
@@ -64,7 +63,6 @@ class Chunk:
             arrived(parameter)
             parameter.data = self._views[name]
             parameter.grad = None  # one from before lies outside the chunk
-        self.note_versions()
         self._reduced = {name: reduced_gradient(p) for name, p in self.parameters.items()}
         self._absent = {name: _one_nan(p) for name, p in self.parameters.items()}
 
@@ -116,21 +114,22 @@ class Chunk:
             parameter.data = self._views[name]
         self.publish()
 
-    def note_versions(self) -> None:
-        """Remembers that what the parameters hold now is what `home` holds."""
-        self._versions = {name: p._version for name, p in self.parameters.items()}
-
     def take_writes(self) -> None:
-        """Brings what the user has written to parameters, on every rank alike, to `home`."""
-        written = {n for n, p in self.parameters.items() if p._version != self._versions[n]}
-        if not written:
-            return
+        """Brings what the user has written to parameters, on every rank alike, to `home`.
+
+        Values are compared: a write through ``.data`` leaves no other trace.
+        """
         if not self.home_is_view:
-            before_write([self.home])
-            for piece in self.layout.pieces(self.part):
-                if piece.name in written:
-                    self.home[piece.start : piece.end] = self.shard[piece.start : piece.end]
-        self.note_versions()
+            self.merge(self.home, self.shard)
+
+    def merge(self, home: Tensor, values: Tensor) -> None:
+        """Writes what differs to `home` or a run of it; the rest keeps more bits than `values`."""
+        rounded = home.to(values.dtype)
+        # A device would be waited for; to write what is there already costs it less.
+        if (self.device.type == "cpu" or is_claimed()) and torch.equal(rounded, values):
+            return
+        before_write([self.home])
+        home.copy_(torch.where(rounded == values, home, values.to(home.dtype)))
 
     @property
     def gradient_begun(self) -> bool:
@@ -222,6 +221,16 @@ class Chunk:
     def cleared_names(self) -> list[str]:
         """Parameters whose gradient was set to None, such as by ``model.zero_grad()``."""
         return [name for name, parameter in self.parameters.items() if parameter.grad is None]
+
+    def foreign_gradients(self) -> list[str]:
+        """Parameters whose gradient the user has set to a tensor of their own."""
+        return [
+            name
+            for name, parameter in self.parameters.items()
+            if (gradient := parameter.grad) is not None
+            and gradient is not self._reduced[name]
+            and gradient is not self._gradient_views.get(name)
+        ]
 
     def _left(self, name: str) -> GulliverError:
         return GulliverError(

@@ -45,6 +45,11 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def is_claimed() -> bool:
+    """Whether anybody reads memory for a while."""
+    return bool(_claims)
+
+
 def before_write(tensors: Iterable[Tensor]) -> None:
     """Waits until nobody reads the memory of `tensors` any more.
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import gather_objects
+from gulliver.comm import gather_objects, guard
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, region_of
 
@@ -176,7 +176,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise GulliverError("closures are not supported: call backward first, then step()")
         self._check_model()
-        self._step()
+        with guard():
+            self._step()
 
     def _step(self) -> None:
         self.inner.step()

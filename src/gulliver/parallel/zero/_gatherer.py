@@ -15,13 +15,15 @@ they run the same program.
 [Note: reading] Touching is noticed by `gulliver.memory.await_parameter`, not by hooks of modules:
 whoever reads a parameter waits for it, in a forward or not. Outside of passes and of autograd, such
 as for a state dict, it is a copy that is read, so that nothing has to be given back; what is
-written there is written to the shards.
+written there is written to the shards. ``parameter.data`` may be written later; its version
+counter tells, which is looked at before anything is gathered.
 
 It does not know of gradients.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any
@@ -29,9 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver._compat import at_end_of_backward, saving_is_hooked
+from gulliver._compat import at_end_of_backward, saving_is_hooked, storage_users
 from gulliver.comm import Group, Handle, all_gather
-from gulliver.memory import arrived, await_parameter, before_write
+from gulliver.errors import GulliverError
+from gulliver.memory import arrived, await_parameter, before_write, storage_of
 from gulliver.parallel.zero._sharded import Presence, ShardedChunk
 
 
@@ -71,6 +74,7 @@ class Gatherer:
         self._issued = self._reached = 0
         self._at: dict[int, ShardedChunk] = {}
         self._peeked: tuple[ShardedChunk, dict[str, Tensor]] | None = None
+        self.lent: list[_Lent] = []
         for released in chunks:
             if released.chunk.buffer is None:
                 released.presence = Presence.ABSENT
@@ -81,6 +85,7 @@ class Gatherer:
 
     def start(self, sharded: ShardedChunk) -> None:
         """Starts the way of a chunk's parameters to this rank; what `home` holds is sent."""
+        self.settle_lent()
         if sharded.presence is Presence.ABSENT:
             for parameter in sharded.chunk.parameters.values():
                 arrived(parameter)
@@ -111,7 +116,6 @@ class Gatherer:
         sharded.enter(Presence.WHOLE)
         for parameter in sharded.chunk.parameters.values():
             arrived(parameter)
-        sharded.chunk.note_versions()
 
     def release(self, sharded: ShardedChunk) -> None:
         """Gives a chunk's parameters back to their owners."""
@@ -127,6 +131,7 @@ class Gatherer:
 
     def finish_all(self) -> None:
         """Waits for everything under way."""
+        self.settle_lent()
         for sharded in self.chunks:
             self.finish(sharded)
 
@@ -136,6 +141,7 @@ class Gatherer:
         With stages below 3 it only waits.
         """
         self._peeked = None
+        self.settle_lent()
         self._pass = Pass.NONE
         for sharded in self.chunks:
             if self.sharded and (held or not sharded.held):
@@ -287,6 +293,8 @@ class Gatherer:
             return value
 
         result = func(*replaced(args), **{k: replaced(v) for k, v in kwargs.items()})
+        if func == _DATA:
+            return self._lend(args[0], result)
         for parameter, copy, version in copies.values():
             if copy._version != version:
                 self._write_back(parameter, copy)
@@ -298,6 +306,8 @@ class Gatherer:
             self.finish(sharded)
             return parameter.detach()
         if self._peeked is None or self._peeked[0] is not sharded:
+            self._peeked = None
+            self.settle_lent()
             chunk = sharded.chunk
             part = chunk.home.to(chunk.dtype)
             whole = torch.empty(chunk.layout.size, dtype=chunk.dtype, device=chunk.device)
@@ -314,7 +324,41 @@ class Gatherer:
         for piece in chunk.layout.pieces(chunk.part):
             if chunk.parameters[piece.name] is parameter:
                 part = copy.reshape(-1)[piece.offset : piece.offset + piece.numel]
-                chunk.home[piece.start : piece.start + piece.numel] = part
+                chunk.merge(chunk.home[piece.start : piece.end], part)
+
+    def _lend(self, parameter: nn.Parameter, data: Tensor) -> Tensor:
+        """A view of ``parameter.data`` of which writes can be noticed later."""
+        if self._home[id(parameter)].presence is not Presence.ABSENT:
+            return data
+        self.lent.append(_Lent(parameter, data, self.step))
+        return data.view(data.shape)
+
+    def settle_lent(self) -> None:
+        """Brings what was written to ``parameter.data`` to the shards.
+
+        Raises:
+            GulliverError: it was written after a step that changed the parameter.
+        """
+        for lent in self.lent:
+            if lent.data._version == lent.version:
+                continue
+            if lent.step != self.step:
+                raise GulliverError(
+                    "parameter.data that was taken before a step was written after it: stage 3 "
+                    "gives a copy there, so take parameter.data anew in every step"
+                )
+            lent.version = lent.data._version
+            sharded = self._home[id(lent.parameter)]
+            if sharded.presence is Presence.ABSENT:
+                self._write_back(lent.parameter, lent.data)
+            else:
+                self.finish(sharded)
+                lent.parameter.detach().copy_(lent.data)
+        mine = Counter(storage_of(lent.data) for lent in self.lent)
+        if self._peeked is not None:
+            views = list(self._peeked[1].values())
+            mine[storage_of(views[0])] += len(views) + 1  # and the tensor that they are views of
+        self.lent = [v for v in self.lent if storage_users(v.data) > mine[storage_of(v.data)]]
 
     # What autograd saves.
 
@@ -357,6 +401,16 @@ class Gatherer:
         return None
 
 
+class _Lent:
+    """What was given out as ``parameter.data``, while somebody has it."""
+
+    __slots__ = ("data", "parameter", "step", "version")
+
+    def __init__(self, parameter: nn.Parameter, data: Tensor, step: int) -> None:
+        self.parameter, self.data, self.step = parameter, data, step
+        self.version = data._version
+
+
 class _Saved:
     """A parameter, or a view of one, as autograd keeps it."""
 
@@ -367,4 +421,5 @@ class _Saved:
         self.size, self.stride, self.offset = size, stride, offset
 
 
-_READS = frozenset({Tensor.detach, Tensor.data.__get__, Tensor.numpy, Tensor.tolist, Tensor.item})  # type: ignore[attr-defined]
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_READS = frozenset({Tensor.detach, _DATA, Tensor.numpy, Tensor.tolist, Tensor.item})  # type: ignore[attr-defined]

@@ -197,11 +197,13 @@ class ZeroOptimizer(BoostedOptimizer):
         self._reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
         if self.tuner is not None:
             self._reducer.noted = self.tuner.gradient
-        steps = self.gatherer.step if self.gatherer is not None else 0
+        steps, lent = 0, []
+        if self.gatherer is not None:
+            steps, lent = self.gatherer.step, self.gatherer.lent
         self.gatherer = Gatherer(
             self.everything, self.stage == 3, self.group, self.ahead, self.overlap
         )
-        self.gatherer.step = steps
+        self.gatherer.step, self.gatherer.lent = steps, lent
         self._give_pieces()
 
     def _give_pieces(self) -> None:
@@ -378,8 +380,6 @@ class ZeroOptimizer(BoostedOptimizer):
         self.gatherer.step += 1
         # The buffers are written behind autograd's back: a graph from before must not be used.
         increment_version(list(self.names))
-        for sharded in self.chunks:
-            sharded.chunk.note_versions()
         self.gatherer.prefetch()
 
     def _all_finite(self) -> bool:
@@ -479,6 +479,7 @@ class ZeroOptimizer(BoostedOptimizer):
     ) -> None:
         self.take_writes()
         scatter_state(self.inner, self.chunks, state)
+        self.publish_masters()
 
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
         """The model's state as far as this rank has it; nothing is gathered or waited for."""
@@ -505,6 +506,11 @@ class ZeroOptimizer(BoostedOptimizer):
     def after_model_load(self) -> None:
         """Sends what the shards hold now to all ranks; every rank calls it."""
         after_model_load(self)
+
+    def publish_masters(self) -> None:
+        """Rounds parameters from float32 copies that were loaded; every rank calls it."""
+        if any(_is_master(c) for c in self.chunks):
+            self.after_model_load()
 
     def state_dtype(self, parameter: Tensor) -> torch.dtype:
         """Of the state that belongs to a parameter."""

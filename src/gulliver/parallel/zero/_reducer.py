@@ -101,21 +101,37 @@ class GradientReducer:
 
         Returns:
             The parameters that have a gradient on any rank.
+
+        Raises:
+            GulliverError: the user has set one; on all ranks.
         """
         for sharded in self.chunks:
             self._forget_cleared(sharded)
         names = list(self._home)
         collecting = any(c.phase is Phase.COLLECTING for c in self.chunks)
+        foreign = [name for c in self.chunks for name in c.chunk.foreign_gradients()]
         # On the CPU: the host waits for the answer, a device need not.
-        votes = torch.tensor([*(n in self._used for n in names), collecting], dtype=torch.uint8)
+        ours = [*(n in self._used for n in names), collecting, bool(foreign)]
+        votes = torch.tensor(ours, dtype=torch.uint8)
         all_reduce(votes, "max", self.group)
-        *used, pending = votes.tolist()
+        *used, pending, set_by_user = votes.tolist()
+        if set_by_user:
+            # On all ranks at once, or the others would wait for one that has raised.
+            raise self._refused(foreign)
         if pending:
             self.land_all()
             self._next = len(self.chunks) - 1
             self._reduce_rest()
         self._settled = True
         return {name for name, vote in zip(names, used, strict=True) if vote}
+
+    def _refused(self, foreign: Sequence[str]) -> GulliverError:
+        whose = f"the gradient of {foreign[0]!r}" if foreign else "a gradient on another rank"
+        return GulliverError(
+            f"{whose} was set: the optimizer steps what backward has reduced to the shards, and "
+            "setting .grad is not supported with ZeRO: change the loss, or register_hook on the "
+            "parameter"
+        )
 
     @property
     def settled(self) -> bool:

@@ -131,6 +131,7 @@ def take_finished_writes(optimizer: ZeroOptimizer) -> None:
 
     A parameter that is on its way cannot have been written: whoever touches it waits for it.
     """
+    optimizer.gatherer.settle_lent()
     for sharded in optimizer.everything:
         if sharded.presence is Presence.WHOLE and sharded.chunk.buffer is not None:
             sharded.chunk.take_writes()
@@ -149,8 +150,6 @@ def after_model_load(optimizer: ZeroOptimizer) -> None:
             optimizer.gatherer.start(sharded)
             optimizer.gatherer.finish(sharded)
     increment_version([*optimizer.names, *optimizer.frozen_names])
-    for sharded in optimizer.everything:
-        sharded.chunk.note_versions()
 
 
 def state_leaves(optimizer: ZeroOptimizer) -> Saved:
