@@ -6,7 +6,7 @@ All of it is arithmetic on what ranks found; it starts nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ HIDEABLE = (0.25, 3.5)
 SHARDED_PEERS = ("FSDP2", "DeepSpeed 3")
 """Peers of stage 3's class of memory."""
 MIB = 2**20
+COMPUTED, SLEPT = "computed", "slept"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Network:
         parameter_bytes: of the model.
         absent: contestants that are not installed.
         foreign: cores that other processes used meanwhile.
+        regime: whether layers slept, or computed on the core that also communicates.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Network:
     parameter_bytes: int
     absent: list[str] = field(default_factory=list)
     foreign: float = 0.0
+    regime: str = SLEPT
 
     @property
     def shaped(self) -> bool:
@@ -193,6 +196,13 @@ def _loss_bars(network: Network) -> list[Bar]:
 def _time_bars(network: Network) -> list[Bar]:
     ours, peers = network.ours((0, 1, 2)), network.peers()
     found = []
+    if network.regime == COMPUTED:
+        # Nothing can hide on a core that is busy: what communicates takes the time of compute.
+        for name in ours if peers else []:
+            peer = network.fastest(peers)
+            gain = network.step_s(peer) / network.step_s(name)
+            found.append(at_least(f"{name}: times faster than {peer}", gain, 1.0))
+        return found
     if network.shaped and HIDEABLE[0] <= network.ratio <= HIDEABLE[1]:
         for name in network.ours((1, 2, 3)):
             over = network.step_s(name) / network.bound_s(name)
@@ -223,7 +233,8 @@ def report(network: Network, claim: str, task: str, notes: Sequence[str]) -> Rep
     differences = loss_differences(network)
     made = Report(
         claim,
-        f"A training step of {task}, {network.ranks} ranks of one thread, {network.name}",
+        f"A training step of {task}, {network.ranks} ranks of one thread, {network.name}, "
+        f"{network.regime}",
         COLUMNS,
         bars=bars(network),
         notes=[*_notes(network), *notes],
@@ -285,6 +296,47 @@ def _notes(network: Network) -> list[str]:
     if network.absent:
         lines.append(f"Not installed, so without: {', '.join(network.absent)}.")
     return lines
+
+
+SIDES = (
+    *("network", "contestant", "computed ms", "/ compute", "/ best peer"),
+    *("slept ms", "/ bound", "/ best peer"),
+)
+
+
+def side_by_side(networks: Sequence[Network], claim: str, task: str) -> Report:
+    """Every contestant where layers compute on its core, and where they sleep; with all bars."""
+    made = Report(claim, f"Both regimes, {task}, {networks[0].ranks} ranks, a core each", SIDES)
+    for label in dict.fromkeys(n.name for n in networks):
+        sides = {n.regime: n for n in networks if n.name == label}
+        for name in next(iter(sides.values())).results:
+            row = [label, name]
+            for regime in (COMPUTED, SLEPT):
+                row += _side(sides[regime], name) if regime in sides else ["", "", ""]
+            made.rows.append(row)
+    for network in networks:
+        sign = f"{network.name}, {network.regime}"
+        made.bars += [replace(bar, name=f"{sign}: {bar.name}") for bar in bars(network)]
+        made.figures[sign] = {n: _figures(r) for n, r in network.results.items()}
+        made.notes.append(
+            f"{sign}: compute {1e3 * network.compute_s:.0f} ms, communication alone "
+            f"{1e3 * network.communication.median:.0f} ms; others used {network.foreign:.1f} cores."
+        )
+    made.notes.append(
+        "Computed: layers run on the core that also communicates. Slept: each layer's time is "
+        "slept instead, with the same tensors and collectives, as beside an accelerator; the bound "
+        "is the longer of compute and communication. In both the optimizer computes."
+    )
+    return made
+
+
+def _side(network: Network, name: str) -> list[str]:
+    step, peers = network.step_s(name), network.peers()
+    if name == COMPUTE:
+        return [f"{1e3 * step:.0f}", "", ""]
+    base = network.compute_s if network.regime == COMPUTED else network.bound_s(name)
+    best = f"{step / network.step_s(network.fastest(peers)):.2f}" if peers else ""
+    return [f"{1e3 * step:.0f}", f"{step / base:.2f}", best]
 
 
 def picture(network: Network, path: Path, title: str) -> None:

@@ -1,9 +1,10 @@
-"""All-reduce over two nodes of four ranks: flat, by gloo and by Gulliver, and along a torus.
+"""All-reduce over two nodes: flat, by gloo and by Gulliver, and along a torus.
 
 `python -m benchmarks.torus` builds a network with 1 Gbit/s for each rank, and between the nodes
 100 Mbit/s and a millisecond of added delay at each end; it needs root. Contestants take turns in
 the same ranks. Once the ranks are numbered node by node, once dealt over the nodes, which a torus
-is told and a ring of gloo is not.
+is told and a ring of gloo is not. A node has four ranks, or two where there are fewer than four
+cores: messages are copied by processors, and more ranks would measure how they take turns.
 
 "gloo flat" is `torch.distributed.all_reduce`, "flat" ours over the whole world. Which of "flat" and
 "torus" is faster is predicted from each axis' latency and bandwidth, measured before by two calls.
@@ -37,7 +38,7 @@ from gulliver.comm import (
     make_axes,
 )
 
-NODES, LOCAL = 2, 4
+NODES, LOCAL = 2, 4 if len(os.sched_getaffinity(0)) >= 4 else 2
 RATE, UPLINK, DELAY_US = "1gbit", "100mbit", 1000
 KIB, MIB = 1 << 10, 1 << 20
 SMALL = 16 * KIB
@@ -228,7 +229,7 @@ def report(found: Mapping[str, list[Measured]], load: float) -> Report:
     """The table and the bars."""
     result = Report(
         claim="torus",
-        title="All-reduce over 2 nodes x 4 ranks, ms: flat and along a torus",
+        title=f"All-reduce over {NODES} nodes x {LOCAL} ranks, ms: flat and along a torus",
         columns=(
             *("ranks in order, bytes", *NAMES, "gloo / torus", "flat / torus"),
             *("flat predicted", "torus predicted", "chosen", "loss"),

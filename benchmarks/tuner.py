@@ -32,15 +32,15 @@ SIZES_MB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 class Options:
     """Sizes of the run."""
 
-    ranks: int = 4
+    ranks: int = 2
     rates: tuple[str, ...] = ("400mbit", "1250mbit", "4gbit")
     """Of each rank's link."""
     stage: int = 2
     rounds: int = 3
     steps: int = 2
     """Steps of each turn."""
-    width: int = 512
-    depth: int = 8
+    width: int = 384
+    depth: int = 6
     batch: int = 4
     keep: bool = False
     """Write benchmarks/results."""
@@ -49,6 +49,8 @@ class Options:
 def measure(options: Options, cache: str) -> dict[str, Any]:
     """One rank's part on one link."""
     os.environ["GULLIVER_CACHE"] = cache
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     world = init_world()
     task = gpt(options.width, options.depth, options.batch)
     plugin = LowLevelZeroPlugin(options.stage, chunk_mb="again", verbose=False)

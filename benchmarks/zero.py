@@ -1,12 +1,13 @@
 """ZeRO stages 0 to 3 beside DDP, FSDP2 and DeepSpeed: time, bytes on the wire, bytes of state.
 
 `python -m benchmarks.zero` trains the same model on the same batches with every contestant, in the
-same processes, taking turns: on loopback, and on links so shaped that communication takes a third
-of the compute, as long, and three times as long; shaped links need root. Each network has a table,
-a line of JSON and, with `--keep`, a result file and a picture.
-
-`--weak` compares 1, 2 and 4 ranks with as many processes that do not talk, with links fast enough
-to hide behind compute and with links that are not.
+same processes, a rank pinned to each core, taking turns: on loopback, and on links so shaped that
+communication takes as long as compute; shaped links need root. Each network is taken twice, side by
+side: layers compute on the core that also communicates, or sleep as long, as they would beside an
+accelerator, where overlap itself is measured. Then come 1, 2 and 4 ranks whose layers sleep, on
+links fast enough to hide behind them and on links that are not, beside as many processes that do
+not talk (`--weak only` does that alone). Each table ends with a line of JSON; `--keep` writes
+result files and pictures.
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ import tyro
 from benchmarks._harness import RESULTS, finish
 from benchmarks._zero_ranks import OURS, PEERS, Options, measure
 from benchmarks._zero_report import (
+    COMPUTED,
+    SLEPT,
     Network,
     Scaling,
     joined,
     picture,
     rate_for,
     report,
+    side_by_side,
     weak_picture,
     weak_report,
 )
-from benchmarks.netlab import LoadMeter, Net, NetlabError, run
+from benchmarks.netlab import LoadMeter, Net, NetlabError, check_tools, run
 from gulliver.errors import nearest
 
 LOOPBACK = "loopback"
@@ -55,24 +59,36 @@ def on_network(options: Options, rate: str, names: Sequence[str]) -> Network:
     with tempfile.TemporaryDirectory() as cache, place as net:
         arguments = (options, tuple(names), shaped, cache)
         found = run(measure, net, *arguments, ranks=options.ranks, timeout_s=TIMEOUT_S)
-    return joined(rate, found, meter.cores())
+    network = joined(rate, found, meter.cores())
+    return replace(network, regime=SLEPT if options.slept_s else COMPUTED)
 
 
 def compare(options: Options) -> None:
-    """All contestants on each network."""
+    """All contestants on each network, computing and sleeping."""
     reference: Network | None = None
-    # Loopback first: its compute says which rates are fast and slow.
+    networks: list[Network] = []
+    # Loopback first: its compute says which rates are fast and slow, and how long layers sleep.
     for name in sorted(options.networks, key=lambda n: n != LOOPBACK):
-        if is_ratio(name) and reference is None:
+        computes = name == LOOPBACK and COMPUTED in options.regimes
+        if reference is None and not computes:
             reference = on_network(options, LOOPBACK, ())
-        rate = name
+        rate, label = name, name
         if is_ratio(name):
             assert reference is not None
             rate = rate_of(float(name), reference, options.ranks)
-        network = on_network(options, rate, options.contestants)
-        if name == LOOPBACK:
-            reference = network
-        show(options, network, f"{name} times compute" if is_ratio(name) else rate)
+            label = f"{name} times compute"
+        for regime in options.regimes:
+            chosen = options
+            if regime == SLEPT:
+                assert reference is not None
+                chosen = replace(options, slept_s=options.slept_s or reference.compute_s)
+            network = on_network(chosen, rate, options.contestants)
+            reference = reference or network
+            networks.append(network)
+            show(options, network, label)
+    if len(options.regimes) > 1:
+        task, claim = options.task().name, f"zero-{options.model}-{options.ranks}-regimes"
+        finish(side_by_side(networks, claim, task), options.keep)
 
 
 def is_ratio(network: str) -> bool:
@@ -88,7 +104,8 @@ def rate_of(ratio: float, reference: Network, ranks: int) -> str:
 def show(options: Options, network: Network, label: str) -> None:
     """Prints, and perhaps keeps, what was found on a network."""
     task = options.task()
-    claim = f"zero-{options.model}-{options.ranks}-{label.split()[0]}"
+    slept = "-slept" if network.regime == SLEPT else ""
+    claim = f"zero-{options.model}-{options.ranks}-{label.split()[0]}{slept}"
     notes = [
         f"Medians of {options.rounds} turns of {options.steps} steps; AdamW, fused, float32; "
         f"asked for: {label}."
@@ -102,8 +119,11 @@ def show(options: Options, network: Network, label: str) -> None:
 
 
 def scale(options: Options) -> None:
-    """Weak scaling."""
+    """Weak scaling of ranks that sleep."""
     most = max(WEAK_RANKS)
+    if not options.slept_s:
+        alone = on_network(replace(options, ranks=1), LOOPBACK, ())
+        options = replace(options, slept_s=alone.compute_s)
     reference = on_network(replace(options, ranks=most), LOOPBACK, ())
     found = []
     for name, ratio in REGIMES.items():
@@ -122,7 +142,7 @@ def scale(options: Options) -> None:
 
 
 def checked(options: Options) -> Options:
-    """The options; for weak scaling with what all its numbers of ranks can have.
+    """The options, where they can run.
 
     Raises:
         NetlabError: a contestant or a network that is not known.
@@ -133,12 +153,15 @@ def checked(options: Options) -> Options:
             raise NetlabError(f"unknown contestant {name!r}: {nearest(name, known)}")
     if options.ranks < 2 or options.rounds < 1 or options.steps < 1:
         raise NetlabError("ranks must be at least 2, rounds and steps at least 1")
-    if options.weak:
-        # A rank alone has no group for the others.
-        kept = tuple(n for n in options.contestants if n in ("DDP", "ZeRO 1", "ZeRO 2"))
-        sequences = max(WEAK_RANKS) if options.model == "gpt" else 0
-        return replace(options, contestants=kept, batch=options.batch or sequences)
     return options
+
+
+def for_weak(options: Options) -> Options:
+    """What all numbers of ranks of weak scaling can have."""
+    # A rank alone has no group for the others.
+    kept = tuple(n for n in options.contestants if n in ("DDP", "ZeRO 1", "ZeRO 2"))
+    sequences = max(WEAK_RANKS) if options.model == "gpt" else 0
+    return replace(options, contestants=kept, batch=options.batch or sequences, chunk_mb="4")
 
 
 def needed_bytes(options: Options) -> int:
@@ -172,8 +195,15 @@ def main() -> None:
     """Measures what the options say."""
     try:
         options = checked(tyro.cli(Options, description=__doc__))
-        check_memory(replace(options, ranks=max(WEAK_RANKS)) if options.weak else options)
-        scale(options) if options.weak else compare(options)
+        if options.weak != "no" or set(options.networks) != {LOOPBACK}:
+            check_tools()
+        weak = for_weak(options)
+        for wanted in [options] if options.weak == "no" else [options, weak]:
+            check_memory(replace(wanted, ranks=max(WEAK_RANKS)) if wanted is weak else wanted)
+        if options.weak != "only":
+            compare(options)
+        if options.weak != "no":
+            scale(weak)
     except NetlabError as error:
         sys.exit(f"benchmarks.zero: {error}")
 

@@ -137,7 +137,28 @@ except GulliverError as error:
 """
 
 
-def _start(size: int, *arguments: str) -> list[subprocess.Popen]:
+FAILS = """
+import sys, time, torch
+from gulliver.comm import guard, init_world, together
+from gulliver.errors import GulliverError
+world = init_world()
+print("running", flush=True)
+try:
+    with guard(), together():
+        torch.distributed.barrier()
+        if world.rank == 1:
+            raise ValueError("the label 99 is outside the vocabulary")
+        torch.distributed.recv(torch.ones(1), 1)
+except GulliverError as error:
+    print(error, file=sys.stderr, flush=True)
+    sys.exit(3)
+except ValueError:
+    # It goes on with something else, as a notebook would.
+    time.sleep(60 if sys.argv[1] == "stay" else 2)
+"""
+
+
+def _start(size: int, program: str = LOOP, *arguments: str) -> list[subprocess.Popen]:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(size):
@@ -153,7 +174,7 @@ def _start(size: int, *arguments: str) -> list[subprocess.Popen]:
         }
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-c", LOOP, *arguments],
+                [sys.executable, "-c", program, *arguments],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -192,13 +213,26 @@ def test_a_rank_that_dies_or_hangs_is_named_in_bounded_time(how: signal.Signals,
     ],
 )
 def test_a_rank_that_ends_too_early_is_named_with_its_reason(how: str, why: str) -> None:
-    processes = _start(2, how)
+    processes = _start(2, LOOP, how)
     try:
         _, errors = processes[0].communicate(timeout=60)
         assert processes[0].returncode in (1, 3)
         assert f"rank 1 is gone: {why}" in errors
         _, errors = processes[1].communicate(timeout=60)
         assert processes[1].returncode == (1 if how == "raise" else 0), errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("then", ["stay", "go"])
+def test_an_error_of_one_rank_ends_those_that_wait_for_it(then: str) -> None:
+    processes = _start(2, FAILS, then)
+    try:
+        _, errors = processes[0].communicate(timeout=40)
+        assert processes[0].returncode == (1 if then == "stay" else 3)
+        assert "rank 1 failed: ValueError: the label 99 is outside the vocabulary" in errors
     finally:
         for process in processes:
             process.kill()

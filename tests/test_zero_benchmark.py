@@ -12,8 +12,10 @@ import torch
 from benchmarks._harness import Bar, Spread
 from benchmarks._models import gpt, stdit
 from benchmarks._peers import Contestant, _within
+from benchmarks._slept import SleptLayer, slept
 from benchmarks._zero_ranks import COMPUTE, OURS, Entry, Found, Options
 from benchmarks._zero_report import (
+    COMPUTED,
     Network,
     Result,
     Scaling,
@@ -22,6 +24,7 @@ from benchmarks._zero_report import (
     loss_differences,
     rate_for,
     report,
+    side_by_side,
     theory_bytes,
     weak_report,
 )
@@ -95,6 +98,37 @@ def test_on_loopback_it_is_enough_not_to_be_slower() -> None:
     (bar,) = (b for b in bars(network(steps, 0.2, "loopback")) if "faster" in b.name)
     assert bar.bar == 1.0
     assert bar.holds
+
+
+def test_where_the_core_is_busy_no_stage_may_be_slower_than_the_best_peer() -> None:
+    measured = network({COMPUTE: 1.0, "DDP": 1.5, "ZeRO 1": 1.5, "ZeRO 2": 1.6}, 1.0)
+    found = bars(dataclasses.replace(measured, regime=COMPUTED))
+    assert failing(found) == ["ZeRO 2: times faster than DDP"]
+
+
+def test_both_regimes_stand_side_by_side() -> None:
+    computed = dataclasses.replace(network({COMPUTE: 1.0, "DDP": 2.0}, 1.0), regime=COMPUTED)
+    slept = network({COMPUTE: 1.0, "DDP": 1.1}, 1.0)
+    made = side_by_side([computed, slept], "zero", "a model")
+    assert made.rows[1] == ["1gbit", "DDP", "2000", "2.00", "1.00", "1100", "1.10", "1.00"]
+    assert set(made.figures) == {"1gbit, computed", "1gbit, slept"}
+
+
+def test_a_task_that_sleeps_has_the_same_parameters_and_takes_its_time() -> None:
+    task = gpt(32, 2, 2, 8)
+    model, other = slept(task, 0.02).model(), task.model()
+    shapes = [sorted(tuple(p.shape) for p in m.parameters()) for m in (model, other)]
+    assert shapes[0] == shapes[1]
+    layers = [m for m in model.modules() if isinstance(m, SleptLayer)]
+    assert sum(layer.seconds for layer in layers) == pytest.approx(0.02)
+    blocks = slept(task, 0.02).blocks(model)
+    assert [sum(p.numel() for p in b.parameters()) for b in blocks] == [
+        sum(p.numel() for p in b.parameters()) for b in task.blocks(other)
+    ]
+    slept(task, 0.02).loss(model, 0).backward()
+    for layer in layers:
+        for parameter, gradient in zip(layer.parameters(), layer.gradients, strict=True):
+            assert torch.equal(parameter.grad, gradient)
 
 
 def test_stage_three_is_held_against_the_longer_of_compute_and_three_moves() -> None:
@@ -213,17 +247,20 @@ def test_a_peer_that_trains_something_else_is_named() -> None:
 @pytest.mark.deadline(300)
 def test_a_small_run_measures_every_stage_beside_its_peers() -> None:
     names = ("DDP", "FSDP2", *OURS)
-    sizes = "--width 64 --depth 2 --length 16 --rounds 2 --chunk-mb 0.1 --networks loopback"
+    sizes = (
+        "--width 64 --depth 2 --length 16 --rounds 2 --chunk-mb 0.1 --networks loopback --weak no"
+    )
     command = [sys.executable, "-m", "benchmarks.zero", *sizes.split(), "--contestants", *names]
     # A process of its own: ranks are forked, and this one has used torch.
     done = subprocess.run(command, capture_output=True, text=True, timeout=patient(250), check=True)
     result = json.loads(done.stdout.splitlines()[-1])
-    figures = {name: result["figures"][name.lower().replace(" ", "_")] for name in names}
-    assert all(figure["step_s"] > 0 for figure in figures.values())
-    held = [figures[name]["state_bytes"] for name in OURS]
-    assert held[0] >= held[1] > held[2] > held[3]
-    losses = [bar for bar in result["bars"] if "loss" in bar["name"]]
-    assert len(losses) == len(names) - 1
+    for regime in ("computed", "slept"):
+        figures = {name: result["figures"][f"loopback, {regime}"][name] for name in names}
+        assert all(figure["step_s"] > 0 for figure in figures.values())
+        held = [figures[name]["state_bytes"] for name in OURS]
+        assert held[0] >= held[1] > held[2] > held[3]
+    losses = [bar for bar in result["bars"] if "loss" in bar["name"].split(": ")[-1]]
+    assert len(losses) == 2 * (len(names) - 1)
     assert all(bar["holds"] for bar in losses)
 
 

@@ -8,7 +8,7 @@ communication are measured here, and not simulated. It needs root, ``ip`` and ``
         results = run(function, net, arguments)
 """
 
-from benchmarks.netlab._net import LoadMeter, Net, NetlabError, foreign_load
+from benchmarks.netlab._net import LoadMeter, Net, NetlabError, check_tools, foreign_load
 from benchmarks.netlab._ranks import run, wire_bytes
 
-__all__ = ["LoadMeter", "Net", "NetlabError", "foreign_load", "run", "wire_bytes"]
+__all__ = ["LoadMeter", "Net", "NetlabError", "check_tools", "foreign_load", "run", "wire_bytes"]

@@ -56,7 +56,7 @@ class Net:
         delay_us: int = 0,
         order: str = "node",
     ) -> None:
-        _check_tools()
+        check_tools()
         if nodes and ranks % nodes:
             raise NetlabError(f"{ranks} ranks do not divide over {nodes} nodes")
         if order not in ORDERS:
@@ -225,7 +225,12 @@ def foreign_load(seconds: float = 0.5) -> float:
     return meter.cores()
 
 
-def _check_tools() -> None:
+def check_tools() -> None:
+    """Refuses to begin what would fail at the first shaped link.
+
+    Raises:
+        NetlabError: says what is missing.
+    """
     if os.geteuid():
         raise NetlabError("shaped networks need root: run as root, or measure on loopback")
     for tool in ("ip", "tc"):

@@ -20,7 +20,15 @@ from gulliver.comm._groups import release_groups, shared_line
 from gulliver.comm._launch import default_ranks, launch, under_launcher
 from gulliver.comm._line import ALONE, Line
 from gulliver.comm._watchdog import Watchdog
-from gulliver.comm._world import World, adopt_world, current_world, guard, init_world, shutdown
+from gulliver.comm._world import (
+    World,
+    adopt_world,
+    current_world,
+    guard,
+    init_world,
+    shutdown,
+    together,
+)
 
 __all__ = [
     "ALONE",
@@ -54,5 +62,6 @@ __all__ = [
     "release_groups",
     "shared_line",
     "shutdown",
+    "together",
     "under_launcher",
 ]

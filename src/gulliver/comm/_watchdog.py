@@ -1,18 +1,25 @@
-"""Notices within a bounded time that a rank is gone, and names it.
+"""Notices within a bounded time that a rank is gone or has failed, and names it.
 
 Every rank counts upwards under its own key of the shared store and watches the others' counts. A
 count that stands still for too long is a rank that ended or hangs. The main thread learns of it
 when its collective fails; where it is stuck inside one, the process is ended with one line.
+
+[Note: failures] A rank that raises in the middle of what all do together, such as the steps of a
+pipeline, lives on, and so do its connections: the others would wait for messages that it never
+sends. So it writes beside its count which passage failed, and why. Those that are in the same
+passage by their own count, and do not come out of it by themselves, are ended as above. gloo has
+no call that would wake a thread which waits for a message.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
@@ -22,9 +29,31 @@ GRACE_S = 5.0
 SUSPECTED_S = 8.0
 """A silence that is long enough once a collective has failed, too."""
 
-DONE, FAILED, GONE = "done", "failed", "gone"
-"""What a rank says at its end in place of a count: that it is done, why it failed, or which other
-rank was lost to it, and why."""
+MESSAGE_LENGTH = 500
+"""Characters of an error that the other ranks are told."""
+
+
+@dataclass
+class _Word:
+    """What a rank says of itself in the store.
+
+    Attributes:
+        beat: that it lives, in numbers that grow.
+        passage: that failed, by its number; 0 for none.
+        error: of that passage.
+        end: why it ends before its time; empty where it goes on or is done.
+        done: whether it ended as it should.
+        lost: another rank that was lost to it, and why it ends.
+        reason: of that rank.
+    """
+
+    beat: int = 0
+    passage: int = 0
+    error: str = ""
+    end: str = ""
+    done: bool = False
+    lost: int | None = None
+    reason: str = ""
 
 
 class Watchdog:
@@ -44,10 +73,15 @@ class Watchdog:
         self._suspected = threading.Event()
         self.lost: int | None = None
         self.reason = ""
+        self._word = _Word()
+        self._others = [other for other in range(size) if other != rank]
+        self._heard = {other: (_Word(), time.monotonic()) for other in self._others}
+        self._passages, self._inside = 0, False
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def start(self) -> None:
         """Begins to beat and to watch."""
+        self._heard = {other: (_Word(), time.monotonic()) for other in self._others}
         self._thread.start()
 
     def stop(self, failure: str | None = None) -> None:
@@ -59,77 +93,114 @@ class Watchdog:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
+        if self.lost is not None:
+            self._word.lost, self._word.reason = self.lost, self.reason  # not this rank's fault
+        elif failure is not None:
+            self._word.end = f"failed {failure}"
+        self._word.done = True
         # A store that is gone has nobody left who could listen.
         with contextlib.suppress(RuntimeError, dist.DistError):
-            last = DONE if failure is None else f"{FAILED} {failure}"
-            if self.lost is not None:
-                last = f"{GONE} {self.lost} {self.reason}"  # not this rank's fault
-            self._store.set(str(self.rank), last)
+            self._tell()
 
-    def wait_for_lost(self) -> int | None:
-        """Waits until a lost rank is known, no longer than a silence takes to be noticed.
+    def enter(self) -> None:
+        """The main thread enters the next passage that no rank leaves without the others."""
+        self._passages += 1
+        self._inside = True
+
+    def leave(self, error: BaseException | None) -> None:
+        """It has left it; an error is told to the others, unless it was one of theirs."""
+        self._inside = False
+        if error is None or self._failure() is not None:
+            return
+        lines = str(error).strip().splitlines() or [""]
+        self._word.passage = self._passages
+        self._word.error = f"{type(error).__name__}: {lines[0][:MESSAGE_LENGTH]}"
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            self._tell()
+
+    def wait_for_reason(self) -> str | None:
+        """Waits until a lost or failed rank is known, no longer than a silence takes to be seen.
 
         For those whose collective has failed: a rank that ended as it should is lost to them, too.
         """
         self._suspected.set()
-        self._known.wait(self.silence_s * 1.5 + GRACE_S)
-        return self.lost
+        until = time.monotonic() + self.silence_s * 1.5 + GRACE_S
+        while time.monotonic() < until and not self._known.wait(0.1):
+            if failure := self._failure():
+                return failure
+        return None if self.lost is None else f"rank {self.lost} is gone: it {self.reason}"
+
+    def _tell(self) -> None:
+        self._store.set(str(self.rank), json.dumps(asdict(self._word)))
 
     def _watch(self) -> None:
         interval = min(1.0, self.silence_s / 10)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        seen: dict[int, tuple[bytes, float]] = {r: (b"", time.monotonic()) for r in others}
-        beat = 0
+        stuck_since: float | None = None
         while not self._stop.wait(interval):
-            beat += 1
+            self._word.beat += 1
             try:
-                self._store.set(str(self.rank), str(beat))
-                for rank in others:
-                    self._look(rank, seen)
+                self._tell()
+                for other in self._others:
+                    self._listen(other)
             except (RuntimeError, dist.DistError):
                 # Rank 0's process, or the launcher beside it, keeps the store.
                 self._declare(0, "ended, and its store with it")
                 return
-            lost = self._lost({rank: count.decode() for rank, (count, _) in seen.items()})
-            if lost is None:
-                longest = min(SUSPECTED_S, self.silence_s) if self._failing() else self.silence_s
-                silent = [r for r in others if time.monotonic() - seen[r][1] > longest]
-                lost = (silent[0], f"was not heard of for {longest:.0f} s") if silent else None
-            if lost is not None:
+            if lost := self._lost() or self._silent():
                 self._declare(*lost)
                 return
+            if not self._same_passage_failed():
+                stuck_since = None
+                continue
+            stuck_since = stuck_since or time.monotonic()
+            if time.monotonic() - stuck_since > GRACE_S:
+                self._end(self._failure() or "")
 
-    def _failing(self) -> bool:
-        """Whether a collective of this rank has failed."""
-        return self._suspected.is_set()
+    def _listen(self, other: int) -> None:
+        said = self._store.get(str(other)) if self._store.check([str(other)]) else b""
+        word = _Word(**json.loads(said)) if said else _Word()
+        if word != self._heard[other][0] or word.done:
+            self._heard[other] = word, time.monotonic()
 
-    def _lost(self, said: Mapping[int, str]) -> tuple[int, str] | None:
-        """A rank that says itself, or of which another says, that it is gone, and why."""
-        for rank, word in said.items():
-            if word.startswith(FAILED):
-                return rank, word
-            if word.startswith(GONE):
-                _, other, reason = word.split(" ", 2)
-                if int(other) != self.rank:
-                    return int(other), reason
-            if word == DONE and self._failing():
-                return rank, "ended, having made fewer steps or calls than this one"
+    def _failure(self) -> str | None:
+        """The line about a passage that failed on another rank."""
+        for other, (word, _) in self._heard.items():
+            if word.passage:
+                return f"rank {other} failed: {word.error}"
         return None
 
-    def _look(self, rank: int, seen: dict[int, tuple[bytes, float]]) -> None:
-        count = self._store.get(str(rank)) if self._store.check([str(rank)]) else b""
-        if count != seen[rank][0] or count == DONE.encode():
-            seen[rank] = (count, time.monotonic())
+    def _same_passage_failed(self) -> bool:
+        words = [word for word, _ in self._heard.values()]
+        return self._inside and any(word.passage == self._passages for word in words)
+
+    def _lost(self) -> tuple[int, str] | None:
+        """A rank that says itself, or of which another says, that it is gone, and why."""
+        for other, (word, _) in self._heard.items():
+            if word.end:
+                return other, word.end
+            if word.lost is not None and word.lost != self.rank:
+                return word.lost, word.reason
+            if word.done and self._suspected.is_set():
+                return other, "ended, having made fewer steps or calls than this one"
+        return None
+
+    def _silent(self) -> tuple[int, str] | None:
+        longest = self.silence_s
+        if self._suspected.is_set():
+            longest = min(SUSPECTED_S, longest)
+        now = time.monotonic()
+        for other, (_, heard) in self._heard.items():
+            if now - heard > longest:
+                return other, f"was not heard of for {longest:.0f} s"
+        return None
 
     def _declare(self, rank: int, reason: str) -> None:
         """Tells the main thread, and ends the process where that cannot listen."""
         self.lost, self.reason = rank, reason
         self._known.set()
-        if self._stop.wait(GRACE_S):
-            return
-        print(
-            f"gulliver: rank {rank} is gone (it {reason}): rank {self.rank} ends",
-            file=sys.stderr,
-            flush=True,
-        )
+        if not self._stop.wait(GRACE_S):
+            self._end(f"rank {rank} is gone (it {reason})")
+
+    def _end(self, reason: str) -> None:
+        print(f"gulliver: {reason}: rank {self.rank} ends", file=sys.stderr, flush=True)
         os._exit(1)

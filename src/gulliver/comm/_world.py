@@ -148,22 +148,40 @@ def _leave_failed(error: type[BaseException]) -> None:
 
 @contextmanager
 def guard() -> Iterator[None]:
-    """Names the rank that is gone when a collective inside fails because of it.
+    """Names the rank that is gone or failed when a collective inside fails because of it.
 
     Raises:
-        GulliverError: another rank ended or stopped answering.
+        GulliverError: another rank ended, stopped answering, or failed in a passage of `together`.
     """
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
         if isinstance(error, GulliverError) or _watchdog is None or not _is_transport(error):
             raise
-        lost = _watchdog.wait_for_lost()
-        if lost is None:
+        reason = _watchdog.wait_for_reason()
+        if reason is None:
             raise
-        raise GulliverError(
-            f"rank {lost} is gone: it {_watchdog.reason}, so the others cannot go on"
-        ) from error
+        raise GulliverError(f"{reason}, so the others cannot go on") from error
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Marks what no rank can finish without the others: they learn of an error inside, and end.
+
+    All ranks mark the same passages in the same order, and an error in one is final.
+    """
+    watchdog = _watchdog
+    if watchdog is None:
+        yield
+        return
+    watchdog.enter()
+    try:
+        yield
+    except BaseException as error:
+        # What broke because of a rank that is gone is told by `guard`.
+        watchdog.leave(None if _is_transport(error) else error)
+        raise
+    watchdog.leave(None)
 
 
 def _is_transport(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import Line, broadcast, guard
+from gulliver.comm import Line, broadcast, guard, together
 from gulliver.errors import GulliverError
 from gulliver.parallel._own_loss import asks_routers, own_loss
 from gulliver.parallel.pipeline._agree import agree
@@ -137,8 +137,9 @@ class Pipeline:
             run = Run(micros, kinds, self.call or self.model, return_outputs, added)
             run.weights = [p for p in self.model.parameters() if p.requires_grad]
             self._failed = True
-            self._go(run, losses, forward_only)
-            loss = self._share(losses) if return_loss else None
+            with together():
+                self._go(run, losses, forward_only)
+                loss = self._share(losses) if return_loss else None
             self._failed = False
         found = [run.outputs[n] for n in range(len(micros))] if run.outputs else None
         return {"loss": loss, "outputs": merge(found, weights.own) if found else None}
