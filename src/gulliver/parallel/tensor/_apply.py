@@ -10,7 +10,7 @@ meta stay there. Read `apply_tensor`, then `_Applied`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -254,9 +254,14 @@ def sum_gradients(model: nn.Module, modules: list[nn.Module], line: Line) -> Non
     read, but others do, has a hook instead; one that is frozen, or comes from meta, gets it when
     the model runs.
     """
+    # By name: a copy of a module has parameters that know of no region.
+    names = {
+        module: tuple(n for n, p in module._parameters.items() if p is None or region_of(p) is None)
+        for module in modules
+    }
 
-    def enter(module: nn.Module, *_: Any) -> None:
-        for name, parameter in _whole(module) if torch.is_grad_enabled() else ():
+    def enter(names: tuple[str, ...], module: nn.Module, *_: Any) -> None:
+        for name, parameter in _trained(module, names) if torch.is_grad_enabled() else ():
             vars(parameter)["_summed_at_use"] = True
             # An attribute of the instance goes before a parameter. A view is an operation, for
             # which a parameter that is gathered on demand waits.
@@ -268,25 +273,22 @@ def sum_gradients(model: nn.Module, modules: list[nn.Module], line: Line) -> Non
 
     def watch(*_: Any) -> None:
         for module in modules:
-            for _, parameter in _whole(module):
+            for _, parameter in _trained(module, names[module]):
                 if "_summed" not in vars(parameter):
                     parameter.register_hook(partial(_summed_once, parameter, line))
                     vars(parameter)["_summed"] = True
 
     for module in modules:
-        module.register_forward_pre_hook(enter)
+        module.register_forward_pre_hook(partial(enter, names[module]))
         module.register_forward_hook(leave, always_call=True)
     watch()
     model.register_forward_pre_hook(watch)
 
 
-def _whole(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """A module's own parameters that are trained and not cut."""
-    return [
-        (name, parameter)
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad and region_of(parameter) is None
-    ]
+def _trained(module: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Parameter]]:
+    """Those of a module's own parameters that are trained."""
+    found = ((name, module._parameters[name]) for name in names)
+    return [(name, p) for name, p in found if p is not None and p.requires_grad]
 
 
 def _summed_once(parameter: nn.Parameter, line: Line, grad: Tensor) -> Tensor:
