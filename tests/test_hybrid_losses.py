@@ -176,3 +176,101 @@ def test_losses_of_other_kinds_are_those_of_the_model(pool: Pool) -> None:
     for found in pool.run(_own_kinds, 2):
         # transformers' losses go through float32.
         assert max(found.values()) <= 1e-5, found
+
+
+def _qwen3() -> Any:
+    """Its norms of queries and keys are whole, and see each rank's heads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(5)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=WIDE,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=4,
+        head_dim=4,
+        use_cache=False,
+    )
+    model = Qwen3ForCausalLM(config).double().train()
+    exact_norms(model)
+    return model
+
+
+def _llama() -> Any:
+    return build("llama")
+
+
+def _gpt2() -> Any:
+    return build("gpt2")
+
+
+PENALIZED = {
+    "tensor": ({"tp_size": 2}, _qwen3),
+    "split gather": (SHARED["split gather"], _llama),
+    "ring of tensors": ({"tp_size": 2, "sequence_parallelism_mode": "ring"}, _qwen3),
+    "split gather, ZeRO 3": ({**SHARED["split gather"], "zero_stage": 3}, _llama),
+    "ring": (SHARED["ring"], _llama),
+    "biases": (SHARED["split gather"], _gpt2),
+}
+
+
+def _penalized(world: World, plugin: dict[str, Any], make: Any) -> list[float]:
+    """Errors with a penalty, of all layers' hidden states and of the parameters, written plainly
+    and by the optimizer's sum."""
+    data = batch("llama", 2, seed=1, length=13)
+    del data["labels"]
+
+    def loss_of(model: Any, penalty: Any) -> Tensor:
+        out = model(**data, output_hidden_states=True)
+        hidden = sum(h.square().mean() for h in out.hidden_states)
+        assert all(h.shape[1] == 13 for h in out.hidden_states)
+        return out.logits.square().mean() + hidden + 0.1 * penalty(model)
+
+    def plain(model: Any) -> Tensor:
+        return sum(p.square().sum() for p in model.parameters())  # type: ignore[return-value]
+
+    whole = make()
+    wanted = loss_of(whole, plain)
+    wanted.backward()
+    booster, model, optimizer = _boosted(plugin, make())
+    errors = []
+    for penalty in (plain, lambda _: optimizer.penalty(lambda p: p.square().sum())):
+        loss = loss_of(model, penalty)
+        booster.backward(loss, optimizer)
+        errors.append(largest(optimizer.full_gradients(), _gradients(whole)))
+        optimizer.zero_grad()
+    # Written plainly it counts what this rank has; the gradients are right all the same.
+    return [*errors, relative(loss.detach(), wanted.detach())]
+
+
+@pytest.mark.parametrize("name", PENALIZED)
+def test_penalties_and_hidden_states_of_all_layers_are_those_of_one_process(
+    pool: Pool, name: str
+) -> None:
+    for errors in pool.run(_penalized, 2, *PENALIZED[name]):
+        assert max(errors) <= BAR, errors
+
+
+def _partial_outputs(world: World) -> list[str]:
+    """What is said when a rank would return, or train on, its part."""
+    said = []
+    data = batch("llama", 2, seed=1)
+    for plugin in ({"tp_size": 2}, SHARED["split gather"], SHARED["ring"]):
+        _, model, _ = _boosted(plugin, build("llama"))
+        with pytest.raises(GulliverError) as raised:
+            model(**data, output_attentions=True)
+        said.append(str(raised.value))
+    stages = {"pp_size": 2, "num_microbatches": 2}
+    for plugin in (stages, {**SHARED["split gather"], **EXPERTS}):
+        with pytest.raises(GulliverError) as raised:
+            _boosted(plugin, _mixture(output_router_logits=True))
+        said.append(str(raised.value))
+    return said
+
+
+def test_parts_of_attentions_and_of_routers_losses_are_refused_by_name(pool: Pool) -> None:
+    for said in pool.run(_partial_outputs, 2):
+        assert all("output_attentions=True" in text for text in said[:3]), said
+        assert all("output_router_logits=True" in text for text in said[3:]), said

@@ -16,9 +16,10 @@ import gulliver
 from gulliver.booster import Booster, HybridParallelPlugin
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from tests.hybrid_cells import RING, make_optimizer
+from tests.hybrid_cells import RING, largest, make_optimizer
 from tests.hybrid_models import VOCABULARY, batch, build
 from tests.pool import Pool
+from tests.test_pipeline_runs import Table
 
 TENSOR = {"tp_size": 2}
 SPLIT = {**TENSOR, "sequence_parallelism_mode": "split_gather"}
@@ -178,3 +179,22 @@ def test_dropout_that_is_allowed_is_drawn_anew_and_alike_where_ranks_compute_the
     assert losses == other[0]
     for name, gradient in gradients.items():
         assert torch.allclose(gradient, other[1][name], rtol=1e-10, atol=1e-14), name
+
+
+def _named_blocks(world: World) -> float:
+    """A model that no table knows, cut as the plugin's arguments say; the largest error."""
+    torch.manual_seed(0)
+    data = torch.arange(12).view(4, 3) % 11, torch.rand(4, dtype=torch.float64)
+    whole = Table()
+    (whole(*data).square().mean()).backward()
+    model = Table()
+    model.load_state_dict(whole.state_dict())
+    how = {"blocks": "blocks", "everywhere": ["mix"], "extra": 1}
+    booster, model, optimizer = _boosted({**STAGES, **how}, model)
+    booster.execute_pipeline(iter([data]), model, lambda out, _: out.square().mean(), optimizer)
+    wanted = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    return largest(optimizer.full_gradients(), wanted)
+
+
+def test_the_plugin_takes_what_stack_of_takes(pool: Pool) -> None:
+    assert max(pool.run(_named_blocks, 2)) <= 1e-10

@@ -101,6 +101,9 @@ def _refused(world: World) -> dict[str, str]:
         with pytest.raises(GulliverError) as raised:
             pipe.run({**_uneven(name), **change})
         said[name] = str(raised.value)
+        if "items" not in next(iter(change)):
+            with pytest.raises(GulliverError, match="say what the loss is a mean over"):
+                pipe.run({**_uneven(name), **change}, lambda out, _: out.loss * 1)
         even = batch("llama", 4, seed=2)
         even["labels"] %= 5
         pipe.run({**even, **{n: v for n, v in change.items() if "label" in n}})
@@ -121,3 +124,17 @@ def test_weights_are_those_of_the_labels_that_count() -> None:
     assert weigh(micros, "samples", None).own == [0.5, 0.5]
     with pytest.raises(GulliverError, match="different numbers of labels"):
         weigh(micros, None, None, criterion=True)
+
+
+def _uncounted(world: World) -> float:
+    """A criterion of one's own is seen in mid-schedule, by the last stage alone."""
+    pipe = pipeline_of(world, _make("LlamaForCausalLM"), "1f1b", 4)
+    data = _uneven("LlamaForCausalLM")
+    with pytest.raises(GulliverError, match="say what the loss is a mean over"):
+        pipe.run(data, lambda out, _: out.loss * 1)
+    pipe.model.zero_grad()
+    return _errors(pipe, _make("LlamaForCausalLM"), data, criterion=lambda out, _: out.loss)
+
+
+def test_a_criterion_that_is_not_known_is_refused_on_all_ranks(pool: Pool) -> None:
+    assert max(pool.run(_uncounted, 2)) <= BAR

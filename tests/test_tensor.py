@@ -186,6 +186,10 @@ def _copied(world: World) -> list[Any]:
     apply_tensor(model, plan_tensor(model, world.size, RULES), line_of(world), "ring")
     twin = copy.deepcopy(model)
     same = torch.equal(_train(twin, _ids()), _train(model, _ids()))
+    for own, copied in zip(model.parameters(), twin.parameters(), strict=True):
+        if own.grad is not None and copied.grad is not None:
+            same &= torch.equal(own.grad, copied.grad)
+        same &= (own.grad is None) == (copied.grad is None)
     return [same, model.head.weight is model.embed.weight, _worst(model, whole, _ids())]
 
 

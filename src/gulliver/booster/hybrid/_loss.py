@@ -95,6 +95,11 @@ def mean_over_ranks(
             sums[1] = own
     whole = (sums[0] / sums[1]).to(losses.dtype)
     share = scale_gradient(total / sums[1].clamp(min=1).to(losses.dtype), groups.plan.degree)
+    return shown(share, whole)
+
+
+def shown(share: Tensor, whole: Tensor) -> Tensor:
+    """The value of the whole with the gradient of the share."""
     return _Shown.apply(share, whole)
 
 
@@ -118,7 +123,7 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
 
 
 class _Shown(torch.autograd.Function):
-    """The value of the whole with the gradient of the share; also where either is not finite."""
+    """Not a difference of the two, so that it also holds where either is not finite."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, whole: Tensor) -> Tensor:

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gulliver.booster.hybrid._loss import shown
 from gulliver.booster.hybrid._transformers import gathered_logits
 from gulliver.comm import ALONE, all_reduce, gather_objects
+from gulliver.errors import GulliverError
 from gulliver.memory import Region, region_of
 from gulliver.parallel import ZeroOptimizer, persistent_buffers
 from gulliver.parallel.pipeline import Pipeline, Stage
@@ -100,6 +102,34 @@ class HybridOptimizer(ZeroOptimizer):
             with self._reducer.backward(reduce=True):
                 pass
         return found
+
+    def penalty(self, term: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        """A sum over all trained parameters of the whole model, to be added to a loss.
+
+        A sum over `model.parameters()` has right gradients too, but counts only what this rank has
+        of them: ranks would show different losses.
+
+        Args:
+            term: of one parameter, or of this rank's part of it: a sum over its elements.
+
+        Returns:
+            The same number on all ranks of a model, with this rank's gradients.
+
+        Raises:
+            GulliverError: stages of a pipeline have the parameters.
+        """
+        if self.pipeline_stage is not None:
+            raise GulliverError(
+                "a penalty needs the parameters of all stages of a pipeline in one loss: take the "
+                "optimizer's weight_decay, or leave pp_size out"
+            )
+        terms = {name: term(parameter) for parameter, name in self.names.items()}
+        whole = sum(t.detach().double() * self._counted[name] for name, t in terms.items())
+        share = torch.stack(list(terms.values())).sum()
+        assert isinstance(whole, Tensor), "there is something to train"
+        if self.mesh.shards.size > 1:
+            all_reduce(whole, "sum", self.mesh.shards.group)
+        return shown(share, whole.to(share.dtype))
 
     def _writes(self, name: str) -> bool:
         """Whether this rank and its replicas save what several of them have alike."""

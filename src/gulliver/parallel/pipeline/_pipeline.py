@@ -139,6 +139,8 @@ class Pipeline:
             self._failed = True
             with together():
                 self._go(run, losses, forward_only)
+                if weights.given is None:
+                    self._refuse_uncounted(losses)
                 loss = self._share(losses) if return_loss else None
             self._failed = False
         found = [run.outputs[n] for n in range(len(micros))] if run.outputs else None
@@ -194,19 +196,37 @@ class Pipeline:
         assert self._loss is not None, "losses are computed in a run"
         return self._loss(output, number)
 
+    def _refuse_uncounted(self, losses: _Losses) -> None:
+        """Refuses a criterion of which nobody knows what it counts, on all ranks.
+
+        The last stage alone sees that it is not the model's own loss, and does in mid-schedule,
+        where the others would wait for it: so it goes on to the end.
+        """
+        found = torch.tensor([float(losses.uncounted)], device=self._device())
+        self._tell(found)
+        if bool(found):
+            self._failed = False
+            raise GulliverError(
+                f"micro-batches have different numbers of labels to count: {UNEVEN}"
+            )
+
     def _share(self, losses: _Losses) -> Tensor | None:
         """The batch's loss, on every rank."""
-        line = self.stage.line
-        mine = line.place == self.stage.last_place
+        mine = self.stage.line.place == self.stage.last_place
         # Whether there is a loss at all, and of which dtype, the last stage alone knows.
         found = torch.zeros(2, dtype=torch.float64, device=self._device())
         total = losses.total()
         if mine and total is not None:
             found[0], found[1] = 1 + LOSSES.index(total.dtype), total
+        self._tell(found)
+        return found[1].to(LOSSES[int(found[0]) - 1]) if found[0] else None
+
+    def _tell(self, found: Tensor) -> None:
+        """Gives all stages what the last one has."""
+        line = self.stage.line
         if line.size > 1:
             source = sorted(line.ranks).index(line.ranks[self.stage.last_place])
             broadcast(found, source, line.group)
-        return found[1].to(LOSSES[int(found[0]) - 1]) if found[0] else None
 
     def _agree(self, batch: Batch, forward_only: bool) -> str:
         frozen = "".join("01"[p.requires_grad] for p in self.model.parameters())
@@ -278,6 +298,7 @@ class _Losses:
         self._micros, self._weights = micros, weights
         self._criterion, self._scale, self._optional = criterion, scale, optional
         self._terms: list[Tensor] = []
+        self.uncounted = False
 
     def __call__(self, output: Any, number: Tensor) -> Tensor:
         micro = int(number)
@@ -303,9 +324,7 @@ class _Losses:
         loss = self._criterion(output, given)
         weights = self._weights.own if loss is own else self._weights.given
         if weights is None:
-            raise GulliverError(
-                f"micro-batches have different numbers of labels to count: {UNEVEN}"
-            )
+            self.uncounted, weights = True, self._weights.own
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise GulliverError("a criterion returns one number, the mean over a micro-batch")
         return loss, weights

@@ -10,7 +10,8 @@ meta stay there. Read `apply_tensor`, then `_Applied`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from gulliver.comm import Line
 from gulliver.errors import GulliverError, nearest
 from gulliver.memory import Region, region_of, set_region
-from gulliver.parallel.tensor._collectives import summed
+from gulliver.parallel.tensor._collectives import copy, summed
 from gulliver.parallel.tensor._convolution import (
     CONVOLUTIONS,
     ColumnConvolution,
@@ -30,7 +31,13 @@ from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbed
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
 from gulliver.parallel.tensor._plan import Placed, TensorPlan, is_transposed
 from gulliver.parallel.tensor._shared import SharedSequence
-from gulliver.parallel.tensor._sites import expect_whole, guard_stack, take_in_once
+from gulliver.parallel.tensor._sites import (
+    expect_whole,
+    gather_outputs,
+    guard_stack,
+    refuse_outputs,
+    take_in_once,
+)
 from gulliver.parallel.tensor._table import SCALED
 
 SequenceMode = Literal["split_gather", "ring"]
@@ -186,11 +193,20 @@ class _Applied:
         ]
         for path, sequence in shared.items():
             guard_stack(path, self.model.get_submodule(path), sequence, plan.known)
+        for path in {path: None for stack in shared for path in _above(stack)}:
+            gather_outputs(self.model.get_submodule(path), line)
+        refuse_outputs(self.model, bool(shared))
         sum_gradients(self.model, inside + summed_up, line)
 
     def _in_site(self, path: str) -> bool:
         """Whether a module works on what is whole again, past the columns of a site."""
         return any(path.startswith(f"{site}.") for site in self.plan.sites)
+
+
+def _above(stack: str) -> list[str]:
+    """Paths of the modules that a list of blocks lies in, innermost first."""
+    parts = stack.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
 
 
 def _stack_of(path: str, shared: Mapping[str, SharedSequence]) -> SharedSequence | None:
@@ -232,21 +248,51 @@ def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Int
 def sum_gradients(model: nn.Module, modules: list[nn.Module], line: Line) -> None:
     """Lets each rank have the sum of the ranks' gradients of the whole parameters of some modules.
 
-    A frozen parameter cannot have a hook, and one that comes from meta is another object: whoever
-    has none gets one when the model runs.
+    It is summed where a module uses its parameter, not where the parameter's gradient is added up:
+    what else a loss does with a parameter, as a penalty does, every rank does with the whole of it,
+    and a sum would count that once for each rank. A parameter that a module's own forward does not
+    read, but others do, has a hook instead; one that is frozen, or comes from meta, gets it when
+    the model runs.
     """
+    # By name: a copy of a module has parameters that know of no region.
+    names = {
+        module: tuple(n for n, p in module._parameters.items() if p is None or region_of(p) is None)
+        for module in modules
+    }
+
+    def enter(names: tuple[str, ...], module: nn.Module, *_: Any) -> None:
+        for name, parameter in _trained(module, names) if torch.is_grad_enabled() else ():
+            vars(parameter)["_summed_at_use"] = True
+            # An attribute of the instance goes before a parameter. A view is an operation, for
+            # which a parameter that is gathered on demand waits.
+            vars(module)[name] = copy(parameter.view_as(parameter), line)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        for name in module._parameters:
+            vars(module).pop(name, None)
 
     def watch(*_: Any) -> None:
         for module in modules:
-            for parameter in module._parameters.values():
-                if parameter is None or not parameter.requires_grad or "_summed" in vars(parameter):
-                    continue
-                if region_of(parameter) is None:
-                    parameter.register_hook(lambda grad: summed(grad, line))
+            for _, parameter in _trained(module, names[module]):
+                if "_summed" not in vars(parameter):
+                    parameter.register_hook(partial(_summed_once, parameter, line))
                     vars(parameter)["_summed"] = True
 
+    for module in modules:
+        module.register_forward_pre_hook(partial(enter, names[module]))
+        module.register_forward_hook(leave, always_call=True)
     watch()
     model.register_forward_pre_hook(watch)
+
+
+def _trained(module: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Parameter]]:
+    """Those of a module's own parameters that are trained."""
+    found = ((name, module._parameters[name]) for name in names)
+    return [(name, p) for name, p in found if p is not None and p.requires_grad]
+
+
+def _summed_once(parameter: nn.Parameter, line: Line, grad: Tensor) -> Tensor:
+    return grad if "_summed_at_use" in vars(parameter) else summed(grad, line)
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gulliver.comm import Line
 from gulliver.errors import GulliverError
 from gulliver.parallel.tensor._collectives import gather, split
 from gulliver.parallel.tensor._entry import Arriving, enter
@@ -89,6 +90,50 @@ def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool
         block.register_forward_hook(guard.after, always_call=True)
 
 
+def gather_outputs(module: nn.Module, line: Line) -> None:
+    """Lets what a module around a stack returns be whole: hidden states between its blocks, too."""
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            lengths = vars(value).get("_lengths") or UNCUT
+            # What the last block joined has the lengths as well.
+            cut = lengths != UNCUT and value.shape[1] == lengths[line.place] != sum(lengths)
+            return gather(value, 1, lengths, line) if cut else value
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                found = whole(entry)
+                if found is not entry:
+                    value[key] = found
+        elif type(value) in (tuple, list):
+            entries = [whole(entry) for entry in value]
+            if any(new is not old for new, old in zip(entries, value, strict=True)):
+                return type(value)(entries)
+        return value
+
+    module.register_forward_hook(lambda _, args, output: whole(output))
+
+
+def refuse_outputs(model: nn.Module, shared: bool) -> None:
+    """Refuses to return what each rank has its own part of.
+
+    Args:
+        model: that is cut.
+        shared: whether its sequences are cut between blocks.
+    """
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        config = getattr(module, "config", None)
+        for name in ("output_attentions", "output_router_logits")[: 1 + shared]:
+            given = kwargs.get(name)
+            if getattr(config, name, False) if given is None else given:
+                raise GulliverError(
+                    f"{name}=True asks for what each tensor rank has a part of, and no rank has "
+                    "whole: leave it out"
+                )
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+
+
 class _Guard:
     """What happens at the edges of one block."""
 
@@ -122,6 +167,7 @@ class _Guard:
             shared.lengths = shared.deal(hidden.shape[1], torch.is_grad_enabled())
             if shared.lengths != UNCUT:
                 hidden = split(hidden, 1, shared.lengths, shared.line)
+                vars(hidden)["_lengths"] = shared.lengths
         else:
             # None where it comes from another stage: the ranks then ask each other.
             shared.lengths = vars(hidden).get("_lengths")
