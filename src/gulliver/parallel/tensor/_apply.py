@@ -27,6 +27,7 @@ from gulliver.parallel.tensor._convolution import (
 )
 from gulliver.parallel.tensor._deal import Interval, deal, intervals
 from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbedding
+from gulliver.parallel.tensor._experts import share_experts, share_rotary
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
 from gulliver.parallel.tensor._plan import Placed, TensorPlan, is_transposed
 from gulliver.parallel.tensor._shared import SharedSequence
@@ -88,6 +89,9 @@ class _Applied:
             module = self.modules[path]
             if placed.how.kind == "summed":
                 continue
+            if placed.how.kind in ("experts", "parameters", "latent"):
+                self._cut_inside(path, module, placed)
+                continue
             if id(module) not in self.replaced:
                 self.replaced[id(module)] = self._cut(path, module, placed, shared)
             parent, _, name = path.rpartition(".")
@@ -96,6 +100,19 @@ class _Applied:
         for path, groups in self.plan.attention.items():
             scale_heads(self.modules[path], deal(groups, self.line.size)[self.line.place], groups)
         self._hook(shared)
+
+    def _cut_inside(self, path: str, module: nn.Module, placed: Placed) -> None:
+        """Cuts the parameters of a module that stays itself."""
+        if id(module) in self.replaced:
+            return
+        self.replaced[id(module)] = module
+        for name, dim in placed.dims.items():
+            runs = placed.runs(self.line.size, self.line.place, name)
+            setattr(module, name, self._part(module._parameters[name], dim, runs))
+        if placed.how.kind == "experts":
+            share_experts(module, self.line)
+        if placed.how.kind == "latent":
+            share_rotary(module, _rotary_width(self.modules[path.rpartition(".")[0]]), self.line)
 
     def _cut(
         self, path: str, module: nn.Module, placed: Placed, shared: Mapping[str, SharedSequence]
@@ -135,7 +152,7 @@ class _Applied:
         return ColumnEmbedding(weight, line, runs[0], placed.total, padding, how.gather)
 
     def _part(
-        self, whole: nn.Parameter, dim: int | None, runs: tuple[Interval, ...]
+        self, whole: Any, dim: int | None, runs: tuple[Interval, ...]
     ) -> nn.Parameter:
         """This rank's part of a parameter, the same object for tied ones."""
         if dim is None:
@@ -182,6 +199,12 @@ class _Applied:
     def _in_site(self, path: str) -> bool:
         """Whether a module works on what is whole again, past the columns of a site."""
         return any(path.startswith(f"{site}.") for site in self.plan.sites)
+
+
+def _rotary_width(attention: Any) -> int:
+    """Features of keys that go through the rotary embedding, of an attention with latent keys."""
+    width = getattr(attention, "qk_rope_head_dim", None)
+    return width if isinstance(width, int) else attention.config.qk_rope_head_dim
 
 
 def _stack_of(path: str, shared: Mapping[str, SharedSequence]) -> SharedSequence | None:

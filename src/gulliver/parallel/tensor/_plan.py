@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -19,9 +19,11 @@ from torch import nn
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.tensor._convolution import CONVOLUTIONS
 from gulliver.parallel.tensor._deal import Interval, share
+from gulliver.parallel.tensor._experts import Part, parts_of_experts
 from gulliver.parallel.tensor._table import (
     DRAWN_ALIKE,
     FAMILIES,
+    GATHERED,
     HEADS,
     HUGGING_FACE,
     KV_HEADS,
@@ -29,6 +31,10 @@ from gulliver.parallel.tensor._table import (
     Family,
     How,
 )
+from gulliver.parallel.tensor._types import BARE, GENERAL, OPAQUE, REFUSED, TYPES
+
+ROUTERS = ("gate", "router", "gate_proj_router", "wg")
+"""Last parts of the paths of linear layers that choose experts: they are small, and stay whole."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Placed:
         dims: parameter to the dim that is cut; those that are whole are not named.
         total: features along it.
         units: indivisible things that they are, in each block.
+        parts: parameter to how it is dealt, where those of a module are dealt differently.
     """
 
     style: str
@@ -48,9 +55,13 @@ class Placed:
     dims: Mapping[str, int]
     total: int = 0
     units: int = 0
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
-    def runs(self, size: int, place: int) -> tuple[Interval, ...]:
-        """The part of a rank."""
+    def runs(self, size: int, place: int, name: str = "") -> tuple[Interval, ...]:
+        """The part of a rank, of the parameter of a name."""
+        part = self.parts.get(name)
+        if part is not None:
+            return share(part.total, part.units, size, place, part.blocks)
         return share(self.total, self.units, size, place, self.how.blocks)
 
 
@@ -135,7 +146,7 @@ class _Planner:
         self.model, self.size, self.rest = model, size, replicate_rest
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.family = family_of(model)
-        self.own = _own_plan(model) if self.family is None else {}
+        self.own = _own_plan(model) if self.family is None or self.family.own else {}
         self.rules = dict(rules)
         for style in rules.values():
             if style not in STYLES:
@@ -153,12 +164,18 @@ class _Planner:
             ):
                 continue
             style = self._style(path, module)
+            if style in ("vocabulary", "embedding by heads") and _is_scaled(module):
+                style = "replicate" if best_match(path, self.rules) is None else style
             if style is None:
                 (replicated if self.rest else unknown).append(path)
             elif style == "replicate":
                 replicated.append(path)
             else:
                 placed[path] = self._place(path, module, style)
+        self._keep_scaled(placed, replicated)
+        stacks = self._stacks(placed)
+        if self._automatic:
+            self._gather_opaque(placed, replicated, stacks)
         cut = {id(p) for path in placed for p in self.modules[path].parameters(recurse=False)}
         unknown = [path for path in unknown if not self._tied(path, cut)]
         if unknown:
@@ -168,7 +185,6 @@ class _Planner:
             )
         replicated = [path for path in replicated if not self._tied(path, cut)]
         self._check_ties(placed)
-        stacks = self._stacks(placed)
         sites = self._sites(placed, stacks)
         self._check_sites([s for s in sites if self._is_local(s, placed)], replicated)
         attention = {
@@ -187,6 +203,79 @@ class _Planner:
             self.family is not None or bool(self.own),
         )
 
+    @property
+    def _automatic(self) -> bool:
+        """Whether a Hugging Face model is cut by what is known of it."""
+        return bool(self.own) or (self.family is not None and self.family.rest)
+
+    def _keep_scaled(self, placed: dict[str, Placed], replicated: list[str]) -> None:
+        """Embeddings that do more than look up stay whole, and what is tied to them does, too."""
+        whole = {
+            id(module._parameters.get("weight"))
+            for path, module in self.modules.items()
+            if (path not in placed or _is_scaled(module)) and not any(True for _ in module.children())
+        }
+        for path in list(placed):
+            if best_match(path, self.rules) is not None or placed[path].how.kind not in (
+                "vocabulary",
+                "column",
+            ):
+                continue
+            if id(self.modules[path]._parameters.get("weight")) in whole:
+                del placed[path]
+                replicated.append(path)
+
+    def _gather_opaque(
+        self, placed: dict[str, Placed], replicated: list[str], stacks: tuple[str, ...]
+    ) -> None:
+        """Cuts what is not understood in a way that is exact whatever is around it.
+
+        [Note: opaque modules] Where something between columns and rows works on all features, such
+        as a norm over all heads, columns are gathered and rows take their part of a whole input:
+        weights and products are shared all the same, and everything between is what one process
+        has. So are linear layers of blocks that no rule names.
+        """
+        sites = [s for s in self._sites(placed, stacks) if self._is_local(s, placed)]
+        for site in sites:
+            inside = [path for path in placed if path.startswith(f"{site}.")]
+            whole = [r for r in replicated if r == site or r.startswith(f"{site}.")]
+            norms = [r for r in whole if self._is_head_norm(r, site)]
+            if norms == whole:
+                for path in norms:
+                    placed[path] = Placed("summed", STYLES["summed"], {})
+                    replicated.remove(path)
+                continue
+            for path in [*inside, *([site] if site in placed else [])]:
+                self._gather(placed, path, replicated)
+        local = [s for s in self._sites(placed, stacks) if self._is_local(s, placed)]
+        for path in list(replicated):
+            inside = any(path.startswith(f"{stack}.") for stack in stacks)
+            if not inside or any(path.startswith(f"{site}.") for site in local):
+                continue
+            module = self.modules[path]
+            alone = path.rpartition(".")[2] in ROUTERS or best_match(path, self.rules) is not None
+            if alone or type(module) is not nn.Linear or module.out_features < 2 * self.size:
+                continue
+            placed[path] = self._place(path, module, "column, gathered")
+            replicated.remove(path)
+
+    def _gather(self, placed: dict[str, Placed], path: str, replicated: list[str]) -> None:
+        style = GATHERED.get(placed[path].how.kind)
+        if style is None or placed[path].how.gather or placed[path].how.split:
+            if placed[path].how.kind in ("parameters", "latent", "summed"):
+                del placed[path]
+                replicated.append(path)
+            return
+        placed[path] = self._place(path, self.modules[path], style)
+
+    def _is_head_norm(self, path: str, site: str) -> bool:
+        """Whether a module normalizes each head by itself, with one weight for all of them."""
+        module, width = self.modules[path], vars(self.modules[site]).get("head_dim")
+        if "norm" not in path.rpartition(".")[2].lower() or not isinstance(width, int):
+            return False
+        sizes = {p.numel() for p in module.parameters()}
+        return sizes == {width} and not any(True for _ in module.children())
+
     def _style(self, path: str, module: nn.Module) -> str | None:
         """The user's rule, then the table's or the model's own; norms are whole."""
         known = self.family.rules if self.family else {}
@@ -197,10 +286,14 @@ class _Planner:
         if self.own:
             found = best_match(path, self.own)
             return "replicate" if found is None else self._translated(path, self.own[found])
+        if self.family is not None and self.family.rest:
+            return "replicate"
         return "replicate" if type(module).__name__.endswith("Norm") else None
 
     def _translated(self, path: str, name: str) -> str:
         if name not in HUGGING_FACE:
+            if isinstance(self.modules[path], nn.ModuleList | nn.ModuleDict):
+                return "replicate"
             raise GulliverError(
                 f"the model's own plan cuts {path} as {name!r}, which is not supported: give a "
                 f"rule for it; known are {', '.join(HUGGING_FACE)}"
@@ -212,8 +305,20 @@ class _Planner:
 
     def _place(self, path: str, module: nn.Module, style: str) -> Placed:
         how = STYLES[style]
-        if how.kind == "summed":
+        if how.kind in ("summed", "latent"):
             return Placed(style, how, {})
+        if how.kind == "experts":
+            parts = parts_of_experts(path, module, self.size)
+            return Placed(style, how, {n: part.dim for n, part in parts.items()}, parts=parts)
+        if how.kind == "parameters":
+            units = self._attention(f"{path}.")[1]
+            parts = {
+                n: Part(0, p.shape[0], units)
+                for n, p in module._parameters.items()
+                if p is not None
+            }
+            self._check_units(path, units, "heads (key-value heads where grouped)")
+            return Placed(style, how, {n: 0 for n in parts}, parts=parts)
         dims = _cut_dims(path, module, how)
         total = module._parameters["weight"].shape[dims["weight"]]  # pyright: ignore[reportOptionalMemberAccess]
         units = self._attention(path)[1] if how.heads else total // how.blocks
@@ -223,12 +328,15 @@ class _Planner:
                 f"{path} has {total} features, which are not {how.blocks} x {units} equal parts: "
                 "give it another rule"
             )
+        self._check_units(path, units, what)
+        return Placed(style, how, dims, total, units)
+
+    def _check_units(self, path: str, units: int, what: str) -> None:
         if units < self.size:
             raise GulliverError(
                 f"{path} has {units} {what}, fewer than {self.size} tensor ranks: "
                 f"tp_size from 1 to {units} would do"
             )
-        return Placed(style, how, dims, total, units)
 
     def _attention(self, path: str) -> tuple[str, int]:
         """The attention module that a module belongs to, and how many head groups it has."""
@@ -256,7 +364,7 @@ class _Planner:
             one = placed.get(path)
             for name, parameter in module._parameters.items():
                 dim = one.dims.get(name) if one else None
-                cut = None if one is None or dim is None else (dim, one.runs(self.size, 0))
+                cut = None if one is None or dim is None else (dim, one.runs(self.size, 0, name))
                 if parameter is None or (cut is None and any(module.children())):
                     continue
                 other, before = seen.setdefault(id(parameter), (f"{path}.{name}", cut))
@@ -327,8 +435,12 @@ class _Planner:
 
 def family_of(model: nn.Module) -> Family | None:
     """What the table knows of a model, by its config's model type or its class name."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    return FAMILIES.get(kind or "") or FAMILIES.get(type(model).__name__)
+    kind = getattr(getattr(model, "config", None), "model_type", None) or ""
+    import os
+    found = FAMILIES.get(kind) or FAMILIES.get(type(model).__name__) or TYPES.get(kind)
+    if found is None and os.environ.get("FAM") and not _own_plan(model).keys() - {"lm_head"}:
+        return {"general": GENERAL, "opaque": OPAQUE, "bare": BARE}[os.environ["FAM"]]
+    return found
 
 
 def best_match(path: str, patterns: Mapping[str, Any]) -> str | None:
@@ -364,6 +476,11 @@ def head_groups(module: nn.Module) -> int:
 def is_transposed(module: nn.Module) -> bool:
     """Whether a layer is GPT-2's Conv1D, whose weight is ``[inputs, outputs]``."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _is_scaled(module: nn.Module) -> bool:
+    """Whether an embedding does more than look up."""
+    return isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
 
 
 def _cut_dims(path: str, module: nn.Module, how: How) -> dict[str, int]:
