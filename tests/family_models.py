@@ -69,22 +69,50 @@ SMALL: dict[str, Any] = {
     "experts_implementation": "eager",
 }
 
+LEAVE = object()
+"""In `SPECIAL`: the type's own default."""
+
+_HALF = ["full_attention", "sliding_attention"] * (LAYERS // 2)
+_LINEAR = ["linear_attention", "full_attention"] * (LAYERS // 2)
 SPECIAL: dict[str, dict[str, Any]] = {
     "bert-generation": {"is_decoder": True},
+    "codegen": {"rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "window_size": 6},
+    "falcon": {"head_dim": LEAVE},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8},
+    "zaya": {"num_experts_per_tok": 1},
+    "dots1": {"n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
+    "gemma3n_text": {"layer_types": _HALF, "num_kv_shared_layers": 0},
+    "gemma4_text": {"layer_types": _HALF, "head_dim": LEAVE, "num_kv_shared_layers": 0},
+    "qwen3_next": {
+        "layer_types": _LINEAR,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_d_head": 8, "mamba_d_state": 8},
+    "t5": {"is_encoder_decoder": True},
+    "imagegpt": {"num_labels": CLASSES},
 }
-"""What a type needs beside `SMALL`; None leaves its default."""
-
-DECODERS_OF_ENCODERS = "is_decoder"
+"""What a type needs beside `SMALL`."""
 
 
 def types(task: str) -> dict[str, str]:
-    """Type to class of a task; of several types of one class the first."""
+    """Type to class of a task; of several types of one class the one that it is named for."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, str] = {}
     for kind, name in getattr(modeling_auto, TASKS[task]).items():
         first = name if isinstance(name, str) else name[0]
-        if first not in found.values():
+        same = next((other for other, held in found.items() if held == first), None)
+        if same is None:
+            found[kind] = first
+        elif first.lower().startswith(kind.replace("_", "")):
+            # The class is this type's own, and another type only uses it.
+            del found[same]
             found[kind] = first
     return found
 
@@ -112,10 +140,6 @@ def config_of(task: str, kind: str, **more: Any) -> Any:
         fields["num_labels"] = CLASSES
     fields |= {**SPECIAL.get(kind, {}), **more}
     return made(**{name: value for name, value in fields.items() if value is not LEAVE})
-
-
-LEAVE = object()
-"""In `SPECIAL`: the type's own default."""
 
 
 def build(task: str, kind: str, **more: Any) -> Any:

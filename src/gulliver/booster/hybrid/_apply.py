@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,11 @@ from gulliver._compat import compiled_call, is_compiled
 from gulliver.booster._plugins import HALVES, MIB, _broadcast_any, _convert, _plan, chunk_plans
 from gulliver.booster._states import CUT
 from gulliver.booster.hybrid._batches import watch_batches
-from gulliver.booster.hybrid._capability import SHARED_BY_TENSOR, is_hugging_face
+from gulliver.booster.hybrid._capability import (
+    SHARED_BY_TENSOR,
+    hugging_face_of,
+    is_hugging_face,
+)
 from gulliver.booster.hybrid._lazy import check_lazy, fill
 from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
 from gulliver.booster.hybrid._optimizer import HybridOptimizer
@@ -166,7 +171,26 @@ _AXES = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
 
 
 def _tensor_plan(plugin: HybridParallelPlugin, model: nn.Module) -> TensorPlan:
-    return plan_tensor(model, plugin.tp_size, plugin.tensor_rules, plugin.replicate_rest)
+    plan = plan_tensor(model, plugin.tp_size, plugin.tensor_rules, plugin.replicate_rest)
+    share = plan.share_of(model)
+    if share == 0 and not plugin.tensor_rules:
+        raise GulliverError(
+            f"tp_size={plugin.tp_size} would cut nothing of the blocks of {type(model).__name__}: "
+            "give tensor_rules, or take pp_size"
+        )
+    if share < LEAST_SHARE and current_world().is_main:
+        kept = 1 - share * (1 - 1 / plugin.tp_size)
+        warnings.warn(
+            f"tp_size={plugin.tp_size} cuts {share:.0%} of the parameters of the blocks of "
+            f"{type(model).__name__}, so each rank keeps {kept:.0%} of them: give tensor_rules "
+            "for the rest, or take pp_size",
+            stacklevel=2,
+        )
+    return plan
+
+
+LEAST_SHARE = 0.5
+"""Of the parameters of the blocks: where less of them is cut, that is said."""
 
 
 def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
@@ -214,7 +238,7 @@ def _wire(
             mode = plugin.mode if plugin.mode in ("all_to_all", "ring_attn") else "all_to_all"
             wire_stdit(model, mesh.sequence, mode, mesh.tensor, show=_say(plugin))
     elif is_hugging_face(model) and mesh.sequence.plan.degree * mesh.tensor.size > 1:
-        wire_sequence(model, mesh.sequence, mesh.tensor)
+        wire_sequence(hugging_face_of(model), mesh.sequence, mesh.tensor)
     if plugin.checkpoint_activations and stage is None:
         if not hasattr(model, "gradient_checkpointing_enable"):
             raise GulliverError(

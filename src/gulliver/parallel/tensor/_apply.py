@@ -29,7 +29,7 @@ from gulliver.parallel.tensor._deal import Interval, deal, intervals
 from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbedding
 from gulliver.parallel.tensor._experts import share_experts, share_rotary
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
-from gulliver.parallel.tensor._plan import Placed, TensorPlan, is_transposed
+from gulliver.parallel.tensor._plan import Placed, TensorPlan, is_transposed, layer_of
 from gulliver.parallel.tensor._shared import SharedSequence
 from gulliver.parallel.tensor._sites import expect_whole, guard_stack, take_in_once
 from gulliver.parallel.tensor._table import SCALED
@@ -151,9 +151,7 @@ class _Applied:
             return VocabularyEmbedding(weight, line, runs[0], placed.total, padding)
         return ColumnEmbedding(weight, line, runs[0], placed.total, padding, how.gather)
 
-    def _part(
-        self, whole: Any, dim: int | None, runs: tuple[Interval, ...]
-    ) -> nn.Parameter:
+    def _part(self, whole: Any, dim: int | None, runs: tuple[Interval, ...]) -> nn.Parameter:
         """This rank's part of a parameter, the same object for tied ones."""
         if dim is None:
             return whole
@@ -197,7 +195,15 @@ class _Applied:
         sum_gradients(self.model, inside + summed_up, line)
 
     def _in_site(self, path: str) -> bool:
-        """Whether a module works on what is whole again, past the columns of a site."""
+        """Whether a module works on what is whole again, past the columns of a site.
+
+        Not what adapts rows: it gets what they have scattered.
+        """
+        layer, factor = layer_of(path)
+        if factor == "lora_B" and isinstance(self.modules.get(f"{layer}.base_layer"), nn.Module):
+            placed = self.plan.modules.get(f"{layer}.base_layer")
+            if placed is not None and placed.how.kind == "row":
+                return False
         return any(path.startswith(f"{site}.") for site in self.plan.sites)
 
 

@@ -56,7 +56,14 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, Part]:
     into = [n for n in INTO if n in held]
     known = {*into, *(f"{n}_bias" for n in into), OUT, ADDED}
     plain = hasattr(module, "is_transposed") and not getattr(module, "has_post_expert_norm", False)
-    if not plain or not into or OUT not in held or set(held) - known or list(module.parameters()) != list(held.values()) or hasattr(module, "identity_expert"):
+    if (
+        not plain
+        or not into
+        or OUT not in held
+        or set(held) - known
+        or list(module.parameters()) != list(held.values())
+        or hasattr(module, "identity_expert")
+    ):
         raise GulliverError(
             f"{path} is a {type(module).__name__} with parameters {', '.join(held) or 'inside'}: "
             "experts of this kind cannot be cut; give it the rule 'replicate'"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -31,7 +31,7 @@ from gulliver.parallel.tensor._table import (
     Family,
     How,
 )
-from gulliver.parallel.tensor._types import BARE, GENERAL, OPAQUE, REFUSED, TYPES
+from gulliver.parallel.tensor._types import REFUSED, TYPES
 
 ROUTERS = ("gate", "router", "gate_proj_router", "wg")
 """Last parts of the paths of linear layers that choose experts: they are small, and stay whole."""
@@ -88,6 +88,20 @@ class TensorPlan:
     sliced: Mapping[str, tuple[str, ...]]
     replicated: tuple[str, ...]
     known: bool
+
+    def share_of(self, model: nn.Module) -> float:
+        """The share of the parameters of a model's blocks that this plan cuts, from 0 to 1."""
+        whole = cut = 0
+        lists = [p for p, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+        for path, module in model.named_modules():
+            if not any(path.startswith(f"{inside}.") for inside in lists):
+                continue
+            dims = self.modules[path].dims if path in self.modules else {}
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    whole += parameter.numel()
+                    cut += parameter.numel() if name in dims else 0
+        return cut / whole if whole else 1.0
 
     def __str__(self) -> str:
         lines: dict[str, str] = {}
@@ -151,6 +165,12 @@ class _Planner:
         for style in rules.values():
             if style not in STYLES:
                 raise GulliverError(f"unknown style {style!r}: {nearest(style, STYLES)}")
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        if kind in REFUSED and not rules and size > 1:
+            raise GulliverError(
+                f"{kind} is not cut over tensor ranks: {REFUSED[kind]}; take pp_size, or give "
+                "tensor_rules of your own"
+            )
         if not allow_dropout and size > 1:
             self._refuse_dropout()
 
@@ -165,6 +185,8 @@ class _Planner:
                 continue
             style = self._style(path, module)
             if style in ("vocabulary", "embedding by heads") and _is_scaled(module):
+                style = "replicate" if best_match(path, self.rules) is None else style
+            if self._automatic and not _fits_kind(module, style):
                 style = "replicate" if best_match(path, self.rules) is None else style
             if style is None:
                 (replicated if self.rest else unknown).append(path)
@@ -213,7 +235,8 @@ class _Planner:
         whole = {
             id(module._parameters.get("weight"))
             for path, module in self.modules.items()
-            if (path not in placed or _is_scaled(module)) and not any(True for _ in module.children())
+            if (path not in placed or _is_scaled(module))
+            and not any(True for _ in module.children())
         }
         for path in list(placed):
             if best_match(path, self.rules) is not None or placed[path].how.kind not in (
@@ -238,7 +261,11 @@ class _Planner:
         sites = [s for s in self._sites(placed, stacks) if self._is_local(s, placed)]
         for site in sites:
             inside = [path for path in placed if path.startswith(f"{site}.")]
-            whole = [r for r in replicated if r == site or r.startswith(f"{site}.")]
+            whole = [
+                r
+                for r in replicated
+                if (r == site or r.startswith(f"{site}.")) and not layer_of(r)[1]
+            ]
             norms = [r for r in whole if self._is_head_norm(r, site)]
             if norms == whole:
                 for path in norms:
@@ -248,12 +275,16 @@ class _Planner:
             for path in [*inside, *([site] if site in placed else [])]:
                 self._gather(placed, path, replicated)
         local = [s for s in self._sites(placed, stacks) if self._is_local(s, placed)]
+        lists = [p for p, m in self.modules.items() if isinstance(m, nn.ModuleList)]
         for path in list(replicated):
-            inside = any(path.startswith(f"{stack}.") for stack in stacks)
+            inside = any(path.startswith(f"{stack}.") for stack in lists)
             if not inside or any(path.startswith(f"{site}.") for site in local):
                 continue
             module = self.modules[path]
             alone = path.rpartition(".")[2] in ROUTERS or best_match(path, self.rules) is not None
+            parent = self.modules[path.rpartition(".")[0]]
+            # State-space mixers read weights past the layers that hold them.
+            alone = alone or "A_log" in parent._parameters or bool(layer_of(path)[1])
             if alone or type(module) is not nn.Linear or module.out_features < 2 * self.size:
                 continue
             placed[path] = self._place(path, module, "column, gathered")
@@ -277,6 +308,24 @@ class _Planner:
         return sizes == {width} and not any(True for _ in module.children())
 
     def _style(self, path: str, module: nn.Module) -> str | None:
+        """How a module is cut; the two factors of an adapter go with the layer that they are of.
+
+        Beside columns the second factor is columns, too, beside rows the first is rows; the other
+        one is whole, and so is what lies between them.
+        """
+        layer, factor = layer_of(path)
+        style = self._style_of(layer, module)
+        if factor == "other":
+            raise GulliverError(
+                f"{path}: of adapters, LoRA with lora_A and lora_B is cut; use no DoRA or other "
+                "kinds with tp_size"
+            )
+        kind = STYLES[style].kind if style in STYLES else None
+        if not factor or kind in (None, "replicate"):
+            return style
+        return style if (factor == "lora_B") == (kind == "column") else "replicate"
+
+    def _style_of(self, path: str, module: nn.Module) -> str | None:
         """The user's rule, then the table's or the model's own; norms are whole."""
         known = self.family.rules if self.family else {}
         for rules in (self.rules, known):
@@ -318,7 +367,7 @@ class _Planner:
                 if p is not None
             }
             self._check_units(path, units, "heads (key-value heads where grouped)")
-            return Placed(style, how, {n: 0 for n in parts}, parts=parts)
+            return Placed(style, how, dict.fromkeys(parts, 0), parts=parts)
         dims = _cut_dims(path, module, how)
         total = module._parameters["weight"].shape[dims["weight"]]  # pyright: ignore[reportOptionalMemberAccess]
         units = self._attention(path)[1] if how.heads else total // how.blocks
@@ -389,7 +438,7 @@ class _Planner:
     def _sites(self, placed: dict[str, Placed], stacks: tuple[str, ...]) -> tuple[str, ...]:
         """Parents of columns, unless they are blocks: these have other business too."""
         parents = {
-            path.rpartition(".")[0]: None
+            layer_of(path)[0].rpartition(".")[0]: None
             for path, one in placed.items()
             if one.how.kind == "column" and any(path.startswith(f"{s}.") for s in stacks)
         }
@@ -397,12 +446,18 @@ class _Planner:
 
     def _is_local(self, site: str, placed: dict[str, Placed]) -> bool:
         """Whether tensors inside are each rank's own: not all of its columns are gathered."""
-        inside = [one for path, one in placed.items() if path.rpartition(".")[0] == site]
+        inside = [
+            one for path, one in placed.items() if layer_of(path)[0].rpartition(".")[0] == site
+        ]
         return any(one.how.kind == "column" and not one.how.gather for one in inside)
 
     def _check_sites(self, sites: list[str], replicated: list[str]) -> None:
         """Inside, tensors are each rank's own: what is whole there would get partial gradients."""
-        wrong = [r for r in replicated if any(r.startswith(f"{s}.") or r == s for s in sites)]
+        wrong = [
+            r
+            for r in replicated
+            if any(r.startswith(f"{s}.") or r == s for s in sites) and not layer_of(r)[1]
+        ]
         if wrong:
             raise GulliverError(
                 f"{_listed(wrong)} stand between columns and rows, where each rank has other "
@@ -436,11 +491,20 @@ class _Planner:
 def family_of(model: nn.Module) -> Family | None:
     """What the table knows of a model, by its config's model type or its class name."""
     kind = getattr(getattr(model, "config", None), "model_type", None) or ""
-    import os
-    found = FAMILIES.get(kind) or FAMILIES.get(type(model).__name__) or TYPES.get(kind)
-    if found is None and os.environ.get("FAM") and not _own_plan(model).keys() - {"lm_head"}:
-        return {"general": GENERAL, "opaque": OPAQUE, "bare": BARE}[os.environ["FAM"]]
-    return found
+    return FAMILIES.get(kind) or FAMILIES.get(type(model).__name__) or TYPES.get(kind)
+
+
+def layer_of(path: str) -> tuple[str, str]:
+    """The layer that a module belongs to, and which factor of its adapter it is.
+
+    PEFT wraps a layer ``x`` as ``x.base_layer``, ``x.lora_A.NAME`` and ``x.lora_B.NAME``.
+    """
+    parts = path.split(".")
+    if parts[-1] == "base_layer":
+        return ".".join(parts[:-1]), ""
+    if len(parts) > 2 and parts[-2].startswith("lora_"):
+        return ".".join(parts[:-2]), parts[-2] if parts[-2] in ("lora_A", "lora_B") else "other"
+    return path, ""
 
 
 def best_match(path: str, patterns: Mapping[str, Any]) -> str | None:
@@ -476,6 +540,15 @@ def head_groups(module: nn.Module) -> int:
 def is_transposed(module: nn.Module) -> bool:
     """Whether a layer is GPT-2's Conv1D, whose weight is ``[inputs, outputs]``."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _fits_kind(module: nn.Module, style: str | None) -> bool:
+    """Whether a style is for modules of this kind."""
+    kind = STYLES[style].kind if style in STYLES else "replicate"
+    if kind in ("vocabulary", "embedding"):
+        return isinstance(module, nn.Embedding)
+    linear = is_transposed(module) or type(module).forward is nn.Linear.forward
+    return kind not in ("column", "row") or linear or type(module) in CONVOLUTIONS
 
 
 def _is_scaled(module: nn.Module) -> bool:

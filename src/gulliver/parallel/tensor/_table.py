@@ -250,7 +250,7 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 """Attributes in which attention modules count their heads."""
 
-SCALED = (*KV_HEADS, *HEADS, "split_size", "inner_dim", "all_head_size")
+SCALED = (*KV_HEADS, *HEADS, "split_size", "inner_dim", "all_head_size", "embed_dim")
 """Attributes of attention modules that a rank has its heads' part of."""
 
 HIDDEN = ("hidden_states",)

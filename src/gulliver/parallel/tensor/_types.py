@@ -52,10 +52,38 @@ OPAQUE = Family({**_AROUND, **_MLP}, rest=True)
 BARE = Family(_AROUND, rest=True)
 LATENT = Family(_LATENT, rest=True, own=True)
 
+_PRENORM = Family(
+    {
+        **_AROUND,
+        **_ATTENTION,
+        # A norm of the whole stands beside the first of the two.
+        "intermediate.dense": "column, gathered",
+        "output.dense": "row, split",
+        "attention.output.dense": "row by heads",
+    },
+    rest=True,
+)
+
+_GENERAL = (
+    "bamba bart bert-generation biogpt bitnet blenderbot blenderbot-small camembert ctrl "
+    "data2vec-text diffllama electra ernie gpt_bigcode gpt_neox_japanese gpt_oss "
+    "hunyuan_v1_dense lfm2 lfm3 marian mbart megatron-bert modernbert-decoder mvp openai-gpt "
+    "pegasus persimmon plbart recurrent_gemma rembert roberta roformer stablelm xlm "
+    "xlm-roberta xlm-roberta-xl"
+)
+_OPAQUE = "codegen gptj mpt"
+_BARE = "rwkv"
+
 TYPES: dict[str, Family] = {
+    **dict.fromkeys(_GENERAL.split(), GENERAL),
+    **dict.fromkeys(_OPAQUE.split(), OPAQUE),
+    **dict.fromkeys(_BARE.split(), BARE),
     "deepseek_v3": LATENT,
+    "roberta-prelayernorm": _PRENORM,
 }
 """Type to how it is cut."""
 
-REFUSED: dict[str, str] = {}
+REFUSED: dict[str, str] = {
+    "moshi": "its layers keep a weight for each codebook",
+}
 """Type to why its cut would not be exact."""
