@@ -11,7 +11,7 @@ from gulliver.booster import Booster, HybridParallelPlugin
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.memory import region_of
-from gulliver.parallel.tensor import plan_tensor
+from gulliver.parallel.tensor import check_sequence, plan_tensor
 from tests.family_models import TASKS, batch, build, types
 from tests.family_sweep import BAR, Precise, case, outcome
 from tests.hybrid_cells import largest
@@ -54,6 +54,14 @@ def test_a_cut_of_little_is_said_and_a_cut_of_nothing_is_refused() -> None:
         plan_tensor(build("causal", "mamba"), 2)
     with pytest.raises(GulliverError, match="weight for each codebook"):
         plan_tensor(build("causal", "moshi"), 2)
+
+
+def test_experts_do_not_get_pieces_of_a_sequence() -> None:
+    pytest.importorskip("transformers")
+    plan = plan_tensor(build("causal", "mixtral"), 2)
+    with pytest.raises(GulliverError, match=r"would hand pieces of a sequence to .*experts"):
+        check_sequence(plan, "split_gather")
+    assert not plan_tensor(build("causal", "llama"), 2).whole
 
 
 def adapted() -> Any:
@@ -114,7 +122,7 @@ def test_lora_is_cut_with_the_layers_that_it_adapts(pool: Any) -> None:
     pytest.importorskip("peft")
     for rank in pool.run(lora_errors, 2, deadline_s=280):
         for arguments, (loss, gradients, cut) in zip(LORA_MODES, rank, strict=True):
-            assert loss < BAR and gradients < BAR, (arguments, loss, gradients)
+            assert max(loss, gradients) < BAR, (arguments, loss, gradients)
             # One factor of each adapter: 5 in each of 4 blocks, and the head.
             assert cut == (21 if "tp_size" in arguments else 0), arguments
 

@@ -50,7 +50,7 @@ from gulliver.parallel.pipeline import (
     style_of,
 )
 from gulliver.parallel.sequence import SequencePlan
-from gulliver.parallel.tensor import TensorPlan, apply_tensor, plan_tensor
+from gulliver.parallel.tensor import TensorPlan, apply_tensor, check_sequence, plan_tensor
 from gulliver.plan import MemoryPlan, Plan
 
 if TYPE_CHECKING:
@@ -172,6 +172,8 @@ _AXES = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
 
 def _tensor_plan(plugin: HybridParallelPlugin, model: nn.Module) -> TensorPlan:
     plan = plan_tensor(model, plugin.tp_size, plugin.tensor_rules, plugin.replicate_rest)
+    if plugin.mode in SHARED_BY_TENSOR:
+        check_sequence(plan, plugin.mode)
     share = plan.share_of(model)
     if share == 0 and not plugin.tensor_rules:
         raise GulliverError(

@@ -66,12 +66,26 @@ def find_form(twin: nn.Module, path: str, args: Any, kwargs: Any) -> int | None:
             ) from error
     if isinstance(found, Tensor):
         return None
-    if not isinstance(found, tuple) or any(isinstance(entry, Tensor) for entry in found[1:]):
+    if not isinstance(found, tuple | list) or any(map(_read_later, found[1:])):
         raise GulliverError(
             f"block {path!r} returns more than its hidden state, which other stages cannot make: "
             "if nothing reads it, pass extra=... to stack_of"
         )
     return len(found) - 1
+
+
+def _read_later(entry: Any) -> bool:
+    """Whether a later block may read an entry: not attention's weights, which are only collected.
+
+    One that reads nevertheless finds None there and fails, as nothing computes with None.
+    """
+    if isinstance(entry, tuple | list):
+        return any(map(_read_later, entry))
+    return isinstance(entry, Tensor) and entry.dim() != SCORES
+
+
+SCORES = 4
+"""Dims of attention's weights: batch, heads, queries, keys."""
 
 
 def fill(tensor: Tensor, device: torch.device) -> Tensor:

@@ -7,7 +7,12 @@ Read `_plan.py` and `_apply.py` for how a model is treated, `_linear.py` and `_e
 its layers do, `_table.py` for what is known of models.
 """
 
-from gulliver.parallel.tensor._apply import SequenceMode, apply_tensor, materialize
+from gulliver.parallel.tensor._apply import (
+    SequenceMode,
+    apply_tensor,
+    check_sequence,
+    materialize,
+)
 from gulliver.parallel.tensor._collectives import (
     copy,
     gather,
@@ -39,6 +44,7 @@ __all__ = [
     "TensorPlan",
     "VocabularyEmbedding",
     "apply_tensor",
+    "check_sequence",
     "copy",
     "cross_entropy",
     "deal",

@@ -61,6 +61,21 @@ def apply_tensor(
         _Applied(model, plan, line, sequence).run()
 
 
+def check_sequence(plan: TensorPlan, sequence: str) -> None:
+    """Refuses to cut the sequence between blocks that hold what needs all of it.
+
+    Raises:
+        GulliverError: naming it.
+    """
+    if plan.whole:
+        more = f" and {len(plan.whole) - 3} more" if len(plan.whole) > 3 else ""
+        raise GulliverError(
+            f"sequence_parallelism_mode={sequence!r} would hand pieces of a sequence to "
+            f"{', '.join(plan.whole[:3])}{more}, of which it is not known that tokens are computed "
+            "one by one (experts, mixers, attention cut without heads): use None"
+        )
+
+
 class _Applied:
     def __init__(
         self, model: nn.Module, plan: TensorPlan, line: Line, sequence: SequenceMode | None
@@ -74,6 +89,8 @@ class _Applied:
                 f"the STDiT's tokens are cut by its own sequence modes, not by {sequence!r}: "
                 "use sequence_parallelism_mode='all_to_all' or 'ring_attn'"
             )
+        if sequence is not None:
+            check_sequence(plan, sequence)
         if sequence is not None and not plan.stacks:
             raise GulliverError(
                 f"sequence_parallelism_mode={sequence!r} needs a list of blocks "

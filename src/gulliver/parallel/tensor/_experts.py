@@ -55,15 +55,14 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, Part]:
     held = {n: p for n, p in module._parameters.items() if p is not None}
     into = [n for n in INTO if n in held]
     known = {*into, *(f"{n}_bias" for n in into), OUT, ADDED}
-    plain = hasattr(module, "is_transposed") and not getattr(module, "has_post_expert_norm", False)
-    if (
-        not plain
-        or not into
-        or OUT not in held
-        or set(held) - known
-        or list(module.parameters()) != list(held.values())
-        or hasattr(module, "identity_expert")
-    ):
+    plain = (
+        hasattr(module, "is_transposed")
+        and not getattr(module, "has_post_expert_norm", False)
+        # An expert that returns its input would be counted on every rank.
+        and not hasattr(module, "identity_expert")
+        and len(list(module.parameters())) == len(held)
+    )
+    if not plain or not into or OUT not in held or set(held) - known:
         raise GulliverError(
             f"{path} is a {type(module).__name__} with parameters {', '.join(held) or 'inside'}: "
             "experts of this kind cannot be cut; give it the rule 'replicate'"

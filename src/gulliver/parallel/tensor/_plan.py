@@ -78,6 +78,8 @@ class TensorPlan:
         sliced: path to arguments of which a rank takes its heads' part.
         replicated: paths of modules with parameters that stay whole.
         known: the model is of a known type, or has a plan of its own.
+        whole: paths of modules in blocks that need the whole sequence: experts, and what is cut
+            without being understood.
     """
 
     size: int
@@ -88,6 +90,7 @@ class TensorPlan:
     sliced: Mapping[str, tuple[str, ...]]
     replicated: tuple[str, ...]
     known: bool
+    whole: tuple[str, ...] = ()
 
     def share_of(self, model: nn.Module) -> float:
         """The share of the parameters of a model's blocks that this plan cuts, from 0 to 1."""
@@ -162,6 +165,7 @@ class _Planner:
         self.family = family_of(model)
         self.own = _own_plan(model) if self.family is None or self.family.own else {}
         self.rules = dict(rules)
+        self.opaque: list[str] = []
         for style in rules.values():
             if style not in STYLES:
                 raise GulliverError(f"unknown style {style!r}: {nearest(style, STYLES)}")
@@ -223,7 +227,24 @@ class _Planner:
             self._sliced(attention),
             tuple(replicated),
             self.family is not None or bool(self.own),
+            self._whole(placed, replicated, stacks),
         )
+
+    def _whole(
+        self, placed: dict[str, Placed], replicated: list[str], stacks: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """What a piece of the sequence would not do for."""
+        found = [path for path, one in placed.items() if one.how.kind in ("experts", "latent")]
+        if self._automatic:
+            found += self.opaque
+            found += [
+                path
+                for path in replicated
+                if any(path.startswith(f"{stack}.") for stack in stacks)
+                and not type(self.modules[path]).__name__.endswith("Norm")
+                and not layer_of(path)[1]
+            ]
+        return tuple(dict.fromkeys(found))
 
     @property
     def _automatic(self) -> bool:
@@ -272,6 +293,7 @@ class _Planner:
                     placed[path] = Placed("summed", STYLES["summed"], {})
                     replicated.remove(path)
                 continue
+            self.opaque.append(site)
             for path in [*inside, *([site] if site in placed else [])]:
                 self._gather(placed, path, replicated)
         local = [s for s in self._sites(placed, stacks) if self._is_local(s, placed)]
@@ -289,6 +311,7 @@ class _Planner:
                 continue
             placed[path] = self._place(path, module, "column, gathered")
             replicated.remove(path)
+            self.opaque.append(path)
 
     def _gather(self, placed: dict[str, Placed], path: str, replicated: list[str]) -> None:
         style = GATHERED.get(placed[path].how.kind)
