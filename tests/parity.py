@@ -393,7 +393,10 @@ def main(path: Path) -> None:
     torch.set_num_threads(1)
     found = list(sections(pool))
     pool.close()
-    path.write_text("".join(header + "\n".join(rows) + "\n" for header, rows in found))
+    # Another command's section stays: see `tests/family_sweep.py`.
+    _, mark, families = (path.read_text() if path.exists() else "").partition("<!-- families -->")
+    tables = "".join(header + "\n".join(rows) + "\n" for header, rows in found)
+    path.write_text(tables + (f"\n{mark}{families}" if mark else ""))
     lines = [line for _, rows in found for line in rows]
     print(f"{path}: {len(lines)} lines, {sum('over' in line for line in lines)} over their bar")
 

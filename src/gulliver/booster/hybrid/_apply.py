@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,11 @@ from gulliver.booster._plugins import (
 )
 from gulliver.booster._states import CUT
 from gulliver.booster.hybrid._batches import Vocabulary, watch_batches
-from gulliver.booster.hybrid._capability import SHARED_BY_TENSOR, is_hugging_face
+from gulliver.booster.hybrid._capability import (
+    SHARED_BY_TENSOR,
+    hugging_face_of,
+    is_hugging_face,
+)
 from gulliver.booster.hybrid._lazy import check_lazy, fill
 from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
 from gulliver.booster.hybrid._optimizer import HybridOptimizer
@@ -178,12 +183,12 @@ _AXES = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
 
 def _tensor_plan(plugin: HybridParallelPlugin, model: nn.Module) -> TensorPlan:
     return plan_tensor(
-        model,
-        plugin.tp_size,
-        plugin.tensor_rules,
-        plugin.replicate_rest,
-        plugin.allow_dropout,
+        model, plugin.tp_size, plugin.tensor_rules, plugin.replicate_rest, plugin.allow_dropout
     )
+
+
+LEAST_SHARE = 0.5
+"""Of the parameters of the blocks: where less of them is cut, that is said."""
 
 
 def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
@@ -243,7 +248,7 @@ def _wire(
             mode = plugin.mode if plugin.mode in ("all_to_all", "ring_attn") else "all_to_all"
             wire_stdit(model, mesh.sequence, mode, mesh.tensor, show=_say(plugin))
     elif is_hugging_face(model) and mesh.sequence.plan.degree * mesh.tensor.size > 1:
-        wire_sequence(model, mesh.sequence, mesh.tensor)
+        wire_sequence(hugging_face_of(model), mesh.sequence, mesh.tensor)
     if plugin.checkpoint_activations and stage is None:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
 
@@ -296,16 +301,35 @@ def _check(
     _check_outputs(plugin, model)
     if plugin.tp_size > 1:
         plan = _tensor_plan(plugin, model)
+        _check_share(plugin, model, plan)
         check_mode(model, plan, plugin.mode if plugin.mode in SHARED_BY_TENSOR else None)
     if plugin.pp_size > 1:
         _check_stages(plugin, model, optimizer)
     if family != "STDiT3" and is_hugging_face(model) and sequence.degree > 1:
-        check_sequence(model)
+        check_sequence(hugging_face_of(model))
     enables = hasattr(model, "gradient_checkpointing_enable")
     if plugin.checkpoint_activations and plugin.pp_size == 1 and not enables:
         raise GulliverError(
             "checkpoint_activations needs a model with gradient_checkpointing_enable, or a "
             "pipeline: wrap the blocks with torch.utils.checkpoint before boost"
+        )
+
+
+def _check_share(plugin: HybridParallelPlugin, model: nn.Module, plan: TensorPlan) -> None:
+    """Refuses a cut that leaves the blocks whole; says where it leaves most of them so."""
+    share = plan.share_of(model)
+    if share == 0 and not plugin.tensor_rules:
+        raise GulliverError(
+            f"tp_size={plugin.tp_size} would cut nothing of the blocks of {type(model).__name__}: "
+            "give tensor_rules, or take pp_size"
+        )
+    if share < LEAST_SHARE and current_world().is_main:
+        kept = 1 - share * (1 - 1 / plugin.tp_size)
+        warnings.warn(
+            f"tp_size={plugin.tp_size} cuts {share:.0%} of the parameters of the blocks of "
+            f"{type(model).__name__}, so each rank keeps {kept:.0%} of them: give tensor_rules "
+            "for the rest, or take pp_size",
+            stacklevel=2,
         )
 
 

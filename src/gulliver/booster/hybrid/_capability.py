@@ -102,13 +102,22 @@ def table() -> list[tuple[str, ...]]:
     ]
 
 
+def hugging_face_of(model: nn.Module) -> nn.Module:
+    """The model itself, or the one of transformers that PEFT has put its adapters into."""
+    adapted = any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
+    inner = getattr(model, "get_base_model", None) if adapted else None
+    return inner() if inner is not None else model
+
+
 def is_hugging_face(model: nn.Module) -> bool:
     """Whether a model's class, or one that it derives from, is one of transformers'."""
+    model = hugging_face_of(model)
     return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
 
 
 def family_of(model: nn.Module) -> str | None:
     """The name under which a model stands in the table; None for others."""
+    model = hugging_face_of(model)
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if isinstance(kind, str) and is_hugging_face(model):
         return kind

@@ -29,6 +29,18 @@ def run_hollow(twin: nn.Module, args: Any, kwargs: Any) -> Any:
         return twin(*map_tensors(args, _empty), **map_tensors(kwargs, _empty))
 
 
+def run_filled(twin: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What a module on meta returns when it is given values; they are dropped afterwards."""
+    device = device_of(args, kwargs)
+    real = copy.deepcopy(twin).to_empty(device=device)
+    with torch.no_grad():
+        for tensor in [*real.parameters(), *real.buffers()]:
+            # Not alike, so that the largest are some, and no draw from the random state.
+            ramp = torch.arange(tensor.numel(), device=device).view(tensor.shape)
+            tensor.copy_(ramp % 7 / 64 if tensor.is_floating_point() else torch.zeros_like(ramp))
+        return real(*map_tensors(args, _finite), **map_tensors(kwargs, _finite))
+
+
 def find_form(twin: nn.Module, path: str, args: Any, kwargs: Any) -> int | None:
     """How many entries a block returns after its hidden state; None for a plain tensor.
 
@@ -43,19 +55,37 @@ def find_form(twin: nn.Module, path: str, args: Any, kwargs: Any) -> int | None:
     """
     try:
         found = run_hollow(twin, args, kwargs)
-    except Exception as error:
-        raise GulliverError(
-            f"what block {path!r} returns cannot be found without its values ({error}): pass "
-            "extra=... (of HybridParallelPlugin, or stack_of)"
-        ) from error
+    except Exception:
+        # Experts, whose shapes depend on values: run it once with some.
+        try:
+            found = run_filled(twin, args, kwargs)
+        except Exception as error:
+            raise GulliverError(
+                f"what block {path!r} returns cannot be found without its values ({error}): pass "
+                "extra=... (of HybridParallelPlugin, or stack_of)"
+            ) from error
     if isinstance(found, Tensor):
         return None
-    if not isinstance(found, tuple) or any(isinstance(entry, Tensor) for entry in found[1:]):
+    if not isinstance(found, tuple | list) or any(map(_read_later, found[1:])):
         raise GulliverError(
             f"block {path!r} returns more than its hidden state, which other stages cannot make: "
             "if nothing reads it, pass extra=... (of HybridParallelPlugin, or stack_of)"
         )
     return len(found) - 1
+
+
+def _read_later(entry: Any) -> bool:
+    """Whether a later block may read an entry: not attention's weights, which are only collected.
+
+    One that reads nevertheless finds None there and fails, as nothing computes with None.
+    """
+    if isinstance(entry, tuple | list):
+        return any(map(_read_later, entry))
+    return isinstance(entry, Tensor) and entry.dim() != SCORES
+
+
+SCORES = 4
+"""Dims of attention's weights: batch, heads, queries, keys."""
 
 
 def fill(tensor: Tensor, device: torch.device) -> Tensor:
@@ -90,6 +120,10 @@ def _like(value: Mapping[str, Any], made: dict[str, Any]) -> Any:
         return type(value)(**made)
     except TypeError:
         return made
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return tensor.nan_to_num() if tensor.is_floating_point() else tensor
 
 
 def _empty(tensor: Tensor) -> Tensor:

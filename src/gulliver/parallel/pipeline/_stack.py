@@ -157,6 +157,8 @@ def stack_of(
         )
     if path is None and isinstance(model, nn.Sequential):
         path = ""
+    if path is None and _is_hugging_face(model):
+        return _of_names(model, paths, extra, tuple(after), tuple(everywhere))
     path = _longest(paths) if path is None else path
     inner = paths[path]
     if not isinstance(inner, nn.ModuleList | nn.Sequential):
@@ -167,6 +169,77 @@ def stack_of(
     if isinstance(inner, nn.Sequential) and extra == -1:
         extra = None
     return Stack(blocks, (path,), extra=extra, after=tuple(after), everywhere=tuple(everywhere))
+
+
+AFTER = (
+    "lm_head",
+    "cls",
+    "classifier",
+    "embed_out",
+    "output_projection",
+    "generator_predictions",
+    "generator_lm_head",
+    "vocab_transform",
+    "vocab_layer_norm",
+    "vocab_projector",
+    "pred_layer",
+    "final_layer_norm",
+    "final_norm",
+    "project_out",
+)
+BEFORE = ("layernorm_embedding", "emb_norm", "embed_layer_norm", "embeddings_project")
+ENCODERS = ("encoder.layers", "encoder.layer", "encoder.block")
+"""What transformers calls modules that run after the blocks, or before them, wherever they are
+registered, and the blocks of an encoder."""
+
+
+_MORE = "its blocks return more than their hidden state, which later blocks read"
+REFUSED = {
+    "glm_moe_dsa": _MORE,
+    "hy_v4": _MORE,
+    "gpt_neox_japanese": _MORE,
+    "inkling_text": "its blocks read what modules before them computed",
+    "inkling2_text": "its blocks read what modules before them computed",
+    "hrm_text": "it runs its blocks several times",
+}
+"""Types that cannot be cut into stages, with the reason."""
+
+
+def _of_names(
+    model: nn.Module,
+    paths: dict[str, nn.Module],
+    extra: int | None,
+    after: tuple[str, ...],
+    everywhere: tuple[str, ...],
+) -> Stack:
+    """The blocks of a type that is not in the table, by the names that transformers uses."""
+    kind = str(getattr(getattr(model, "config", None), "model_type", ""))
+    if kind in REFUSED:
+        raise GulliverError(
+            f"{kind} is not cut into stages: {REFUSED[kind]}; take tp_size instead of pp_size"
+        )
+    lists = [_longest(paths)]
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        encoder = next((p for end in ENCODERS if (p := _ending(paths, end)) is not None), None)
+        decoder = None if encoder is None else encoder.replace("encoder.", "decoder.")
+        if encoder is None or decoder not in paths:
+            raise GulliverError(
+                f"{type(model).__name__} is an encoder and a decoder, but has no two lists of "
+                f"blocks of such names ({', '.join(ENCODERS)}): a pipeline cannot cut it"
+            )
+        lists = [encoder, decoder]
+    rows = [[_join(path, child) for child, _ in paths[path].named_children()] for path in lists]
+    late = tuple(p for end in AFTER for p in _all_ending(paths, end, lists))
+    early = tuple(p for end in BEFORE for p in _all_ending(paths, end, lists))
+    return Stack(
+        tuple(block for row in rows for block in row),
+        tuple(lists),
+        memory=lists[0].rpartition(".")[0] if len(lists) > 1 else None,
+        border=len(rows[0]) if len(lists) > 1 else 0,
+        extra=extra,
+        after=(*after, *late),
+        everywhere=(*everywhere, *early),
+    )
 
 
 def _of_family(paths: dict[str, nn.Module], name: str) -> Stack:
@@ -212,12 +285,26 @@ def _longest(paths: dict[str, nn.Module]) -> str:
         kinds = {type(block) for block in module}
         if len(kinds) == 1 and all(any(True for _ in b.parameters()) for b in module):
             best, length = path, len(module)
+    # Blocks of several kinds lie in a list of this name.
+    named = [p for p in paths if p.rpartition(".")[2] in LISTS and _many(paths[p])]
+    if named and (best is None or best.startswith(f"{named[0]}.")):
+        best = named[0]
     if best is None:
         raise GulliverError(
             "the model has no list of equal blocks to cut between: put them into an "
             "nn.ModuleList, or name the list (blocks=... of HybridParallelPlugin, path of stack_of)"
         )
     return best
+
+
+LISTS = ("layers", "layer", "h", "blocks", "block")
+"""Names of lists of blocks."""
+
+
+def _many(module: nn.Module) -> bool:
+    blocks = list(module.children())
+    held = all(any(True for _ in block.parameters()) for block in blocks)
+    return isinstance(module, nn.ModuleList) and len(blocks) > 1 and held
 
 
 def _join(path: str, child: str) -> str:

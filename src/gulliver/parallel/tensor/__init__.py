@@ -7,7 +7,12 @@ Read `_plan.py` and `_apply.py` for how a model is treated, `_linear.py` and `_e
 its layers do, `_table.py` for what is known of models.
 """
 
-from gulliver.parallel.tensor._apply import SequenceMode, apply_tensor, check_mode, materialize
+from gulliver.parallel.tensor._apply import (
+    SequenceMode,
+    apply_tensor,
+    check_mode,
+    materialize,
+)
 from gulliver.parallel.tensor._collectives import (
     copy,
     gather,

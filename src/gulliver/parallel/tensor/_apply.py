@@ -28,8 +28,9 @@ from gulliver.parallel.tensor._convolution import (
 )
 from gulliver.parallel.tensor._deal import Interval, deal, intervals
 from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbedding
+from gulliver.parallel.tensor._experts import share_experts, share_rotary
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
-from gulliver.parallel.tensor._plan import Placed, TensorPlan, is_transposed
+from gulliver.parallel.tensor._plan import Placed, TensorPlan, is_transposed, layer_of
 from gulliver.parallel.tensor._shared import SharedSequence
 from gulliver.parallel.tensor._sites import (
     expect_whole,
@@ -83,6 +84,13 @@ def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None
             f"sequence_parallelism_mode={sequence!r} needs a list of blocks "
             "(torch.nn.ModuleList), and this model has none: use None"
         )
+    if sequence is not None and plan.whole:
+        more = f" and {len(plan.whole) - 3} more" if len(plan.whole) > 3 else ""
+        raise GulliverError(
+            f"sequence_parallelism_mode={sequence!r} would hand pieces of a sequence to "
+            f"{', '.join(plan.whole[:3])}{more}, of which it is not known that tokens are computed "
+            "one by one (experts, mixers, attention cut without heads): use None"
+        )
 
 
 class _Applied:
@@ -104,6 +112,9 @@ class _Applied:
             module = self.modules[path]
             if placed.how.kind == "summed":
                 continue
+            if placed.how.kind in ("experts", "parameters", "latent"):
+                self._cut_inside(path, module, placed)
+                continue
             if id(module) not in self.replaced:
                 self.replaced[id(module)] = self._cut(path, module, placed, shared)
             parent, _, name = path.rpartition(".")
@@ -112,6 +123,19 @@ class _Applied:
         for path, groups in self.plan.attention.items():
             scale_heads(self.modules[path], deal(groups, self.line.size)[self.line.place], groups)
         self._hook(shared)
+
+    def _cut_inside(self, path: str, module: nn.Module, placed: Placed) -> None:
+        """Cuts the parameters of a module that stays itself."""
+        if id(module) in self.replaced:
+            return
+        self.replaced[id(module)] = module
+        for name, dim in placed.dims.items():
+            runs = placed.runs(self.line.size, self.line.place, name)
+            setattr(module, name, self._part(module._parameters[name], dim, runs))
+        if placed.how.kind == "experts":
+            share_experts(module, self.line)
+        if placed.how.kind == "latent":
+            share_rotary(module, _rotary_width(self.modules[path.rpartition(".")[0]]), self.line)
 
     def _cut(
         self, path: str, module: nn.Module, placed: Placed, shared: Mapping[str, SharedSequence]
@@ -150,9 +174,7 @@ class _Applied:
             return VocabularyEmbedding(weight, line, runs[0], placed.total, padding)
         return ColumnEmbedding(weight, line, runs[0], placed.total, padding, how.gather)
 
-    def _part(
-        self, whole: nn.Parameter, dim: int | None, runs: tuple[Interval, ...]
-    ) -> nn.Parameter:
+    def _part(self, whole: Any, dim: int | None, runs: tuple[Interval, ...]) -> nn.Parameter:
         """This rank's part of a parameter, the same object for tied ones."""
         if dim is None:
             return whole
@@ -199,7 +221,15 @@ class _Applied:
         sum_gradients(self.model, inside + summed_up, line)
 
     def _in_site(self, path: str) -> bool:
-        """Whether a module works on what is whole again, past the columns of a site."""
+        """Whether a module works on what is whole again, past the columns of a site.
+
+        Not what adapts rows: it gets what they have scattered.
+        """
+        layer, factor = layer_of(path)
+        if factor == "lora_B" and isinstance(self.modules.get(f"{layer}.base_layer"), nn.Module):
+            placed = self.plan.modules.get(f"{layer}.base_layer")
+            if placed is not None and placed.how.kind == "row":
+                return False
         return any(path.startswith(f"{site}.") for site in self.plan.sites)
 
 
@@ -207,6 +237,12 @@ def _above(stack: str) -> list[str]:
     """Paths of the modules that a list of blocks lies in, innermost first."""
     parts = stack.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
+
+
+def _rotary_width(attention: Any) -> int:
+    """Features of keys that go through the rotary embedding, of an attention with latent keys."""
+    width = getattr(attention, "qk_rope_head_dim", None)
+    return width if isinstance(width, int) else attention.config.qk_rope_head_dim
 
 
 def _stack_of(path: str, shared: Mapping[str, SharedSequence]) -> SharedSequence | None:

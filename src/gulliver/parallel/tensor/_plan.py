@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -19,9 +19,11 @@ from torch import nn
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.tensor._convolution import CONVOLUTIONS
 from gulliver.parallel.tensor._deal import Interval, share
+from gulliver.parallel.tensor._experts import Part, parts_of_experts
 from gulliver.parallel.tensor._table import (
     DRAWN_ALIKE,
     FAMILIES,
+    GATHERED,
     HEADS,
     HUGGING_FACE,
     KV_HEADS,
@@ -29,6 +31,10 @@ from gulliver.parallel.tensor._table import (
     Family,
     How,
 )
+from gulliver.parallel.tensor._types import REFUSED, TYPES
+
+ROUTERS = ("gate", "router", "gate_proj_router", "wg")
+"""Last parts of the paths of linear layers that choose experts: they are small, and stay whole."""
 
 DROPOUTS = (
     nn.Dropout,
@@ -50,6 +56,7 @@ class Placed:
         dims: parameter to the dim that is cut; those that are whole are not named.
         total: features along it.
         units: indivisible things that they are, in each block.
+        parts: parameter to how it is dealt, where those of a module are dealt differently.
     """
 
     style: str
@@ -57,9 +64,13 @@ class Placed:
     dims: Mapping[str, int]
     total: int = 0
     units: int = 0
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
-    def runs(self, size: int, place: int) -> tuple[Interval, ...]:
-        """The part of a rank."""
+    def runs(self, size: int, place: int, name: str = "") -> tuple[Interval, ...]:
+        """The part of a rank, of the parameter of a name."""
+        part = self.parts.get(name)
+        if part is not None:
+            return share(part.total, part.units, size, place, part.blocks)
         return share(self.total, self.units, size, place, self.how.blocks)
 
 
@@ -76,6 +87,8 @@ class TensorPlan:
         sliced: path to arguments of which a rank takes its heads' part.
         replicated: paths of modules with parameters that stay whole.
         known: the model is of a known type, or has a plan of its own.
+        whole: paths of modules in blocks that need the whole sequence: experts, and what is cut
+            without being understood.
     """
 
     size: int
@@ -86,6 +99,21 @@ class TensorPlan:
     sliced: Mapping[str, tuple[str, ...]]
     replicated: tuple[str, ...]
     known: bool
+    whole: tuple[str, ...] = ()
+
+    def share_of(self, model: nn.Module) -> float:
+        """The share of the parameters of a model's blocks that this plan cuts, from 0 to 1."""
+        whole = cut = 0
+        lists = [p for p, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+        for path, module in model.named_modules():
+            if not any(path.startswith(f"{inside}.") for inside in lists):
+                continue
+            dims = self.modules[path].dims if path in self.modules else {}
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    whole += parameter.numel()
+                    cut += parameter.numel() if name in dims else 0
+        return cut / whole if whole else 1.0
 
     def __str__(self) -> str:
         lines: dict[str, str] = {}
@@ -144,11 +172,18 @@ class _Planner:
         self.model, self.size, self.rest = model, size, replicate_rest
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.family = family_of(model)
-        self.own = _own_plan(model) if self.family is None else {}
+        self.own = _own_plan(model) if self.family is None or self.family.own else {}
         self.rules = dict(rules)
+        self.opaque: list[str] = []
         for style in rules.values():
             if style not in STYLES:
                 raise GulliverError(f"unknown style {style!r}: {nearest(style, STYLES)}")
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        if kind in REFUSED and not rules and size > 1:
+            raise GulliverError(
+                f"{kind} is not cut over tensor ranks: {REFUSED[kind]}; take pp_size, or give "
+                "tensor_rules of your own"
+            )
         if not allow_dropout and size > 1:
             self._refuse_dropout()
 
@@ -162,12 +197,20 @@ class _Planner:
             ):
                 continue
             style = self._style(path, module)
+            if style in ("vocabulary", "embedding by heads") and _is_scaled(module):
+                style = "replicate" if best_match(path, self.rules) is None else style
+            if self._automatic and not _fits_kind(module, style):
+                style = "replicate" if best_match(path, self.rules) is None else style
             if style is None:
                 (replicated if self.rest else unknown).append(path)
             elif style == "replicate":
                 replicated.append(path)
             else:
                 placed[path] = self._place(path, module, style)
+        self._keep_scaled(placed, replicated)
+        stacks = self._stacks(placed)
+        if self._automatic:
+            self._gather_opaque(placed, replicated, stacks)
         cut = {id(p) for path in placed for p in self.modules[path].parameters(recurse=False)}
         unknown = [path for path in unknown if not self._tied(path, cut)]
         if unknown:
@@ -178,7 +221,6 @@ class _Planner:
             )
         replicated = [path for path in replicated if not self._tied(path, cut)]
         self._check_ties(placed)
-        stacks = self._stacks(placed)
         sites = self._sites(placed, stacks)
         self._check_sites([s for s in sites if self._is_local(s, placed)], replicated)
         attention = {
@@ -195,9 +237,128 @@ class _Planner:
             self._sliced(attention),
             tuple(replicated),
             self.family is not None or bool(self.own),
+            self._whole(placed, replicated, stacks),
         )
 
+    def _whole(
+        self, placed: dict[str, Placed], replicated: list[str], stacks: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """What a piece of the sequence would not do for."""
+        found = [path for path, one in placed.items() if one.how.kind in ("experts", "latent")]
+        if self._automatic:
+            found += self.opaque
+            found += [
+                path
+                for path in replicated
+                if any(path.startswith(f"{stack}.") for stack in stacks)
+                and not type(self.modules[path]).__name__.endswith("Norm")
+                and not layer_of(path)[1]
+            ]
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def _automatic(self) -> bool:
+        """Whether a Hugging Face model is cut by what is known of it."""
+        return bool(self.own) or (self.family is not None and self.family.rest)
+
+    def _keep_scaled(self, placed: dict[str, Placed], replicated: list[str]) -> None:
+        """Embeddings that do more than look up stay whole, and what is tied to them does, too."""
+        whole = {
+            id(module._parameters.get("weight"))
+            for path, module in self.modules.items()
+            if (path not in placed or _is_scaled(module))
+            and not any(True for _ in module.children())
+        }
+        for path in list(placed):
+            if best_match(path, self.rules) is not None or placed[path].how.kind not in (
+                "vocabulary",
+                "column",
+            ):
+                continue
+            if id(self.modules[path]._parameters.get("weight")) in whole:
+                del placed[path]
+                replicated.append(path)
+
+    def _gather_opaque(
+        self, placed: dict[str, Placed], replicated: list[str], stacks: tuple[str, ...]
+    ) -> None:
+        """Cuts what is not understood in a way that is exact whatever is around it.
+
+        [Note: opaque modules] Where something between columns and rows works on all features, such
+        as a norm over all heads, columns are gathered and rows take their part of a whole input:
+        weights and products are shared all the same, and everything between is what one process
+        has. So are linear layers of blocks that no rule names.
+        """
+        sites = [s for s in self._sites(placed, stacks) if self._is_local(s, placed)]
+        for site in sites:
+            inside = [path for path in placed if path.startswith(f"{site}.")]
+            whole = [
+                r
+                for r in replicated
+                if (r == site or r.startswith(f"{site}.")) and not layer_of(r)[1]
+            ]
+            norms = [r for r in whole if self._is_head_norm(r, site)]
+            if norms == whole:
+                for path in norms:
+                    placed[path] = Placed("summed", STYLES["summed"], {})
+                    replicated.remove(path)
+                continue
+            self.opaque.append(site)
+            for path in [*inside, *([site] if site in placed else [])]:
+                self._gather(placed, path, replicated)
+        local = [s for s in self._sites(placed, stacks) if self._is_local(s, placed)]
+        lists = [p for p, m in self.modules.items() if isinstance(m, nn.ModuleList)]
+        for path in list(replicated):
+            inside = any(path.startswith(f"{stack}.") for stack in lists)
+            if not inside or any(path.startswith(f"{site}.") for site in local):
+                continue
+            module = self.modules[path]
+            alone = path.rpartition(".")[2] in ROUTERS or best_match(path, self.rules) is not None
+            parent = self.modules[path.rpartition(".")[0]]
+            # State-space mixers read weights past the layers that hold them.
+            alone = alone or "A_log" in parent._parameters or bool(layer_of(path)[1])
+            if alone or type(module) is not nn.Linear or module.out_features < 2 * self.size:
+                continue
+            placed[path] = self._place(path, module, "column, gathered")
+            replicated.remove(path)
+            self.opaque.append(path)
+
+    def _gather(self, placed: dict[str, Placed], path: str, replicated: list[str]) -> None:
+        style = GATHERED.get(placed[path].how.kind)
+        if style is None or placed[path].how.gather or placed[path].how.split:
+            if placed[path].how.kind in ("parameters", "latent", "summed"):
+                del placed[path]
+                replicated.append(path)
+            return
+        placed[path] = self._place(path, self.modules[path], style)
+
+    def _is_head_norm(self, path: str, site: str) -> bool:
+        """Whether a module normalizes each head by itself, with one weight for all of them."""
+        module, width = self.modules[path], vars(self.modules[site]).get("head_dim")
+        if "norm" not in path.rpartition(".")[2].lower() or not isinstance(width, int):
+            return False
+        sizes = {p.numel() for p in module.parameters()}
+        return sizes == {width} and not any(True for _ in module.children())
+
     def _style(self, path: str, module: nn.Module) -> str | None:
+        """How a module is cut; the two factors of an adapter go with the layer that they are of.
+
+        Beside columns the second factor is columns, too, beside rows the first is rows; the other
+        one is whole, and so is what lies between them.
+        """
+        layer, factor = layer_of(path)
+        style = self._style_of(layer, module)
+        if factor == "other":
+            raise GulliverError(
+                f"{path}: of adapters, LoRA with lora_A and lora_B is cut; use no DoRA or other "
+                "kinds with tp_size"
+            )
+        kind = STYLES[style].kind if style in STYLES else None
+        if not factor or kind in (None, "replicate"):
+            return style
+        return style if (factor == "lora_B") == (kind == "column") else "replicate"
+
+    def _style_of(self, path: str, module: nn.Module) -> str | None:
         """The user's rule, then the table's or the model's own; norms are whole."""
         known = self.family.rules if self.family else {}
         for rules in (self.rules, known):
@@ -207,10 +368,14 @@ class _Planner:
         if self.own:
             found = best_match(path, self.own)
             return "replicate" if found is None else self._translated(path, self.own[found])
+        if self.family is not None and self.family.rest:
+            return "replicate"
         return "replicate" if type(module).__name__.endswith("Norm") else None
 
     def _translated(self, path: str, name: str) -> str:
         if name not in HUGGING_FACE:
+            if isinstance(self.modules[path], nn.ModuleList | nn.ModuleDict):
+                return "replicate"
             raise GulliverError(
                 f"the model's own plan cuts {path} as {name!r}, which is not supported: give a "
                 f"rule for it; known are {', '.join(HUGGING_FACE)}"
@@ -222,8 +387,20 @@ class _Planner:
 
     def _place(self, path: str, module: nn.Module, style: str) -> Placed:
         how = STYLES[style]
-        if how.kind == "summed":
+        if how.kind in ("summed", "latent"):
             return Placed(style, how, {})
+        if how.kind == "experts":
+            parts = parts_of_experts(path, module, self.size)
+            return Placed(style, how, {n: part.dim for n, part in parts.items()}, parts=parts)
+        if how.kind == "parameters":
+            units = self._attention(f"{path}.")[1]
+            parts = {
+                n: Part(0, p.shape[0], units)
+                for n, p in module._parameters.items()
+                if p is not None
+            }
+            self._check_units(path, units, "heads (key-value heads where grouped)")
+            return Placed(style, how, dict.fromkeys(parts, 0), parts=parts)
         dims = _cut_dims(path, module, how)
         total = module._parameters["weight"].shape[dims["weight"]]  # pyright: ignore[reportOptionalMemberAccess]
         units = self._attention(path)[1] if how.heads else total // how.blocks
@@ -233,12 +410,15 @@ class _Planner:
                 f"{path} has {total} features, which are not {how.blocks} x {units} equal parts: "
                 "give it another rule"
             )
+        self._check_units(path, units, what)
+        return Placed(style, how, dims, total, units)
+
+    def _check_units(self, path: str, units: int, what: str) -> None:
         if units < self.size:
             raise GulliverError(
                 f"{path} has {units} {what}, fewer than {self.size} tensor ranks: "
                 f"tp_size from 1 to {units} would do"
             )
-        return Placed(style, how, dims, total, units)
 
     def _attention(self, path: str) -> tuple[str, int]:
         """The attention module that a module belongs to, and how many head groups it has."""
@@ -266,7 +446,7 @@ class _Planner:
             one = placed.get(path)
             for name, parameter in module._parameters.items():
                 dim = one.dims.get(name) if one else None
-                cut = None if one is None or dim is None else (dim, one.runs(self.size, 0))
+                cut = None if one is None or dim is None else (dim, one.runs(self.size, 0, name))
                 if parameter is None or (cut is None and any(module.children())):
                     continue
                 other, before = seen.setdefault(id(parameter), (f"{path}.{name}", cut))
@@ -291,7 +471,7 @@ class _Planner:
     def _sites(self, placed: dict[str, Placed], stacks: tuple[str, ...]) -> tuple[str, ...]:
         """Parents of columns, unless they are blocks: these have other business too."""
         parents = {
-            path.rpartition(".")[0]: None
+            layer_of(path)[0].rpartition(".")[0]: None
             for path, one in placed.items()
             if one.how.kind == "column" and any(path.startswith(f"{s}.") for s in stacks)
         }
@@ -299,12 +479,18 @@ class _Planner:
 
     def _is_local(self, site: str, placed: dict[str, Placed]) -> bool:
         """Whether tensors inside are each rank's own: not all of its columns are gathered."""
-        inside = [one for path, one in placed.items() if path.rpartition(".")[0] == site]
+        inside = [
+            one for path, one in placed.items() if layer_of(path)[0].rpartition(".")[0] == site
+        ]
         return any(one.how.kind == "column" and not one.how.gather for one in inside)
 
     def _check_sites(self, sites: list[str], replicated: list[str]) -> None:
         """Inside, tensors are each rank's own: what is whole there would get partial gradients."""
-        wrong = [r for r in replicated if any(r.startswith(f"{s}.") or r == s for s in sites)]
+        wrong = [
+            r
+            for r in replicated
+            if any(r.startswith(f"{s}.") or r == s for s in sites) and not layer_of(r)[1]
+        ]
         if wrong:
             raise GulliverError(
                 f"{_listed(wrong)} stand between columns and rows, where each rank has other "
@@ -343,8 +529,21 @@ def dropouts_of(model: nn.Module) -> list[str]:
 
 def family_of(model: nn.Module) -> Family | None:
     """What the table knows of a model, by its config's model type or its class name."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    return FAMILIES.get(kind or "") or FAMILIES.get(type(model).__name__)
+    kind = getattr(getattr(model, "config", None), "model_type", None) or ""
+    return FAMILIES.get(kind) or FAMILIES.get(type(model).__name__) or TYPES.get(kind)
+
+
+def layer_of(path: str) -> tuple[str, str]:
+    """The layer that a module belongs to, and which factor of its adapter it is.
+
+    PEFT wraps a layer ``x`` as ``x.base_layer``, ``x.lora_A.NAME`` and ``x.lora_B.NAME``.
+    """
+    parts = path.split(".")
+    if parts[-1] == "base_layer":
+        return ".".join(parts[:-1]), ""
+    if len(parts) > 2 and parts[-2].startswith("lora_"):
+        return ".".join(parts[:-2]), parts[-2] if parts[-2] in ("lora_A", "lora_B") else "other"
+    return path, ""
 
 
 def best_match(path: str, patterns: Mapping[str, Any]) -> str | None:
@@ -380,6 +579,20 @@ def head_groups(module: nn.Module) -> int:
 def is_transposed(module: nn.Module) -> bool:
     """Whether a layer is GPT-2's Conv1D, whose weight is ``[inputs, outputs]``."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _fits_kind(module: nn.Module, style: str | None) -> bool:
+    """Whether a style is for modules of this kind."""
+    kind = STYLES[style].kind if style in STYLES else "replicate"
+    if kind in ("vocabulary", "embedding"):
+        return isinstance(module, nn.Embedding)
+    linear = is_transposed(module) or type(module).forward is nn.Linear.forward
+    return kind not in ("column", "row") or linear or type(module) in CONVOLUTIONS
+
+
+def _is_scaled(module: nn.Module) -> bool:
+    """Whether an embedding does more than look up."""
+    return isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
 
 
 def _cut_dims(path: str, module: nn.Module, how: How) -> dict[str, int]:

@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["column", "row", "vocabulary", "embedding", "summed", "replicate"]
+Kind = Literal[
+    "column",
+    "row",
+    "vocabulary",
+    "embedding",
+    "experts",
+    "parameters",
+    "latent",
+    "summed",
+    "replicate",
+]
 
 
 @dataclass(frozen=True)
@@ -19,8 +29,10 @@ class How:
 
     Attributes:
         kind: outputs (column), inputs (row), rows of an embedding (vocabulary) or its columns
-            (embedding); whole on all ranks (replicate), with gradients that are partial because
-            each rank has other heads (summed).
+            (embedding); features inside of all experts of a module (experts); parameters of an
+            attention by their heads (parameters); whole on all ranks (replicate), with gradients
+            that are partial because each rank has other heads (summed), or of whose output the
+            rotary part goes to heads as it is (latent).
         heads: heads are not cut, and query heads go where their key-value head goes.
         blocks: that are dealt alike, one after the other: 3 for ``[q; k; v]``.
         gather: the output is whole on all ranks.
@@ -48,6 +60,9 @@ STYLES: dict[str, How] = {
     "head": How("column", gather=True),
     "embedding, gathered": How("embedding", gather=True),
     "embedding by heads": How("embedding", heads=True),
+    "experts": How("experts"),
+    "parameters by heads": How("parameters"),
+    "latent": How("latent"),
     "summed": How("summed"),
     "replicate": How("replicate"),
 }
@@ -64,6 +79,10 @@ HUGGING_FACE: dict[str, str] = {
     "embedding_colwise": "embedding, gathered",
     "replicated_with_grad_allreduce": "summed",
     "sequence_parallel": "replicate",
+    "replicate": "replicate",
+    "moe_tp_experts": "experts",
+    "mla_kv_a_proj": "latent",
+    "local_params": "parameters by heads",
 }
 """Names in a model's own plan; columns and rows of attention go by heads. Others are refused."""
 
@@ -76,10 +95,14 @@ class Family:
         rules: pattern to style.
         sliced: arguments of which a rank takes its heads' part: pattern of the module to names of
             arguments, whose dim 0 is batch x heads.
+        rest: what no rule names is cut in the way that is exact for any module.
+        own: the model's own plan holds where no rule does.
     """
 
     rules: Mapping[str, str]
     sliced: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rest: bool = False
+    own: bool = False
 
 
 _SEPARATE = {f"{name}_proj": "column by heads" for name in ("q", "k", "v")}
@@ -220,11 +243,14 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+GATHERED = {"column": "column, gathered", "row": "row, split"}
+"""Kind to the style that is exact whatever is between columns and rows."""
+
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 """Attributes in which attention modules count their heads."""
 
-SCALED = (*KV_HEADS, *HEADS, "split_size", "inner_dim", "all_head_size")
+SCALED = (*KV_HEADS, *HEADS, "split_size", "inner_dim", "all_head_size", "embed_dim")
 """Attributes of attention modules that a rank has its heads' part of."""
 
 HIDDEN = ("hidden_states",)

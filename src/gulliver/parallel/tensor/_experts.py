@@ -1,0 +1,117 @@
+"""Experts whose weights are one tensor: each rank has some of the features inside of every expert.
+
+transformers keeps the weights of all experts of a layer together, ``[experts, out, in]`` (or the
+two last dims in turn), and an experts module loops over them, or multiplies them in one grouped
+product. Cut by inner features, it stays the module that it is: it computes a part of the sum that
+the experts' outputs are. What goes in is copied (the gradients of hidden states and of the routers'
+weights are summed over the ranks), what comes out is summed. Biases of the output are divided by
+the number of ranks, each of which adds one.
+
+Latent attention is here, too: of what its first projection of keys and values returns, the rotary
+part goes to each head as it is, so its gradient is summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.comm import Line
+from gulliver.errors import GulliverError
+from gulliver.parallel.tensor._collectives import copy, reduce
+
+INTO = ("gate_up_proj", "gate_proj", "up_proj")
+OUT = "down_proj"
+ADDED = "down_proj_bias"
+"""Names of the parameters: into the experts' features, out of them, and added at the end."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """How one parameter is dealt.
+
+    Attributes:
+        dim: that is cut.
+        total: features along it.
+        units: indivisible things that they are, in each block.
+        blocks: that are dealt alike, one after the other.
+    """
+
+    dim: int
+    total: int
+    units: int
+    blocks: int = 1
+
+
+def parts_of_experts(path: str, module: Any, size: int) -> dict[str, Part]:
+    """How the parameters of an experts module are dealt.
+
+    Raises:
+        GulliverError: it is not understood.
+    """
+    held = {n: p for n, p in module._parameters.items() if p is not None}
+    into = [n for n in INTO if n in held]
+    known = {*into, *(f"{n}_bias" for n in into), OUT, ADDED}
+    plain = (
+        hasattr(module, "is_transposed")
+        and not getattr(module, "has_post_expert_norm", False)
+        # An expert that returns its input would be counted on every rank.
+        and not hasattr(module, "identity_expert")
+        and len(list(module.parameters())) == len(held)
+    )
+    if not plain or not into or OUT not in held or set(held) - known:
+        raise GulliverError(
+            f"{path} is a {type(module).__name__} with parameters {', '.join(held) or 'inside'}: "
+            "experts of this kind cannot be cut; give it the rule 'replicate'"
+        )
+    inputs = 1 if module.is_transposed else 2
+    features = held[OUT].shape[inputs]
+    if features < size:
+        raise GulliverError(
+            f"{path} has experts of {features} features, fewer than {size} tensor ranks: "
+            f"tp_size from 1 to {features} would do"
+        )
+    found = {OUT: Part(inputs, features, features)}
+    for name in into:
+        fused = held[name].shape[3 - inputs] // features
+        blocks = fused if fused > 1 and module.is_concatenated else 1
+        found[name] = Part(3 - inputs, fused * features, features, blocks)
+        if f"{name}_bias" in held:
+            found[f"{name}_bias"] = Part(1, fused * features, features, blocks)
+    return found
+
+
+def share_experts(module: nn.Module, line: Line) -> None:
+    """Lets a module of cut experts take whole tensors and return them."""
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        added = module._parameters.get(ADDED)
+        if added is not None:
+            # Found before the parameter of this name, as long as the module runs.
+            vars(module)[ADDED] = copy(added, line) / line.size
+        given = {name: _copied(value, line) for name, value in kwargs.items()}
+        return tuple(_copied(value, line) for value in args), given
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        vars(module).pop(ADDED, None)
+        return None if output is None else reduce(output, line)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
+
+
+def share_rotary(module: nn.Module, width: int, line: Line) -> None:
+    """Sums the gradient of the last `width` features of what a module returns over the ranks."""
+
+    def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        latent, rotary = output.split([output.shape[-1] - width, width], -1)
+        return torch.cat([latent, copy(rotary, line)], -1)
+
+    module.register_forward_hook(after)
+
+
+def _copied(value: Any, line: Line) -> Any:
+    return copy(value, line) if isinstance(value, Tensor) and value.is_floating_point() else value

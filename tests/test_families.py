@@ -1,0 +1,142 @@
+"""Hugging Face types in hybrid runs: one for each mechanism here, all of them in `--full`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gulliver.booster import Booster, HybridParallelPlugin
+from gulliver.comm import World
+from gulliver.errors import GulliverError
+from gulliver.memory import region_of
+from gulliver.parallel.tensor import check_mode, plan_tensor
+from tests.family_models import TASKS, batch, build, types
+from tests.family_sweep import BAR, Precise, case, outcome
+from tests.hybrid_cells import largest
+
+SOME = (
+    ("mixtral", "tp"),  # experts in one tensor
+    ("gpt_oss", "tp"),  # experts with biases, gate and up in turns; sinks
+    ("deepseek_v3", "tp"),  # latent attention, shared experts
+    ("gemma", "tp"),  # a scaled embedding, tied to the head
+    ("diffllama", "tp"),  # parameters between columns and rows
+    ("granite_swa", "tp"),  # sinks of a plan of its own
+    ("roberta", "tp, logits"),  # no plan of its own
+    ("mixtral", "pp"),  # blocks that choose by values
+    ("jamba", "pp"),  # blocks of several kinds
+)
+
+
+def run_cases(world: World, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    return [case(world, "causal", kind, mode) for kind, mode in cases]
+
+
+@pytest.mark.deadline(300)
+def test_each_mechanism_gives_loss_and_gradients_of_one_process(pool: Any) -> None:
+    pytest.importorskip("transformers")
+    for rank in pool.run(run_cases, 2, list(SOME), deadline_s=280):
+        for case_, found in zip(SOME, rank, strict=True):
+            assert "unbuilt" not in found, case_
+            assert max(found["loss"], found["gradients"]) < BAR, (case_, found)
+            assert found["held"] < 0.75, (case_, "a real cut")
+
+
+def test_a_cut_of_little_is_said_and_a_cut_of_nothing_is_refused() -> None:
+    pytest.importorskip("transformers")
+    bamba = build("causal", "bamba")
+    plan = plan_tensor(bamba, 2)
+    assert plan.share_of(bamba) < 0.5
+    llama = build("causal", "llama")
+    assert plan_tensor(llama, 2).share_of(llama) > 0.9
+    with pytest.raises(GulliverError, match="no rule says how"):
+        plan_tensor(build("causal", "mamba"), 2)
+    with pytest.raises(GulliverError, match="weight for each codebook"):
+        plan_tensor(build("causal", "moshi"), 2)
+
+
+def test_experts_do_not_get_pieces_of_a_sequence() -> None:
+    pytest.importorskip("transformers")
+    model = build("causal", "mixtral")
+    plan = plan_tensor(model, 2)
+    with pytest.raises(GulliverError, match=r"would hand pieces of a sequence to .*experts"):
+        check_mode(model, plan, "split_gather")
+    assert not plan_tensor(build("causal", "llama"), 2).whole
+
+
+def adapted() -> Any:
+    import peft
+
+    model = build("causal", "llama")
+    names = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head"]
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=names, init_lora_weights=False)
+    torch.manual_seed(11)
+    model = peft.get_peft_model(model, config).double().train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+LORA_MODES: tuple[dict[str, Any], ...] = (
+    {"tp_size": 2},
+    {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
+    {"tp_size": 2, "sequence_parallelism_mode": "ring"},
+    {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"},
+    {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"},
+    {"pp_size": 2, "num_microbatches": 2},
+)
+
+
+def lora_errors(world: World) -> list[tuple[float, float, int]]:
+    """Errors of loss and gradients in each mode, and how many adapters' factors are cut."""
+    found = []
+    for arguments in LORA_MODES:
+        model = adapted()
+        data = batch("causal", model)
+        with Precise():
+            wanted = model(**data).loss
+            wanted.backward()
+            gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            gradients = {n: g.clone() for n, g in gradients.items()}
+            model.zero_grad()
+            trained = [p for p in model.parameters() if p.requires_grad]
+            optimizer = torch.optim.SGD(trained, lr=0.1)
+            booster = Booster(plugin=HybridParallelPlugin(**arguments, verbose=False))
+            model, optimizer, *_ = booster.boost(model, optimizer)
+            if "pp_size" in arguments:
+                loss = booster.execute_pipeline(iter([data]), model, None, optimizer)["loss"]
+            else:
+                loss = model(**data).loss
+                booster.backward(loss, optimizer)
+            own = optimizer.full_gradients()
+        assert all("lora" in name for name in own)
+        cut = sum("lora" in n and region_of(p) is not None for n, p in model.named_parameters())
+        found.append((abs(float(loss) - float(wanted)), largest(own, gradients), cut))
+    return found
+
+
+@pytest.mark.deadline(300)
+def test_lora_is_cut_with_the_layers_that_it_adapts(pool: Any) -> None:
+    pytest.importorskip("peft")
+    for rank in pool.run(lora_errors, 2, deadline_s=280):
+        for arguments, (loss, gradients, cut) in zip(LORA_MODES, rank, strict=True):
+            assert max(loss, gradients) < BAR, (arguments, loss, gradients)
+            # One factor of each adapter: 5 in each of 4 blocks, and the head.
+            assert cut == (21 if "tp_size" in arguments else 0), arguments
+
+
+@pytest.mark.full
+@pytest.mark.deadline(3600)
+@pytest.mark.parametrize("task", TASKS)
+def test_no_type_is_wrong(pool: Any, task: str) -> None:
+    pytest.importorskip("transformers")
+    bad = []
+    for kind in types(task):
+        for mode in ("tp", "pp"):
+            found = outcome(pool, task, kind, mode)
+            if found["is"] in ("WRONG", "error"):
+                bad.append((kind, mode, found))
+    assert not bad, bad
