@@ -139,7 +139,10 @@ def config_of(task: str, kind: str, **more: Any) -> Any:
     if task == "vision":
         fields["num_labels"] = CLASSES
     fields |= {**SPECIAL.get(kind, {}), **more}
-    return made(**{name: value for name, value in fields.items() if value is not LEAVE})
+    config = made(**{name: value for name, value in fields.items() if value is not LEAVE})
+    if task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
+    return config
 
 
 def build(task: str, kind: str, **more: Any) -> Any:

@@ -200,6 +200,12 @@ REFUSED = {
     "gpt_neox_japanese": _MORE,
     "inkling_text": "its blocks read what modules before them computed",
     "inkling2_text": "its blocks read what modules before them computed",
+    **dict.fromkeys(("mt5", "longt5"), "its first block computes a bias for all the others"),
+    "mpnet": "all its blocks use a bias which is computed around them",
+    **dict.fromkeys(("xlm", "flaubert"), "its layers are lists of parts, not blocks"),
+    "switch_transformers": "its encoder hands more on than its hidden state",
+    "recurrent_gemma": "its blocks keep a state from call to call",
+    "roformer": "its blocks read positions that the encoder around them embeds",
     "hrm_text": "it runs its blocks several times",
 }
 """Types that cannot be cut into stages, with the reason."""
@@ -217,6 +223,11 @@ def _of_names(
     if kind in REFUSED:
         raise GulliverError(
             f"{kind} is not cut into stages: {REFUSED[kind]}; take tp_size instead of pp_size"
+        )
+    if len({getattr(m, "has_relative_attention_bias", None) for m in model.modules()}) > 2:
+        raise GulliverError(
+            f"{type(model).__name__} has blocks that use a bias which the first one computes: it "
+            "is not cut into stages; take tp_size instead of pp_size"
         )
     lists = [_longest(paths)]
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

@@ -71,11 +71,16 @@ _GENERAL = (
     "pegasus persimmon plbart recurrent_gemma rembert roberta roformer stablelm xlm "
     "xlm-roberta xlm-roberta-xl"
 )
+_OTHER = (
+    "m2m_100 mt5 umt5 switch_transformers distilbert layoutlm deit dinov2 "
+    "dinov2_with_registers ijepa vit_msn"
+)
 _OPAQUE = "codegen gptj mpt"
 _BARE = "rwkv"
 
 TYPES: dict[str, Family] = {
     **dict.fromkeys(_GENERAL.split(), GENERAL),
+    **dict.fromkeys(_OTHER.split(), GENERAL),
     **dict.fromkeys(_OPAQUE.split(), OPAQUE),
     **dict.fromkeys(_BARE.split(), BARE),
     "deepseek_v3": LATENT,
