@@ -94,9 +94,9 @@ class _Sleep(torch.autograd.Function):
         return x + sum(float(p.reshape(-1)[0]) for p in parameters)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         time.sleep((1 - FORWARD) * ctx.layer.seconds)
-        return gradient, None, *ctx.layer.gradients
+        return grad_outputs[0], None, *ctx.layer.gradients
 
 
 def _work(module: nn.Module) -> int:

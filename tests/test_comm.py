@@ -74,6 +74,26 @@ def test_collectives_equal_their_definition(pool: Pool, size: int, async_op: boo
             torch.testing.assert_close(found[name], value, rtol=1e-15, atol=0, msg=name)
 
 
+def _large_sums(world: World) -> list[bytes]:
+    found = []
+    for way in ("auto", "direct"):
+        os.environ["GULLIVER_ALL_REDUCE"] = way
+        for op in ("sum", "mean"):
+            for dtype in (torch.float32, torch.float64):
+                generator = torch.Generator().manual_seed(world.rank)
+                # More than goes to everybody at once, and no multiple of anything.
+                tensor = torch.randn(20_011, generator=generator, dtype=dtype)
+                all_reduce(tensor, op, async_op=op == "sum").wait()
+                found.append(tensor.numpy().tobytes())
+    del os.environ["GULLIVER_ALL_REDUCE"]
+    return found
+
+
+def test_two_ranks_get_the_same_bits_from_the_backend_and_from_direct_messages(pool: Pool) -> None:
+    first, second = pool.run(_large_sums, 2)
+    assert first[:4] == first[4:] == second[:4] == second[4:]
+
+
 def _objects(world: World) -> tuple:
     flags = (any_rank(world.rank == 1, world.device), any_rank(False, world.device))
     sent = broadcast_object({"from": world.rank})
