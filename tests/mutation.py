@@ -187,7 +187,7 @@ MUTANTS = (
         ("bucket_sampler", "loader"),
     ),
     Mutant(
-        "loader: tensors of a batch share memory",
+        "loader: memory that comes back overlaps what is lent",
         "data/_arena.py",
         "                start += size\n",
         "                start += need\n",

@@ -272,6 +272,8 @@ def test_the_demonstration_leaves_its_report(
     assert "LowLevelZeroPlugin" in report
     for name in ("sheet.gif", "sheet.png", "loss.png"):
         assert (tmp_path / name).stat().st_size > 1000
+    if not full:
+        return
     # Called again it does not train again.
     log = (tmp_path / "run" / "log.jsonl").read_text()
     assert demonstrate(config)["digit"] == figures["digit"]
