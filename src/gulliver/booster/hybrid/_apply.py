@@ -83,7 +83,6 @@ def apply(
     Raises:
         GulliverError: something that cannot be cut so, named.
     """
-    _check_new(plugin, model)
     _check_dropout(plugin, model)
     idle = optimizer is None
     optimizer = optimizer or no_optimizer()
@@ -262,7 +261,7 @@ def _rewrite_groups(
     return {p: name for name, p in present.items() if name in members}
 
 
-def _check_new(plugin: HybridParallelPlugin, model: nn.Module) -> None:
+def check_new(plugin: HybridParallelPlugin, model: nn.Module) -> None:
     """Refuses what was boosted or compiled before, while all ranks still have the same."""
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
         raise GulliverError("the model is boosted already: boost each model once, or build it anew")

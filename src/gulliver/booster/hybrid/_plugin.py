@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gulliver.booster._plugins import HALVES, STAGES, Plugin
-from gulliver.booster.hybrid._apply import apply
+from gulliver.booster.hybrid._apply import apply, check_new
 from gulliver.booster.hybrid._capability import (
     AUTO,
     FAMILIES,
@@ -207,6 +207,7 @@ class HybridParallelPlugin(Plugin):
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
     ) -> None:
         """Refuses optimizers that would see a part of what they look at; nothing is changed yet."""
+        check_new(self, model)
         super().check(model, optimizer, precision)
         if optimizer is not None:
             sizes = self.tp_size, self.pp_size
