@@ -227,8 +227,8 @@ class HybridParallelPlugin(Plugin):
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
     ) -> None:
         """Refuses models that were cut, and optimizers that would see a part of what they step."""
-        super().check(model, optimizer, precision)
         check_new(self, model)
+        super().check(model, optimizer, precision)
         if optimizer is not None:
             sizes = self.tp_size, self.pp_size
             check_optimizer(optimizer, self.zero_stage, self.assume_elementwise, *sizes)
