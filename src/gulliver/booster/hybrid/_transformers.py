@@ -146,7 +146,7 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: Line = ALONE
         return
     if not shared and not has_known_forward(model):
         # Whatever it does with its logits, it has whole ones.
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         if hasattr(head, "gather_output"):
             head.gather_output = True
         return

@@ -296,8 +296,8 @@ def sum_gradients(model: nn.Module, modules: list[nn.Module], line: Line) -> Non
         for module in modules
     }
 
-    def enter(names: tuple[str, ...], module: nn.Module, *_: Any) -> None:
-        for name, parameter in _trained(module, names) if torch.is_grad_enabled() else ():
+    def enter(own: tuple[str, ...], module: nn.Module, *_: Any) -> None:
+        for name, parameter in _trained(module, own) if torch.is_grad_enabled() else ():
             vars(parameter)["_summed_at_use"] = True
             # An attribute of the instance goes before a parameter. A view is an operation, for
             # which a parameter that is gathered on demand waits.
@@ -309,7 +309,7 @@ def sum_gradients(model: nn.Module, modules: list[nn.Module], line: Line) -> Non
 
     def watch(*_: Any) -> None:
         for module in modules:
-            for _, parameter in _trained(module, names[module]):
+            for _name, parameter in _trained(module, names[module]):
                 if "_summed" not in vars(parameter):
                     parameter.register_hook(partial(_summed_once, parameter, line))
                     vars(parameter)["_summed"] = True
