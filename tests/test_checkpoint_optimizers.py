@@ -60,6 +60,9 @@ class Run:
     """A boosted model."""
 
     def __init__(self, kind: str, width: int = 3, plugin: Plugin | None = None) -> None:
+        kind, _, stage = kind.partition(", ZeRO ")
+        if stage:
+            plugin = LowLevelZeroPlugin(stage=int(stage), verbose=False)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2)).bfloat16()
         self.booster = Booster(plugin or TorchDDPPlugin(verbose=False))
@@ -112,7 +115,7 @@ def load_another(world: World, kind: str, folder: Path) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", [*MAKE, "Adafactor, ZeRO 0"])
 def test_state_of_any_kind_is_resumed_to_the_bit(pool: Pool, tmp_path: Path, kind: str) -> None:
     # Sums of two equal gradients halve exactly, so that one rank does what two do.
     (wanted, other) = pool.run(train_and_save, 2, kind, tmp_path)

@@ -339,14 +339,23 @@ class Booster:
         """
         self._check_single(model)
         holder = optimizer if model is None else self._optimizers.get(model, optimizer)
-        where = step_folder(folder, step)
-        with StepReader(where) as reader:
+        with self._open_step(Path(folder), step) as reader:
             loaded = load_boosted(
                 reader, model, optimizer, holder, lr_scheduler, strict, prefix, state
             )
             if random and optimizer is not None and not restore_random(reader):
                 loaded.absent.append(RANDOM)
         return loaded
+
+    @staticmethod
+    def _open_step(folder: Path, step: int | None) -> StepReader:
+        """Opens the step that rank 0 finds: beside a writer, others may find a newer one."""
+        found: list[Path] = []
+        agreed(lambda: found.append(step_folder(folder, step)))
+        where = found[0].parent / broadcast_object(found[0].name)
+        opened: list[StepReader] = []
+        agreed(lambda: opened.append(StepReader(where)))
+        return opened[0]
 
     def _check_single(self, model: nn.Module | None) -> None:
         """Refuses steps of models that several optimizers train: a step has the state of one."""

@@ -233,7 +233,7 @@ def _check_shapes(
     tells the parameters'.
     """
     shapes = {name: whole_shape(p) for p, name in optimizer.names.items()}
-    models = {} if optimizer.spreads_state else reader.tensors(MODEL)
+    models = reader.tensors(MODEL) if optimizer.has_whole_state else {}
     for name, entries in state.items():
         ours = shapes.get(name)
         if ours is not None and name in models and models[name].shape != ours:

@@ -263,7 +263,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
                 raise GulliverError(
                     f"the optimizer state holds {name!r}, which is not trained here"
                 )
-            if self.spreads_state or name not in exact:
+            if not self.has_whole_state or name not in exact:
                 _check_entries(name, entries, known[name], self.state_dtype(known[name]))
         self._import_state(state, others, exact)
 
@@ -277,6 +277,11 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def state_dtype(self, parameter: Tensor) -> torch.dtype:
         """Of the state that belongs to a parameter."""
         return parameter.dtype
+
+    @property
+    def has_whole_state(self) -> bool:
+        """Whether every rank has all state of each parameter, of whatever shape that is."""
+        return not self.spreads_state
 
     def other_state(self) -> State:
         """State that is of no parameter, by what the optimizer keeps it under.

@@ -495,6 +495,11 @@ class ZeroOptimizer(BoostedOptimizer):
         """The optimizer's state as far as this rank has it."""
         return state_leaves(self)
 
+    @property
+    def has_whole_state(self) -> bool:
+        """At stage 0, unless the model itself is cut."""
+        return self.parts == 1 and self.has_whole_model
+
     def make_state(self, entries: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Leaf]:
         """Gives the optimizer state of the kinds that a checkpoint has, to be filled."""
         return make_state(self, entries)

@@ -172,16 +172,26 @@ def state_leaves(optimizer: ZeroOptimizer) -> Saved:
                 if is_counter(key, value, owned):
                     entries[key] = Counter.of(value)
                     continue
-                if value.shape != owned.shape:
+                if isinstance(value, Tensor) and _stands_alone(optimizer, value, owned):
+                    entries[key] = value
+                    continue
+                if not isinstance(value, Tensor) or value.shape != owned.shape:
+                    kept = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                     raise GulliverError(
-                        f"the optimizer keeps {key!r} of {piece.name!r} as {tuple(value.shape)}, "
-                        f"not {tuple(owned.shape)}: only element-wise state can be saved"
+                        f"the optimizer keeps {key!r} of {piece.name!r} as {kept}, not "
+                        f"{tuple(owned.shape)}: only element-wise state can be saved here; "
+                        "TorchDDPPlugin saves any"
                     )
                 run = value.reshape(-1)
                 leaf = _state_leaf(optimizer, _part(parameter, run, piece.offset), parameter)
                 if leaf is not None:
                     entries[key] = leaf
     return found
+
+
+def _stands_alone(optimizer: ZeroOptimizer, value: Tensor, owned: Tensor) -> bool:
+    """Whether state has a shape of its own, as of optimizers of whole tensors, and is all here."""
+    return optimizer.has_whole_state and value.shape != owned.shape
 
 
 def _state_leaf(optimizer: ZeroOptimizer, part: Part, parameter: Tensor) -> Leaf | None:
@@ -220,6 +230,11 @@ def make_state(
                 if isinstance(value, Counter):
                     # torch wants counters beside the parameter only where kernels read them.
                     found[key] = value.to_value(owned.device if owned in capturing else None)
+                    continue
+                shape = getattr(value, "shape", owned.shape)
+                if optimizer.has_whole_state and tuple(shape) != tuple(owned.shape):
+                    found[key] = torch.empty(shape, dtype=value.dtype, device=owned.device)
+                    wanted[piece.name, key] = found[key]
                     continue
                 found[key] = torch.empty_like(owned, requires_grad=False)
                 parameter = sharded.chunk.parameters[piece.name]

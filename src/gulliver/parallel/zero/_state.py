@@ -52,7 +52,7 @@ def stream_state(
     """The state of an optimizer that steps shards, tensor by tensor; every rank goes through all.
 
     Returns:
-        Counters by name and kind, and an iterator over the name, kind and whole value of the other
+        Counters, and what has a shape of its own, by name and kind; and an iterator over the name, kind and whole value of the other
         state; a value is good until the next one.
     """
     counters: State = {}
@@ -60,7 +60,9 @@ def stream_state(
     for sharded in chunks:
         for piece, owned in sharded.pieces:
             for key, value in optimizer.state.get(owned, {}).items():
-                if is_counter(key, value, owned):
+                alone = isinstance(value, Tensor) and value.shape != owned.shape
+                # An optimizer of whole tensors, each of which every rank has, keeps other shapes.
+                if is_counter(key, value, owned) or (alone and sharded.chunk.layout.parts == 1):
                     counters.setdefault(piece.name, {})[key] = value
                 elif value is not None:
                     _check_elementwise(piece.name, key, value, owned)
