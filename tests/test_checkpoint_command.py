@@ -186,7 +186,10 @@ def test_convert_cuts_a_folder_anew(run: Path, tmp_path: Path, command: Command)
         (("diff", "run", "run", "--entry", "modle"), "entry 'modle', has no tensors: choose from"),
         (("convert", "run", "run"), "run exists already: choose another name"),
         (("convert", "run", "new", "--to", "step"), "is a step already"),
-        (("convert", "run", "new", "--max-shard-gb", 0), "cannot be: give 1 or more"),
+        (
+            ("convert", "run", "new", "--max-shard-gb", 0),
+            "is 0.0: it must be positive",
+        ),
         (("convert", "run", "new", "--prefix", "9."), "begins with '9.'"),
         (("convert", "run/latest", "new"), "truncated or no safetensors file"),
     ],

@@ -822,4 +822,4 @@ def test_doctor_names_a_bad_folder(tmp_path: Path) -> None:
         with pytest.raises(GulliverError, match=rf"{folder} {words}"):
             run_command(["doctor", "--folder", str(tmp_path / folder)])
     with pytest.raises(GulliverError, match="no space"):
-        run_command(["doctor", "--folder", str(tmp_path), "--mib", str(2**30)])
+        run_command(["doctor", "--folder", str(tmp_path), "--mib", str(2**20)])

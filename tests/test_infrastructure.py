@@ -85,7 +85,7 @@ def test_a_deadline_moves_on_while_the_machine_is_slow() -> None:
 def test_a_process_of_tests_that_dies_is_named_and_the_rest_goes_on(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, ["."])), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent), prepend=os.pathsep)
     pytester.makeconftest("from tests.conftest import *")
     pytester.makepyfile(
         f"""

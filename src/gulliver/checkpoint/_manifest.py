@@ -34,7 +34,7 @@ from gulliver.memory import Region
 FORMAT, OLDEST = 3, 2
 """Of manifests, that are read; the newer one has regions."""
 MANIFEST, STATE = "manifest.json", "state.json"
-KEYS = {"format", "step", "world_size", "about", "files", "tensors"}
+KEYS = {"format", "step", "world_size", "about", "files", "tensors", "order"}
 SEAL = ',\n "crc32": '
 """What follows it is the checksum of what precedes it."""
 

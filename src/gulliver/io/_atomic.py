@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gulliver.errors import GulliverError
 
-LEFT = re.compile(r"\..*\.([0-9]+)\.partial", re.DOTALL)
+LEFT = re.compile(r"\..*\.([0-9]+)(?:-[0-9a-f]+)?\.partial", re.DOTALL)
 """Names of what a process, whose number is in it, is writing."""
 PARTIAL = ".partial"
 """Ending of temporary names: whatever carries it may be deleted when nobody is writing."""

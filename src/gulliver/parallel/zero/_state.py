@@ -52,8 +52,8 @@ def stream_state(
     """The state of an optimizer that steps shards, tensor by tensor; every rank goes through all.
 
     Returns:
-        Counters, and what has a shape of its own, by name and kind; and an iterator over the name, kind and whole value of the other
-        state; a value is good until the next one.
+        Counters, and what has a shape of its own, by name and kind; and an iterator over the name,
+        kind and whole value of the other state; a value is good until the next one.
     """
     counters: State = {}
     present = {(name, MASTER) for c in chunks if _has_master(c) for name in c.chunk.parameters}
