@@ -97,6 +97,7 @@ class Pool:
         self._workers: list[Worker] = []
         self._folder = tempfile.TemporaryDirectory(prefix="gulliver-pool-")
         self._calls = 0
+        self._interrupted = False
 
     def run(
         self,
@@ -122,6 +123,10 @@ class Pool:
             WorkerLost: a worker ended.
             DeadlinePassed: the call was not done in time.
         """
+        if self._interrupted:
+            # A deadline of the test ended the call before: its answers are still to come.
+            self._kill()
+        self._interrupted = True
         self._grow(world_size)
         self._calls += 1
         # A file, because a store over TCP asks the name server about each of its clients.
@@ -176,6 +181,7 @@ class Pool:
                     due = due if failures else Deadline(GRACE_S)
                     failures.append(failure)
         stacks = self._dump(list(pending.values())) if pending else ""
+        self._interrupted = False
         # What broke is the failure; that the connection to it broke too is only its consequence.
         failure = min(failures, key=_consequence, default=None)
         if pending or isinstance(failure, WorkerLost):

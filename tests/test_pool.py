@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -102,6 +103,20 @@ def test_a_hundred_collective_tests_reuse_the_same_processes(pool: Pool) -> None
     assert all(pool.run(_sum_of_ranks, 2, float(n)) == [n, n] for n in range(100))
     print(f"100 calls in {time.monotonic() - started:.1f} s")
     assert pool.pids() == before
+
+
+def test_a_call_that_was_interrupted_leaves_no_answers_to_the_next(own_pool: Pool) -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        with pytest.raises(InterruptedError):
+            own_pool.run(_hang_here, 2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert own_pool.run(_sum_of_ranks, 2, 3.0) == [3.0, 3.0]
 
 
 def test_an_exception_arrives_with_its_remote_traceback(pool: Pool) -> None:

@@ -32,7 +32,6 @@ class Family:
         everywhere: last parts of the paths of modules whose results go into every block.
         first_only: path inside a block of a module that only the first block of a list has, and
             whose result the others share.
-        shifted: whether the model's loss compares the output of each token with the next label.
     """
 
     lists: tuple[str, ...] = ()
@@ -41,17 +40,16 @@ class Family:
     after: tuple[str, ...] = ()
     everywhere: tuple[str, ...] = ()
     first_only: str | None = None
-    shifted: bool = False
 
 
-_DECODER = Family(shifted=True)
+_DECODER = Family()
 FAMILIES = {
     "llama": _DECODER,
     "mistral": _DECODER,
     "qwen2": _DECODER,
     "gpt2": _DECODER,
-    "bloom": Family(extra=1, shifted=True),
-    "opt": Family(after=("final_layer_norm", "project_out"), shifted=True),
+    "bloom": Family(extra=1),
+    "opt": Family(after=("final_layer_norm", "project_out")),
     "bert": Family(),
     "vit": Family(),
     "t5": Family(
