@@ -109,6 +109,7 @@ def test_a_call_that_was_interrupted_leaves_no_answers_to_the_next(own_pool: Poo
     def interrupt(number: int, frame: object) -> None:
         raise InterruptedError
 
+    own_pool.run(_sum_of_ranks, 2, 1.0)  # so that what is interrupted is the wait
     before = signal.signal(signal.SIGUSR2, interrupt)
     try:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR2)).start()
