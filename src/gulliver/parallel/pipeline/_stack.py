@@ -204,6 +204,8 @@ REFUSED = {
     "switch_transformers": "its encoder hands more on than its hidden state",
     "recurrent_gemma": "its blocks keep a state from call to call",
     "roformer": "its blocks read positions that the encoder around them embeds",
+    **dict.fromkeys(("ibert", "squeezebert"), "its blocks hand on more than a hidden state"),
+    "nllb-moe": "its encoder hands on what its routers chose",
     "hrm_text": "it runs its blocks several times",
 }
 """Types that cannot be cut into stages, with the reason."""

@@ -40,6 +40,7 @@ from gulliver.parallel.tensor._sites import (
     take_in_once,
 )
 from gulliver.parallel.tensor._table import SCALED
+from gulliver.parallel.tensor._types import LISTS_OF_PARTS
 
 SequenceMode = Literal["split_gather", "ring"]
 MODES = ("split_gather", "ring")
@@ -83,6 +84,12 @@ def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None
         raise GulliverError(
             f"sequence_parallelism_mode={sequence!r} needs a list of blocks "
             "(torch.nn.ModuleList), and this model has none: use None"
+        )
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if sequence is not None and kind in LISTS_OF_PARTS:
+        raise GulliverError(
+            f"sequence_parallelism_mode={sequence!r} needs blocks, and the layers of {kind} are "
+            "lists of parts: use None"
         )
     if sequence is not None and plan.whole:
         more = f" and {len(plan.whole) - 3} more" if len(plan.whole) > 3 else ""

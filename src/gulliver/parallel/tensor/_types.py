@@ -92,3 +92,7 @@ REFUSED: dict[str, str] = {
     "moshi": "its layers keep a weight for each codebook",
 }
 """Type to why its cut would not be exact."""
+
+LISTS_OF_PARTS = ("xlm", "flaubert")
+"""Types whose layers are lists of attentions, of norms and so on: no piece of a sequence could be
+handed from block to block."""
