@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver._compat import at_end_of_backward, saving_is_hooked, storage_users
-from gulliver.comm import Group, Handle, all_gather
+from gulliver.comm import Group, Handle, Purpose, all_gather, guard
 from gulliver.errors import GulliverError
 from gulliver.memory import arrived, await_parameter, before_write, storage_of
 from gulliver.parallel.zero._sharded import Presence, ShardedChunk
@@ -44,6 +44,13 @@ class Pass(Enum):
     NONE = auto()
     FORWARD = auto()
     BACKWARD = auto()
+
+
+_WHY = {
+    Pass.NONE: "for a read of parameters",
+    Pass.FORWARD: "for a forward",
+    Pass.BACKWARD: "for a backward",
+}
 
 
 class Gatherer:
@@ -98,7 +105,11 @@ class Gatherer:
             sharded.gathering = Handle()
         else:
             sharded.gathering = all_gather(
-                sharded.chunk.data, sharded.chunk.shard, self.group, async_op=True
+                sharded.chunk.data,
+                sharded.chunk.shard,
+                self.group,
+                async_op=True,
+                purpose=self._purpose(sharded),
             )
         sharded.enter(Presence.ARRIVING)
         for parameter in sharded.chunk.parameters.values():
@@ -111,7 +122,8 @@ class Gatherer:
         if sharded.presence is not Presence.ARRIVING:
             return
         assert sharded.gathering is not None
-        sharded.gathering.wait()
+        with guard():
+            sharded.gathering.wait()
         sharded.gathering = None
         sharded.enter(Presence.WHOLE)
         for parameter in sharded.chunk.parameters.values():
@@ -149,6 +161,9 @@ class Gatherer:
                 self.release(sharded)
             else:
                 self.finish(sharded)
+
+    def _purpose(self, sharded: ShardedChunk) -> Purpose:
+        return sharded.purpose("gathers", _WHY[self._pass] if self.sharded else "after a step")
 
     def _release_used(self, passed: ShardedChunk) -> None:
         if passed.presence is Presence.WHOLE and not (passed.kept or passed.held):
@@ -314,7 +329,8 @@ class Gatherer:
             if chunk.layout.parts == 1:
                 whole.copy_(part)
             else:
-                all_gather(whole, part, self.group)
+                with guard():
+                    all_gather(whole, part, self.group, purpose=self._purpose(sharded))
             self._peeked = (sharded, chunk.named_views(whole))
         name = next(n for n, p in sharded.chunk.parameters.items() if p is parameter)
         return self._peeked[1][name]

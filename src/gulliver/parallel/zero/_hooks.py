@@ -7,6 +7,7 @@ entered, because what it reads is not seen from Python.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gulliver._compat import compiled_call, is_compiled, replace_compiled_call
+from gulliver.errors import GulliverError
 from gulliver.parallel.zero._gatherer import Gatherer
 
 if TYPE_CHECKING:
@@ -45,7 +47,13 @@ class _Calls:
             return
         gatherer, context = self._open.pop()
         context.__exit__(None, None, None)
-        gatherer.leave_forward()
+        failed = sys.exc_info()[1]
+        try:
+            gatherer.leave_forward()
+        except GulliverError as error:
+            # What ended the forward ends this too; torch would warn of it.
+            if str(error) != str(failed):
+                raise
 
 
 def watch_calls(model: nn.Module, optimizer: ZeroOptimizer) -> None:
