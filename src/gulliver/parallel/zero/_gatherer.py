@@ -82,6 +82,7 @@ class Gatherer:
         self._at: dict[int, ShardedChunk] = {}
         self._peeked: tuple[ShardedChunk, dict[str, Tensor]] | None = None
         self.lent: list[_Lent] = []
+        self._needed: list[ShardedChunk] = []
         for released in chunks:
             if released.chunk.buffer is None:
                 released.presence = Presence.ABSENT
@@ -166,7 +167,8 @@ class Gatherer:
         return sharded.purpose("gathers", _WHY[self._pass] if self.sharded else "after a step")
 
     def _release_used(self, passed: ShardedChunk) -> None:
-        if passed.presence is Presence.WHOLE and not (passed.kept or passed.held):
+        wanted = passed.kept or passed.held or passed in self._needed
+        if passed.presence is Presence.WHOLE and not wanted:
             self.release(passed)
 
     # Passes, of stage 3 only.
@@ -247,8 +249,7 @@ class Gatherer:
 
     def use(self, sharded: ShardedChunk) -> None:
         """Makes a chunk whole, gathers ahead and gives back what has been used."""
-        if self.sharded and torch.is_grad_enabled() and not saving_is_hooked():
-            sharded.held = True  # autograd may refer to the parameters themselves
+        self._hold(sharded)
         if not self.sharded or self._pass is Pass.NONE:
             if sharded.presence is Presence.ABSENT:
                 self.start(sharded)
@@ -263,6 +264,19 @@ class Gatherer:
             self._issue(place + 1 + self.ahead)
             for passed in self._order[: max(0, place - 1)]:
                 self._release_used(passed)
+
+    def use_together(self, chunks: Sequence[ShardedChunk]) -> None:
+        """Makes chunks whole that a compiled region reads all at once."""
+        self._needed = list(chunks)
+        try:
+            for sharded in chunks:
+                self.use(sharded)
+        finally:
+            self._needed = []
+
+    def _hold(self, sharded: ShardedChunk) -> None:
+        if self.sharded and torch.is_grad_enabled() and not saving_is_hooked():
+            sharded.held = True  # autograd may refer to the parameters themselves
 
     def _place(self, sharded: ShardedChunk) -> int | None:
         """Where the pass uses a chunk; starts the pass anew for one that it has behind it."""
