@@ -23,10 +23,11 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
-        self.backwards = False
+        self.backwards, self.skips = False, False
     def forward(self, x):
         for layer in reversed(self.layers) if self.backwards else self.layers:
-            x = torch.tanh(layer(x))
+            if not (self.skips and layer is self.layers[5]):
+                x = torch.tanh(layer(x))
         return x
 
 def train(booster, model, optimizer):
@@ -42,6 +43,8 @@ def run(rank, case):
     train(booster, model, optimizer)
     if case == "order":
         model.backwards = rank == 1
+    elif case == "skip":
+        model.skips = rank == 1
     elif rank == 0 and case.startswith("evaluate"):
         with torch.no_grad():
             model(torch.ones(2, 8))
@@ -89,6 +92,7 @@ if __name__ == "__main__":
 
 DIFFERENT = {
     "order": ["rank 0 reduces the chunk of", "rank 1 gathers the chunk of"],
+    "skip": ["rank 0 reduces the chunk of 'layers.5", "rank 1 gathers the chunk of"],
     "evaluate, train": ["rank 0 gathers the chunk of", "for a forward", "a backward"],
     "evaluate, barrier": [
         "rank 0 gathers the chunk of",

@@ -5,7 +5,9 @@ stages 0 to 2 that is simple: a step gathers every chunk once, in the order of u
 *pass* (a forward or a backward of the model) is a list of chunks that every rank gathers once, in
 that order, used or not. Touching a chunk issues the gathers up to it and a few ahead. What a rank
 does not touch it gathers when it comes past, at the latest at the end of the pass. So ranks may
-differ in the parameters that they use, and no rank waits for one that has nothing to send.
+differ in the parameters that they use, and no rank waits for one that has nothing to send. In a
+backward, though, gradients are reduced between the gathers, when a chunk is complete: ranks that
+differ in whole chunks would reduce at another place, and are told (see `comm/_ledger.py`).
 
 [Note: out of order] A chunk that is touched again after it was given back (a tied weight, a module
 called twice) ends the pass and starts it anew, and is kept from then on. Outside of passes a
