@@ -18,6 +18,7 @@ from gulliver.comm._collectives import (
 )
 from gulliver.comm._groups import release_groups, shared_line
 from gulliver.comm._launch import default_ranks, launch, under_launcher
+from gulliver.comm._ledger import Purpose
 from gulliver.comm._line import ALONE, Line
 from gulliver.comm._watchdog import Watchdog
 from gulliver.comm._world import (
@@ -38,6 +39,7 @@ __all__ = [
     "Group",
     "Handle",
     "Line",
+    "Purpose",
     "Torus",
     "Watchdog",
     "World",

@@ -18,6 +18,7 @@ from gulliver._compat import all_gather_flat, reduce_scatter_flat
 from gulliver.comm import _chained, _steps
 from gulliver.comm._axes import Torus
 from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
+from gulliver.comm._ledger import ANY, Purpose
 from gulliver.comm._line import line_of
 from gulliver.comm._progress import Exchange, start
 from gulliver.errors import GulliverError, nearest
@@ -98,6 +99,7 @@ def reduce_scatter(
     group: Group = None,
     async_op: bool = False,
     accumulate_dtype: torch.dtype | None = None,
+    purpose: Purpose = ANY,
 ) -> Handle:
     """Writes this rank's part of the reduction of `input` to `output`.
 
@@ -110,6 +112,7 @@ def reduce_scatter(
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
         accumulate_dtype: of the sum and of `output`, where it is wider than what travels.
+        purpose: all ranks pass the same; those that differ are told, over gloo.
     """
     _check(output, op)
     _check(input, op)
@@ -123,12 +126,13 @@ def reduce_scatter(
     if isinstance(group, Torus):
         lines = group.ways("reduce_scatter", input.nbytes)
         if sends_directly(lines[0].group, input):
-            return _sent(_steps.reduce_scatter(output, input, op, lines), async_op)
+            return _sent(_steps.reduce_scatter(output, input, op, lines, purpose), async_op)
         tensors = [output, input]
         queued = _chained.run(tensors, lambda: _chained.reduce_scatter(output, input, op, lines))
         return _finished(Handle(_Several(queued)), async_op)
     if sends_directly(group, input):
-        return _finished(Handle(start(direct_reduce_scatter(output, input, op, group))), async_op)
+        step = direct_reduce_scatter(output, input, op, group, purpose=purpose)
+        return _finished(Handle(start(step)), async_op)
     if output.dtype != input.dtype:
         started = _exchanged(output, input, op, group)
         return _finished(Handle(*started), async_op)
@@ -141,6 +145,7 @@ def all_gather(
     input: Tensor,
     group: Group = None,
     async_op: bool = False,
+    purpose: Purpose = ANY,
 ) -> Handle:
     """Writes the inputs of all ranks, one after the other, to `output`.
 
@@ -150,6 +155,7 @@ def all_gather(
         input: flat, of one size on all ranks.
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
+        purpose: all ranks pass the same; those that differ are told, over gloo.
     """
     _check(output, "sum")
     _check(input, "sum")
@@ -162,12 +168,13 @@ def all_gather(
     if isinstance(group, Torus):
         lines = group.ways("all_gather", output.nbytes)
         if sends_directly(lines[0].group, input):
-            return _sent(_steps.all_gather(output, input, lines), async_op)
+            return _sent(_steps.all_gather(output, input, lines, purpose), async_op)
         tensors = [output, input]
         queued = _chained.run(tensors, lambda: _chained.all_gather(output, input, lines))
         return _finished(Handle(_Several(queued)), async_op)
     if sends_directly(group, input):
-        return _finished(Handle(start(direct_all_gather(output, input, group))), async_op)
+        step = direct_all_gather(output, input, group, purpose=purpose)
+        return _finished(Handle(start(step)), async_op)
     return _finished(Handle(all_gather_flat(output, input, group=group, async_op=True)), async_op)
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gulliver._compat import is_gloo
+from gulliver.comm._ledger import ANY, Purpose
 from gulliver.comm._messages import Messages, give_buffer, next_tag, others, take_buffer
 from gulliver.comm._messages import post as post_messages
 from gulliver.comm._progress import Step
@@ -31,7 +32,11 @@ def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
 
 
 def direct_all_gather(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup | None, after: After = None
+    output: Tensor,
+    input: Tensor,
+    group: dist.ProcessGroup | None,
+    after: After = None,
+    purpose: Purpose = ANY,
 ) -> Step:
     """An all-gather; every part is received where it belongs.
 
@@ -40,8 +45,9 @@ def direct_all_gather(
         input: this rank's part, perhaps in its place in `output`.
         group: of ranks.
         after: names the step that follows.
+        purpose: all ranks pass the same.
     """
-    rank, ranks, tag = dist.get_rank(group), _ranks(group), next_tag(group)
+    rank, ranks, tag = dist.get_rank(group), _ranks(group), next_tag(group, 1, purpose)
     parts = output.view(len(ranks), input.numel())
     order = others(rank, len(ranks))
 
@@ -56,7 +62,12 @@ def direct_all_gather(
 
 
 def direct_reduce_scatter(
-    output: Tensor, input: Tensor, op: str, group: dist.ProcessGroup | None, after: After = None
+    output: Tensor,
+    input: Tensor,
+    op: str,
+    group: dist.ProcessGroup | None,
+    after: After = None,
+    purpose: Purpose = ANY,
 ) -> Step:
     """A reduce-scatter.
 
@@ -66,8 +77,9 @@ def direct_reduce_scatter(
         op: sum, mean or max.
         group: of ranks.
         after: names the step that follows.
+        purpose: all ranks pass the same.
     """
-    rank, ranks, tag = dist.get_rank(group), _ranks(group), next_tag(group)
+    rank, ranks, tag = dist.get_rank(group), _ranks(group), next_tag(group, 1, purpose)
     size = len(ranks)
     parts = input.view(size, output.numel())
     order = others(rank, size)

@@ -1,8 +1,9 @@
 """Point-to-point messages: how they are posted and told apart, and the buffers they arrive in.
 
 [Note: tags] Messages are told apart by tags that every operation takes from a counter of its group
-when it is handed in. All ranks must hand in the operations of a group in one order; after that,
-nothing depends on the order in which they are posted.
+when it is handed in, and by what the operation is for, where that is known (see `_ledger.py`). All
+ranks must hand in the operations of a group in one order; after that, nothing depends on the order
+in which they are posted.
 
 It does not know what the messages are for.
 """
@@ -18,7 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_FIRST_TAG, _TAGS = 1 << 20, 1 << 30
+from gulliver.comm._ledger import ANY, Purpose, ledger
+
+_TAGS = 1 << 20
+"""Tags of one purpose; the first so many are left to others. Those of gloo have 31 bits."""
 _counters: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 _lock = threading.Lock()
@@ -69,15 +73,20 @@ def others(rank: int, size: int) -> list[int]:
     return [(rank + step) % size for step in range(1, size)]
 
 
-def next_tag(group: dist.ProcessGroup | None, count: int = 1) -> int:
-    """The first of `count` tags that follow each other and belong to the caller."""
+def next_tag(group: dist.ProcessGroup | None, count: int = 1, purpose: Purpose = ANY) -> int:
+    """The first of `count` tags that follow each other and belong to the caller.
+
+    Raises:
+        GulliverError: ranks are known to do different things.
+    """
     key = group or dist.group.WORLD
     with _lock:
         number = _counters.get(key, 0)
         if number + count > _TAGS:
             number = 0
         _counters[key] = number + count
-    return _FIRST_TAG + number
+    ledger.note(key, number, purpose)
+    return (1 + purpose.code) * _TAGS + number
 
 
 def take_buffer(numel: int, dtype: torch.dtype) -> Tensor:

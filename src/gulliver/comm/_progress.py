@@ -18,6 +18,8 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 from weakref import WeakSet
 
+from gulliver.comm._ledger import wait_for
+
 
 class Arriving(Protocol):
     """Messages under way."""
@@ -46,8 +48,9 @@ class Exchange:
 
         Raises:
             RuntimeError: of the backend, when a step failed.
+            GulliverError: ranks do different things.
         """
-        self._done.wait()
+        wait_for(self._done)
         if self._error is not None:
             raise self._error
 

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gulliver.comm._ledger import ANY, Purpose
 from gulliver.comm._line import Line
 from gulliver.comm._messages import (
     Messages,
@@ -123,7 +124,9 @@ def run(collectives: Sequence[Steps], at_once: bool) -> list[Any]:
     return [submit(lambda steps=steps: _drive(steps)) for steps in collectives]
 
 
-def reduce_scatter(output: Tensor, input: Tensor, op: str, lines: Sequence[Line]) -> list[Steps]:
+def reduce_scatter(
+    output: Tensor, input: Tensor, op: str, lines: Sequence[Line], purpose: Purpose = ANY
+) -> list[Steps]:
     """A reduce-scatter along lines, outer to inner, in segments.
 
     Args:
@@ -131,17 +134,20 @@ def reduce_scatter(output: Tensor, input: Tensor, op: str, lines: Sequence[Line]
         input: one part for each rank, in the order of the torus.
         op: sum, mean or max.
         lines: through this rank.
+        purpose: all ranks pass the same.
     """
     return [
-        reduce_scatter_steps(output, input, op, lines, _tags(lines), segment)
+        reduce_scatter_steps(output, input, op, lines, _tags(lines, purpose), segment)
         for segment in _segments(output.numel(), input.nbytes, lines)
     ]
 
 
-def all_gather(output: Tensor, input: Tensor, lines: Sequence[Line]) -> list[Steps]:
+def all_gather(
+    output: Tensor, input: Tensor, lines: Sequence[Line], purpose: Purpose = ANY
+) -> list[Steps]:
     """An all-gather along lines, outer to inner, in segments."""
     return [
-        all_gather_steps(output, input, lines, _tags(lines), segment)
+        all_gather_steps(output, input, lines, _tags(lines, purpose), segment)
         for segment in _segments(input.numel(), output.nbytes, lines)
     ]
 
@@ -399,11 +405,11 @@ def _scratch(slots: Tensor, dtype: torch.dtype) -> Tensor:
     return slots[0] if slots.dtype == dtype else torch.empty_like(slots[0], dtype=dtype)
 
 
-def _tags(lines: Sequence[Line]) -> list[int]:
+def _tags(lines: Sequence[Line], purpose: Purpose = ANY) -> list[int]:
     """The first tag of each line, followed by one for each row."""
     found, rows = [], 1
     for line in lines:
-        found.append(next_tag(line.group, rows))
+        found.append(next_tag(line.group, rows, purpose))
         rows *= line.size
     return found
 

@@ -9,6 +9,9 @@ pipeline, lives on, and so do its connections: the others would wait for message
 sends. So it writes beside its count which passage failed, and why. Those that are in the same
 passage by their own count, and do not come out of it by themselves, are ended as above. gloo has
 no call that would wake a thread which waits for a message.
+
+Ranks that do different things wait for each other for ever; see the note at `_ledger.py`. All raise
+one line about it, told beside the counts, too.
 """
 
 from __future__ import annotations
@@ -23,11 +26,16 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
+from gulliver.comm._ledger import Entries, difference, ledger, standing_in
+
 GRACE_S = 5.0
 """Time for the main thread to end by itself once a rank is known to be lost."""
 
 SUSPECTED_S = 8.0
 """A silence that is long enough once a collective has failed, too."""
+
+STANDING_BEATS = 4
+"""A rank that is in one call for so many beats stands still there."""
 
 MESSAGE_LENGTH = 500
 """Characters of an error that the other ranks are told."""
@@ -45,6 +53,7 @@ class _Word:
         done: whether it ended as it should.
         lost: another rank that was lost to it, and why it ends.
         reason: of that rank.
+        differs: what ranks do differently.
     """
 
     beat: int = 0
@@ -54,6 +63,7 @@ class _Word:
     done: bool = False
     lost: int | None = None
     reason: str = ""
+    differs: str = ""
 
 
 class Watchdog:
@@ -77,6 +87,7 @@ class Watchdog:
         self._others = [other for other in range(size) if other != rank]
         self._heard = {other: (_Word(), time.monotonic()) for other in self._others}
         self._passages, self._inside = 0, False
+        self._ledger = _Position()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def start(self) -> None:
@@ -110,7 +121,7 @@ class Watchdog:
     def leave(self, error: BaseException | None) -> None:
         """It has left it; an error is told to the others, unless it was one of theirs."""
         self._inside = False
-        if error is None or self._failure() is not None:
+        if error is None or self._failure() is not None or ledger.told:
             return
         lines = str(error).strip().splitlines() or [""]
         self._word.passage = self._passages
@@ -128,6 +139,7 @@ class Watchdog:
         while time.monotonic() < until and not self._known.wait(0.1):
             if failure := self._failure():
                 return failure
+            ledger.check()
         return None if self.lost is None else f"rank {self.lost} is gone: it {self.reason}"
 
     def _tell(self) -> None:
@@ -142,6 +154,7 @@ class Watchdog:
                 self._tell()
                 for other in self._others:
                     self._listen(other)
+                self._compare()
             except (RuntimeError, dist.DistError):
                 # Rank 0's process, or the launcher beside it, keeps the store.
                 self._declare(0, "ended, and its store with it")
@@ -149,12 +162,37 @@ class Watchdog:
             if lost := self._lost() or self._silent():
                 self._declare(*lost)
                 return
-            if not self._same_passage_failed():
+            differs = ledger.difference if not ledger.told else ""
+            if not (differs or self._same_passage_failed()):
                 stuck_since = None
                 continue
             stuck_since = stuck_since or time.monotonic()
             if time.monotonic() - stuck_since > GRACE_S:
-                self._end(self._failure() or "")
+                self._end(differs or self._failure() or "")
+
+    def _compare(self) -> None:
+        """Compares what the ranks handed in, while this one hands in nothing."""
+        if ledger.difference:
+            return
+        told = [word.differs for word, _ in self._heard.values() if word.differs]
+        mine = self._ledger.look()
+        if mine is not None and not told:
+            self._store.set(f"{self.rank}/ledger", json.dumps((*mine, self._word.beat)))
+            sides, standing = {self.rank: mine[0]}, {}
+            for other in self._others:
+                if not self._store.check([f"{other}/ledger"]):
+                    continue
+                sides[other], call, beat = json.loads(self._store.get(f"{other}/ledger"))
+                # It may have gone on since; what it handed in stays true.
+                if call and ledger.waiting and beat >= self._heard[other][0].beat - 1:
+                    standing[other] = call
+            told = [difference(sides, standing)]
+        if told and told[0]:
+            self._word.differs = told[0]
+            self._tell()
+            ledger.difference = told[0]
+            if standing_in():
+                self._end(told[0])  # nothing wakes it there but a connection that is closed
 
     def _listen(self, other: int) -> None:
         said = self._store.get(str(other)) if self._store.check([str(other)]) else b""
@@ -204,3 +242,20 @@ class Watchdog:
     def _end(self, reason: str) -> None:
         print(f"gulliver: {reason}: rank {self.rank} ends", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+class _Position:
+    """Where this rank stands, seen once a second."""
+
+    def __init__(self) -> None:
+        self._count, self._call, self._beats = 0, "", 0
+
+    def look(self) -> tuple[Entries, str] | None:
+        """Entries, and a call that the main thread stands in for long; None while it goes on."""
+        call = standing_in()
+        same = (ledger.count, call) == (self._count, self._call)
+        self._beats = self._beats + 1 if same else 0
+        self._count, self._call = ledger.count, call
+        if not self._beats or not ledger.count:
+            return None
+        return ledger.entries(), call if self._beats >= STANDING_BEATS else ""

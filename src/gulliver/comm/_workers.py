@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from gulliver.comm._ledger import wait_for
+
 THREADS = 8
 """Collectives that are on their way at once; more wait for their turn."""
 
@@ -32,7 +34,7 @@ class Job:
         Raises:
             Exception: what the work raised.
         """
-        self._done.wait()
+        wait_for(self._done)
         if self._error is not None:
             raise self._error
 

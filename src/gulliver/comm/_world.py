@@ -16,15 +16,13 @@ import torch
 import torch.distributed as dist
 
 from gulliver.comm import _progress, _workers
+from gulliver.comm._ledger import READING_S, ledger
 from gulliver.comm._watchdog import Watchdog
 from gulliver.errors import GulliverError
 
 COLLECTIVE_TIMEOUT_S = 600.0
 LEAVING_S = 10.0
 """Longest wait at the end of a program for what is under way."""
-
-READING_S = 2.0
-"""The others look once a second for what a rank has said at its end."""
 
 SILENCE_S = 30.0
 """A rank that is not heard of for so long counts as lost."""
@@ -97,6 +95,7 @@ def adopt_world(world: World | None, watchdog: Watchdog | None = None) -> None:
     """Makes an already joined world the present one: for pools of workers."""
     global _world, _watchdog
     _world, _watchdog = world, watchdog
+    ledger.clear()
 
 
 def current_world() -> World:
@@ -112,6 +111,7 @@ def shutdown() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _world = _watchdog = None
+    ledger.clear()
 
 
 def _leave() -> None:
@@ -151,7 +151,8 @@ def guard() -> Iterator[None]:
     """Names the rank that is gone or failed when a collective inside fails because of it.
 
     Raises:
-        GulliverError: another rank ended, stopped answering, or failed in a passage of `together`.
+        GulliverError: another rank ended, stopped answering, failed in a passage of `together`, or
+            does something else than this one.
     """
     try:
         yield

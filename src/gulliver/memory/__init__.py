@@ -1,6 +1,6 @@
 """Where bytes live: tensors that are used together lie in one contiguous chunk."""
 
-from gulliver.memory._awaited import arrived, await_parameter
+from gulliver.memory._awaited import arrived, await_parameter, hide_from_compilers
 from gulliver.memory._buffers import BufferPool
 from gulliver.memory._chunk import Chunk
 from gulliver.memory._claims import (
@@ -34,6 +34,7 @@ __all__ = [
     "before_any_write",
     "before_write",
     "drop_claim",
+    "hide_from_compilers",
     "part_of",
     "plan_chunks",
     "reduced_gradient",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
@@ -79,6 +80,12 @@ class Awaited(nn.Parameter):
             )
         waiting = list(_awaited(args)) + list(_awaited(kwargs.values()))
         return waiting[0].__dict__["_handler"](waiting, func, args, kwargs)
+
+
+def hide_from_compilers() -> None:
+    """Lets what is compiled call the handlers instead of tracing them; once is enough."""
+    found = vars(Awaited)["__torch_function__"].__func__
+    setattr(Awaited, "__torch_function__", classmethod(torch.compiler.disable(found)))  # noqa: B010
 
 
 def await_parameter(parameter: nn.Parameter, handler: Handler) -> None:

@@ -5,7 +5,9 @@ stages 0 to 2 that is simple: a step gathers every chunk once, in the order of u
 *pass* (a forward or a backward of the model) is a list of chunks that every rank gathers once, in
 that order, used or not. Touching a chunk issues the gathers up to it and a few ahead. What a rank
 does not touch it gathers when it comes past, at the latest at the end of the pass. So ranks may
-differ in the parameters that they use, and no rank waits for one that has nothing to send.
+differ in the parameters that they use, and no rank waits for one that has nothing to send. In a
+backward, though, gradients are reduced between the gathers, when a chunk is complete: ranks that
+differ in whole chunks would reduce at another place, and are told (see `comm/_ledger.py`).
 
 [Note: out of order] A chunk that is touched again after it was given back (a tied weight, a module
 called twice) ends the pass and starts it anew, and is kept from then on. Outside of passes a
@@ -32,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver._compat import at_end_of_backward, saving_is_hooked, storage_users
-from gulliver.comm import Group, Handle, all_gather
+from gulliver.comm import Group, Handle, Purpose, all_gather, guard
 from gulliver.errors import GulliverError
 from gulliver.memory import arrived, await_parameter, before_write, storage_of
 from gulliver.parallel.zero._sharded import Presence, ShardedChunk
@@ -44,6 +46,13 @@ class Pass(Enum):
     NONE = auto()
     FORWARD = auto()
     BACKWARD = auto()
+
+
+_WHY = {
+    Pass.NONE: "for a read of parameters",
+    Pass.FORWARD: "for a forward",
+    Pass.BACKWARD: "for a backward",
+}
 
 
 class Gatherer:
@@ -75,6 +84,7 @@ class Gatherer:
         self._at: dict[int, ShardedChunk] = {}
         self._peeked: tuple[ShardedChunk, dict[str, Tensor]] | None = None
         self.lent: list[_Lent] = []
+        self._needed: list[ShardedChunk] = []
         for released in chunks:
             if released.chunk.buffer is None:
                 released.presence = Presence.ABSENT
@@ -98,7 +108,11 @@ class Gatherer:
             sharded.gathering = Handle()
         else:
             sharded.gathering = all_gather(
-                sharded.chunk.data, sharded.chunk.shard, self.group, async_op=True
+                sharded.chunk.data,
+                sharded.chunk.shard,
+                self.group,
+                async_op=True,
+                purpose=self._purpose(sharded),
             )
         sharded.enter(Presence.ARRIVING)
         for parameter in sharded.chunk.parameters.values():
@@ -111,7 +125,8 @@ class Gatherer:
         if sharded.presence is not Presence.ARRIVING:
             return
         assert sharded.gathering is not None
-        sharded.gathering.wait()
+        with guard():
+            sharded.gathering.wait()
         sharded.gathering = None
         sharded.enter(Presence.WHOLE)
         for parameter in sharded.chunk.parameters.values():
@@ -150,8 +165,12 @@ class Gatherer:
             else:
                 self.finish(sharded)
 
+    def _purpose(self, sharded: ShardedChunk) -> Purpose:
+        return sharded.purpose("gathers", _WHY[self._pass] if self.sharded else "after a step")
+
     def _release_used(self, passed: ShardedChunk) -> None:
-        if passed.presence is Presence.WHOLE and not (passed.kept or passed.held):
+        wanted = passed.kept or passed.held or passed in self._needed
+        if passed.presence is Presence.WHOLE and not wanted:
             self.release(passed)
 
     # Passes, of stage 3 only.
@@ -232,8 +251,7 @@ class Gatherer:
 
     def use(self, sharded: ShardedChunk) -> None:
         """Makes a chunk whole, gathers ahead and gives back what has been used."""
-        if self.sharded and torch.is_grad_enabled() and not saving_is_hooked():
-            sharded.held = True  # autograd may refer to the parameters themselves
+        self._hold(sharded)
         if not self.sharded or self._pass is Pass.NONE:
             if sharded.presence is Presence.ABSENT:
                 self.start(sharded)
@@ -248,6 +266,19 @@ class Gatherer:
             self._issue(place + 1 + self.ahead)
             for passed in self._order[: max(0, place - 1)]:
                 self._release_used(passed)
+
+    def use_together(self, chunks: Sequence[ShardedChunk]) -> None:
+        """Makes chunks whole that a compiled region reads all at once."""
+        self._needed = list(chunks)
+        try:
+            for sharded in chunks:
+                self.use(sharded)
+        finally:
+            self._needed = []
+
+    def _hold(self, sharded: ShardedChunk) -> None:
+        if self.sharded and torch.is_grad_enabled() and not saving_is_hooked():
+            sharded.held = True  # autograd may refer to the parameters themselves
 
     def _place(self, sharded: ShardedChunk) -> int | None:
         """Where the pass uses a chunk; starts the pass anew for one that it has behind it."""
@@ -314,7 +345,8 @@ class Gatherer:
             if chunk.layout.parts == 1:
                 whole.copy_(part)
             else:
-                all_gather(whole, part, self.group)
+                with guard():
+                    all_gather(whole, part, self.group, purpose=self._purpose(sharded))
             self._peeked = (sharded, chunk.named_views(whole))
         name = next(n for n, p in sharded.chunk.parameters.items() if p is parameter)
         return self._peeked[1][name]

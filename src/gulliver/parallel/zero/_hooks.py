@@ -2,12 +2,16 @@
 
 Waiting for parameters needs no hooks, see `_gatherer.py`. Two things do: a pass of stage 3 begins
 and ends with the model's call, and a compiled region must find its parameters there when it is
-entered, because what it reads is not seen from Python.
+entered, because what it reads is not seen from Python. Where the model itself is compiled, before
+boost or after, that is all of them. What else is compiled after boost, such as a function, is not
+known here: it is compiled around whatever reads a parameter that waits, which is right, but slow.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +19,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gulliver._compat import compiled_call, is_compiled, replace_compiled_call
+from gulliver.errors import GulliverError
+from gulliver.memory import hide_from_compilers
 from gulliver.parallel.zero._gatherer import Gatherer
 
 if TYPE_CHECKING:
@@ -24,43 +30,85 @@ if TYPE_CHECKING:
 class _Calls:
     """Enters and leaves passes with the calls of a model."""
 
-    def __init__(self, optimizer: ZeroOptimizer | None) -> None:
+    def __init__(self, optimizer: ZeroOptimizer | None, model: nn.Module | None = None) -> None:
         self._optimizer = optimizer
+        self._modules = [] if model is None else list(model.modules())
         self._open: list[tuple[Gatherer, Any]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Calls:
         return _Calls(None)  # a copy of the model has its parameters whole
 
     def enter(self, module: nn.Module, args: Any) -> None:
+        # True in what is traced, whenever that runs: what is compiled reads everything at once.
+        self._enter(torch.compiler.is_compiling())
+
+    def leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._leave()
+
+    def _enter(self, whole: bool) -> None:
         if self._optimizer is None:
             return
         gatherer = self._optimizer.gatherer
+        if gatherer.sharded:
+            self._begin(gatherer)
+        if whole:
+            gatherer.use_together(gatherer.chunks)
+
+    def _begin(self, gatherer: Gatherer) -> None:
+        assert self._optimizer is not None
+        for module in self._modules[1:]:
+            _wait_before(module, self._optimizer)
         gatherer.enter_forward()
         context = saved_tensors_hooks(gatherer.pack, gatherer.unpack)
         context.__enter__()
         self._open.append((gatherer, context))
 
-    def leave(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _leave(self) -> None:
         if not self._open:
             return
         gatherer, context = self._open.pop()
         context.__exit__(None, None, None)
-        gatherer.leave_forward()
+        failed = sys.exc_info()[1]
+        try:
+            gatherer.leave_forward()
+        except GulliverError as error:
+            # What ended the forward ends this too; torch would warn of it.
+            if str(error) != str(failed):
+                raise
 
 
 def watch_calls(model: nn.Module, optimizer: ZeroOptimizer) -> None:
     """Registers what the stage of the optimizer needs."""
+    _hide_from_compilers()
     for module in model.modules():
         if is_compiled(module):
             waiting = _waiting(module, optimizer)
             module.register_forward_pre_hook(lambda *_, wait=waiting: wait(), prepend=True)
-        inner = compiled_call(module)
-        if inner is not None:
-            replace_compiled_call(module, _after(_waiting(module, optimizer), inner))
+        # What the model itself reads, `_Calls.enter` waits for inside of its call.
+        if module is not model:
+            _wait_before(module, optimizer)
+    calls = _Calls(optimizer, model)
+    model.register_forward_pre_hook(calls.enter, prepend=True)
     if optimizer.stage == 3:
-        calls = _Calls(optimizer)
-        model.register_forward_pre_hook(calls.enter, prepend=True)
         model.register_forward_hook(calls.leave, always_call=True)
+
+
+def _wait_before(module: nn.Module, optimizer: ZeroOptimizer) -> None:
+    """Lets the compiled call of a module wait for its parameters; once, also after boost."""
+    inner = compiled_call(module)
+    if inner is not None and not hasattr(inner, "_waits"):
+        call = _after(_waiting(module, optimizer), inner)
+        vars(call)["_waits"] = True
+        replace_compiled_call(module, call)
+
+
+@cache
+def _hide_from_compilers() -> None:
+    """Keeps compilers out of what moves parameters; late, as it takes seconds to import them."""
+    for owner, names in ((_Calls, ("_enter", "_leave")), (Gatherer, ("pack", "unpack"))):
+        for name in names:
+            setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
+    hide_from_compilers()
 
 
 def _waiting(region: nn.Module, optimizer: ZeroOptimizer) -> Callable[[], None]:
@@ -68,9 +116,13 @@ def _waiting(region: nn.Module, optimizer: ZeroOptimizer) -> Callable[[], None]:
 
     def wait() -> None:
         gatherer = optimizer.gatherer
-        for sharded in gatherer.chunks:
-            if any(id(p) in parameters for p in sharded.chunk.parameters.values()):
-                gatherer.use(sharded)
+        gatherer.use_together(
+            [
+                sharded
+                for sharded in gatherer.chunks
+                if any(id(p) in parameters for p in sharded.chunk.parameters.values())
+            ]
+        )
 
     return wait
 

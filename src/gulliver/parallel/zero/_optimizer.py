@@ -17,6 +17,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -193,6 +194,9 @@ class ZeroOptimizer(BoostedOptimizer):
         if self._reducer is not None:
             self._reducer.close()
         self.everything = list(chunks)
+        first = crc32(chunks[0].chunk.layout.slots[0].name.encode()) if chunks else 0
+        for number, sharded in enumerate(chunks, first):
+            sharded.number = number
         self.chunks = [c for c in chunks if c.trained]
         self._reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
         if self.tuner is not None:

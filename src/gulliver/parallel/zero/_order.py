@@ -45,7 +45,7 @@ class UseRecorder:
         self._device = next(iter(names)).device
         self.clear()
         self._hooks = [
-            model.register_forward_pre_hook(lambda *_: self.mark("forward"), prepend=True),
+            model.register_forward_pre_hook(self._entering(), prepend=True),
         ]
         for module in _outside_of_compiled(model):
             region = is_compiled(module) or compiled_call(module) is not None
@@ -80,8 +80,17 @@ class UseRecorder:
         place = {name: number for number, name in enumerate(self.first_use)}
         return sorted(known, key=lambda name: place.get(name, last))
 
+    def _entering(self) -> Any:
+        @torch.compiler.disable
+        def enter(*_: Any) -> None:
+            self.mark("forward")
+
+        return enter
+
     def _noting(self, owned: list[str]) -> Any:
         def note(*_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # a clock is not for what is traced: these come in the model's order
             now = stamp(self._device)
             for name in owned:
                 self.first_use.setdefault(name, now)

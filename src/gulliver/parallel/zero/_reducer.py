@@ -249,7 +249,13 @@ class GradientReducer:
         incoming = chunk.pool.take(chunk.layout.part_size, dtype, chunk.device)
         # Sixteen bits travel, and are added up in the dtype of the optimizer.
         handle = reduce_scatter(
-            incoming, chunk.gradient, "mean", self.group, async_op=True, accumulate_dtype=dtype
+            incoming,
+            chunk.gradient,
+            "mean",
+            self.group,
+            async_op=True,
+            accumulate_dtype=dtype,
+            purpose=sharded.purpose("reduces", "in a backward"),
         )
         return incoming, handle
 

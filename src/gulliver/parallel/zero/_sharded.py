@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 from torch import Tensor, nn
 
-from gulliver.comm import Handle
+from gulliver.comm import Handle, Purpose
 from gulliver.memory import Chunk, Piece
 
 
@@ -53,6 +53,15 @@ LEGAL_PRESENCE = {
 }
 
 
+_KINDS = (
+    ("gathers", "for a read of parameters"),
+    ("gathers", "for a forward"),
+    ("gathers", "for a backward"),
+    ("gathers", "after a step"),
+    ("reduces", "in a backward"),
+)
+
+
 @dataclass(eq=False)
 class ShardedChunk:
     """A chunk, the pieces of parameters that this rank owns of it, and its state.
@@ -76,11 +85,19 @@ class ShardedChunk:
     """Needed again in the same pass: stays once it is there."""
     held: bool = False
     """A graph may refer to its parameters: stays until backward or the next step."""
+    number: int = 0
+    """Its place among the optimizer's chunks, counted from another one for each optimizer."""
 
     def move(self, phase: Phase) -> None:
         """Enters another phase."""
         assert (self.phase, phase) in LEGAL, f"{self.phase} -> {phase}"
         self.phase = phase
+
+    def purpose(self, verb: str, why: str) -> Purpose:
+        """What a collective of it is for; that of another chunk, or reason, is not taken for it."""
+        first = self.chunk.layout.slots[0].name
+        kind = 1 + _KINDS.index((verb, why))
+        return Purpose(f"{verb} the chunk of {first!r} {why}", kind * 256 + self.number % 256)
 
     def enter(self, presence: Presence) -> None:
         """Changes where the parameters are."""

@@ -1,0 +1,130 @@
+"""Ranks that use a model sharded by stage 3 in different ways are told, and end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.patience import patient
+
+PROGRAM = """
+import json, os, sys
+import torch
+from torch import nn
+from gulliver.booster import Booster, LowLevelZeroPlugin
+from gulliver.comm import init_world
+from gulliver.errors import GulliverError
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+        self.backwards, self.skips = False, False
+    def forward(self, x):
+        for layer in reversed(self.layers) if self.backwards else self.layers:
+            if not (self.skips and layer is self.layers[5]):
+                x = torch.tanh(layer(x))
+        return x
+
+def train(booster, model, optimizer):
+    booster.backward(model(torch.ones(2, 8)).sum(), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+def run(rank, case):
+    world = init_world()
+    model = Net()
+    booster = Booster(LowLevelZeroPlugin(3, chunk_mb=0.0004, verbose=False))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    train(booster, model, optimizer)
+    if case == "order":
+        model.backwards = rank == 1
+    elif case == "skip":
+        model.skips = rank == 1
+    elif rank == 0 and case.startswith("evaluate"):
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+            model(torch.ones(2, 8))
+    elif rank == 0 and case.startswith("read"):
+        model.state_dict()
+    elif rank == 0 and case == "part":
+        model.layers[5](torch.ones(2, 8))
+    if case == "evaluate, barrier":
+        torch.distributed.barrier()
+    if case != "read, end":
+        for _ in range(3):
+            train(booster, model, optimizer)
+
+if __name__ == "__main__":
+    # Ranks of all cases are forked from here, so that torch is imported once.
+    rows = []
+    for number, case in enumerate(sys.argv[1:]):
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(2):
+            read, write = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.dup2(write, 2)
+                os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                               "MASTER_PORT": str(store.port), "LOCAL_RANK": str(rank),
+                               "TORCHELASTIC_USE_AGENT_STORE": "True"}
+                try:
+                    run(rank, case)
+                except BaseException as error:
+                    sys.last_type, sys.last_value = type(error), error
+                    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+                import atexit
+                atexit._run_exitfuncs()
+                os._exit(0)
+            os.close(write)
+            rows.append((case, rank, pid, read, store))
+    found = {}
+    for case, rank, pid, read, _ in rows:
+        with open(read) as errors:
+            text = errors.read()
+        found.setdefault(case, []).append((os.waitpid(pid, 0)[1], text))
+    print(json.dumps(found))
+"""
+
+DIFFERENT = {
+    "order": ["rank 0 reduces the chunk of", "rank 1 gathers the chunk of"],
+    "skip": ["rank 0 reduces the chunk of 'layers.5", "rank 1 gathers the chunk of"],
+    "evaluate, train": ["rank 0 gathers the chunk of", "for a forward", "a backward"],
+    "evaluate, barrier": [
+        "rank 0 gathers the chunk of",
+        "rank 1 waits in torch.distributed.b",
+    ],
+    "read, train": ["rank 0 gathers the chunk of", "for a read of parameters", "for a forward"],
+    "part": ["rank 0 gathers the chunk of 'layers.5", "for a read of parameters", "for a forward"],
+}
+
+
+@pytest.mark.deadline(200)
+def test_ranks_that_use_a_sharded_model_differently_end_with_one_line() -> None:
+    program = [sys.executable, "-c", PROGRAM, *DIFFERENT, "read, end", "right"]
+    done = subprocess.run(
+        program,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=patient(90),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for case, words in DIFFERENT.items():
+        for status, errors in found[case]:
+            assert os.waitstatus_to_exitcode(status) == 1, (case, errors)
+            lines = errors.strip().splitlines()
+            assert len(lines) == 1, (case, errors)
+            assert "the ranks do different things" in lines[0], (case, errors)
+            assert all(word in lines[0] for word in words), (case, errors)
+    (status, errors), (other, nothing) = found["read, end"]
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert "GulliverError: rank 1 is gone: it ended, having made fewer steps or calls" in errors
+    assert (other, nothing) == (0, "")
+    assert found["right"] == [[0, ""], [0, ""]]
