@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -92,6 +94,58 @@ def _large_sums(world: World) -> list[bytes]:
 def test_two_ranks_get_the_same_bits_from_the_backend_and_from_direct_messages(pool: Pool) -> None:
     first, second = pool.run(_large_sums, 2)
     assert first[:4] == first[4:] == second[:4] == second[4:]
+
+
+def _term(rank: int) -> torch.Tensor:
+    return torch.randn(40_000, generator=torch.Generator().manual_seed(rank))
+
+
+def _sums_in_any_order(world: World) -> list[torch.Tensor]:
+    found = []
+    for way, any_order in (("auto", False), ("auto", True), ("direct", True)):
+        os.environ["GULLIVER_ALL_REDUCE"] = way
+        total = _term(world.rank)
+        all_reduce(total, any_order=any_order, async_op=True).wait()
+        found.append(total)
+    del os.environ["GULLIVER_ALL_REDUCE"]
+    return found
+
+
+def test_terms_are_added_in_the_order_of_ranks_unless_any_order_will_do(pool: Pool) -> None:
+    expected = _term(0) + _term(1) + _term(2)
+    answers = pool.run(_sums_in_any_order, 3)
+    for ordered, free, direct in answers:
+        assert torch.equal(ordered, expected)
+        assert torch.equal(direct, expected)
+        torch.testing.assert_close(free, expected)
+        assert torch.equal(free, answers[0][1])
+        assert not torch.equal(free, expected)  # or it was not the ring
+
+
+def _abandoned(world: World) -> tuple[torch.Tensor, int]:
+    parts = torch.zeros(world.size * 50_000)
+    own = torch.full((50_000,), world.rank + 1.0)
+    handle = all_gather(parts, own, async_op=True)
+    if world.rank == 0:
+        del handle  # nobody waits for it here; the other needs this rank's part all the same
+        gc.collect()
+    else:
+        handle.wait()
+    total = torch.ones(50_000, dtype=torch.int64)
+    all_reduce(total)
+    waits = all_gather(parts.clone(), own, async_op=True)
+    while not waits.is_completed():
+        pass
+    waits.wait()
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("gulliver-comm")]
+    return (parts if world.rank else total), len(threads)
+
+
+def test_a_gather_that_nobody_waits_for_arrives_and_one_thread_finishes_all(pool: Pool) -> None:
+    (total, threads), (parts, _) = pool.run(_abandoned, 2)
+    assert total.eq(2).all()
+    assert threads == 1
+    assert parts.view(2, -1).eq(torch.tensor([[1.0], [2.0]])).all()
 
 
 def _objects(world: World) -> tuple:

@@ -273,7 +273,7 @@ class Entry:
         if cut is not None:
             return start_reduce(grad, cut.dim, cut.lengths, line)
         grad = grad.contiguous()
-        handle = all_reduce(grad, group=line.group, async_op=True)
+        handle = all_reduce(grad, group=line.group, async_op=True, any_order=True)
 
         def wait() -> Tensor:
             handle.wait()

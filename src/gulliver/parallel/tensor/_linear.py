@@ -241,7 +241,7 @@ class _Row(Function):
         else:
             y = product(x, weight, None, transposed).contiguous()
             if cut is None:
-                all_reduce(y, group=line.group)
+                all_reduce(y, group=line.group, any_order=True)
             else:
                 y = start_reduce(y, cut.dim, cut.lengths, line)()
         return y if bias is None else y.add_(bias)
