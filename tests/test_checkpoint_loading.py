@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.checkpoint import AsyncCheckpointer, load
 from gulliver.checkpoint._fits import always_fits, misfit
 from gulliver.errors import GulliverError
@@ -211,6 +213,32 @@ def test_the_state_of_the_same_optimizer_loads_and_its_next_step_is_the_same(
         net(x).square().sum().backward()
         stepping.step()
     assert same(other, wanted)
+
+
+def test_two_values_for_one_parameter_are_refused(tmp_path: Path) -> None:
+    def make(tied: bool) -> nn.Module:
+        model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+        if tied:
+            model[1].weight = model[0].weight
+        return model
+
+    for number, tied in enumerate((False, True)):
+        with AsyncCheckpointer(tmp_path / str(number)) as checkpointer:
+            checkpointer.save(0, {"model": make(tied)})
+    for ours in (make(True), Booster(LowLevelZeroPlugin(stage=1, verbose=False))):
+        if isinstance(ours, Booster):
+            model = make(True)
+            ours.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            loading = functools.partial(ours.load, model=model)
+        else:
+            model = ours
+            loading = functools.partial(load, state={"model": model})
+        before = model[0].weight.detach().clone()
+        with pytest.raises(GulliverError, match=r"'1.weight' and '0.weight' are one parameter"):
+            loading(tmp_path / "0")
+        assert torch.equal(model[0].weight, before)
+        loading(tmp_path / "1")
+        assert torch.equal(model[0].weight, load(tmp_path / "1").values["model"]["0.weight"])
 
 
 FITS = [

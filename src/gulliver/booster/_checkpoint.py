@@ -145,6 +145,7 @@ def load_boosted(
             odd = loaded.mismatches.get(MODEL, Mismatch())
             wanted.update((n, leaf) for n, leaf in leaves.items() if n not in odd.missing)
             reader.check_fits(MODEL, wanted, prefix)
+            reader.check_tied(MODEL, holder.canonical_names(unwrapped(model)), prefix)
         if optimizer is not None:
             entries.update(_check_optimizer(reader, optimizer, groups or []))
         if lr_scheduler is not None:

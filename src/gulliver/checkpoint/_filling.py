@@ -165,6 +165,10 @@ def _plan_module(filling: Filling, module: nn.Module, skeleton: Any, prefix: str
     extras = {name: saved[prefix + name] for name in given if prefix + name in saved}
     held = {name for item in extras.values() for name in names_in(item)}
     _match_names(filling, leaves, prefix)
+    first: dict[nn.Parameter, str] = {}
+    names = module.named_parameters(remove_duplicate=False)
+    tied = {name: first.setdefault(parameter, name) for name, parameter in names}
+    filling.reader.check_tied(filling.entry, tied, prefix)
     odd = filling.odd
     odd.missing += [name for name in given if name not in extras]
     odd.unexpected = [name for name in odd.unexpected if prefix + name not in held]

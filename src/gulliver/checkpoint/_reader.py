@@ -205,6 +205,30 @@ class StepReader:
                 found.unlike[name] = (there.shape, shape)
         return found
 
+    def check_tied(self, entry: str, tied: Mapping[str, str], prefix: str = "") -> None:
+        """Refuses two values for one parameter, of which the one read last would win.
+
+        Args:
+            entry: with the tensors.
+            tied: names of one parameter, each with another of it.
+            prefix: of names in the entry.
+
+        Raises:
+            GulliverError: they differ there.
+        """
+        saved = self.tensors(entry)
+        for name, other in tied.items():
+            both = [prefix + name, prefix + other]
+            if name == other or not all(n in saved for n in both):
+                continue
+            one, two = self.whole(entry, both).values()
+            bits = [value.reshape(-1).view(torch.uint8) for value in (one, two)]
+            if one.shape != two.shape or one.dtype != two.dtype or not torch.equal(*bits):
+                raise GulliverError(
+                    f"{name!r} and {other!r} are one parameter here and two in {self.folder}, "
+                    "which differ: untie them in the model"
+                )
+
     def check_fits(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> None:
         """Reads what is to be converted to a narrower dtype, and keeps nothing; see `read_into`.
 
