@@ -54,8 +54,8 @@ MUTANTS = (
     Mutant(
         "zero: shards get the sum of gradients",
         "parallel/zero/_reducer.py",
-        'incoming, chunk.gradient, "mean", self.group, async_op=True',
-        'incoming, chunk.gradient, "sum", self.group, async_op=True',
+        '            chunk.gradient,\n            "mean",\n',
+        '            chunk.gradient,\n            "sum",\n',
         ("zero",),
     ),
     Mutant(

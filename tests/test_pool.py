@@ -112,7 +112,9 @@ def test_a_call_that_was_interrupted_leaves_no_answers_to_the_next(own_pool: Poo
     own_pool.run(_sum_of_ranks, 2, 1.0)  # so that what is interrupted is the wait
     before = signal.signal(signal.SIGUSR2, interrupt)
     try:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        # To the thread that waits: another one's signal would not wake it.
+        waiting = threading.get_ident()
+        threading.Timer(0.5, signal.pthread_kill, (waiting, signal.SIGUSR2)).start()
         with pytest.raises(InterruptedError):
             own_pool.run(_hang_here, 2)
     finally:
