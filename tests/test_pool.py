@@ -105,9 +105,13 @@ def test_a_hundred_collective_tests_reuse_the_same_processes(pool: Pool) -> None
     assert pool.pids() == before
 
 
+class Interrupted(Exception):
+    pass
+
+
 def test_a_call_that_was_interrupted_leaves_no_answers_to_the_next(own_pool: Pool) -> None:
     def interrupt(number: int, frame: object) -> None:
-        raise InterruptedError
+        raise Interrupted
 
     own_pool.run(_sum_of_ranks, 2, 1.0)  # so that what is interrupted is the wait
     before = signal.signal(signal.SIGUSR2, interrupt)
@@ -115,7 +119,7 @@ def test_a_call_that_was_interrupted_leaves_no_answers_to_the_next(own_pool: Poo
         # To the thread that waits: another one's signal would not wake it.
         waiting = threading.get_ident()
         threading.Timer(0.5, signal.pthread_kill, (waiting, signal.SIGUSR2)).start()
-        with pytest.raises(InterruptedError):
+        with pytest.raises(Interrupted):
             own_pool.run(_hang_here, 2)
     finally:
         signal.signal(signal.SIGUSR2, before)
