@@ -75,6 +75,54 @@ def test_what_boost_refuses_it_refuses_on_all_ranks_before_anything_is_done(pool
         assert "cannot shard Adafactor" in single
 
 
+class _Pair(nn.Module):
+    """Two layers whose weights are made as the test says."""
+
+    def __init__(self, first: Tensor, second: Tensor, buffer: Tensor | None = None) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(first), nn.Parameter(second)
+        self.register_buffer("table", torch.zeros(1) if buffer is None else buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(x @ self.a) @ self.b).square().sum()
+
+
+def _shared_memory(world: World) -> list[str]:
+    """What shares elements is refused; neighbours within one tensor train as in plain torch."""
+    found = []
+    plugins = [LowLevelZeroPlugin(stage, verbose=False) for stage in (0, 3)]
+    for plugin in (*plugins, HybridParallelPlugin(verbose=False)):
+        table = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).double()
+        for model in (
+            _Pair(table[:4], table[:4]),
+            _Pair(table[:4], table[1:]),
+            _Pair(table[:4], torch.eye(4).double(), table[3]),
+        ):
+            found.append(_said(Booster(plugin).boost, model, _sgd(model)))
+    wide = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).double()
+    models = _Pair(wide[:, :4], wide[:, 4:]), _Pair(wide[:, :4].clone(), wide[:, 4:].clone())
+    booster = _zero(2)
+    _, optimizer, *_ = booster.boost(models[0], _sgd(models[0]))
+    x = torch.ones(2, 4).double()
+    booster.backward(models[0](x), optimizer)
+    optimizer.step()
+    models[1](x).backward()
+    _sgd(models[1]).step()
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours.data, theirs.data, rtol=1e-12, atol=1e-12)
+    return found
+
+
+def test_tensors_that_share_memory_are_refused_where_sharding_would_cut_them_apart(
+    pool: Pool,
+) -> None:
+    for found in pool.run(_shared_memory, 2):
+        for same, part, buffer in (found[:3], found[3:6], found[6:]):
+            assert "model.b = model.a" in same
+            assert "parameter 'b' shares its memory with parameter 'a'" in part
+            assert "buffer 'table' shares its memory with parameter 'a'" in buffer
+
+
 def _hybrid_optimizers(world: World) -> list[str]:
     found = []
     for plugin in ({"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}):

@@ -25,6 +25,7 @@ from gulliver.parallel import (
     ZeroOptimizer,
     check_optimizer,
     check_trainable,
+    check_unshared,
     is_boosted,
     named_trainables,
     state_tensors,
@@ -284,6 +285,7 @@ class LowLevelZeroPlugin(Plugin):
             _check_unstepped(optimizer)
         check_optimizer(optimizer, self.stage, self.assume_elementwise)
         check_trainable(named_trainables(model, optimizer))
+        check_unshared(model, optimizer)
 
     def configure(
         self,

@@ -1,5 +1,6 @@
 """Exact parallel primitives."""
 
+from gulliver.parallel._aliases import check_unshared
 from gulliver.parallel._optimizer import (
     BoostedOptimizer,
     Counter,
@@ -26,6 +27,7 @@ __all__ = [
     "asks_routers",
     "check_optimizer",
     "check_trainable",
+    "check_unshared",
     "has_known_forward",
     "is_boosted",
     "named_groups",
