@@ -478,6 +478,47 @@ def _state_dict(booster: Booster, model: Net, optimizer: ZeroOptimizer) -> None:
     optimizer.state_dict()
 
 
+def _edit_groups(world: World) -> list[str]:
+    """One rank does it; both are told. New lists and dicts of the same members are no edit."""
+    found = []
+    for stage, edit in enumerate(
+        (
+            lambda groups: groups[1]["params"].append(groups[0]["params"].pop()),
+            lambda groups: groups[0].update(params=groups[0]["params"][:-1]),
+            lambda groups: groups.pop(),
+            lambda groups: groups[0].update(lr=0.5),
+        )
+    ):
+        model = Net()
+        head = [*model.a.parameters(), *model.b.parameters()]
+        make = torch.optim.SGD([{"params": model.stem.parameters()}, {"params": head}], lr=0.1)
+        booster = Booster(LowLevelZeroPlugin(stage, chunk_mb=CHUNK_MB, verbose=False))
+        _, optimizer, *_ = booster.boost(model, make)
+        for number in range(2):
+            booster.backward(model(data(0, world.rank)), optimizer)
+            groups = optimizer.param_groups
+            if number == 0:
+                groups[0] = {**groups[0], "params": list(groups[0]["params"]), "lr": 0.01}
+            elif world.rank == 1:
+                edit(groups)
+            before = [p.data.clone() for p in model.parameters()]
+            try:
+                optimizer.step()
+            except GulliverError as error:
+                found.append(str(error))
+                after = [p.data for p in model.parameters()]
+                assert all(map(torch.equal, before, after))
+            optimizer.zero_grad()
+    return found
+
+
+def test_edited_groups_are_refused_on_all_ranks_and_options_that_differ(pool: Pool) -> None:
+    for found in pool.run(_edit_groups, 2):
+        *moved, differ = found
+        assert ["param_groups have other parameters" in said for said in moved] == [True] * 3
+        assert "lr of the optimizer's group 0 is 0.01 on rank 0 and 0.5 on rank 1" in differ
+
+
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [

@@ -37,6 +37,7 @@ from gulliver.memory import (
 from gulliver.parallel._optimizer import BoostedOptimizer, Leaf, Saved, State
 from gulliver.parallel.zero._elementwise import check_optimizer, is_elementwise, state_tensors
 from gulliver.parallel.zero._gatherer import Gatherer
+from gulliver.parallel.zero._groups import GroupWatch
 from gulliver.parallel.zero._reducer import IN_FLIGHT, GradientReducer
 from gulliver.parallel.zero._saved import (
     after_model_load,
@@ -108,7 +109,7 @@ class ZeroOptimizer(BoostedOptimizer):
         # Some optimizers have state before their first step; the boost may come later, too.
         exported = super().export_state()
         state = {n: {k: v for k, v in e.items() if v is not None} for n, e in exported.items()}
-        self._members = super().group_names()
+        self._members, self._watched = super().group_names(), GroupWatch(inner, group)
         self.stage, self.group, self.max_norm = stage, group, max_norm
         self.ahead, self.overlap, self.chunk_bytes = ahead, overlap, chunk_bytes
         self.rank, self.size = group_rank(group), group_size(group)
@@ -211,6 +212,7 @@ class ZeroOptimizer(BoostedOptimizer):
         mine = {piece.name: owned for c in self.chunks for piece, owned in c.pieces}
         for group, members in zip(self.inner.param_groups, self._members, strict=True):
             group["params"] = [mine[name] for name in members if name in mine]
+        self._watched.remember()
         self._by_chunk = [self._group_pieces(sharded) for sharded in self.chunks]
 
     def _group_pieces(self, sharded: ShardedChunk) -> list[list[nn.Parameter]]:
@@ -291,6 +293,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
         if any(c.gradient_shard is not None or c.chunk.gradient_begun for c in self.chunks):
             raise GulliverError("chunks are cut between steps: call zero_grad first")
+        self._watched.check_members()  # it fills the groups anew
         return relayout(self, order, chunk_bytes)
 
     def _step(self) -> None:
@@ -301,6 +304,7 @@ class ZeroOptimizer(BoostedOptimizer):
             if sharded.chunk.buffer is not None:
                 sharded.chunk.take_writes()
         used = self._settle()
+        self._watched.check_members()  # clipping may have settled before
         if math.isfinite(self.max_norm):
             self.clip_grad_by_norm(self.max_norm)
         if self.scaler is not None and not self._all_finite():
@@ -394,7 +398,7 @@ class ZeroOptimizer(BoostedOptimizer):
     def _settle(self) -> set[str]:
         """Sends all gradients to the shards, once between backward and step."""
         if self._used is None or not self._reducer.settled:
-            self._used = self._reducer.settle()
+            self._used = self._reducer.settle(self._watched.votes(), self._watched.check_votes)
         return self._used
 
     def zero_grad(self, set_to_none: bool = True) -> None:
