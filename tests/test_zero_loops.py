@@ -5,6 +5,9 @@ The twin is a plain torch model in the same process, fed with the whole batch.
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -541,6 +544,32 @@ def test_what_would_go_wrong_silently_is_refused(mistake, message: str) -> None:
     with pytest.raises(GulliverError, match=message) as caught:
         mistake(*boosted())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_copies_of_a_boosted_optimizer_are_refused_and_spoil_nothing(stage: int) -> None:
+    booster, model, optimizer = boosted(stage)
+    calls: list[Callable[[], Any]] = [
+        lambda: copy.deepcopy(optimizer),
+        lambda: copy.copy(optimizer),
+        lambda: torch.save(optimizer, io.BytesIO()),
+        lambda: pickle.dumps({"model": model, "optimizer": optimizer}),
+    ]
+    if stage == 3:
+        calls.append(lambda: torch.save(model, io.BytesIO()))
+    for call in calls:
+        with pytest.raises(GulliverError, match=r"booster\.save_(optimizer|model)") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    twin, twin_optimizer = plain()
+    for net, stepper in ((model, optimizer), (twin, twin_optimizer)):
+        booster.backward(net(data(0)), stepper) if net is model else net(data(0)).backward()
+        stepper.step()
+    assert_equal_models(copy.deepcopy(model), twin)
+    assert_equal_models(model, twin)
+    again, other, another = boosted(stage)
+    again.backward(other(data(0)), another)
+    another.step()
 
 
 def test_zero_grad_of_the_optimizer_from_before_boost_forgets_too() -> None:

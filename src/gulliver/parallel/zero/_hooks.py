@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gulliver._compat import compiled_call, is_compiled, replace_compiled_call
+from gulliver.errors import GulliverError
 from gulliver.parallel.zero._gatherer import Gatherer
 
 if TYPE_CHECKING:
@@ -30,6 +31,12 @@ class _Calls:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Calls:
         return _Calls(None)  # a copy of the model has its parameters whole
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise GulliverError(
+            "a model of stage 3 cannot be pickled, its parameters are shards: save it with "
+            "booster.save_model(model, path)"
+        )
 
     def enter(self, module: nn.Module, args: Any) -> None:
         if self._optimizer is None:
