@@ -11,6 +11,7 @@ from gulliver.parallel._optimizer import (
 from gulliver.parallel._own_loss import OwnLoss, asks_routers, has_known_forward, own_loss
 from gulliver.parallel.zero import (
     BucketTuner,
+    BufferSync,
     ZeroOptimizer,
     check_optimizer,
     check_trainable,
@@ -21,6 +22,7 @@ from gulliver.parallel.zero import (
 __all__ = [
     "BoostedOptimizer",
     "BucketTuner",
+    "BufferSync",
     "Counter",
     "OwnLoss",
     "ZeroOptimizer",

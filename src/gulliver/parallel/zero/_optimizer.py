@@ -50,6 +50,7 @@ from gulliver.parallel.zero._saved import (
 from gulliver.parallel.zero._scaler import LossScaler
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._state import gather_state, scatter_state
+from gulliver.parallel.zero._statistics import BufferSync
 
 if TYPE_CHECKING:
     from gulliver.parallel.zero._tuner import BucketTuner
@@ -120,6 +121,7 @@ class ZeroOptimizer(BoostedOptimizer):
         self.by_chunk = is_elementwise(inner)
         self.update_s = 0.0
         self._tuned = 0
+        self.buffers: BufferSync | None = None
         self._deferred = self._stepping = False
         self._used: set[str] | None = None
         self._reduced: dict[nn.Parameter, Tensor] = {}
@@ -381,6 +383,8 @@ class ZeroOptimizer(BoostedOptimizer):
     def _finish_step(self) -> None:
         self._used = None
         self._reducer.unsettle()
+        if self.buffers is not None:
+            self.buffers.sync()
         self.gatherer.step += 1
         # The buffers are written behind autograd's back: a graph from before must not be used.
         increment_version(list(self.names))
@@ -398,7 +402,15 @@ class ZeroOptimizer(BoostedOptimizer):
     def _settle(self) -> set[str]:
         """Sends all gradients to the shards, once between backward and step."""
         if self._used is None or not self._reducer.settled:
-            self._used = self._reducer.settle(self._watched.votes(), self._watched.check_votes)
+            groups, buffers = self._watched.votes(), self.buffers
+
+            def take(votes: list[int]) -> None:
+                self._watched.check_votes(votes[: len(groups)])
+                if buffers is not None:
+                    buffers.take_votes(votes[len(groups) :])
+
+            beside = groups + (buffers.votes() if buffers is not None else [])
+            self._used = self._reducer.settle(beside, take)
         return self._used
 
     def zero_grad(self, set_to_none: bool = True) -> None:
