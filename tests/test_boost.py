@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -73,6 +74,103 @@ def test_what_boost_refuses_it_refuses_on_all_ranks_before_anything_is_done(pool
         assert "frozen on rank 1" in frozen
         assert "'2.weight' is not there on rank 0" in extra
         assert "cannot shard Adafactor" in single
+
+
+class _Pair(nn.Module):
+    """Two layers whose weights are made as the test says."""
+
+    def __init__(self, first: Tensor, second: Tensor, buffer: Tensor | None = None) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(first), nn.Parameter(second)
+        self.register_buffer("table", torch.zeros(1) if buffer is None else buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(x @ self.a) @ self.b).square().sum()
+
+
+def _shared_memory(world: World) -> list[str]:
+    """What shares elements is refused; neighbours within one tensor train as in plain torch."""
+    found = []
+    plugins = [LowLevelZeroPlugin(stage, verbose=False) for stage in (0, 3)]
+    for plugin in (*plugins, HybridParallelPlugin(verbose=False)):
+        table = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).double()
+        for model in (
+            _Pair(table[:4], table[:4]),
+            _Pair(table[:4], table[1:]),
+            _Pair(table[:4], torch.eye(4).double(), table[3]),
+        ):
+            found.append(_said(Booster(plugin).boost, model, _sgd(model)))
+    wide = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).double()
+    models = _Pair(wide[:, :4], wide[:, 4:]), _Pair(wide[:, :4].clone(), wide[:, 4:].clone())
+    booster = _zero(2)
+    _, optimizer, *_ = booster.boost(models[0], _sgd(models[0]))
+    x = torch.ones(2, 4).double()
+    booster.backward(models[0](x), optimizer)
+    optimizer.step()
+    models[1](x).backward()
+    _sgd(models[1]).step()
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours.data, theirs.data, rtol=1e-12, atol=1e-12)
+    return found
+
+
+def test_tensors_that_share_memory_are_refused_where_sharding_would_cut_them_apart(
+    pool: Pool,
+) -> None:
+    for found in pool.run(_shared_memory, 2):
+        for same, part, buffer in (found[:3], found[3:6], found[6:]):
+            assert "model.b = model.a" in same
+            assert "parameter 'b' shares its memory with parameter 'a'" in part
+            assert "buffer 'table' shares its memory with parameter 'a'" in buffer
+
+
+class _Counting(nn.Module):
+    """Running statistics, a buffer of its own that forward changes, and a constant one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.n = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_buffer("table", torch.arange(4.0))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += x.sum()
+        return (self.n(self.a(x)) * self.table).square().sum() * (1 + self.seen.tanh())
+
+
+def _buffers(world: World) -> None:
+    trained = []
+    for plugin in (
+        TorchDDPPlugin(verbose=False),
+        *(LowLevelZeroPlugin(stage, verbose=False) for stage in range(4)),
+        LowLevelZeroPlugin(1, verbose=False, broadcast_buffers=False),
+    ):
+        torch.manual_seed(0)
+        plain, booster = _Counting(), Booster(plugin)
+        model, optimizer, *_ = booster.boost(plain, _sgd(plain))
+        for number in range(4):
+            with booster.no_sync(model) if number % 2 else nullcontext():
+                booster.backward(model(data(number, world.rank)), optimizer)
+            if number % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        booster.backward(model(data(9, world.rank)), optimizer)
+        optimizer.step()
+        with torch.no_grad():
+            model.eval()(data(8))  # here DDP gives its ranks the values of rank 0
+        trained.append({n: t.detach().clone() for n, t in plain.state_dict().items()})
+        trained[-1]["seen"] = plain.seen
+    for stage in range(4):
+        for name, value in trained[0].items():
+            torch.testing.assert_close(trained[1 + stage][name], value, rtol=1e-9, atol=1e-12)
+    alike = torch.allclose(trained[-1]["n.running_mean"], trained[0]["n.running_mean"])
+    assert alike == (world.rank == 0)
+
+
+def test_ranks_have_the_running_statistics_of_rank_0_as_with_ddp(pool: Pool) -> None:
+    pool.run(_buffers, 2)
 
 
 def _hybrid_optimizers(world: World) -> list[str]:

@@ -5,6 +5,9 @@ The twin is a plain torch model in the same process, fed with the whole batch.
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -478,6 +481,47 @@ def _state_dict(booster: Booster, model: Net, optimizer: ZeroOptimizer) -> None:
     optimizer.state_dict()
 
 
+def _edit_groups(world: World) -> list[str]:
+    """One rank does it; both are told. New lists and dicts of the same members are no edit."""
+    found = []
+    for stage, edit in enumerate(
+        (
+            lambda groups: groups[1]["params"].append(groups[0]["params"].pop()),
+            lambda groups: groups[0].update(params=groups[0]["params"][:-1]),
+            lambda groups: groups.pop(),
+            lambda groups: groups[0].update(lr=0.5),
+        )
+    ):
+        model = Net()
+        head = [*model.a.parameters(), *model.b.parameters()]
+        make = torch.optim.SGD([{"params": model.stem.parameters()}, {"params": head}], lr=0.1)
+        booster = Booster(LowLevelZeroPlugin(stage, chunk_mb=CHUNK_MB, verbose=False))
+        _, optimizer, *_ = booster.boost(model, make)
+        for number in range(2):
+            booster.backward(model(data(0, world.rank)), optimizer)
+            groups = optimizer.param_groups
+            if number == 0:
+                groups[0] = {**groups[0], "params": list(groups[0]["params"]), "lr": 0.01}
+            elif world.rank == 1:
+                edit(groups)
+            before = [p.data.clone() for p in model.parameters()]
+            try:
+                optimizer.step()
+            except GulliverError as error:
+                found.append(str(error))
+                after = [p.data for p in model.parameters()]
+                assert all(map(torch.equal, before, after))
+            optimizer.zero_grad()
+    return found
+
+
+def test_edited_groups_are_refused_on_all_ranks_and_options_that_differ(pool: Pool) -> None:
+    for found in pool.run(_edit_groups, 2):
+        *moved, differ = found
+        assert ["param_groups have other parameters" in said for said in moved] == [True] * 3
+        assert "lr of the optimizer's group 0 is 0.01 on rank 0 and 0.5 on rank 1" in differ
+
+
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
@@ -500,6 +544,32 @@ def test_what_would_go_wrong_silently_is_refused(mistake, message: str) -> None:
     with pytest.raises(GulliverError, match=message) as caught:
         mistake(*boosted())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_copies_of_a_boosted_optimizer_are_refused_and_spoil_nothing(stage: int) -> None:
+    booster, model, optimizer = boosted(stage)
+    calls: list[Callable[[], Any]] = [
+        lambda: copy.deepcopy(optimizer),
+        lambda: copy.copy(optimizer),
+        lambda: torch.save(optimizer, io.BytesIO()),
+        lambda: pickle.dumps({"model": model, "optimizer": optimizer}),
+    ]
+    if stage == 3:
+        calls.append(lambda: torch.save(model, io.BytesIO()))
+    for call in calls:
+        with pytest.raises(GulliverError, match=r"booster\.save_(optimizer|model)") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    twin, twin_optimizer = plain()
+    for net, stepper in ((model, optimizer), (twin, twin_optimizer)):
+        booster.backward(net(data(0)), stepper) if net is model else net(data(0)).backward()
+        stepper.step()
+    assert_equal_models(copy.deepcopy(model), twin)
+    assert_equal_models(model, twin)
+    again, other, another = boosted(stage)
+    again.backward(other(data(0)), another)
+    another.step()
 
 
 def test_zero_grad_of_the_optimizer_from_before_boost_forgets_too() -> None:

@@ -22,9 +22,11 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.parallel import (
     BoostedOptimizer,
     BucketTuner,
+    BufferSync,
     ZeroOptimizer,
     check_optimizer,
     check_trainable,
+    check_unshared,
     is_boosted,
     named_trainables,
     state_tensors,
@@ -211,6 +213,8 @@ class LowLevelZeroPlugin(Plugin):
         assume_elementwise: shard an optimizer that is not known, on the user's word that its update
             of an element looks at that element only. Stage 0 needs no word: it steps whole
             parameters, those of an optimizer that is not known in one call.
+        broadcast_buffers: at every step give all ranks rank 0's values of the buffers that training
+            changed, such as running statistics, as torch's DDP does.
         folder: where tuning writes ``chunks.json`` and a picture, ``chunks.png``; None for neither.
         verbose: print the plan when the model is boosted, and what tuning found.
 
@@ -231,6 +235,7 @@ class LowLevelZeroPlugin(Plugin):
         assume_elementwise: bool = False,
         folder: Path | str | None = None,
         verbose: bool = True,
+        broadcast_buffers: bool = True,
     ) -> None:
         if isinstance(chunk_mb, str) and chunk_mb not in TUNED:
             raise GulliverError(
@@ -257,6 +262,7 @@ class LowLevelZeroPlugin(Plugin):
         self.axes, self.rank_order, self._size_mb = axes, rank_order, size
         self.folder = None if folder is None else Path(folder)
         self.assume_elementwise, self.verbose = assume_elementwise, verbose
+        self.broadcast_buffers = broadcast_buffers
 
     def check(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
@@ -284,6 +290,7 @@ class LowLevelZeroPlugin(Plugin):
             _check_unstepped(optimizer)
         check_optimizer(optimizer, self.stage, self.assume_elementwise)
         check_trainable(named_trainables(model, optimizer))
+        check_unshared(model, optimizer)
 
     def configure(
         self,
@@ -318,6 +325,8 @@ class LowLevelZeroPlugin(Plugin):
             ahead=self.gather_ahead,
             overlap=self.overlap,
         )
+        if self.broadcast_buffers and sharded.size > 1:
+            sharded.buffers = BufferSync(model, torus, RUNNING)
         if isinstance(self.chunk_mb, str) and sharded.size > 1 and names:
             report = _say if self.verbose else None
             again = self.chunk_mb == "again"

@@ -1,5 +1,6 @@
 """Exact parallel primitives."""
 
+from gulliver.parallel._aliases import check_unshared
 from gulliver.parallel._optimizer import (
     BoostedOptimizer,
     Counter,
@@ -10,6 +11,7 @@ from gulliver.parallel._optimizer import (
 from gulliver.parallel._own_loss import OwnLoss, asks_routers, has_known_forward, own_loss
 from gulliver.parallel.zero import (
     BucketTuner,
+    BufferSync,
     ZeroOptimizer,
     check_optimizer,
     check_trainable,
@@ -20,12 +22,14 @@ from gulliver.parallel.zero import (
 __all__ = [
     "BoostedOptimizer",
     "BucketTuner",
+    "BufferSync",
     "Counter",
     "OwnLoss",
     "ZeroOptimizer",
     "asks_routers",
     "check_optimizer",
     "check_trainable",
+    "check_unshared",
     "has_known_forward",
     "is_boosted",
     "named_groups",

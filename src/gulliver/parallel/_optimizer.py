@@ -129,6 +129,16 @@ class BoostedOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a copy would share the model's gradients; `copy` and `pickle` ask here.
+
+        torch would set the copy up before it is filled, and in that wrap `step` of the class.
+        """
+        raise GulliverError(
+            "a boosted optimizer cannot be copied or pickled: save it with "
+            "booster.save_optimizer(optimizer, path), or booster.save with its model"
+        )
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.inner.param_groups

@@ -28,7 +28,7 @@ from gulliver.booster.hybrid._choice import choose_plan
 from gulliver.booster.hybrid._mesh import check_size, size_axes
 from gulliver.comm import World, current_world
 from gulliver.errors import GulliverError, nearest
-from gulliver.parallel import BoostedOptimizer, check_optimizer
+from gulliver.parallel import BoostedOptimizer, check_optimizer, check_unshared
 from gulliver.parallel.pipeline import STYLES
 from gulliver.parallel.sequence import SequencePlan
 from gulliver.plan import Plan
@@ -232,6 +232,7 @@ class HybridParallelPlugin(Plugin):
         if optimizer is not None:
             sizes = self.tp_size, self.pp_size
             check_optimizer(optimizer, self.zero_stage, self.assume_elementwise, *sizes)
+            check_unshared(model, optimizer)
 
     def configure(
         self,

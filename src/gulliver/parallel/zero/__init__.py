@@ -3,11 +3,13 @@
 from gulliver.parallel.zero._elementwise import ELEMENTWISE, check_optimizer, state_tensors
 from gulliver.parallel.zero._optimizer import ZeroOptimizer, check_trainable, is_boosted
 from gulliver.parallel.zero._saved import export_leaves, import_leaves
+from gulliver.parallel.zero._statistics import BufferSync
 from gulliver.parallel.zero._tuner import BucketTuner, Tuning
 
 __all__ = [
     "ELEMENTWISE",
     "BucketTuner",
+    "BufferSync",
     "Tuning",
     "ZeroOptimizer",
     "check_optimizer",

@@ -38,6 +38,12 @@ class _Calls:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Calls:
         return _Calls(None)  # a copy of the model has its parameters whole
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise GulliverError(
+            "a model of stage 3 cannot be pickled, its parameters are shards: save it with "
+            "booster.save_model(model, path)"
+        )
+
     def enter(self, module: nn.Module, args: Any) -> None:
         # True in what is traced, whenever that runs: what is compiled reads everything at once.
         self._enter(torch.compiler.is_compiling())

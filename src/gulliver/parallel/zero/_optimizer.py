@@ -38,6 +38,7 @@ from gulliver.memory import (
 from gulliver.parallel._optimizer import BoostedOptimizer, Leaf, Saved, State
 from gulliver.parallel.zero._elementwise import check_optimizer, is_elementwise, state_tensors
 from gulliver.parallel.zero._gatherer import Gatherer
+from gulliver.parallel.zero._groups import GroupWatch
 from gulliver.parallel.zero._reducer import IN_FLIGHT, GradientReducer
 from gulliver.parallel.zero._saved import (
     after_model_load,
@@ -50,6 +51,7 @@ from gulliver.parallel.zero._saved import (
 from gulliver.parallel.zero._scaler import LossScaler
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._state import gather_state, scatter_state
+from gulliver.parallel.zero._statistics import BufferSync
 
 if TYPE_CHECKING:
     from gulliver.parallel.zero._tuner import BucketTuner
@@ -109,7 +111,7 @@ class ZeroOptimizer(BoostedOptimizer):
         # Some optimizers have state before their first step; the boost may come later, too.
         exported = super().export_state()
         state = {n: {k: v for k, v in e.items() if v is not None} for n, e in exported.items()}
-        self._members = super().group_names()
+        self._members, self._watched = super().group_names(), GroupWatch(inner, group)
         self.stage, self.group, self.max_norm = stage, group, max_norm
         self.ahead, self.overlap, self.chunk_bytes = ahead, overlap, chunk_bytes
         self.rank, self.size = group_rank(group), group_size(group)
@@ -120,6 +122,7 @@ class ZeroOptimizer(BoostedOptimizer):
         self.by_chunk = is_elementwise(inner)
         self.update_s = 0.0
         self._tuned = 0
+        self.buffers: BufferSync | None = None
         self._deferred = self._stepping = False
         self._used: set[str] | None = None
         self._reduced: dict[nn.Parameter, Tensor] = {}
@@ -215,6 +218,7 @@ class ZeroOptimizer(BoostedOptimizer):
         mine = {piece.name: owned for c in self.chunks for piece, owned in c.pieces}
         for group, members in zip(self.inner.param_groups, self._members, strict=True):
             group["params"] = [mine[name] for name in members if name in mine]
+        self._watched.remember()
         self._by_chunk = [self._group_pieces(sharded) for sharded in self.chunks]
 
     def _group_pieces(self, sharded: ShardedChunk) -> list[list[nn.Parameter]]:
@@ -295,6 +299,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
         if any(c.gradient_shard is not None or c.chunk.gradient_begun for c in self.chunks):
             raise GulliverError("chunks are cut between steps: call zero_grad first")
+        self._watched.check_members()  # it fills the groups anew
         return relayout(self, order, chunk_bytes)
 
     def _step(self) -> None:
@@ -305,6 +310,7 @@ class ZeroOptimizer(BoostedOptimizer):
             if sharded.chunk.buffer is not None:
                 sharded.chunk.take_writes()
         used = self._settle()
+        self._watched.check_members()  # clipping may have settled before
         if math.isfinite(self.max_norm):
             self.clip_grad_by_norm(self.max_norm)
         if self.scaler is not None and not self._all_finite():
@@ -381,6 +387,8 @@ class ZeroOptimizer(BoostedOptimizer):
     def _finish_step(self) -> None:
         self._used = None
         self._reducer.unsettle()
+        if self.buffers is not None:
+            self.buffers.sync()
         self.gatherer.step += 1
         # The buffers are written behind autograd's back: a graph from before must not be used.
         increment_version(list(self.names))
@@ -398,7 +406,15 @@ class ZeroOptimizer(BoostedOptimizer):
     def _settle(self) -> set[str]:
         """Sends all gradients to the shards, once between backward and step."""
         if self._used is None or not self._reducer.settled:
-            self._used = self._reducer.settle()
+            groups, buffers = self._watched.votes(), self.buffers
+
+            def take(votes: list[int]) -> None:
+                self._watched.check_votes(votes[: len(groups)])
+                if buffers is not None:
+                    buffers.take_votes(votes[len(groups) :])
+
+            beside = groups + (buffers.votes() if buffers is not None else [])
+            self._used = self._reducer.settle(beside, take)
         return self._used
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -96,8 +96,14 @@ class GradientReducer:
         finally:
             self._reducing = False
 
-    def settle(self) -> set[str]:
+    def settle(
+        self, beside: Sequence[int] = (), check: Callable[[list[int]], None] | None = None
+    ) -> set[str]:
         """Sends every gradient on its way, however backward was called; every rank calls it.
+
+        Args:
+            beside: bytes that travel with the vote, as many on every rank.
+            check: called with the largest of each of them, before anything else is sent.
 
         Returns:
             The parameters that have a gradient on any rank.
@@ -111,13 +117,16 @@ class GradientReducer:
         collecting = any(c.phase is Phase.COLLECTING for c in self.chunks)
         foreign = [name for c in self.chunks for name in c.chunk.foreign_gradients()]
         # On the CPU: the host waits for the answer, a device need not.
-        ours = [*(n in self._used for n in names), collecting, bool(foreign)]
+        ours = [*(n in self._used for n in names), collecting, bool(foreign), *beside]
         votes = torch.tensor(ours, dtype=torch.uint8)
         all_reduce(votes, "max", self.group)
-        *used, pending, set_by_user = votes.tolist()
+        answer = votes.tolist()
+        used, (pending, set_by_user, *others) = answer[: len(names)], answer[len(names) :]
+        # On all ranks at once, or the others would wait for one that has raised.
         if set_by_user:
-            # On all ranks at once, or the others would wait for one that has raised.
             raise self._refused(foreign)
+        if check is not None:
+            check(others)
         if pending:
             self.land_all()
             self._next = len(self.chunks) - 1

@@ -1,0 +1,114 @@
+"""What a loop does to the groups of a sharded optimizer: options may change, members may not.
+
+The groups show this rank's pieces, not the parameters, so moving one elsewhere means nothing. What
+the options say has to be the same on all ranks, since each steps its shards with its own.
+
+Both are asked in the vote that comes before every step anyway, see `_reducer.py`: a few bytes more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from numbers import Number
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.comm import Group, gather_objects
+from gulliver.errors import GulliverError
+
+DIGEST = 8
+"""Bytes that stand for all options."""
+
+MOVED = (
+    "param_groups have other parameters than at boost: set groups up before it; afterwards only "
+    "their options may change (lr = 0 stops a group)"
+)
+
+
+class GroupWatch:
+    """Compares the optimizer's groups with what was put into them, and with those of other ranks.
+
+    Args:
+        inner: the user's optimizer.
+        group: ranks that step shards of the same parameters.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, group: Group) -> None:
+        self._inner, self._group = inner, group
+        self._members: list[list[Any]] = []
+
+    def remember(self) -> None:
+        """Takes the members of the groups as those that they have to have."""
+        self._members = [list(group["params"]) for group in self._inner.param_groups]
+
+    def is_moved(self) -> bool:
+        """Whether the groups have other members; options and the lists themselves may be new."""
+        groups = self._inner.param_groups
+        return len(groups) != len(self._members) or any(
+            len(group["params"]) != len(members) or not all(map(is_, group["params"], members))
+            for group, members in zip(groups, self._members, strict=True)
+        )
+
+    def check_members(self) -> None:
+        """Refuses groups with other members, on this rank.
+
+        Raises:
+            GulliverError: they have.
+        """
+        if self.is_moved():
+            raise GulliverError(MOVED)
+
+    def votes(self) -> list[int]:
+        """This rank's part of a vote that takes the largest of each number: bytes."""
+        moved = self.is_moved()
+        # Of a byte and its complement both largest are this rank's only if all ranks have it.
+        digest = hashlib.sha256(repr([] if moved else self._options()).encode()).digest()[:DIGEST]
+        return [moved, *digest, *(255 - byte for byte in digest)]
+
+    def check_votes(self, votes: Sequence[int]) -> None:
+        """Refuses, on all ranks alike, what the vote has shown.
+
+        Raises:
+            GulliverError: the groups of a rank have other members; options differ between ranks.
+        """
+        moved, digest, complement = votes[0], votes[1 : DIGEST + 1], votes[DIGEST + 1 :]
+        if moved:
+            raise GulliverError(MOVED)
+        if any(a + b != 255 for a, b in zip(digest, complement, strict=True)):
+            raise GulliverError(_difference(gather_objects(self._options(), self._group)))
+
+    def _options(self) -> list[dict[str, str]]:
+        """The numbers among the options, by group.
+
+        Options on a device are left out: the host would have to wait for them.
+        """
+        known = self._inner.defaults
+        return [
+            {key: repr(_numbers(value)) for key, value in group.items() if key in known}
+            for group in self._inner.param_groups
+        ]
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, list | tuple):
+        return [_numbers(entry) for entry in value]
+    return value if isinstance(value, Number) else None
+
+
+def _difference(every: Sequence[Sequence[dict[str, str]]]) -> str:
+    for rank, groups in enumerate(every):
+        for number, (first, other) in enumerate(zip(every[0], groups, strict=True)):
+            for key in [*first, *other]:
+                if first.get(key) != other.get(key):
+                    return (
+                        f"{key} of the optimizer's group {number} is {first.get(key)} on rank 0 "
+                        f"and {other.get(key)} on rank {rank}: give schedulers the same numbers "
+                        "on all ranks, such as a loss averaged over them"
+                    )
+    return "the options of the optimizer differ between ranks: set the same on all"
