@@ -359,6 +359,7 @@ def test_steps_are_whole_numbers_of_any_library(tmp_path: Path, step: Any) -> No
     ("state", "message"),
     [
         ({"a/b": 1}, "'a/b' is no name for an entry"),
+        ({"a": {"__metadata__": torch.ones(2)}}, "a: a tensor is called '__metadata__', which"),
         ({"a": {"f": object()}}, "f is a object: it cannot be saved"),
         ({"a": {"m": torch.ones(2, device="meta")}}, "a: tensor 'm' is meta"),
         ({"a": {"m": torch.ones(2, dtype=torch.complex128)}}, "a: tensor 'm' is torch.strided"),
