@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -325,6 +326,16 @@ def test_broken_steps_are_passed_over_and_other_formats_refused(tmp_path: Path) 
         ({"when_busy": "w"}, "choose from 'skip', 'wait'"),
         ({"on_error": "warm"}, "did you mean 'warn'?"),
         ({"ring_mb": 4}, "ring_mb=4 is too small: at least 8"),
+        ({"keep": 1.5}, "keep must be a whole number, not 1.5"),
+        ({"keep": "a"}, "keep must be a whole number, not 'a'"),
+        ({"max_age_s": "a"}, "max_age_s must be a number, not 'a'"),
+        ({"silence_s": 0}, "silence_s must be positive, not 0"),
+        ({"silence_s": float("nan")}, "silence_s must be positive, not nan"),
+        (
+            {"about": {"a": torch.ones(1)}},
+            "about has to be a dict of JSON values: Object of type T",
+        ),
+        ({"about": [1]}, "about has to be a dict of JSON values"),
     ],
 )
 def test_options_that_are_none_are_refused(
@@ -334,10 +345,21 @@ def test_options_that_are_none_are_refused(
         AsyncCheckpointer(tmp_path, **options)
 
 
+@pytest.mark.parametrize("step", [1.0, "1", None, True, torch.tensor(1.0)])
+def test_steps_are_whole_numbers_of_any_library(tmp_path: Path, step: Any) -> None:
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        for known in (np.int64(3), torch.tensor(4)):
+            checkpointer.save(known, {"a": 1})  # type: ignore[arg-type]
+        with pytest.raises(GulliverError, match="step must be a whole number, not "):
+            checkpointer.save(step, {"a": 1})
+    assert checkpointer.folder.steps() == [3, 4]
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [
         ({"a/b": 1}, "'a/b' is no name for an entry"),
+        ({"a": {"__metadata__": torch.ones(2)}}, "a: a tensor is called '__metadata__', which"),
         ({"a": {"f": object()}}, "f is a object: it cannot be saved"),
         ({"a": {"m": torch.ones(2, device="meta")}}, "a: tensor 'm' is meta"),
         ({"a": {"m": torch.ones(2, dtype=torch.complex128)}}, "a: tensor 'm' is torch.strided"),

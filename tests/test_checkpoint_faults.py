@@ -12,6 +12,7 @@ import json
 import logging
 import multiprocessing as mp
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,7 @@ from gulliver.checkpoint import (
     read_json,
     write_json,
 )
+from gulliver.checkpoint import _folder as folder_module
 from gulliver.checkpoint import _publishing as publishing
 from gulliver.checkpoint._folder import FolderLock
 from gulliver.checkpoint._image import CODES, Image
@@ -44,7 +46,8 @@ from gulliver.checkpoint._lane import Lane
 from gulliver.checkpoint._manifest import MANIFEST, STATE
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.io import Engine, TwinEngine, native_problem
+from gulliver.io import Engine, TwinEngine, named_errors, native_problem
+from gulliver.io import _atomic as atomic
 from gulliver.io._engine import Call
 from gulliver.memory import Part, before_write
 from tests.killtest import Options, run_kills
@@ -283,6 +286,8 @@ def test_whichever_call_fails_while_a_step_is_finished_nothing_wrong_is_left(
                 failed = True
             happened = left[0] <= 0
             monkeypatch.setattr(os, call, inner)
+            # From the moment that a step has its name, it is saved.
+            assert failed == (7 not in CheckpointFolder(root).steps())
             checkpointer.save(8, state_of(8))
             checkpointer.close()
             steps = CheckpointFolder(root).steps()
@@ -322,7 +327,52 @@ def test_a_read_that_fails_is_named_and_leaks_no_page(
         assert_same(reader.value("model"), state_of(1)["model"])
 
 
+def test_a_step_whose_latest_cannot_be_written_is_saved_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, text: str) -> None:
+        with named_errors(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folder_module, "write_text", full)
+    monkeypatch.setattr(atomic, "lacks_inodes", lambda _: True)
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state_of(1))
+        checkpointer.wait()
+    assert_good(tmp_path, 1, 1)
+    (said,) = [r.getMessage() for r in caplog.records if "is saved" in r.getMessage()]
+    assert re.search(r"step 1 of .* is saved, but the file latest .* but no inodes", said)
+
+
 # Folders that are not what they should be
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    link = pytest.raises(GulliverError, match=r"run/\.lock is a link: remove it")
+    with AsyncCheckpointer(tmp_path / "run") as checkpointer, link:
+        checkpointer.save(1, state_of(1))
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_what_has_never_been_a_step_is_left_alone(tmp_path: Path) -> None:
+    notes = tmp_path / "step-00000001" / "notes.txt"
+    notes.parent.mkdir()
+    for path in (notes, tmp_path / "step-00000002"):
+        path.write_text("mine")
+    for path in (notes.parent, tmp_path / "step-00000002"):
+        os.utime(path, (0, 0))
+    with AsyncCheckpointer(tmp_path, keep=1) as checkpointer:
+        for step in (1, 2):
+            with pytest.raises(GulliverError, match=f"step-0000000{step} is in the way, and is no"):
+                checkpointer.save(step, state_of(step))
+        for step in (3, 4):
+            checkpointer.save(step, state_of(step))
+            checkpointer.wait()
+    assert CheckpointFolder(tmp_path).steps() == [4]
+    assert notes.read_text() == (tmp_path / "step-00000002").read_text() == "mine"
 
 
 def test_a_folder_that_is_a_file_is_refused_by_name(tmp_path: Path) -> None:

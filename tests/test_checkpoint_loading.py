@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.checkpoint import AsyncCheckpointer, load
@@ -167,6 +168,14 @@ REFUSED: list[tuple[str, Callable[[nn.Module], dict[str, Any]]]] = [
     (r"a is \(3,\) there, \(4,\) here", lambda m: {"tree": {**tree(), "a": torch.zeros(4)}}),
     (r"1 left over \(b.1\)", lambda m: {"tree": {**tree(), "b": [torch.zeros(2)]}}),
     (r"1 missing from it \(n\)", lambda m: {"tree": {**tree(), "n": torch.zeros(2)}}),
+    (
+        "entry 'model', is not the state of an optimizer",
+        lambda m: {"model": torch.optim.AdamW(m.parameters())},
+    ),
+    (
+        "entry 'model', is not the state of a scheduler",
+        lambda m: {"model": StepLR(torch.optim.SGD(m.parameters()), 2)},
+    ),
     ("expanded", lambda m: {"tree": {**tree(), "a": torch.zeros(1).expand(3)}}),
     ("'layer.weight' of the model is on meta", lambda m: {"model": Counting().to("meta")}),
     (
@@ -193,6 +202,8 @@ def test_what_does_not_match_is_refused_before_anything_is_filled(
         assert "\n" not in str(caught.value), message
         assert same(other, before), message
         assert other[0].seen == 0, message
+    with pytest.raises(GulliverError, match=r"step-0.* is step [0-9]+, not step 99"):
+        load(next(folder.glob("step-*")), step=99)
     mine = {"a": torch.zeros(3), "other": torch.zeros(1)}
     loaded = load(folder, {"tree": mine}, strict=False)
     assert mine["a"].tolist() == [1, 1, 1]

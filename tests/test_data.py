@@ -347,6 +347,15 @@ def test_parquet_tables_are_read_as_well(folder: Path) -> None:
         ("a.csv", "file,text\nx,y\n", "no column 'path'"),
         ("a.csv", "", "is empty"),
         ("a.csv", "path,text\nnone.mp4,y\n", "no row that can be used, such as none.mp4"),
+        ("a.csv", "path,text\n\na.mp4,a ball, moving\n", "a.csv, line 3: the row has 3 fields wh"),
+        ("a.csv", "path,text,text\na.mp4,a,b\n", "a.csv has the column 'text' twice"),
+        ("a.csv", 'path,text\na.mp4,"a ball\nb.mp4,y\n', "line 2: unexpected end .* left open"),
+        ("a.csv", 'path,text\na.mp4,"a\nb.mp4,b"\n', "line 2: a quoted field goes on to line 3"),
+        ("a.csv", "path,text,fps\na.mp4,a,8\nb.mp4,b,nan\n", "a.csv, line 3: fps is nan, it must"),
+        ("a.csv", "path,text,fps\na.mp4,a,-1\n", "line 2: fps is -1, it must be between 0.1 and"),
+        ("a.csv", "path,text,fps\na.mp4,a,inf\n", "line 2: fps is inf"),
+        ("a.csv", "path,text,fps\na.mp4,a,abc\n", "line 2: fps is 'abc', which is no number"),
+        ("a.csv", "path,text,height\na.mp4,a,inf\n", "line 2: height is inf"),
     ],
 )
 def test_tables_that_cannot_be_used_are_refused(
@@ -356,6 +365,29 @@ def test_tables_that_cannot_be_used_are_refused(
         (tmp_path / name).write_text(content)
     with pytest.raises(GulliverError, match=message):
         ClipTable(tmp_path / name, BUCKETS)
+
+
+def test_stated_numbers_may_be_fractions_or_empty_and_names_of_any_length(folder: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    table = folder / "clips.csv"
+    table.write_text(
+        "path,text,num_frames,height,width,fps\nlong.mp4,a,14,32,32,30000/1001\n"
+        f"long.mp4,a,nan,32,32,\n{'x' * 5000}.mp4,b,14,32,32,8\n"
+    )
+    found = ClipTable(table, BUCKETS)
+    assert found.rows[0].probe.fps == 30000 / 1001
+    assert found.rows[1].probe == probe_file(folder / "long.mp4")
+    assert found.skipped == [("x" * 80 + "...", "cannot be opened: File name too long")]
+    nan, name = float("nan"), ["long.mp4"]
+    columns = {"num_frames": [nan], "height": [nan], "width": [nan], "fps": [nan]}
+    stated = pyarrow.table({"path": name, "text": ["a"], **columns})
+    parquet.write_table(stated, folder / "nan.parquet")
+    assert ClipTable(folder / "nan.parquet", BUCKETS).rows[0].probe == found.rows[1].probe
+    parquet.write_table(stated.set_column(3, "height", [[float("inf")]]), folder / "inf.parquet")
+    with pytest.raises(GulliverError, match=r"inf.parquet, row 1: height is inf"):
+        ClipTable(folder / "inf.parquet", BUCKETS)
 
 
 def test_a_spreadsheets_table_is_read_and_another_encoding_named(folder: Path) -> None:

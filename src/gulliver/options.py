@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import typing
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,34 @@ RANKS = Range(0, 1024)
 """Processes on one machine."""
 SEED = Range(-(2**63), 2**63 - 1)
 GUIDANCE = Range(-1000, 1000)
+
+
+def whole_number(name: str, value: Any) -> int:
+    """A whole number of Python, numpy or torch as one of Python.
+
+    Raises:
+        GulliverError: naming what is none.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise GulliverError(f"{name} must be a whole number, not {value!r}")
+    return number
+
+
+def positive_number(name: str, value: Any) -> float:
+    """A number above 0.
+
+    Raises:
+        GulliverError: naming what is none.
+    """
+    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+        raise GulliverError(f"{name} must be a number, not {value!r}")
+    if not float(value) > 0:
+        raise GulliverError(f"{name} must be positive, not {value}")
+    return float(value)
 
 
 def ranges_of(kind: type) -> dict[str, Range]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gulliver.checkpoint._dtensors import is_dtensor, local_leaf
-from gulliver.checkpoint._image import check_holdable, is_holdable
+from gulliver.checkpoint._image import RESERVED, check_holdable, is_holdable
 from gulliver.checkpoint._tree import Leaf, as_leaf, split_state
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, storage_of
@@ -107,6 +107,11 @@ def collect(
         all_of = isinstance(held, Optimizer)
         guarded = {n for n, leaf in leaves.items() if all_of or type(leaf) is nn.Parameter}
         found.guarded[own_entry(entry, rank) if alone else entry] = guarded
+        if RESERVED in leaves:
+            raise GulliverError(
+                f"{entry}: a tensor is called {RESERVED!r}, which files of the safetensors format "
+                "keep for text: call it something else"
+            )
         leaves = {name: _leaf(entry, name, leaf) for name, leaf in leaves.items()}
         if alone:
             found.tensors[own_entry(entry, rank)] = leaves

@@ -21,7 +21,7 @@ from gulliver.checkpoint._branches import by_age
 from gulliver.checkpoint._folder import steps_of
 from gulliver.checkpoint._image import MAX_HEADER, read_slots
 from gulliver.checkpoint._interchange import Progress
-from gulliver.checkpoint._loading import step_folder
+from gulliver.checkpoint._loading import check_number, step_folder
 from gulliver.checkpoint._manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from gulliver.checkpoint._weights import (
     Batch,
@@ -115,10 +115,11 @@ def any_step(path: Path | str, step: int | None = None) -> Path:
         step: of the run; None for the newest.
 
     Raises:
-        GulliverError: there is none.
+        GulliverError: there is none, or `path` is that of another step.
     """
     path = Path(path)
     if (path / MANIFEST).is_file():
+        check_number(path, step)
         return path
     folders = dict(run_steps(path))
     if not folders:

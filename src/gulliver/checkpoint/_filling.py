@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from gulliver.checkpoint._collect import kind_of, refuse_boosted
 from gulliver.checkpoint._dtensors import is_dtensor, local_leaf
@@ -93,6 +94,7 @@ def plan(
     elif hasattr(value, "load_state_dict"):
         _check_kind(reader, entry, value)
         content = join_state(reader.whole(stored, names_in(skeleton)), skeleton)
+        _check_scheduler(reader, entry, value, content)
         filling.finish = lambda: _give(value, content)
     elif prefix and _is_flat(value):
         _match_names(filling, _leaves_of(entry, value), prefix)
@@ -111,6 +113,17 @@ def _check_kind(reader: StepReader, entry: str, value: Any) -> None:
     saved, ours = reader.kind(entry).get("kind"), (kind_of(value) or {}).get("kind")
     if saved is not None and ours is not None and saved != ours:
         raise GulliverError(f"{reader.folder}, entry {entry!r}, is of {saved}, not of {ours}")
+
+
+def _check_scheduler(reader: StepReader, entry: str, value: Any, content: Any) -> None:
+    """Schedulers take up any dict, and are then both."""
+    if not isinstance(value, LRScheduler):
+        return
+    if not isinstance(content, dict) or not content.keys() & value.state_dict().keys():
+        raise GulliverError(
+            f"{reader.folder}, entry {entry!r}, is not the state of a scheduler: give what was "
+            "saved"
+        )
 
 
 def _check_fillable(where: str, leaf: Leaf) -> None:

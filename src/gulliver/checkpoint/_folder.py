@@ -18,20 +18,27 @@ from pathlib import Path
 from typing import Self
 
 from gulliver.checkpoint._branches import age_of, by_age, left_behind, shown
-from gulliver.checkpoint._manifest import is_complete
+from gulliver.checkpoint._manifest import MANIFEST, STATE, is_complete
 from gulliver.comm import group_rank
 from gulliver.errors import GulliverError
 from gulliver.io import (
     PARTIAL,
-    finish_folder,
+    name_folder,
     named_errors,
     remove_all,
     remove_folder,
+    sync,
     write_text,
 )
+from gulliver.options import positive_number, whole_number
 
 LATEST, LOCK = "latest", ".lock"
 STEP = re.compile(r"step-([0-9]{8,})")
+OURS = re.compile(rf".+\.safetensors(\.index\.json)?|{re.escape(STATE)}", re.DOTALL)
+"""Names of files that steps have beside their manifest."""
+
+OPEN_LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+"""A link that was planted under a lock's name is not followed: what it leads to is not ours."""
 
 _log = logging.getLogger("gulliver")
 
@@ -42,6 +49,17 @@ def steps_of(root: Path) -> list[tuple[int, Path]]:
         return []
     found = ((STEP.fullmatch(entry.name), entry) for entry in root.iterdir())
     return sorted((int(match[1]), entry) for match, entry in found if match)
+
+
+def _was_step(path: Path) -> bool:
+    """Whether a folder is, or has been, a step: there is a manifest, or nothing but our files.
+
+    What somebody else has put under a step's name is theirs.
+    """
+    if not path.is_dir():
+        return False
+    names = {entry.name for entry in path.iterdir()}
+    return MANIFEST in names or all(OURS.fullmatch(name) for name in names)
 
 
 class CheckpointFolder:
@@ -55,14 +73,18 @@ class CheckpointFolder:
             complete step stays in any case.
 
     Raises:
-        GulliverError: `keep` is negative, or `max_age_s` not positive.
+        GulliverError: `keep` is no whole number or negative, or `max_age_s` not positive.
     """
 
     def __init__(self, root: Path, keep: int = 3, max_age_s: float | None = None) -> None:
+        keep = whole_number("keep", keep)
         if keep < 0:
             raise GulliverError(f"{keep} checkpoints cannot be kept: give 1 or more, or 0 for all")
-        if max_age_s is not None and not max_age_s > 0:
-            raise GulliverError(f"max_age_s must be positive, not {max_age_s}: None keeps all ages")
+        if max_age_s is not None:
+            try:
+                max_age_s = positive_number("max_age_s", max_age_s)
+            except GulliverError as error:
+                raise GulliverError(f"{error}: None keeps all ages") from None
         self.root, self.keep, self.max_age_s = Path(root), keep, max_age_s
 
     def path(self, step: int) -> Path:
@@ -132,9 +154,14 @@ class CheckpointFolder:
         """Removes what a killed process left half written, and makes the temporary folder.
 
         Raises:
-            GulliverError: the place cannot be written.
+            GulliverError: the place cannot be written, or something that is no step has the name
+                of this one.
         """
-        partial = self.partial(step)
+        partial, final = self.partial(step), self.path(step)
+        if final.exists() and not final.is_symlink() and not _was_step(final):
+            raise GulliverError(
+                f"{final} is in the way, and is no step: move it, or save to another folder"
+            )
         with named_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             for kind in ("step-*", f".{LATEST}.*"):
@@ -144,10 +171,31 @@ class CheckpointFolder:
         return partial
 
     def publish(self, step: int) -> None:
-        """Gives a step its final name, moves `latest` to it, and removes what is not kept."""
+        """Gives a step its final name, moves `latest` to it, and removes what is not kept.
+
+        From the moment that it has its name the step is saved, and is found without `latest`: what
+        fails after that is logged.
+
+        Raises:
+            GulliverError: the step could not be given its name.
+        """
         left_before = self.left_behind()
-        finish_folder(self.partial(step), self.path(step))
+        name_folder(self.partial(step), self.path(step))
+        for what, settle in (
+            ("its name may not outlive a loss of power", lambda: sync(self.root)),
+            (f"the file {LATEST} does not name it", lambda: self._point_to(step)),
+            ("old checkpoints stay", lambda: self._retire(step, left_before)),
+        ):
+            try:
+                settle()
+            except (GulliverError, OSError) as error:
+                _log.warning("step %d of %s is saved, but %s: %s", step, self.root, what, error)
+
+    def _point_to(self, step: int) -> None:
         write_text(self.root / LATEST, self.path(step).name + "\n")
+
+    def _retire(self, step: int, left_before: list[int]) -> None:
+        """Removes what is not kept now that a step is there."""
         left = [n for n in self.left_behind() if n not in left_before]
         if left:
             _log.warning(
@@ -157,16 +205,12 @@ class CheckpointFolder:
                 shown(left),
                 self.root,
             )
-        try:
-            for old in self._outlived():
-                if old != step:
-                    remove_folder(self.path(old))
-            for old in self._spoiled():
-                _log.warning("%s is not complete, and older than those that stay: it goes", old)
-                remove_folder(old)
-        except GulliverError as error:
-            # The step is safe; what should have gone may be of a newer version, or another's.
-            _log.warning("old checkpoints in %s stay: %s", self.root, error)
+        for old in self._outlived():
+            if old != step:
+                remove_folder(self.path(old))
+        for old in self._spoiled():
+            _log.warning("%s is not complete, and older than those that stay: it goes", old)
+            remove_folder(old)
 
     def discard(self, step: int) -> None:
         """Removes what was written of a step that failed."""
@@ -197,7 +241,9 @@ class CheckpointFolder:
         oldest = min(self.path(step).stat().st_mtime for step in complete)
         others = (self.path(step) for step in self._numbers() if step not in complete)
         # Where a link leads may only be out of reach for now.
-        return [p for p in others if not p.is_symlink() and p.stat().st_mtime < oldest]
+        return [
+            p for p in others if not p.is_symlink() and _was_step(p) and p.stat().st_mtime < oldest
+        ]
 
     def room_for_next(self, nbytes: int) -> str | None:
         """Why the next step may find no room; None where it does.
@@ -248,7 +294,9 @@ class FolderLock:
             self.release()  # the folder was removed
         with named_errors(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if self.path.is_symlink():
+                raise GulliverError(f"{self.path} is a link: remove it, what it leads to stays")
+            handle = os.open(self.path, OPEN_LOCK, 0o644)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -292,7 +340,7 @@ def lock_file(path: Path) -> int | None:
     Raises:
         OSError: it cannot be opened, or there are no locks.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    handle = os.open(path, OPEN_LOCK, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

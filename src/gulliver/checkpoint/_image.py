@@ -45,6 +45,8 @@ CODES: dict[torch.dtype, str] = {
 }
 """What the format can hold, and how it calls that."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
+RESERVED = "__metadata__"
+"""What no tensor can be called: headers keep it for text."""
 MAX_HEADER = 100_000_000
 """Bytes; readers refuse more."""
 
@@ -114,7 +116,7 @@ class Image:
                 )
         # The largest elements first: then each is aligned to its own size.
         order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-        entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        entries: dict[str, Any] = {RESERVED: dict(metadata)} if metadata else {}
         end = 0
         for name in order:
             begin, end = end, end + tensors[name].nbytes
@@ -180,7 +182,7 @@ def read_slots(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
         raise GulliverError(f"{path} cannot be read: {error.strerror}") from error
     entries = parse_json(path, content, "safetensors file")
     try:
-        metadata = entries.pop("__metadata__", {})
+        metadata = entries.pop(RESERVED, {})
         slots = {
             name: _slot(path, name, entry, 8 + length, size) for name, entry in entries.items()
         }

@@ -12,7 +12,7 @@ from gulliver.checkpoint._branches import higher, shown
 from gulliver.checkpoint._collect import PerRank
 from gulliver.checkpoint._filling import Filling, plan
 from gulliver.checkpoint._folder import CheckpointFolder, steps_of
-from gulliver.checkpoint._manifest import MANIFEST, is_complete
+from gulliver.checkpoint._manifest import MANIFEST, is_complete, read_manifest
 from gulliver.checkpoint._reader import Mismatch, StepReader
 from gulliver.comm import group_rank
 from gulliver.errors import GulliverError
@@ -76,10 +76,11 @@ def step_folder(path: Path | str, step: int | None = None) -> Path:
         step: of the run; None for the newest complete one, which is the one saved last.
 
     Raises:
-        GulliverError: there is none.
+        GulliverError: there is none, or `path` is that of another step.
     """
     path = Path(path)
     if (path / MANIFEST).is_file():
+        check_number(path, step)
         return path
     if not path.is_dir():
         raise GulliverError(f"{path} does not exist: give the folder of a run or of a step")
@@ -92,6 +93,18 @@ def step_folder(path: Path | str, step: int | None = None) -> Path:
     if newest is None:
         raise GulliverError(f"{path} holds no complete checkpoint")
     return newest
+
+
+def check_number(folder: Path, step: int | None) -> None:
+    """Refuses a step's folder where another step is asked for.
+
+    Raises:
+        GulliverError: naming both.
+    """
+    if step is not None and (number := read_manifest(folder).step) != step:
+        raise GulliverError(
+            f"{folder} is step {number}, not step {step}: give the folder of its run, or no step"
+        )
 
 
 def load(

@@ -45,6 +45,8 @@ def optimizer_state(
     where = f"{reader.folder}, entry {entry!r}"
     content = with_refs(skeleton, reader.tensors(entry))
     if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
+        if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+            raise GulliverError(f"{where}, is not the state of an optimizer: give what was saved")
         whole = replace_refs(content, reader.whole(entry, names_in(skeleton)))
         return lambda: optimizer.load_state_dict(whole)
     groups = content["param_groups"]

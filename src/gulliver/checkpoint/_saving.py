@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import logging
 import os
 import time
@@ -18,7 +19,7 @@ import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -37,8 +38,9 @@ from gulliver.checkpoint._publishing import leave_word, publish
 from gulliver.checkpoint._snapshot import Restless, Snapshot
 from gulliver.comm import gather_objects, group_rank, group_size
 from gulliver.errors import GulliverError, nearest
-from gulliver.io import Engine, IoError, default_engine
+from gulliver.io import Engine, IoError, default_engine, lacks_inodes
 from gulliver.memory import add_claim, drop_claim
+from gulliver.options import positive_number, whole_number
 
 MODES = ("shadow", "ring")
 BUSY = ("wait", "skip")
@@ -48,6 +50,8 @@ QUEUE = 2**18
 """Pages that may be waiting: a TiB of state is handed over at once."""
 GROWTH = 32
 """Pages by which the shadow grows at a time, so that the first are used while others are made."""
+
+NO_INODES = "the disk has no inodes left, however many bytes are free: remove some files"
 
 _log = logging.getLogger("gulliver")
 
@@ -146,7 +150,7 @@ class AsyncCheckpointer:
             middle of a save is noticed at once, and named.
 
     Raises:
-        GulliverError: an option that is not known.
+        GulliverError: an option that is not known, or no number; `about` is not JSON.
 
     Example:
         >>> checkpointer = AsyncCheckpointer("checkpoints")
@@ -176,11 +180,12 @@ class AsyncCheckpointer:
                 raise GulliverError(
                     f"{name}={value!r} is not known: {nearest(str(value), choices)}"
                 )
+        ring_mb = whole_number("ring_mb", ring_mb)
         if ring_mb * 2**20 < 2 * PAGE:
             raise GulliverError(f"ring_mb={ring_mb} is too small: at least {2 * PAGE // 2**20}")
         self.folder = CheckpointFolder(Path(folder), keep, max_age_s)
         self.mode, self.on_error, self.when_busy = mode, on_error, when_busy
-        self.about, self.silence_s = dict(about or {}), silence_s
+        self.about, self.silence_s = _checked(about), positive_number("silence_s", silence_s)
         self._process = os.getpid()
         self.last: Saved | None = None
         self.rank, self.world_size = group_rank(group), group_size(group)
@@ -237,6 +242,7 @@ class AsyncCheckpointer:
 
     def _save(self, step: int, state: Mapping[str, Any], buffers: Iterable[Tensor]) -> bool:
         begun = time.perf_counter()
+        step = whole_number("step", step)
         if step < 0:
             raise GulliverError(f"step {step} cannot be saved: steps count from 0")
         busy = self._job is not None and not self._job.done()
@@ -386,7 +392,8 @@ class AsyncCheckpointer:
                     self.about,
                     self.silence_s,
                 )
-                self._warn_of_space(nbytes)
+                with suppress(OSError):  # the step is saved, whatever the disk says of its room
+                    self._warn_of_space(nbytes)
         except Exception as error:
             save.problem = save.problem or error
         if save.problem is None:
@@ -423,7 +430,8 @@ class AsyncCheckpointer:
     def _named(self, step: int, problem: Exception) -> GulliverError:
         text = _text(problem)
         if isinstance(problem, IoError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
-            text += f"; {self.folder.needs()}"
+            root = self.folder.root
+            text += f"; {NO_INODES if lacks_inodes(root) else self.folder.needs()}"
         error = GulliverError(f"step {step} was not saved: {text}")
         error.__cause__ = problem
         return error
@@ -541,6 +549,16 @@ def _without_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _checked(about: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the manifest is to say, which is written long after it was given."""
+    try:
+        found = dict(about or {})
+        json.dumps(found, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GulliverError(f"about has to be a dict of JSON values: {error}") from None
+    return found
 
 
 def _text(problem: Exception) -> str:

@@ -221,8 +221,10 @@ def size(count: float) -> str:
 def verify_all(options: Verify) -> int:
     """Prints what is broken, and how fast was read."""
     path = options.folder
+    if options.all and options.step is not None:
+        raise GulliverError("--step and --all exclude each other: one step, or every step")
     if not is_step_or_run(path):
-        with open_weights(path) as weights:
+        with open_weights(path, step=options.step) as weights:
             print(
                 f"{path}: {len(weights.infos)} tensors; the headers and sizes of its files are "
                 "right. It has no checksums: only steps do"

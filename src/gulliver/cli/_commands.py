@@ -39,6 +39,9 @@ from gulliver.video import (
     write_clip,
 )
 
+CONDITION_FRAMES = 5
+"""Of the end of a clip, where nobody says how many."""
+
 
 def train_command(config: TrainConfig, arguments: list[str]) -> int:
     """Trains, on ranks of this machine that are started where a launcher has not."""
@@ -63,6 +66,8 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     bucket = Bucket(config.frames, *_sides(config.aspect_ratio, config.resolution))
     check_clip(bucket.frames, bucket.height, bucket.width, config.scale)
     check_output(config.out, config.frames, config.fps)
+    if config.condition_frames is not None and config.extend is None:
+        raise GulliverError("--condition-frames is for --extend, the clip whose last they are")
     guided = config.guidance != 1
     if not under_launcher():
         ranks = config.ranks or max(1, config.sequence) * max(1, config.guidance_ranks)
@@ -106,11 +111,8 @@ def _extended(
     if config.image is not None:
         raise GulliverError("--image and --extend exclude each other: a clip begins or goes on")
     assert config.extend is not None
-    clip = read_frames(config.extend)
-    return [
-        extend(model, clip, r.prompt, r.bucket, config.condition_frames, r.seed, sampling)
-        for r in requests
-    ]
+    clip, given = read_frames(config.extend), config.condition_frames or CONDITION_FRAMES
+    return [extend(model, clip, r.prompt, r.bucket, given, r.seed, sampling) for r in requests]
 
 
 def _prompts(config: GenerateConfig) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +89,9 @@ def _options(name: str, arguments: list[str]) -> Any:
 
     from gulliver.options import check_options
 
+    if "--out=" in arguments or ("--out", "") in pairwise(arguments):
+        # As a path it would be the folder that one is in.
+        raise GulliverError("--out is empty: name a place, . is the folder you are in")
     kind = _found(COMMANDS[name].options)
     default, options = _from_file(kind, arguments)
     config = tyro.cli(

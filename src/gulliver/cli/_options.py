@@ -37,8 +37,8 @@ class GenerateConfig:
     """First frame: a picture that starts to move."""
     extend: Path | None = None
     """A clip to go on with; --frames counts the conditioning frames too."""
-    condition_frames: Annotated[int, Range(1, 65535)] = 5
-    """With --extend: how many of its last frames are given (4 k + 1)."""
+    condition_frames: Annotated[int | None, Range(1, 65535)] = None
+    """With --extend: how many of its last frames are given (4 k + 1); 5 by default."""
     seed: Annotated[int, SEED] = 0
     """Noise of the first clip; the next clips take the next seeds."""
     steps: Annotated[int, Range(1, 100_000)] = 24

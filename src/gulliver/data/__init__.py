@@ -6,13 +6,13 @@ from gulliver.data._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, sentenc
 from gulliver.data._frames import stacked, upright_frames
 from gulliver.data._loader import DataLoader, LoaderStatistics
 from gulliver.data._prefetch import prefetch
+from gulliver.data._records import read_utf8
 from gulliver.data._sampler import BucketSampler, Step
 from gulliver.data._table import (
     ClipTable,
     Probe,
     choose_bucket,
     probe_file,
-    read_utf8,
     resize_and_crop,
 )
 from gulliver.data._words import WordEncoder, unknown_words, words_of

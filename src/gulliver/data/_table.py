@@ -6,8 +6,6 @@ be opened when the table is read, and a file that breaks when its turn comes (`B
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +17,8 @@ from torch import Tensor
 
 from gulliver.data._clips import BrokenClip, Bucket, Clip
 from gulliver.data._frames import STILL_FPS, Frame, stacked, upright_frames
+from gulliver.data._records import NUMBERS, Record, read_records
 from gulliver.errors import GulliverError
-from gulliver.io import named_errors
 
 ENOUGH_PIXELS = 0.8
 """A clip may have a fifth fewer pixels than its bucket."""
@@ -66,7 +64,8 @@ class ClipTable:
         skipped: name and reason of each row that is not.
 
     Raises:
-        GulliverError: the table is missing, unreadable, or lacks a column; no row can be used.
+        GulliverError: the table is missing, unreadable, lacks a column or has one twice; a row
+            does not fit the header, or states what is no number; no row can be used.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class ClipTable:
             first = f", such as {self.skipped[0][0]} ({self.skipped[0][1]})" if self.skipped else ""
             raise GulliverError(f"{table} has no row that can be used{first}")
 
-    def _add(self, record: dict[str, object], buckets: tuple[Bucket, ...]) -> None:
+    def _add(self, record: Record, buckets: tuple[Bucket, ...]) -> None:
         name = str(record.get("path") or "").strip()
         text = str(record.get("text") or "").strip()
         if not name or not any(letter.isalnum() for letter in text):
@@ -101,6 +100,10 @@ class ClipTable:
             bucket = choose_bucket(probe, buckets, self.frame_interval)
         except GulliverError as error:
             self.skipped.append((name, str(error)))
+            return
+        except OSError as error:
+            # Such as a name that is too long, which is not even looked for.
+            self.skipped.append((f"{name[:80]}...", f"cannot be opened: {error.strerror}"))
             return
         self.rows.append(Row(name, path, text, probe, bucket))
 
@@ -151,75 +154,13 @@ class ClipTable:
         return "\n".join(lines)
 
 
-def read_records(table: Path) -> list[dict[str, object]]:
-    """The rows of a .csv or .parquet file that has the columns path and text."""
-    if not table.is_file():
-        raise GulliverError(f"table {table} does not exist")
-    if table.suffix == ".csv":
-        records, columns = _read_csv(table)
-    elif table.suffix == ".parquet":
-        records, columns = _read_parquet(table)
-    else:
-        raise GulliverError(f"table {table.name} must end in .csv or .parquet")
-    for needed in ("path", "text"):
-        if needed not in columns:
-            raise GulliverError(
-                f"table {table.name} has no column {needed!r} (it has: {', '.join(columns)})"
-                if columns
-                else f"table {table.name} is empty"
-            )
-    return records
-
-
-def read_utf8(path: Path) -> str:
-    """The text of a file, without the byte order mark that spreadsheets put before it.
-
-    Raises:
-        GulliverError: it has another encoding; line and byte are named.
-    """
-    with named_errors(path, "read"):
-        content = path.read_bytes()
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise GulliverError(
-            f"{path}, line {line}: byte 0x{content[error.start]:02x} is no UTF-8 (at byte "
-            f"{error.start} of the file): save the file as UTF-8"
-        ) from None
-
-
-def _read_csv(table: Path) -> tuple[list[dict[str, object]], list[str]]:
-    reader = csv.DictReader(io.StringIO(read_utf8(table), newline=""))
-    try:
-        records: list[dict[str, object]] = [dict(row) for row in reader]
-    except csv.Error as error:
-        raise GulliverError(f"{table}, line {reader.line_num}: {error}") from None
-    return records, list(reader.fieldnames or [])
-
-
-def _read_parquet(table: Path) -> tuple[list[dict[str, object]], list[str]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise GulliverError("Parquet tables need pyarrow: install gulliver[video]") from None
-    try:
-        content = parquet.read_table(table)
-    except pyarrow.ArrowInvalid as error:
-        raise GulliverError(f"{table} is no readable Parquet file: {error}") from error
-    return content.to_pylist(), content.column_names
-
-
-def _stated(record: dict[str, object], path: Path) -> Probe | None:
+def _stated(record: Record, path: Path) -> Probe | None:
     """What the table itself says of a file, where it says all."""
-    values = [record.get(name) for name in ("num_frames", "height", "width", "fps")]
-    if any(value in (None, "") for value in values) or not path.is_file():
+    values = [record[name] for name in NUMBERS]
+    stated = [value for value in values if isinstance(value, float)]
+    if len(stated) < len(NUMBERS) or not path.is_file():
         return None
-    try:
-        frames, height, width, fps = (float(str(value)) for value in values)
-    except ValueError:
-        return None
+    frames, height, width, fps = stated
     return Probe(int(frames), int(height), int(width), fps)
 
 

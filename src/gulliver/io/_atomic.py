@@ -72,6 +72,17 @@ def finish_folder(partial: Path, path: Path) -> None:
 
     A folder that has this name is replaced: at every moment there is one of the two.
     """
+    name_folder(partial, path)
+    with named_errors(path):
+        sync(path.parent)
+
+
+def name_folder(partial: Path, path: Path) -> None:
+    """All of `finish_folder` but for forcing the name, too, to the disk.
+
+    Raises:
+        GulliverError: it has not got its final name.
+    """
     with named_errors(path):
         for found in sorted(partial.rglob("*")):
             sync(found)
@@ -81,7 +92,6 @@ def finish_folder(partial: Path, path: Path) -> None:
             remove_all(partial)
         else:
             os.replace(partial, path)
-        sync(path.parent)
 
 
 def remove_folder(path: Path) -> None:
@@ -193,8 +203,7 @@ def named_errors(path: Path, action: str = "written", needed: int = 0) -> Iterat
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             wanted = f"{_mib(needed)} needed, " if needed else ""
             raise GulliverError(
-                f"no space left for {path}: {wanted}{_mib(_free(path))} are free, "
-                "nothing was changed"
+                f"no space left for {path}: {wanted}{_left(path)}, nothing was changed"
             ) from error
         raise GulliverError(
             f"{error.filename or path} cannot be {action}: {error.strerror}"
@@ -202,10 +211,26 @@ def named_errors(path: Path, action: str = "written", needed: int = 0) -> Iterat
 
 
 def _free(path: Path) -> int:
+    return shutil.disk_usage(_existing(path)).free
+
+
+def lacks_inodes(path: Path) -> bool:
+    """Whether the disk of a path can hold no more files, however many bytes are free."""
+    found = os.statvfs(_existing(path))
+    # Some systems count none, and say 0 of 0.
+    return found.f_files > 0 and found.f_favail == 0
+
+
+def _existing(path: Path) -> Path:
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent
-    return shutil.disk_usage(existing).free
+    return existing
+
+
+def _left(path: Path) -> str:
+    free = f"{_mib(_free(path))} are free"
+    return f"{free} but no inodes (remove some files)" if lacks_inodes(path) else free
 
 
 def _mib(count: int) -> str:
@@ -224,7 +249,8 @@ def _swap(one: Path, other: Path) -> None:
     aside = other.with_name(f"{other.name}.old{PARTIAL}")
     os.replace(other, aside)
     os.replace(one, other)
-    os.replace(aside, one)
+    with suppress(OSError):
+        os.replace(aside, one)
 
 
 def cache_folder() -> Path:

@@ -232,6 +232,11 @@ def check_config(config: TrainConfig) -> TrainConfig:
         raise GulliverError(
             f"--model.text-channels is {config.model.text_channels}: it must be even"
         )
+    if config.data.frame_interval != 1 and config.data.table is None:
+        raise GulliverError(
+            f"--data.frame-interval is {config.data.frame_interval}: it is for the clips of a "
+            "--data.table, moving digits have no frames between"
+        )
     parse_shapes(config.data.shapes)
     _check_sizes(config)
     return config

@@ -22,7 +22,9 @@ from gulliver.options import Range
 
 SCALE = Range(1, 64)
 FPS = Range(0, 1000, open_below=True)
-GIF_FPS = 50
+GIF_FPS, GIF_S = 50, 655
+"""Seconds that a frame of a GIF may stay, which are all seconds where no frame differs."""
+MP4_FPS = 0.001
 
 WRITERS: dict[str, Callable[[Path, np.ndarray, float], None]] = {}
 
@@ -43,6 +45,13 @@ def check_output(path: Path, frames: int | None = None, fps: float = 8) -> None:
         raise GulliverError(f"{path.name!r} holds one frame, not {frames}: use .mp4 or .gif")
     if suffix == ".gif" and fps > GIF_FPS:
         raise GulliverError(f"a GIF shows at most {GIF_FPS} frames per second: use .mp4")
+    if suffix == ".gif" and fps in FPS and (frames or 1) / fps > GIF_S:
+        raise GulliverError(
+            f"{frames or 1} frames at fps {fps:g} take {(frames or 1) / fps:.0f} s: a GIF holds at "
+            f"most {GIF_S} s, give a higher fps or use .mp4"
+        )
+    if suffix == ".mp4" and fps < MP4_FPS:
+        raise GulliverError(f"an mp4 shows at least {MP4_FPS} frames per second, not {fps:g}")
     if path.is_dir():
         raise GulliverError(f"{path} is a folder: name a file in it")
 
