@@ -7,7 +7,13 @@ from gulliver.parallel._optimizer import (
     named_trainables,
     persistent_buffers,
 )
-from gulliver.parallel._own_loss import OwnLoss, asks_routers, has_known_forward, own_loss
+from gulliver.parallel._own_loss import (
+    OwnLoss,
+    asks_routers,
+    has_known_forward,
+    hugging_face_of,
+    own_loss,
+)
 from gulliver.parallel.zero import (
     BucketTuner,
     ZeroOptimizer,
@@ -27,6 +33,7 @@ __all__ = [
     "check_optimizer",
     "check_trainable",
     "has_known_forward",
+    "hugging_face_of",
     "is_boosted",
     "named_groups",
     "named_trainables",
