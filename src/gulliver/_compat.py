@@ -155,9 +155,10 @@ def is_batch_norm(module: torch.nn.Module) -> bool:
 
 def order_outputs_hooks(module: torch.nn.Module, last: list[int]) -> None:
     """Lets some hooks on a module's output run after all others, in their order."""
+    hooks = module._forward_hooks
     for key in last:
-        if key in module._forward_hooks:
-            module._forward_hooks.move_to_end(key)
+        if key in hooks:
+            hooks[key] = hooks.pop(key)
 
 
 def saving_is_hooked() -> bool:
