@@ -139,7 +139,8 @@ def test_hooks_are_listed_shared_and_ordered() -> None:
     assert len(_compat.hooks_of(old)) == 4
     assert len(_compat.hooks_of(old, forward=False)) == 1
     assert len(_compat.hooks_of(old.weight)) == 2
-    assert not _compat.hooks_of(new) and not _compat.hooks_of(new.weight)
+    assert not _compat.hooks_of(new)
+    assert not _compat.hooks_of(new.weight)
     _compat.share_forward_hooks(old, new)
     _compat.order_outputs_hooks(new, list(_compat.outputs_hooks(new))[:1])
     new(torch.ones(2))
