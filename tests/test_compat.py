@@ -126,3 +126,29 @@ def _torch_ring(world: World, rotate: str) -> float:
 @pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
 def test_the_ring_of_torch_is_attention(pool: Pool, rotate: str) -> None:
     assert max(pool.run(_torch_ring, 2, rotate)) < 1e-5
+
+
+def test_hooks_are_listed_shared_and_ordered() -> None:
+    old, new, ran = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), []
+    handle = old.register_forward_hook(lambda *_: ran.append("first"))
+    old.register_forward_hook(lambda *_, **__: ran.append("second"), with_kwargs=True)
+    old.register_forward_pre_hook(lambda *_: ran.append("before"))
+    old.register_full_backward_hook(lambda *_: None)
+    old.weight.register_hook(lambda gradient: gradient)
+    old.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert len(_compat.hooks_of(old)) == 4
+    assert len(_compat.hooks_of(old, forward=False)) == 1
+    assert len(_compat.hooks_of(old.weight)) == 2
+    assert not _compat.hooks_of(new)
+    assert not _compat.hooks_of(new.weight)
+    _compat.share_forward_hooks(old, new)
+    _compat.order_outputs_hooks(new, list(_compat.outputs_hooks(new))[:1])
+    new(torch.ones(2))
+    handle.remove()
+    new(torch.ones(2))
+    assert ran == ["before", "second", "first", "before", "second"]
+
+
+def test_batch_norms_are_known() -> None:
+    assert _compat.is_batch_norm(torch.nn.SyncBatchNorm(2))
+    assert not _compat.is_batch_norm(torch.nn.LayerNorm(2))

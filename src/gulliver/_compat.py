@@ -121,6 +121,46 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return isinstance(module, OptimizedModule)
 
 
+def hooks_of(thing: Any, forward: bool = True) -> list[Any]:
+    """The hooks of a module or of a parameter, those of a module's forward if wished."""
+    kinds = ["_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"]
+    kinds += ["_forward_hooks", "_forward_pre_hooks"] if forward else []
+    return [hook for kind in kinds for hook in (getattr(thing, kind, None) or {}).values()]
+
+
+FORWARD_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def share_forward_hooks(old: torch.nn.Module, new: torch.nn.Module) -> None:
+    """Gives a module the forward hooks of the one it replaces; their handles remove them still."""
+    for kind in FORWARD_HOOKS:
+        setattr(new, kind, getattr(old, kind))
+
+
+def outputs_hooks(module: torch.nn.Module) -> dict[int, Any]:
+    """The hooks on a module's output, in the order in which they run."""
+    return dict(module._forward_hooks)
+
+
+def is_batch_norm(module: torch.nn.Module) -> bool:
+    """Whether a module takes mean and variance over samples."""
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+
+
+def order_outputs_hooks(module: torch.nn.Module, last: list[int]) -> None:
+    """Lets some hooks on a module's output run after all others, in their order."""
+    hooks = module._forward_hooks
+    for key in last:
+        if key in hooks:
+            hooks[key] = hooks.pop(key)
+
+
 def saving_is_hooked() -> bool:
     """Whether `torch.autograd.graph.saved_tensors_hooks` of somebody are in force."""
     autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,7 +8,13 @@ from gulliver.parallel._optimizer import (
     named_trainables,
     persistent_buffers,
 )
-from gulliver.parallel._own_loss import OwnLoss, asks_routers, has_known_forward, own_loss
+from gulliver.parallel._own_loss import (
+    OwnLoss,
+    asks_routers,
+    has_known_forward,
+    hugging_face_of,
+    own_loss,
+)
 from gulliver.parallel.zero import (
     BucketTuner,
     BufferSync,
@@ -31,6 +37,7 @@ __all__ = [
     "check_trainable",
     "check_unshared",
     "has_known_forward",
+    "hugging_face_of",
     "is_boosted",
     "named_groups",
     "named_trainables",

@@ -52,8 +52,16 @@ ROUTERS = {"load_balancing_loss_func", "router_aux_loss_coef", "aux_loss_coef", 
 """Names in the forwards of mixtures of experts, which add a term if router logits are asked for."""
 
 
+def hugging_face_of(model: nn.Module) -> nn.Module:
+    """The model itself, or the one of transformers that PEFT has put its adapters into."""
+    adapted = any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
+    inner = getattr(model, "get_base_model", None) if adapted else None
+    return inner() if inner is not None else model
+
+
 def own_loss(model: nn.Module) -> OwnLoss | None:
     """The loss that a model computes of its labels; None where that is not known."""
+    model = hugging_face_of(model)
     owner, code = _known_forward(model)
     if code is None:
         return None

@@ -40,6 +40,13 @@ from gulliver.booster.hybrid._capability import (
     hugging_face_of,
     is_hugging_face,
 )
+from gulliver.booster.hybrid._inside import (
+    HooksLast,
+    check_batch_norms,
+    check_embeddings,
+    check_hooks,
+    check_virtual_tokens,
+)
 from gulliver.booster.hybrid._lazy import check_lazy, fill
 from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
 from gulliver.booster.hybrid._optimizer import HybridOptimizer
@@ -114,6 +121,7 @@ def apply(
     trained = 0 if idle else sum(p.numel() for p in named_trainables(model, optimizer))
     vocabulary = Vocabulary.of(model)
     mesh = make_mesh(sizes, sequence, world.device.type)
+    hooks = HooksLast(model)
     tensor = _tensor_plan(plugin, model) if plugin.tp_size > 1 else None
     stage = _make_stage(plugin, model, mesh) if plugin.pp_size > 1 else None
     if tensor is not None:
@@ -121,6 +129,7 @@ def apply(
         shared = plugin.mode if plugin.mode in SHARED_BY_TENSOR else None
         apply_tensor(model, tensor, mesh.tensor, shared)  # type: ignore[arg-type]
     _wire(plugin, model, mesh, family, stage)
+    hooks.restore()
     if plugin.weights is not None:
         fill(model, plugin.weights, aliases, world.device)
     names = _rewrite_groups(optimizer, model, groups, aliases)
@@ -289,6 +298,10 @@ def _check(
 ) -> None:
     """Refuses what cannot be done, before anything is; it looks only."""
     _check_dropout(plugin, model)
+    if plugin.tp_size * plugin.pp_size * plugin.sp_size > 1:
+        check_virtual_tokens(model)
+    check_batch_norms(model, plugin.pp_size, plugin.mode)
+    check_embeddings(model, sequence.degree, plugin.pp_size)
     if optimizer is not None and optimizer.state:
         raise GulliverError(
             "the optimizer has stepped before boost: boost cuts the model, so boost first"
@@ -299,8 +312,9 @@ def _check(
     if plugin.weights is not None and not plugin.weights.is_dir():
         raise GulliverError(f"weights={str(plugin.weights)!r} is no folder")
     _check_outputs(plugin, model)
-    if plugin.tp_size > 1:
-        plan = _tensor_plan(plugin, model)
+    plan = _tensor_plan(plugin, model) if plugin.tp_size > 1 else None
+    check_hooks(model, plan, plugin.mode)
+    if plan is not None:
         _check_share(plugin, model, plan)
         check_mode(model, plan, plugin.mode if plugin.mode in SHARED_BY_TENSOR else None)
     if plugin.pp_size > 1:

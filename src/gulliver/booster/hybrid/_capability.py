@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gulliver.errors import GulliverError, nearest
+from gulliver.parallel import hugging_face_of
 
 SHARED_BY_TENSOR = ("split_gather", "ring")
 """Sequence modes in which the tensor axis shares the sequences, too."""
@@ -100,13 +101,6 @@ def table() -> list[tuple[str, ...]]:
         (name, ", ".join(family.sequence), ", ".join(family.masks) or "-", family.why)
         for name, family in FAMILIES.items()
     ]
-
-
-def hugging_face_of(model: nn.Module) -> nn.Module:
-    """The model itself, or the one of transformers that PEFT has put its adapters into."""
-    adapted = any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
-    inner = getattr(model, "get_base_model", None) if adapted else None
-    return inner() if inner is not None else model
 
 
 def is_hugging_face(model: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gulliver.comm import Line, broadcast, guard, together
 from gulliver.errors import GulliverError
-from gulliver.parallel._own_loss import asks_routers, own_loss
+from gulliver.parallel._own_loss import asks_routers, hugging_face_of, own_loss
 from gulliver.parallel.pipeline._agree import agree
 from gulliver.parallel.pipeline._batch import (
     UNEVEN,
@@ -254,7 +254,7 @@ class Pipeline:
                 f"{asked[0]}=True asks for something of every block, and a stage has some of "
                 "them: leave it out, or run the model without a pipeline"
             )
-        known = inspect.signature(self.model.forward).parameters
+        known = inspect.signature(hugging_face_of(self.model).forward).parameters
         caches = getattr(getattr(self.model, "config", None), "use_cache", False)
         return {"use_cache": False} if caches and "use_cache" in known else {}
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gulliver._compat import share_forward_hooks
 from gulliver.comm import Line
 from gulliver.errors import GulliverError, nearest
 from gulliver.memory import Region, region_of, set_region
@@ -153,6 +154,9 @@ class _Applied:
             for name, p in module._parameters.items()
         }
         new = self._module(module, placed, runs, parameters, _stack_of(path, shared))
+        if isinstance(module, nn.Embedding):
+            # What changes embeddings, as noise does, or lets gradients begin there.
+            share_forward_hooks(module, new)
         return new.train(module.training)
 
     def _module(

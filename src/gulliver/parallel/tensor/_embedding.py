@@ -17,7 +17,13 @@ class UnknownTokenError(GulliverError, IndexError):
 
 
 class _Embedding(OnLine):
+    """An embedding without the options that are refused, which adapters ask for."""
+
     weight: nn.Parameter
+    max_norm: None = None
+    norm_type = 2.0
+    scale_grad_by_freq = False
+    sparse = False
 
     def __init__(self, weight: nn.Parameter, line: Line) -> None:
         super().__init__(line)
