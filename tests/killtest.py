@@ -248,7 +248,7 @@ def _marker(child: Child) -> Callable[[Phase], None]:
     around(Snapshot, "submit", Phase.COPYING, None)
     around(Snapshot, "wait_copied", None, Phase.WRITING)
     around(Snapshot, "finish", None, Phase.BEFORE_RENAME)
-    around(folder_module, "finish_folder", None, Phase.AFTER_RENAME)
+    around(folder_module, "name_folder", None, Phase.AFTER_RENAME)
     around(CheckpointFolder, "publish", None, Phase.BETWEEN)
     return mark
 
