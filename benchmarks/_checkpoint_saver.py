@@ -327,11 +327,16 @@ class Ours(Entrant):
         )
 
     def load(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        entries: dict[str, dict[str, Tensor]] = {}
+        entries: dict[str, dict[Any, Any]] = {}
         for name, tensor in tensors.items():
             entry, inner = name.split(".", 1)
-            entries.setdefault(entry, {})[inner] = tensor
-        load(folder, entries)
+            held = entries.setdefault(entry, {})
+            if entry == "optimizer":
+                # As its state_dict has them: by number, then by kind.
+                _, number, inner = inner.split(".")
+                held = held.setdefault("state", {}).setdefault(int(number), {})
+            held[inner] = tensor
+        load(folder, entries, strict=False)
 
     def close(self) -> None:
         self.checkpointer.close()
