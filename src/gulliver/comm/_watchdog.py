@@ -140,6 +140,8 @@ class Watchdog:
             if failure := self._failure():
                 return failure
             ledger.check()
+        if failure := self._failure():
+            return failure  # a rank that failed may have ended meanwhile: why it failed is why
         return None if self.lost is None else f"rank {self.lost} is gone: it {self.reason}"
 
     def _tell(self) -> None:
@@ -237,7 +239,7 @@ class Watchdog:
         self.lost, self.reason = rank, reason
         self._known.set()
         if not self._stop.wait(GRACE_S):
-            self._end(f"rank {rank} is gone (it {reason})")
+            self._end(self._failure() or f"rank {rank} is gone (it {reason})")
 
     def _end(self, reason: str) -> None:
         print(f"gulliver: {reason}: rank {self.rank} ends", file=sys.stderr, flush=True)
