@@ -327,9 +327,7 @@ def data_rows(pool: Any) -> Iterator[str]:
         for dtype in dtypes(cell):
             for size in WORLDS:
                 for stage in modes(cell):
-                    yield row(
-                        pool, cell, stage, size, dtype, expected(cell, size, dtype, stage)
-                    )
+                    yield row(pool, cell, stage, size, dtype, expected(cell, size, dtype, stage))
 
 
 AROUND = (
@@ -340,7 +338,7 @@ AROUND = (
 
 
 def sections(pool: Any) -> Iterator[tuple[str, Iterable[str]]]:
-    """Every table: what stands over it, and its lines, which are computed when they are asked for."""
+    """Every table: what stands over it, and its lines, computed when they are asked for."""
     from gulliver.booster.hybrid import HEADER as COMBINED
     from gulliver.booster.hybrid import table
     from tests import hybrid_cells, sequence_cells, tensor_cells
