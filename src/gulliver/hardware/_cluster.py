@@ -143,6 +143,22 @@ class Cluster:
         """Size and link of each axis, outer to inner, as the cost formulas take them."""
         return [(axis.size, axis.link) for axis in self.axes]
 
+    def crossed(self, stride: int, size: int) -> list[tuple[int, Link]]:
+        """Size and link of each axis that a line of places crosses, outer to inner.
+
+        Args:
+            stride: places from one of the line to the next.
+            size: places of the line.
+        """
+        crossed, unit, span = [], 1, stride * size
+        for axis in reversed(self.axes):
+            whole = unit * axis.size
+            count = -(-min(span, whole) // max(stride, unit))
+            if count > 1 and stride < whole:
+                crossed.append((count, axis.link))
+            unit = whole
+        return crossed[::-1]
+
     def resized(self, size: int) -> Cluster:
         """The same machines for `size` ranks: inner axes stay full, or fewer of them are needed.
 
