@@ -18,6 +18,7 @@ from gulliver.comm._collectives import (
 )
 from gulliver.comm._groups import release_groups, shared_line
 from gulliver.comm._launch import default_ranks, launch, under_launcher
+from gulliver.comm._layout import ChosenAxes, choose_axes
 from gulliver.comm._ledger import Purpose
 from gulliver.comm._line import ALONE, Line
 from gulliver.comm._watchdog import Watchdog
@@ -36,6 +37,7 @@ __all__ = [
     "Axes",
     "Choice",
     "Chooser",
+    "ChosenAxes",
     "Group",
     "Handle",
     "Line",
@@ -51,6 +53,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "choose",
+    "choose_axes",
     "current_world",
     "default_ranks",
     "gather_objects",

@@ -11,12 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gulliver.hardware import (
-    Link,
-    all_gather_seconds,
-    all_reduce_seconds,
-    reduce_scatter_seconds,
-)
+from gulliver.hardware import Link, collective_seconds
 
 Kind = Literal["flat", "torus"]
 Predict = Callable[[str, int], float]
@@ -105,14 +100,7 @@ class Chooser:
         """
         flat = [(math.prod(size for size, _ in links), links[0][1])]
         return cls(
-            lambda collective, nbytes: _SECONDS[collective](flat, nbytes),
-            lambda collective, nbytes: _SECONDS[collective](links, nbytes),
+            lambda collective, nbytes: collective_seconds(flat, collective, nbytes),
+            lambda collective, nbytes: collective_seconds(links, collective, nbytes),
             report,
         )
-
-
-_SECONDS = {
-    "all_reduce": all_reduce_seconds,
-    "reduce_scatter": reduce_scatter_seconds,
-    "all_gather": all_gather_seconds,
-}

@@ -50,6 +50,7 @@ from gulliver.hardware._links import (
     proposed_axes,
 )
 from gulliver.hardware._probe import probe_device, probe_disk
+from gulliver.hardware._torus import torus_links, torus_seconds
 from gulliver.hardware._transfers import IN_A_ROW, Transfers, probe_transfers
 
 __all__ = [
@@ -97,6 +98,8 @@ __all__ = [
     "resharding_bytes",
     "split_attention_bytes",
     "split_attention_seconds",
+    "torus_links",
+    "torus_seconds",
     "two_ring_bytes",
     "wire_bytes",
     "zero_collectives",
