@@ -1,13 +1,22 @@
 """Worlds of ranks, and the collectives between them."""
 
 from gulliver.comm._axes import Axes, Torus, make_axes
-from gulliver.comm._choice import Choice, Chooser, choose
+from gulliver.comm._choice import (
+    Choice,
+    Chooser,
+    ReduceChoice,
+    choose,
+    choose_all_reduce,
+    reduce_choices,
+    use_links,
+)
 from gulliver.comm._collectives import (
     Group,
     Handle,
     all_gather,
     all_reduce,
     any_rank,
+    backend_all_reduce,
     barrier,
     broadcast,
     broadcast_object,
@@ -42,6 +51,7 @@ __all__ = [
     "Handle",
     "Line",
     "Purpose",
+    "ReduceChoice",
     "Torus",
     "Watchdog",
     "World",
@@ -49,10 +59,12 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "any_rank",
+    "backend_all_reduce",
     "barrier",
     "broadcast",
     "broadcast_object",
     "choose",
+    "choose_all_reduce",
     "choose_axes",
     "current_world",
     "default_ranks",
@@ -63,10 +75,12 @@ __all__ = [
     "init_world",
     "launch",
     "make_axes",
+    "reduce_choices",
     "reduce_scatter",
     "release_groups",
     "shared_line",
     "shutdown",
     "together",
     "under_launcher",
+    "use_links",
 ]

@@ -22,8 +22,10 @@ from gulliver.hardware._cluster import (
 )
 from gulliver.hardware._costs import (
     BACKWARD_OF_LINEAR,
+    RING_BYTES,
     all_gather_seconds,
     all_reduce_seconds,
+    all_reduce_ways,
     all_to_all_seconds,
     broadcast_seconds,
     collective_seconds,
@@ -56,6 +58,7 @@ from gulliver.hardware._transfers import IN_A_ROW, Transfers, probe_transfers
 __all__ = [
     "BACKWARD_OF_LINEAR",
     "IN_A_ROW",
+    "RING_BYTES",
     "Along",
     "AttentionBytes",
     "AttentionSeconds",
@@ -70,6 +73,7 @@ __all__ = [
     "Transfers",
     "all_gather_seconds",
     "all_reduce_seconds",
+    "all_reduce_ways",
     "all_to_all_seconds",
     "attention_seconds",
     "broadcast_seconds",

@@ -159,6 +159,21 @@ class Cluster:
             unit = whole
         return crossed[::-1]
 
+    def level(self, low: int, high: int) -> int:
+        """Number of the outermost axis on which two places differ."""
+        unit = self.size
+        for number, axis in enumerate(self.axes):
+            unit //= axis.size
+            if low // unit != high // unit:
+                return number
+        raise AssertionError("places that differ lie apart on an axis")
+
+    def link_between(self, ranks: Sequence[int]) -> Link:
+        """The slowest link that messages between some ranks, two or more, travel on."""
+        order = self.rank_order or range(self.size)
+        places = [order.index(rank) for rank in ranks]
+        return self.axes[self.level(min(places), max(places))].link
+
     def resized(self, size: int) -> Cluster:
         """The same machines for `size` ranks: inner axes stay full, or fewer of them are needed.
 

@@ -34,6 +34,10 @@ Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all",
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 BACKWARD_OF_LINEAR, BACKWARD_OF_ATTENTION = 2.0, 2.5
 """FLOPs of a backward in those of its forward: two products of matrices for one, five for two."""
+RING_BYTES = 128 << 10
+"""From this size on gloo's ring is taken to be faster among more than two ranks, where it was not
+measured: below, its 2 (n - 1) messages after one another cost more than the processor's time that
+it saves (ranks of one thread over loopback, see docs/collectives.md)."""
 
 
 def matmul_seconds(device: Device, m: int, k: int, n: int, dtype: str = "float32") -> float:
@@ -126,6 +130,25 @@ def all_reduce_seconds(axes: Axes, count: int) -> float:
         total += _one_axis("all_gather", size, link, left)
         left /= size
     return total + sum(_one_axis("all_reduce", size, link, left) for size, link in several[:1])
+
+
+def all_reduce_ways(link: Link, ranks: int, count: int) -> dict[str, float]:
+    """Seconds of an all-reduce over gloo by each way there is, where both were measured.
+
+    "direct" is an exchange from each rank to all others, "ring" gloo's own. Formulas do not tell
+    the two apart: as many bytes travel, and what differs is the processor's time for a message.
+
+    Args:
+        link: slowest link between the ranks.
+        ranks: number of ranks.
+        count: bytes of the tensor.
+    """
+    for measured in link.along:
+        curves = measured.collectives
+        if measured.ranks == ranks and {"all_reduce", "ring_all_reduce"} <= curves.keys():
+            direct, ring = curves["all_reduce"], curves["ring_all_reduce"]
+            return {"direct": direct.at(count), "ring": ring.at(count)}
+    return {}
 
 
 def all_to_all_seconds(axes: Axes, count: int) -> float:
