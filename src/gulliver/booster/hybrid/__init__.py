@@ -4,6 +4,6 @@ Read `_plugin.py`, which treats a model in five steps; `_mesh.py` says who works
 `_capability.py` what may be combined.
 """
 
-from gulliver.booster.hybrid._capability import DTYPES, FAMILIES, HEADER, MODES, table
+from gulliver.booster.hybrid._capability import DTYPES, HEADER, MODES, table
 
-__all__ = ["DTYPES", "FAMILIES", "HEADER", "MODES", "table"]
+__all__ = ["DTYPES", "HEADER", "MODES", "table"]
