@@ -1,7 +1,7 @@
 """Pipeline parallelism: the blocks of a model dealt to stages, batches run through them.
 
-Read `_stack.py` (which modules are the blocks), `_cut.py` (where to cut), `_conductor.py` (what a
-forward does on one stage), `_stage.py` (making a stage in place), then `_pipeline.py` (a step).
+Read `_stack.py` (which modules are the blocks), `_cut.py` (where to cut), `_stage_forward.py` (what
+a forward does on one stage), `_stage.py` (making a stage in place), then `_pipeline.py` (a step).
 How long a step takes, bubbles and all, is predicted in `_predict.py`.
 """
 
