@@ -34,15 +34,27 @@ from gulliver.hardware._links import (
     proposed_axes,
 )
 from gulliver.hardware._probe import probe_device, probe_disk
+from gulliver.hardware._step import (
+    ChunkSize,
+    Message,
+    StepCosts,
+    layer_seconds,
+    predict_step,
+    update_seconds,
+    zero_bytes,
+)
 
 __all__ = [
     "Along",
     "Axis",
+    "ChunkSize",
     "Cluster",
     "Curve",
     "Device",
     "Disk",
     "Link",
+    "Message",
+    "StepCosts",
     "all_gather_seconds",
     "all_reduce_seconds",
     "all_to_all_seconds",
@@ -55,15 +67,19 @@ __all__ = [
     "fit_line",
     "group_into_nodes",
     "kept_path",
+    "layer_seconds",
     "matmul_seconds",
     "memory_seconds",
     "pair_rounds",
     "point_to_point_seconds",
+    "predict_step",
     "probe_collectives",
     "probe_device",
     "probe_disk",
     "probe_links",
     "proposed_axes",
     "reduce_scatter_seconds",
+    "update_seconds",
     "wire_bytes",
+    "zero_bytes",
 ]
