@@ -16,14 +16,16 @@ from gulliver.booster._checkpoint import agreed
 from gulliver.booster._model import HALVES, broadcast_all, check_unstepped, convert, no_optimizer
 from gulliver.booster._replicas import share_ddp, share_zero, tune
 from gulliver.booster._resolve import Stages, plan_stages, plan_tensors, recomputable
-from gulliver.booster.hybrid._batches import Vocabulary
-from gulliver.booster.hybrid._checks import check_cut, check_new, check_recompute
-from gulliver.booster.hybrid._inside import HooksLast
-from gulliver.booster.hybrid._lazy import fill
-from gulliver.booster.hybrid._steps import (
+from gulliver.booster.hybrid import (
+    HooksLast,
+    Vocabulary,
     WholeModel,
+    check_cut,
+    check_new,
+    check_recompute,
     cut_stages,
     cut_tensors,
+    fill,
     finish,
     grid,
     recompute,

@@ -10,6 +10,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from gulliver.booster._checkpoint import agreed
 from gulliver.booster._model import HALVES, unwrapped
 from gulliver.booster._predict import predict
 from gulliver.booster._resolve import differences, resolve
-from gulliver.comm import World, current_world
+from gulliver.comm import World, choose_axes, current_world
 from gulliver.data import DataLoader
 from gulliver.errors import GulliverError, nearest
-from gulliver.hardware import Cluster
-from gulliver.parallel import BoostedOptimizer
+from gulliver.hardware import Cluster, current_cluster, zero_collectives
+from gulliver.parallel import BoostedOptimizer, named_trainables
 from gulliver.plan import DDPPlan, Mesh, Plan, Precision, ZeroPlan, check_plan
 
 MIB = 2**20
@@ -68,7 +69,13 @@ class Plugin(ABC, metaclass=_NamedArguments):
             GulliverError: so many ranks cannot run it.
         """
 
-    def for_model(self, plan: Plan, model: nn.Module, cluster: Cluster | None) -> Plan:
+    def for_model(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        cluster: Cluster | None,
+    ) -> Plan:
         """The choices that are made by looking at a model; a plugin may have some."""
         return plan
 
@@ -99,7 +106,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
         """
         ranks = current_world().size if cluster is None else cluster.size
         model = unwrapped(model)
-        choices = self.for_model(self.choices(ranks, precision), model, cluster)
+        choices = self.for_model(self.choices(ranks, precision), model, optimizer, cluster)
         check_plan(choices, ranks)
         check_choices(choices, model, optimizer)
         return predict(resolve(choices, model, optimizer), model, optimizer, cluster, sample)
@@ -126,7 +133,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
         """Plans and runs: the model and optimizer as they will run, and the plan that says how."""
         plain, plans = unwrapped(model), list[Plan]()
-        choices = self.for_model(self.choices(world.size, precision), plain, None)
+        choices = self.for_model(self.choices(world.size, precision), plain, optimizer, None)
         agreed(lambda: plans.append(resolve(choices, plain, optimizer)))
         plan = predict(plans[0], plain, optimizer)
         boosted, wrapped = apply_plan(plan, model, optimizer, world, self.verbose)
@@ -235,7 +242,10 @@ class LowLevelZeroPlugin(Plugin):
         overlap: False waits for every collective at once; the results are the same.
         axes: names and sizes of the mesh that collectives go along step by step, slowest links
             first, such as ``{"node": 2, "local": 4}``; None sends straight from rank to rank.
+            ``auto`` takes the faster of the two, and the best axes, as `cluster` predicts them.
         rank_order: ranks in the order of their places on the axes, where they are not numbered so.
+        cluster: links of the ranks for ``axes="auto"``; None is what ``gulliver probe`` measured
+            here, or else a description of such machines.
         assume_elementwise: shard an optimizer that is not known, on the user's word that its update
             of an element looks at that element only. Stage 0 needs no word: it steps whole
             parameters, those of an optimizer that is not known in one call.
@@ -256,13 +266,16 @@ class LowLevelZeroPlugin(Plugin):
         max_norm: float = 0.0,
         gather_ahead: int = 2,
         overlap: bool = True,
-        axes: Mapping[str, int] | None = None,
+        axes: Mapping[str, int] | str | None = None,
         rank_order: Sequence[int] | None = None,
         assume_elementwise: bool = False,
         folder: Path | str | None = None,
         verbose: bool = True,
         broadcast_buffers: bool = True,
+        cluster: Cluster | None = None,
     ) -> None:
+        if isinstance(axes, str) and axes != "auto":
+            raise GulliverError(f"axes={axes!r} is not known: 'auto', or the size of each axis")
         if isinstance(chunk_mb, str) and chunk_mb not in TUNED:
             raise GulliverError(
                 f"chunk_mb={chunk_mb!r} is not known: {nearest(chunk_mb, TUNED)}, or a number"
@@ -288,14 +301,15 @@ class LowLevelZeroPlugin(Plugin):
         self.axes, self.rank_order, self._size_mb = axes, rank_order, size
         self.folder = None if folder is None else Path(folder)
         self.assume_elementwise, self.verbose = assume_elementwise, verbose
-        self.broadcast_buffers = broadcast_buffers
+        self.broadcast_buffers, self.cluster = broadcast_buffers, cluster
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
         """Shards over all ranks."""
-        device = current_world().device.type
+        torus = {} if isinstance(self.axes, str) else dict(self.axes or {})
+        order = tuple(self.rank_order or ()) if torus else ()
         return Plan(
             plugin=type(self).__name__,
-            mesh=Mesh(device, {"data": ranks}, dict(self.axes or {}), tuple(self.rank_order or ())),
+            mesh=Mesh(current_world().device.type, {"data": ranks}, torus, order),
             zero=ZeroPlan(
                 stage=self.stage,
                 chunk_bytes=int(self._size_mb * MIB),
@@ -309,6 +323,26 @@ class LowLevelZeroPlugin(Plugin):
             precision=Precision(precision, self.precision or "none"),
             max_norm=float(self.max_norm),
         )
+
+    def for_model(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        cluster: Cluster | None,
+    ) -> Plan:
+        """A torus, where ``axes="auto"`` predicts that it is faster than none."""
+        if not isinstance(self.axes, str):
+            return plan
+        names = {} if optimizer is None else named_trainables(model, optimizer)
+        whole, chunk = max(1, sum(p.nbytes for p in names)), int(self._size_mb * MIB)
+        chunks = [min(chunk, whole - start) for start in range(0, whole, chunk)]
+        ranks = plan.mesh.size
+        links = cluster or self.cluster or current_cluster(ranks)
+        chosen = choose_axes(links, zero_collectives(self.stage, chunks), ranks)
+        order = tuple(self.rank_order or chosen.order or ()) if chosen.axes else ()
+        mesh = replace(plan.mesh, torus=dict(chosen.axes), rank_order=order)
+        return replace(plan, mesh=mesh, reasons={"mesh.torus": str(chosen)})
 
 
 class PlanPlugin(Plugin):

@@ -13,9 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gulliver.booster._model import RUNNING, broadcast_all, no_optimizer, unwrapped
-from gulliver.booster.hybrid._mesh import HybridMesh
-from gulliver.booster.hybrid._optimizer import HybridOptimizer
-from gulliver.booster.hybrid._steps import WholeModel, say
+from gulliver.booster.hybrid import HybridMesh, HybridOptimizer, WholeModel, say
 from gulliver.comm import Torus, World
 from gulliver.parallel import (
     BoostedOptimizer,

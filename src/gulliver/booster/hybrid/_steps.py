@@ -24,6 +24,7 @@ from gulliver.booster.hybrid._capability import (
     hugging_face_of,
     is_hugging_face,
 )
+from gulliver.booster.hybrid._choice import use_measured_links
 from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
 from gulliver.booster.hybrid._stdit import wire_stdit
 from gulliver.booster.hybrid._transformers import wire_sequence
@@ -65,6 +66,7 @@ def cut_tensors(
     """Cuts what this stage has over the tensor axis."""
     if tensor is None or mesh is None:
         return
+    use_measured_links(current_world(), tensor.size)
     shared = plan.sequence.mode if plan.sequence.mode in SHARED_BY_TENSOR else None
     apply_tensor(model, _remaining(tensor, model), mesh.tensor, shared)  # type: ignore[arg-type]
 

@@ -16,19 +16,20 @@ from torch import nn
 from gulliver.booster._model import HALVES
 from gulliver.booster._plugins import MIB, STAGES, Plugin
 from gulliver.booster._resolve import recomputable
-from gulliver.booster.hybrid._capability import (
+from gulliver.booster.hybrid import (
     AUTO,
     FAMILIES,
+    NO_BLOCKS,
     SHARED_BY_TENSOR,
+    SHORT,
     Wanted,
     check,
+    check_size,
+    choose_plan,
     family_of,
     is_hugging_face,
+    size_axes,
 )
-from gulliver.booster.hybrid._checks import NO_BLOCKS
-from gulliver.booster.hybrid._choice import choose_plan
-from gulliver.booster.hybrid._mesh import check_size, size_axes
-from gulliver.booster.hybrid._steps import SHORT
 from gulliver.comm import current_world
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster
@@ -94,7 +95,7 @@ class HybridParallelPlugin(Plugin):
         verbose: print the plan when the model is boosted.
 
     Raises:
-        GulliverError: an argument or a combination that is not supported; see `_capability.py`.
+        GulliverError: an argument or a combination that is not supported.
     """
 
     takes = ("meta",)
@@ -270,7 +271,13 @@ class HybridParallelPlugin(Plugin):
             weights=None if self.weights is None else str(self.weights),
         )
 
-    def for_model(self, plan: Plan, model: nn.Module, cluster: Cluster | None) -> Plan:
+    def for_model(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        cluster: Cluster | None,
+    ) -> Plan:
         """Layout and mode of sequences, and the blocks that are recomputed."""
         family = family_of(model)
         dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
