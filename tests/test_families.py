@@ -12,9 +12,12 @@ from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.memory import region_of
 from gulliver.parallel.tensor import check_mode, plan_tensor
+from tests.covering import some
 from tests.family_models import TASKS, batch, build, types
-from tests.family_sweep import BAR, Precise, case, outcome
-from tests.hybrid_cells import largest
+from tests.family_sweep import BAR, case, outcome
+from tests.hybrid_cells import BARS, COPIED_CELLS, LATER_CELLS, Cell, errors_of, largest
+from tests.hybrid_models import Precise
+from tests.hybrid_models import build as build_family
 
 SOME = (
     ("mixtral", "tp"),  # experts in one tensor
@@ -41,6 +44,39 @@ def test_each_mechanism_gives_loss_and_gradients_of_one_process(pool: Any) -> No
             assert "unbuilt" not in found, case_
             assert max(found["loss"], found["gradients"]) < BAR, (case_, found)
             assert found["held"] < 0.75, (case_, "a real cut")
+
+
+def run_cells(world: World, cells: tuple[Cell, ...], steps: int) -> dict[str, float]:
+    """The largest error of loss, gradients and saved weights, by cell."""
+    return {cell.name: max(errors_of(world, cell, torch.float64, steps).values()) for cell in cells}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "mixtral"])
+@pytest.mark.deadline(300)
+def test_a_family_trains_as_one_process_in_all_modes_that_it_lists(pool: Any, family: str) -> None:
+    pytest.importorskip("transformers")
+    cells = tuple(cell for cell in LATER_CELLS if cell.family == family)
+    for found in pool.run(run_cells, 2, cells, 1, deadline_s=280):
+        assert max(found.values()) <= BARS[torch.float64], found
+
+
+@pytest.mark.parametrize(
+    "cell", some(COPIED_CELLS, COPIED_CELLS[:2]), ids=lambda cell: cell.grid.name
+)
+def test_more_tensor_ranks_than_key_value_heads_hold_copies_of_them(pool: Any, cell: Cell) -> None:
+    pytest.importorskip("transformers")
+    for errors in pool.run(errors_of, cell.grid.ranks, cell, torch.float64, steps=2):
+        # The norm that clips adds 1e-6 before it divides.
+        assert max(errors.values()) <= 1e-7, errors
+        assert errors["gradients"] <= BARS[torch.float64], errors
+
+
+def test_ranks_that_key_value_heads_cannot_be_shared_by_are_refused() -> None:
+    pytest.importorskip("transformers")
+    model = build_family("llama, 2 KV heads")
+    assert {one.copies for one in plan_tensor(model, 4).modules.values()} == {1, 2}
+    with pytest.raises(GulliverError, match=r"2 heads .* from 1 to 2 would do, or 4 or 8"):
+        plan_tensor(model, 3)
 
 
 def test_a_cut_of_little_is_said_and_a_cut_of_nothing_is_refused() -> None:
