@@ -157,11 +157,12 @@ LATER_CELLS = tuple(
 )
 """Families with a file of their own: every mode that they list, on two ranks."""
 COPIED_CELLS = tuple(
-    Cell("llama, 2 KV heads", g, clip=0.05)
-    for g in (
-        grid("tensor 4", 4, tp_size=4),
-        grid("tensor 4, ring", 4, tp_size=4, **PIPED),
-        grid("tensor 4 x data 2, ZeRO 3", 8, tp_size=4, zero_stage=3),
+    Cell(family, g, clip=0.05)
+    for family, g in (
+        ("llama, 2 KV heads", grid("tensor 4", 4, tp_size=4)),
+        ("llama, 2 KV heads", grid("tensor 4, ring", 4, tp_size=4, **PIPED)),
+        ("llama, 1 KV head", grid("tensor 2 x data 2, ZeRO 3", 4, tp_size=2, zero_stage=3)),
+        ("llama, 1 KV head", grid("tensor 2 x ring 2", 4, tp_size=2, sp_size=2, **RING)),
     )
 )
 """More tensor ranks than key-value heads."""

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, WIDE = 67, 32, 8, 4, 53
 FIRST = ("llama", "mistral", "qwen2", "gpt2", "bloom", "opt")
-LATER = ("qwen3", "gemma2", "gemma3", "mixtral", "llama, 2 KV heads")
+LATER = ("qwen3", "gemma2", "gemma3", "mixtral", "llama, 2 KV heads", "llama, 1 KV head")
 """Families whose norms, scores or routers go through float32, so that they run under `Precise`."""
 DECODERS = (*FIRST, *LATER)
 FAMILIES = (*FIRST, "t5", "bert", "vit", "whisper", "stdit3")
@@ -346,6 +346,7 @@ MODELS = {
         experts_implementation="eager",
     ),
     "llama, 2 KV heads": _llama_like("Llama", num_key_value_heads=2, attention_bias=True),
+    "llama, 1 KV head": _llama_like("Llama", num_key_value_heads=1),
     "gpt2": _gpt2,
     "bloom": _bloom,
     "opt": _opt,
