@@ -127,7 +127,7 @@ def _as_one_process(world: World, arguments: dict[str, Any]) -> float:
         loss = criterion(model(ids), {"ids": ids})
         booster.backward(loss, optimizer)
     error = largest(optimizer.full_gradients(), gradients)
-    return max(error, abs(float(loss) - float(wanted)))
+    return max(error, abs(float(loss.detach()) - float(wanted.detach())))
 
 
 @pytest.mark.parametrize("arguments", [*LORA_MODES[:3], {"pp_size": 2}], ids=str)

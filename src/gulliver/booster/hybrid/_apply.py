@@ -35,6 +35,7 @@ from gulliver.booster._plugins import (
 )
 from gulliver.booster._states import CUT
 from gulliver.booster.hybrid._batches import Vocabulary, watch_batches
+from gulliver.booster.hybrid._choice import use_measured_links
 from gulliver.booster.hybrid._inside import (
     HooksLast,
     check_batch_norms,
@@ -122,6 +123,7 @@ def apply(
     stage = _make_stage(plugin, model, mesh) if plugin.pp_size > 1 else None
     if tensor is not None:
         tensor = _remaining(tensor, model)
+        use_measured_links(world, plugin.tp_size)
         shared = plugin.mode if plugin.mode in SHARED_BY_TENSOR else None
         apply_tensor(model, tensor, mesh.tensor, shared)  # type: ignore[arg-type]
     _wire(plugin, model, mesh, family, stage)
