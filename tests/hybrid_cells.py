@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, HybridParallelPlugin
-from gulliver.booster.hybrid._capability import FAMILIES as CAPABILITIES
+from gulliver.booster.hybrid._capability import families
 from gulliver.comm import World, barrier, broadcast_object, gather_objects
 from tests.hybrid_models import DECODERS, batch, build, exact_norms
 from tests.references import computed_once
@@ -109,6 +109,9 @@ BIG_SHARED = (
 )
 
 
+CAPABILITIES = families()
+
+
 def known(family: str) -> str:
     """The name of a family in the table of what may be combined."""
     return "STDiT3" if family == "stdit3" else family
@@ -134,12 +137,12 @@ CELLS = tuple(
     Cell(family, g)
     for family in FAMILIES
     for g in (*ANY, *(SHARED if family in SHARED_FAMILIES else ()))
-    if g.plugin.get("sequence_parallelism_mode") in (None, *CAPABILITIES[known(family)].sequence)
+    if g.plugin.get("sequence_parallelism_mode") in (None, *CAPABILITIES[known(family)].modes)
 )
 MASKED_CELLS = tuple(
     Cell(family, g, mask=mask)
     for family, known_of in CAPABILITIES.items()
-    if "ring_attn" in known_of.sequence and family != "STDiT3"
+    if "ring_attn" in known_of.modes and family != "STDiT3"
     for mask in known_of.masks
     for g in (SHARED[0], SHARED[1])
 )

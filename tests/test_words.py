@@ -35,9 +35,9 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Lines and texts of a file's docstrings, those under attributes included."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                yield node.lineno, node.value.value
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield value.lineno, value.value
 
 
 def fragment(text: str) -> bool:

@@ -35,11 +35,7 @@ from gulliver.booster._plugins import (
 )
 from gulliver.booster._states import CUT
 from gulliver.booster.hybrid._batches import Vocabulary, watch_batches
-from gulliver.booster.hybrid._capability import (
-    SHARED_BY_TENSOR,
-    hugging_face_of,
-    is_hugging_face,
-)
+from gulliver.booster.hybrid._choice import use_measured_links
 from gulliver.booster.hybrid._inside import (
     HooksLast,
     check_batch_norms,
@@ -54,7 +50,8 @@ from gulliver.booster.hybrid._stdit import wire_stdit
 from gulliver.booster.hybrid._transformers import check_sequence, wire_sequence
 from gulliver.comm import Line, World, broadcast, current_world
 from gulliver.errors import GulliverError
-from gulliver.parallel import asks_routers, named_groups, named_trainables
+from gulliver.families import SHARED_BY_TENSOR, asks_routers, hugging_face_of, is_hugging_face
+from gulliver.parallel import named_groups, named_trainables
 from gulliver.parallel.pipeline import (
     Cut,
     Pipeline,
@@ -126,6 +123,7 @@ def apply(
     stage = _make_stage(plugin, model, mesh) if plugin.pp_size > 1 else None
     if tensor is not None:
         tensor = _remaining(tensor, model)
+        use_measured_links(world, plugin.tp_size)
         shared = plugin.mode if plugin.mode in SHARED_BY_TENSOR else None
         apply_tensor(model, tensor, mesh.tensor, shared)  # type: ignore[arg-type]
     _wire(plugin, model, mesh, family, stage)

@@ -15,19 +15,12 @@ from torch import nn
 
 from gulliver.booster._plugins import HALVES, STAGES, Plugin
 from gulliver.booster.hybrid._apply import apply, check_new
-from gulliver.booster.hybrid._capability import (
-    AUTO,
-    FAMILIES,
-    SHARED_BY_TENSOR,
-    Wanted,
-    check,
-    family_of,
-    is_hugging_face,
-)
+from gulliver.booster.hybrid._capability import Wanted, check, families, family_of
 from gulliver.booster.hybrid._choice import choose_plan
 from gulliver.booster.hybrid._mesh import check_size, size_axes
 from gulliver.comm import World, current_world
 from gulliver.errors import GulliverError, nearest
+from gulliver.families import AUTO, SHARED_BY_TENSOR, is_hugging_face
 from gulliver.parallel import BoostedOptimizer, check_optimizer, check_unshared
 from gulliver.parallel.pipeline import STYLES
 from gulliver.parallel.sequence import SequencePlan
@@ -252,7 +245,7 @@ class HybridParallelPlugin(Plugin):
         family = family_of(model)
         dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
         check(self._wanted(family, dtypes))
-        known = FAMILIES.get(family or "")
+        known = families().get(family or "")
         causal = known.causal if known else False
         plan = self.sequence_plan(causal)
         if self.mode == AUTO and is_hugging_face(model):

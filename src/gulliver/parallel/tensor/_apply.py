@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gulliver._compat import share_forward_hooks
 from gulliver.comm import Line
 from gulliver.errors import GulliverError, nearest
+from gulliver.families import family_of, type_of
 from gulliver.memory import Region, region_of, set_region
 from gulliver.parallel.tensor._collectives import copy, summed
 from gulliver.parallel.tensor._convolution import (
@@ -31,7 +32,8 @@ from gulliver.parallel.tensor._deal import Interval, deal, intervals
 from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbedding
 from gulliver.parallel.tensor._experts import share_experts, share_rotary
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
-from gulliver.parallel.tensor._plan import Placed, TensorPlan, is_transposed, layer_of
+from gulliver.parallel.tensor._modules import is_transposed, layer_of
+from gulliver.parallel.tensor._placed import Placed, TensorPlan
 from gulliver.parallel.tensor._shared import SharedSequence
 from gulliver.parallel.tensor._sites import (
     expect_whole,
@@ -41,7 +43,6 @@ from gulliver.parallel.tensor._sites import (
     take_in_once,
 )
 from gulliver.parallel.tensor._table import SCALED
-from gulliver.parallel.tensor._types import LISTS_OF_PARTS
 
 SequenceMode = Literal["split_gather", "ring"]
 MODES = ("split_gather", "ring")
@@ -76,23 +77,26 @@ def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None
     Raises:
         GulliverError: naming one that it can.
     """
-    if sequence is not None and type(model).__name__ == "STDiT3":
+    if sequence is None:
+        return
+    family = family_of(model)
+    known = family.sequences
+    if known is not None and sequence not in known.modes:
         raise GulliverError(
-            f"the STDiT's tokens are cut by its own sequence modes, not by {sequence!r}: "
-            "use sequence_parallelism_mode='all_to_all' or 'ring_attn'"
+            f"{family.name} does not run under sequence_parallelism_mode={sequence!r}: "
+            f"{known.why}; take {known.modes[0]!r}"
         )
-    if sequence is not None and not plan.stacks:
+    if not plan.stacks:
         raise GulliverError(
             f"sequence_parallelism_mode={sequence!r} needs a list of blocks "
             "(torch.nn.ModuleList), and this model has none: use None"
         )
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if sequence is not None and kind in LISTS_OF_PARTS:
+    if family.blocks is not None and family.blocks.parts:
         raise GulliverError(
-            f"sequence_parallelism_mode={sequence!r} needs blocks, and the layers of {kind} are "
-            "lists of parts: use None"
+            f"sequence_parallelism_mode={sequence!r} needs blocks, and the layers of "
+            f"{type_of(model)} are lists of parts: use None"
         )
-    if sequence is not None and plan.whole:
+    if plan.whole:
         more = f" and {len(plan.whole) - 3} more" if len(plan.whole) > 3 else ""
         raise GulliverError(
             f"sequence_parallelism_mode={sequence!r} would hand pieces of a sequence to "
