@@ -17,21 +17,19 @@ from gulliver.booster._model import HALVES
 from gulliver.booster._plugins import MIB, STAGES, Plugin
 from gulliver.booster._resolve import recomputable
 from gulliver.booster.hybrid import (
-    AUTO,
-    FAMILIES,
     NO_BLOCKS,
-    SHARED_BY_TENSOR,
     SHORT,
     Wanted,
     check,
     check_size,
     choose_plan,
+    families,
     family_of,
-    is_hugging_face,
     size_axes,
 )
 from gulliver.comm import current_world
 from gulliver.errors import GulliverError, nearest
+from gulliver.families import AUTO, SHARED_BY_TENSOR, is_hugging_face
 from gulliver.hardware import Cluster
 from gulliver.parallel.pipeline import STYLES
 from gulliver.parallel.sequence import SequencePlan
@@ -282,7 +280,7 @@ class HybridParallelPlugin(Plugin):
         family = family_of(model)
         dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
         check(self._wanted(family, dtypes))
-        known = FAMILIES.get(family or "")
+        known = families().get(family or "")
         chosen, reasons = self.sequence_plan(known.causal if known else False), {}
         mode = self.mode
         if mode == AUTO:

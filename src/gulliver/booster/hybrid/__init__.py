@@ -6,16 +6,13 @@ cut, `_mesh.py` says who works with whom, and `_capability.py` what may be combi
 
 from gulliver.booster.hybrid._batches import Vocabulary
 from gulliver.booster.hybrid._capability import (
-    AUTO,
     DTYPES,
-    FAMILIES,
     HEADER,
     MODES,
-    SHARED_BY_TENSOR,
     Wanted,
     check,
+    families,
     family_of,
-    is_hugging_face,
     table,
 )
 from gulliver.booster.hybrid._checks import NO_BLOCKS, check_cut, check_new, check_recompute
@@ -40,13 +37,10 @@ from gulliver.booster.hybrid._steps import (
 from gulliver.booster.hybrid._transformers import keep_logits
 
 __all__ = [
-    "AUTO",
     "DTYPES",
-    "FAMILIES",
     "HEADER",
     "MODES",
     "NO_BLOCKS",
-    "SHARED_BY_TENSOR",
     "SHORT",
     "HooksLast",
     "HybridMesh",
@@ -62,11 +56,11 @@ __all__ = [
     "choose_plan",
     "cut_stages",
     "cut_tensors",
+    "families",
     "family_of",
     "fill",
     "finish",
     "grid",
-    "is_hugging_face",
     "keep_logits",
     "lazy_parameters",
     "recompute",

@@ -11,14 +11,7 @@ from torch import nn
 from gulliver._compat import compiled_call, is_compiled
 from gulliver.booster._resolve import Stages, recomputable
 from gulliver.booster._states import CUT
-from gulliver.booster.hybrid._capability import (
-    SHARED_BY_TENSOR,
-    Wanted,
-    check,
-    family_of,
-    hugging_face_of,
-    is_hugging_face,
-)
+from gulliver.booster.hybrid._capability import Wanted, check, family_of
 from gulliver.booster.hybrid._inside import (
     check_batch_norms,
     check_embeddings,
@@ -30,7 +23,8 @@ from gulliver.booster.hybrid._steps import aliases_of
 from gulliver.booster.hybrid._transformers import check_sequence
 from gulliver.comm import current_world
 from gulliver.errors import GulliverError, nearest
-from gulliver.parallel import asks_routers, named_trainables
+from gulliver.families import SHARED_BY_TENSOR, asks_routers, hugging_face_of, is_hugging_face
+from gulliver.parallel import named_trainables
 from gulliver.parallel.pipeline import check_counts, check_stages, idle_places
 from gulliver.parallel.tensor import TensorPlan, check_mode, dropouts_of
 from gulliver.plan import Plan

@@ -18,18 +18,14 @@ from torch import nn
 from gulliver.booster._resolve import Stages
 from gulliver.booster._states import CUT
 from gulliver.booster.hybrid._batches import Vocabulary, watch_batches
-from gulliver.booster.hybrid._capability import (
-    SHARED_BY_TENSOR,
-    family_of,
-    hugging_face_of,
-    is_hugging_face,
-)
+from gulliver.booster.hybrid._capability import family_of
 from gulliver.booster.hybrid._choice import use_measured_links
 from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
 from gulliver.booster.hybrid._stdit import wire_stdit
 from gulliver.booster.hybrid._transformers import wire_sequence
 from gulliver.comm import Line, broadcast, current_world
 from gulliver.errors import GulliverError
+from gulliver.families import SHARED_BY_TENSOR, hugging_face_of, is_hugging_face
 from gulliver.parallel import ZeroOptimizer, named_groups
 from gulliver.parallel.pipeline import Pipeline, Stage, checkpoint_blocks, make_stage
 from gulliver.parallel.sequence import SequencePlan

@@ -14,10 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from gulliver.comm import Line, all_reduce
+from gulliver.comm import Line, all_reduce, post
 from gulliver.errors import GulliverError
 from gulliver.parallel.pipeline._cut import Cut
 from gulliver.parallel.pipeline._placeholders import Placeholder, PlaceholderBlock, own, own_memory
@@ -312,11 +311,8 @@ def _sum(value: Tensor, places: Sequence[int], line: Line) -> None:
     others = [place for place in places if place != line.place]
     found = {place: torch.empty_like(own) for place in others}
     found[line.place] = own.clone()
-    works = [dist.isend(found[line.place], line.ranks[p], line.group) for p in others]
-    works += [dist.irecv(found[p], line.ranks[p], line.group) for p in others]
-    for work in works:
-        assert work is not None
-        work.wait()
+    incoming = [(line.ranks[p], found[p]) for p in others]
+    post(incoming, [(line.ranks[p], found[line.place]) for p in others], line.group, 0).wait()
     total = found[places[0]]
     for place in places[1:]:
         total = total + found[place]
@@ -326,7 +322,6 @@ def _sum(value: Tensor, places: Sequence[int], line: Line) -> None:
 def _send_first(value: Tensor, places: Sequence[int], line: Line) -> None:
     """Gives the others the value of the first."""
     if line.place == places[0]:
-        for place in places[1:]:
-            dist.send(value, line.ranks[place], line.group)
+        post([], [(line.ranks[p], value) for p in places[1:]], line.group, 0).wait()
     else:
-        dist.recv(value, line.ranks[places[0]], line.group)
+        post([(line.ranks[places[0]], value)], [], line.group, 0).wait()
