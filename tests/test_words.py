@@ -25,8 +25,8 @@ SENTENCES = re.compile(r"(whether|where|only|one|what|if|when|before|after)\b", 
 SECTION = re.compile(r"^(\s*)(Args|Attributes):\s*$")
 ENTRY = re.compile(r"^(\s+)\*{0,2}(\w+)(?: \([^)]*\))?: (.+)$")
 # Rooms that are not mended yet.
-LATER = ("booster", "checkpoint", "cli", "comm", "data", "families", "hardware", "io", "memory")
-LATER += ("parallel", "plan", "solve", "video", "models", "_compat", "options")
+LATER = ("booster", "checkpoint", "cli", "data", "families", "io", "memory")
+LATER += ("parallel", "plan", "video", "models", "_compat", "options")
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:

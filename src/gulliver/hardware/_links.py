@@ -39,7 +39,7 @@ SWEEPS = 3
 LONG_S, BUDGET_S = 0.3, 1.0
 """A collective that takes so long is the largest; and what one of them may take in all."""
 EXCHANGES, EXCHANGES_S = 7, 0.05
-"""Of a size in a sweep: at most so many, in about so many seconds, but one at least."""
+"""Most exchanges of a size in a sweep, and seconds that they may take; there is one at least."""
 NEAR = 2.0
 """Nodes are seen where messages between them take at least so many times as long as within."""
 SEEN_BY = 1 << 20
@@ -86,10 +86,10 @@ def probe_collectives(
     """Times collectives along an axis; every rank of the world calls it, and gets the same.
 
     Args:
-        operations: by name; given a number of bytes, each makes what runs the collective once.
-        ranks: of the axis; the bytes are multiples of so many numbers of 4 bytes.
+        operations: makers by name; given bytes, each makes what runs the collective once.
+        ranks: size of the axis; the bytes are multiples of so many numbers of 4 bytes.
         progress: told what is being measured.
-        turns: of each; what takes long gets fewer, and nothing larger is measured.
+        turns: number of turns of each; what takes long gets fewer, and nothing larger is measured.
     """
     device, item = link_device(), 4 * ranks
     made = {

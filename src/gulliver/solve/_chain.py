@@ -29,7 +29,7 @@ class ChainPartition:
 
     Attributes:
         bounds: part k is of the costs from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
-        times: of the parts.
+        times: cost of each part.
         value: the largest of them.
         lower: no partition can be below this: the mean over all speeds, or the largest cost alone.
     """
@@ -59,11 +59,11 @@ def partition_chain(
     Args:
         costs: not negative, in the order of the chain.
         parts: how many to make.
-        speeds: of the parts' machines; the time of a part is the sum of its costs over its speed.
-            None: all 1.
+        speeds: speed of each part's machine; the time of a part is the sum of its costs over its
+            speed. None: all 1.
         crossing: what a cut before each cost adds to the times of both its sides; the first is
             not used.
-        memory: that each cost takes.
+        memory: bytes that go with each cost.
         limits: largest sum of memory of each part.
 
     Returns:

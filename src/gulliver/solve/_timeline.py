@@ -16,12 +16,12 @@ class StepTimes:
     """What a step's computation takes when nothing is in its way, in seconds.
 
     Attributes:
-        forward: from the beginning of forward to the first use of each tensor, in order of use.
-        backward: from the beginning of backward until each tensor's gradient is there.
+        forward: seconds from the beginning of forward to each tensor's first use, in order of use.
+        backward: seconds from the beginning of backward until each tensor's gradient is there.
         forward_s: the whole forward.
         backward_s: the whole backward.
-        update_s_per_byte: of the optimizer, per byte of a whole tensor, on this rank's share.
-        overhead_s: of handling one chunk in a step.
+        update_s_per_byte: seconds of the optimizer on this rank's share, per byte of the whole.
+        overhead_s: seconds of handling one chunk in a step.
         rest_s: whatever else a loop does between two steps.
     """
 
@@ -62,12 +62,12 @@ def step_seconds(
     """Seconds from one step to the next.
 
     Args:
-        times: of the computation.
+        times: seconds of the computation.
         sizes: bytes of the tensors, in order of use.
         chunks: tensors of each chunk, by their places in `sizes`.
         reduce: seconds that the link needs to reduce and scatter so many bytes.
         gather: and to gather them.
-        latency_s: from the end of a transfer until its result is there; the link is free then.
+        latency_s: seconds from the end of a transfer, when the link is free, to its result.
         sharded: parameters are gathered in forward and in backward, not after the update.
         ahead: chunks that are gathered ahead then.
         repeats: steps to go through; the last one counts.

@@ -22,7 +22,7 @@ from gulliver.comm import Line, Messages, all_gather, post, reduce_scatter
 from gulliver.parallel.tensor._deal import intervals
 
 RING_TAG, PIECE_TAG, SIZE_TAG = 500, 600, 700
-"""Of the pieces that go round, and of those that go to their owner, plus the step."""
+"""Tags of the pieces that go round, and of those that go to their owner, plus the step."""
 
 Wait = Callable[[], Tensor]
 
@@ -32,9 +32,9 @@ def start_gather(own: Tensor, dim: int, lengths: Sequence[int], line: Line) -> W
 
     Args:
         own: this rank's piece; `lengths` at its place along `dim`.
-        dim: that is cut.
-        lengths: of the pieces.
-        line: of ranks.
+        dim: dim that is cut.
+        lengths: length of each piece.
+        line: ranks.
 
     Returns:
         What returns the whole.
@@ -103,11 +103,11 @@ class Reduction:
     Call `send` for every place of `order`, then `finish` with the own piece.
 
     Args:
-        shape: of the own piece.
-        dim: that is cut.
-        lengths: of the pieces.
-        line: of ranks.
-        like: of what dtype and device.
+        shape: shape of the own piece.
+        dim: dim that is cut.
+        lengths: length of each piece.
+        line: ranks.
+        like: tensor of the dtype and device.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Reduction:
 
     @property
     def order(self) -> list[int]:
-        """In which pieces are computed: all send to different ranks at any time."""
+        """Order in which pieces are computed: all send to different ranks at any time."""
         place, size = self._line.place, self._line.size
         return [(place + step) % size for step in range(1, size)]
 
