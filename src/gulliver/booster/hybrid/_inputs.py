@@ -55,6 +55,7 @@ class Opened:
         hold: the logits stay where they are.
         as_tuple: the user asked for a tuple.
         shared: whether the sequence is cut at all.
+        balances: the routers' loss of all tokens is added.
     """
 
     call: Call
@@ -63,6 +64,7 @@ class Opened:
     hold: bool = False
     as_tuple: bool = False
     shared: bool = True
+    balances: bool = False
 
 
 @dataclass

@@ -135,12 +135,17 @@ def make_stage(
     return Stage(model, stack, cut, line, held, stage_forward, tied, aliases)
 
 
-def checkpoint_blocks(stage: Stage, recomputed: bool = True) -> None:
-    """Recomputes the stage's blocks in backward instead of keeping what they computed.
+def checkpoint_blocks(stage: Stage, paths: Collection[str] | None = None) -> None:
+    """Recomputes blocks of the stage in backward instead of keeping what they computed.
 
     The result is the same to the last bit, random choices included.
+
+    Args:
+        stage: stage of this rank.
+        paths: paths of the blocks; None for all.
     """
-    stage.stage_forward.recomputed = recomputed
+    blocks = enumerate(stage.stack.blocks)
+    stage.stage_forward.recomputed = {n for n, path in blocks if paths is None or path in paths}
 
 
 def check_stages(model: nn.Module, stack: Stack) -> None:
@@ -190,6 +195,20 @@ def idle_places(
         for place, paths in enumerate(kept)
         if not everywhere and not any(_holds(paths, name) for name in trained)
     ]
+
+
+def names_held(
+    model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[Sequence[int]], place: int
+) -> dict[str, nn.Parameter]:
+    """Parameters that a place of a pipeline will hold, by the first names of the whole model."""
+    paths, roots = _kept(model, stack, cut, numbers[place]), set(around(model, stack))
+    first: dict[nn.Parameter, str] = {}
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own_name = first.setdefault(parameter, name)
+        if name.rpartition(".")[0] in roots or _holds(paths, name):
+            found.setdefault(own_name, parameter)
+    return found
 
 
 def _rows(stack: Stack) -> list[tuple[int, range]]:
