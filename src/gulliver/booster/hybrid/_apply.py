@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gulliver._compat import compiled_call, is_compiled
 from gulliver.booster._checkpoint import agreed
 from gulliver.booster._plugins import (
     HALVES,
@@ -40,6 +39,8 @@ from gulliver.booster.hybrid._capability import (
     hugging_face_of,
     is_hugging_face,
 )
+from gulliver.booster.hybrid._compiled import check_compiled, refuse_whole
+from gulliver.booster.hybrid._dropout import PositionDropout, check_positions
 from gulliver.booster.hybrid._inside import (
     HooksLast,
     check_batch_norms,
@@ -150,8 +151,11 @@ def apply(
     )
     if mesh.shards.size > 1:
         _mark(model)
-    if plugin.allow_dropout:
+    drops = None
+    if plugin.dropout == "alike":
         _draw_alike(model, (mesh.sequence.all, mesh.tensor), world.device)
+    elif _drops_by_position(plugin, model):
+        drops = PositionDropout(model, mesh, tensor)
     if stage is not None:
         boosted.pipeline = Pipeline(
             stage,
@@ -159,10 +163,13 @@ def apply(
             plugin.num_microbatches,
             readers=mesh.model,
             check_batch=plugin.check_batches,
-            look=vocabulary.check if plugin.check_batches else None,
+            look=lambda batch: _look(batch, plugin.check_batches and vocabulary, drops),
+            before=drops.before if drops is not None else None,
         )
     elif plugin.check_batches:
         watch_batches(model, mesh.model, vocabulary)
+    if mesh.shards.size > 1:
+        refuse_whole(model)  # before all other hooks
     plan = _plan(
         plugin,
         model,
@@ -191,9 +198,8 @@ _AXES = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
 
 
 def _tensor_plan(plugin: HybridParallelPlugin, model: nn.Module) -> TensorPlan:
-    return plan_tensor(
-        model, plugin.tp_size, plugin.tensor_rules, plugin.replicate_rest, plugin.allow_dropout
-    )
+    # Dropout is the plugin's matter: see `check_positions`.
+    return plan_tensor(model, plugin.tp_size, plugin.tensor_rules, plugin.replicate_rest, True)
 
 
 LEAST_SHARE = 0.5
@@ -297,7 +303,6 @@ def _check(
     family: str | None,
 ) -> None:
     """Refuses what cannot be done, before anything is; it looks only."""
-    _check_dropout(plugin, model)
     if plugin.tp_size * plugin.pp_size * plugin.sp_size > 1:
         check_virtual_tokens(model)
     check_batch_norms(model, plugin.pp_size, plugin.mode)
@@ -313,7 +318,13 @@ def _check(
         raise GulliverError(f"weights={str(plugin.weights)!r} is no folder")
     _check_outputs(plugin, model)
     plan = _tensor_plan(plugin, model) if plugin.tp_size > 1 else None
+    if plugin.tp_size * plugin.pp_size > 1:
+        lists = _stages(plugin, model)[0].lists if plugin.pp_size > 1 else ()
+        lists = (*lists, *(plan.stacks if plan is not None else ()))
+        check_compiled(model, plan, lists, plugin.pp_style, plugin.mode)
     check_hooks(model, plan, plugin.mode)
+    if plugin.dropout != "alike" and _drops_by_position(plugin, model):
+        check_positions(model, plan)
     if plan is not None:
         _check_share(plugin, model, plan)
         check_mode(model, plan, plugin.mode if plugin.mode in SHARED_BY_TENSOR else None)
@@ -359,28 +370,24 @@ def _check_outputs(plugin: HybridParallelPlugin, model: nn.Module) -> None:
         )
 
 
-def check_new(plugin: HybridParallelPlugin, model: nn.Module) -> None:
-    """Refuses what was boosted or compiled before, while all ranks still have the same."""
+def check_new(model: nn.Module) -> None:
+    """Refuses what was boosted before, while all ranks still have the same."""
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
         raise GulliverError("the model is boosted already: boost each model once, or build it anew")
-    compiled = next((name for name, m in model.named_modules() if _is_compiled(m)), None)
-    if compiled is not None and plugin.tp_size * plugin.pp_size > 1:
-        raise GulliverError(
-            f"{compiled or 'the model'} is compiled, and what is compiled cannot be cut: leave "
-            "torch.compile out with tp_size and pp_size"
-        )
 
 
-def _check_dropout(plugin: HybridParallelPlugin, model: nn.Module) -> None:
-    """Refuses masks that the ranks of a model would draw, others than one process draws."""
-    alone = plugin.tp_size * plugin.pp_size * plugin.sp_size == 1
-    drops = [] if alone or plugin.allow_dropout else dropouts_of(model)
-    if drops:
-        raise GulliverError(
-            f"{', '.join(drops[:3])}{', ...' if len(drops) > 3 else ''} drop at random, and ranks "
-            "that share a model draw other masks than one process: set dropouts to 0 in the "
-            "model's configuration, or pass allow_dropout=True to train with such masks"
-        )
+def _drops_by_position(plugin: HybridParallelPlugin, model: nn.Module) -> bool:
+    """Whether there is dropout that is to be drawn as one process would draw it."""
+    shared = plugin.tp_size * plugin.pp_size * plugin.sp_size > 1
+    return (shared or plugin.dropout == "exact") and bool(dropouts_of(model))
+
+
+def _look(batch: Any, vocabulary: Vocabulary | bool, drops: PositionDropout | None) -> None:
+    """What is done with each batch of a pipeline, on all ranks that have it."""
+    if isinstance(vocabulary, Vocabulary):
+        vocabulary.check(batch)
+    if drops is not None:
+        drops.begin()
 
 
 def _draw_alike(model: nn.Module, lines: Sequence[Line], device: torch.device) -> None:
@@ -398,10 +405,6 @@ def _draw_alike(model: nn.Module, lines: Sequence[Line], device: torch.device) -
 
     if shared:
         model.register_forward_pre_hook(seed)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return compiled_call(module) is not None or is_compiled(module)
 
 
 def _mark(model: nn.Module) -> None:

@@ -26,10 +26,19 @@ from gulliver.parallel.tensor._deal import deal
 from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbedding
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
 from gulliver.parallel.tensor._loss import cross_entropy
-from gulliver.parallel.tensor._plan import Placed, TensorPlan, dropouts_of, plan_tensor
-from gulliver.parallel.tensor._table import FAMILIES, STYLES, Family, How
+from gulliver.parallel.tensor._plan import (
+    DROPOUTS,
+    Placed,
+    TensorPlan,
+    dropouts_of,
+    plan_tensor,
+)
+from gulliver.parallel.tensor._shared import SharedSequence
+from gulliver.parallel.tensor._table import DRAWN_ALIKE, FAMILIES, STYLES, Family, How
 
 __all__ = [
+    "DRAWN_ALIKE",
+    "DROPOUTS",
     "FAMILIES",
     "STYLES",
     "ColumnConvolution",
@@ -41,6 +50,7 @@ __all__ = [
     "RowConvolution",
     "RowLinear",
     "SequenceMode",
+    "SharedSequence",
     "TensorPlan",
     "VocabularyEmbedding",
     "apply_tensor",

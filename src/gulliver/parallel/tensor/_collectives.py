@@ -10,7 +10,7 @@
 | `reduce_split`: reduce-scatter | all-gather | partial sums become pieces |
 
 The first four keep to one rule: what is whole is the same on all ranks, and so is its gradient.
-A line of one rank changes nothing.
+A line of one rank changes nothing. Compilers leave them as they are: what is sent cannot be traced.
 """
 
 from __future__ import annotations
@@ -20,21 +20,25 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
+from torch.compiler import disable
 
 from gulliver.comm import Line, all_reduce
 from gulliver.parallel.tensor._pieces import pieces_of, start_gather, start_reduce
 
 
+@disable
 def copy(x: Tensor, line: Line) -> Tensor:
     """The same tensor; its gradient is summed over the ranks."""
     return x if line.size == 1 else _Copy.apply(x, line)
 
 
+@disable
 def reduce(x: Tensor, line: Line) -> Tensor:
     """The sum over the ranks; its gradient goes to each as it is."""
     return x if line.size == 1 else _Reduce.apply(x, line)
 
 
+@disable
 def gather(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """The whole of which each rank has a piece; of the gradient each keeps its piece.
 
@@ -47,16 +51,19 @@ def gather(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     return x if line.size == 1 else _Gather.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
+@disable
 def split(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """This rank's piece of a whole that all have; the gradient is gathered."""
     return x if line.size == 1 else _Split.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
+@disable
 def gather_partial(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """The whole of which each rank has a piece; gradients are summed, each keeps its piece."""
     return x if line.size == 1 else _GatherPartial.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
+@disable
 def reduce_split(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """This rank's piece of the sum over the ranks; the gradient is gathered."""
     return x if line.size == 1 else _ReduceSplit.apply(x, dim % x.dim(), tuple(lengths), line)

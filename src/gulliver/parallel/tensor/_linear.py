@@ -115,6 +115,7 @@ class ColumnLinear(_Sharded):
         (run,) = self.runs
         return run
 
+    @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
     def forward(self, x: Tensor) -> Tensor:
         """The outputs of this rank, or all of them.
 
@@ -164,6 +165,7 @@ class RowLinear(_Sharded):
         super().__init__(weight, bias, line, transposed)
         self.split_input, self.total, self.shared = split_input, total, shared
 
+    @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
     def forward(self, x: Tensor) -> Tensor:
         """The output, whole on all ranks or this rank's piece of the sequence.
 
