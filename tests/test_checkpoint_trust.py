@@ -45,7 +45,7 @@ from gulliver.errors import GulliverError
 from gulliver.io import (
     Engine,
     NativeEngine,
-    TwinEngine,
+    PythonEngine,
     View,
     gather,
     hold,
@@ -55,9 +55,9 @@ from gulliver.io import (
 PAGE = 64 * 2**10
 
 
-def slow_engine() -> TwinEngine:
+def slow_engine() -> PythonEngine:
     """One whose pool is smaller than the states here, so that a held disk keeps them uncopied."""
-    return TwinEngine(page_bytes=PAGE, pages=2)
+    return PythonEngine(page_bytes=PAGE, pages=2)
 
 
 # Buffers that a forward changes
@@ -521,7 +521,7 @@ def views_of(draw: torch.Generator) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", [TwinEngine, NativeEngine])
+@pytest.mark.parametrize("kind", [PythonEngine, NativeEngine])
 def test_what_lies_apart_is_gathered_in_its_order(tmp_path: Path, kind: type[Engine]) -> None:
     if kind is NativeEngine and (problem := native_problem()) is not None:
         pytest.skip(problem)

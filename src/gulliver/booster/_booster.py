@@ -39,7 +39,7 @@ from gulliver.booster._states import (
     write_optimizer,
     write_scheduler,
 )
-from gulliver.booster.hybrid._optimizer import HybridOptimizer
+from gulliver.booster.hybrid import HybridOptimizer
 from gulliver.checkpoint import (
     AsyncCheckpointer,
     FileSaver,

@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
-from gulliver.comm import Torus, World, broadcast, current_world
+from gulliver.comm import Torus, World, broadcast, choose_axes, current_world
 from gulliver.data import DataLoader
 from gulliver.errors import GulliverError, nearest
+from gulliver.hardware import Cluster, current_cluster, zero_collectives
 from gulliver.parallel import (
     BoostedOptimizer,
     BucketTuner,
@@ -209,7 +210,10 @@ class LowLevelZeroPlugin(Plugin):
         overlap: False waits for every collective at once; the results are the same.
         axes: names and sizes of the mesh that collectives go along step by step, slowest links
             first, such as ``{"node": 2, "local": 4}``; None sends straight from rank to rank.
+            ``auto`` takes the faster of the two, and the best axes, as `cluster` predicts them.
         rank_order: ranks in the order of their places on the axes, where they are not numbered so.
+        cluster: links of the ranks for ``axes="auto"``; None is what ``gulliver probe`` measured
+            here, or else a description of such machines.
         assume_elementwise: shard an optimizer that is not known, on the user's word that its update
             of an element looks at that element only. Stage 0 needs no word: it steps whole
             parameters, those of an optimizer that is not known in one call.
@@ -230,13 +234,16 @@ class LowLevelZeroPlugin(Plugin):
         max_norm: float = 0.0,
         gather_ahead: int = 2,
         overlap: bool = True,
-        axes: Mapping[str, int] | None = None,
+        axes: Mapping[str, int] | str | None = None,
         rank_order: Sequence[int] | None = None,
         assume_elementwise: bool = False,
         folder: Path | str | None = None,
         verbose: bool = True,
         broadcast_buffers: bool = True,
+        cluster: Cluster | None = None,
     ) -> None:
+        if isinstance(axes, str) and axes != "auto":
+            raise GulliverError(f"axes={axes!r} is not known: 'auto', or the size of each axis")
         if isinstance(chunk_mb, str) and chunk_mb not in TUNED:
             raise GulliverError(
                 f"chunk_mb={chunk_mb!r} is not known: {nearest(chunk_mb, TUNED)}, or a number"
@@ -262,7 +269,7 @@ class LowLevelZeroPlugin(Plugin):
         self.axes, self.rank_order, self._size_mb = axes, rank_order, size
         self.folder = None if folder is None else Path(folder)
         self.assume_elementwise, self.verbose = assume_elementwise, verbose
-        self.broadcast_buffers = broadcast_buffers
+        self.broadcast_buffers, self.cluster = broadcast_buffers, cluster
 
     def check(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
@@ -300,12 +307,12 @@ class LowLevelZeroPlugin(Plugin):
         precision: str,
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
         """Moves parameters into chunks; the model stays the object that it was."""
-        torus = Torus(self.axes, self.rank_order, world.device.type) if self.axes else None
         if self.precision:
             _convert(model, optimizer, HALVES[self.precision])
             precision = f"{self.precision} with float32 copies"
         names = {} if optimizer is None else named_trainables(model, optimizer)
         optimizer = optimizer or no_optimizer()
+        torus = self._torus(sum(p.nbytes for p in names), world)
         rest = {p: name for name, p in model.named_parameters() if p not in names}
         frozen = {p: name for p, name in rest.items() if not is_boosted(p)}
         with torch.no_grad():
@@ -339,6 +346,19 @@ class LowLevelZeroPlugin(Plugin):
         if torus is not None:
             plan = replace(plan, mesh=dict(torus.axes))
         return model, sharded, plan
+
+    def _torus(self, trained_bytes: int, world: World) -> Torus | None:
+        """The torus that was asked for, or is predicted to be faster than none."""
+        axes, order = self.axes, self.rank_order
+        if isinstance(axes, str):
+            whole, chunk = max(1, trained_bytes), int(self._size_mb * MIB)
+            chunks = [min(chunk, whole - start) for start in range(0, whole, chunk)]
+            cluster = self.cluster or current_cluster(world.size)
+            chosen = choose_axes(cluster, zero_collectives(self.stage, chunks), world.size)
+            if self.verbose and world.is_main:
+                _say(f"collectives: {chosen}")
+            axes, order = chosen.axes, order or chosen.order
+        return Torus(axes, order, world.device.type) if axes else None
 
 
 def _say(line: str) -> None:

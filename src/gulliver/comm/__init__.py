@@ -1,13 +1,22 @@
 """Worlds of ranks, and the collectives between them."""
 
 from gulliver.comm._axes import Axes, Torus, make_axes
-from gulliver.comm._choice import Choice, Chooser, choose
+from gulliver.comm._choice import (
+    Choice,
+    Chooser,
+    ReduceChoice,
+    choose,
+    choose_all_reduce,
+    reduce_choices,
+    use_links,
+)
 from gulliver.comm._collectives import (
     Group,
     Handle,
     all_gather,
     all_reduce,
     any_rank,
+    backend_all_reduce,
     barrier,
     broadcast,
     broadcast_object,
@@ -18,6 +27,7 @@ from gulliver.comm._collectives import (
 )
 from gulliver.comm._groups import release_groups, shared_line
 from gulliver.comm._launch import default_ranks, launch, under_launcher
+from gulliver.comm._layout import ChosenAxes, choose_axes
 from gulliver.comm._ledger import Purpose
 from gulliver.comm._line import ALONE, Line
 from gulliver.comm._watchdog import Watchdog
@@ -36,10 +46,12 @@ __all__ = [
     "Axes",
     "Choice",
     "Chooser",
+    "ChosenAxes",
     "Group",
     "Handle",
     "Line",
     "Purpose",
+    "ReduceChoice",
     "Torus",
     "Watchdog",
     "World",
@@ -47,10 +59,13 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "any_rank",
+    "backend_all_reduce",
     "barrier",
     "broadcast",
     "broadcast_object",
     "choose",
+    "choose_all_reduce",
+    "choose_axes",
     "current_world",
     "default_ranks",
     "gather_objects",
@@ -60,10 +75,12 @@ __all__ = [
     "init_world",
     "launch",
     "make_axes",
+    "reduce_choices",
     "reduce_scatter",
     "release_groups",
     "shared_line",
     "shutdown",
     "together",
     "under_launcher",
+    "use_links",
 ]

@@ -17,6 +17,7 @@ from torch import Tensor
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
 from gulliver.comm import _chained, _steps
 from gulliver.comm._axes import Torus
+from gulliver.comm._choice import choose_all_reduce
 from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
 from gulliver.comm._ledger import ANY, Purpose
 from gulliver.comm._line import line_of
@@ -25,8 +26,6 @@ from gulliver.errors import GulliverError, nearest
 
 Op = Literal["sum", "mean", "max"]
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-RING_BYTES = 128 << 10
-"""From this size on gloo's ring pays among more than two ranks."""
 Group = dist.ProcessGroup | Torus | None
 """Ranks that take part; None is the whole world."""
 
@@ -79,10 +78,11 @@ def all_reduce(
         op: sum, mean or max.
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
-        any_order: over gloo and more than two ranks too, its own ring may be used. It takes less of
-            the processor, and adds each element's terms in an order that depends on its place in
-            the tensor: all ranks and all runs get the same bits, but not the same as when the
-            elements travel in other pieces.
+        any_order: over gloo and more than two ranks too, its own ring may be used, where
+            `choose_all_reduce` finds it faster. It takes less of the processor, and adds each
+            element's terms in an order that depends on its place in the tensor: all ranks, and all
+            runs that choose alike, get the same bits, but not the same as when the elements travel
+            in other pieces.
     """
     _check(tensor, op)
     _check_sum(tensor.dtype)
@@ -98,12 +98,18 @@ def all_reduce(
     if sends_directly(group, tensor):
         if not async_op and tensor.nbytes <= _steps.DIRECT_BYTES:
             return _sent(_steps.all_reduce(tensor, op, (line_of(group),)), async_op)
-        if _backend_is_cheaper(tensor, op, size, any_order):
-            work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
-            return _finished(Handle(work, _mean(tensor, op, size)), async_op)
+        if _backend_is_cheaper(tensor, op, group, any_order):
+            return backend_all_reduce(tensor, op, group, async_op)
         return _finished(Handle(_all_reduce_directly(tensor, op, group, size)), async_op)
+    return backend_all_reduce(tensor, op, group, async_op)
+
+
+def backend_all_reduce(
+    tensor: Tensor, op: Op = "sum", group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Handle:
+    """An all-reduce as the backend does it: over gloo in a ring, in an order of its own."""
     work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
-    return _finished(Handle(work, _mean(tensor, op, size)), async_op)
+    return _finished(Handle(work, _mean(tensor, op, group_size(group))), async_op)
 
 
 def reduce_scatter(
@@ -268,20 +274,24 @@ def _check_sum(dtype: torch.dtype) -> None:
         )
 
 
-def _backend_is_cheaper(tensor: Tensor, op: Op, size: int, any_order: bool) -> bool:
+def _backend_is_cheaper(
+    tensor: Tensor, op: Op, group: dist.ProcessGroup | None, any_order: bool
+) -> bool:
     """Whether gloo's own all-reduce takes less of the processor, with bits that will do.
 
     It receives, adds and sends in one thread in C++, where a reduce-scatter and an all-gather of
     ours wake Python for each message: at 128 KiB and 1 MiB it takes about half the
     processor's time, which counts where the core that communicates computes too. Two terms have
     one sum in either order; of more than two, gloo's order depends on the place in the tensor.
-    Its ring takes 2 (n-1) messages after one another where ours takes 2: short tensors go directly.
+    Its ring takes 2 (n-1) messages after one another where ours takes 2: which is faster depends on
+    the size and the links.
     """
     if os.environ.get("GULLIVER_ALL_REDUCE", "auto") == "direct":
         return False
     if op == "max" or tensor.dtype not in (torch.float32, torch.float64):
         return False
-    return size == 2 or (any_order and tensor.nbytes >= RING_BYTES)
+    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    return len(ranks) == 2 or (any_order and choose_all_reduce(tensor.nbytes, ranks).kind == "ring")
 
 
 def _all_reduce_directly(

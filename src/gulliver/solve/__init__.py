@@ -2,17 +2,31 @@
 
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._extents import PAGE, Extents, size_class
+from gulliver.solve._schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    WEIGHTS,
+    Prediction,
+    schedule_seconds,
+)
 from gulliver.solve._timeline import StepTimes, step_seconds
 from gulliver.solve._unimodal import geometric_sizes
 
 __all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "INPUTS",
     "PAGE",
+    "WEIGHTS",
     "ChainPartition",
     "Extents",
+    "Prediction",
     "StepTimes",
     "chain_times",
     "geometric_sizes",
     "partition_chain",
+    "schedule_seconds",
     "size_class",
     "step_seconds",
 ]

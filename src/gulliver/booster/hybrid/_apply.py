@@ -39,6 +39,7 @@ from gulliver.booster.hybrid._capability import (
     hugging_face_of,
     is_hugging_face,
 )
+from gulliver.booster.hybrid._choice import use_measured_links
 from gulliver.booster.hybrid._compiled import check_compiled, refuse_whole
 from gulliver.booster.hybrid._dropout import PositionDropout, check_positions
 from gulliver.booster.hybrid._inside import (
@@ -127,6 +128,7 @@ def apply(
     stage = _make_stage(plugin, model, mesh) if plugin.pp_size > 1 else None
     if tensor is not None:
         tensor = _remaining(tensor, model)
+        use_measured_links(world, plugin.tp_size)
         shared = plugin.mode if plugin.mode in SHARED_BY_TENSOR else None
         apply_tensor(model, tensor, mesh.tensor, shared)  # type: ignore[arg-type]
     _wire(plugin, model, mesh, family, stage)

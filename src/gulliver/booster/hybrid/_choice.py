@@ -1,4 +1,4 @@
-"""Ulysses or ring, and which of it: chosen by what the links cost and how many heads there are."""
+"""What is chosen by what links cost: Ulysses or ring, and the way of tensor ranks' all-reduces."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from gulliver.comm import World, use_links
 from gulliver.errors import GulliverError
 from gulliver.hardware import current_cluster
 from gulliver.parallel.sequence import Chosen, Shape, choose
@@ -56,6 +57,21 @@ def choose_plan(
         causal=causal,
     )
     return choose(cluster, shape, sp_size, stride=tp_size)
+
+
+def use_measured_links(world: World, tp_size: int) -> None:
+    """Lets all-reduces of tensor ranks go the way that was measured to be faster.
+
+    Every rank calls it. Two ranks have one way; without a measurement that can be read, sizes
+    decide.
+    """
+    if tp_size < 3 or world.device.type != "cpu":
+        return
+    try:
+        cluster = current_cluster(world.size)
+    except GulliverError:  # on all ranks alike
+        cluster = None
+    use_links(cluster if cluster is not None and cluster.measured else None)
 
 
 def _field(config: Any, names: tuple[str, ...], instead: str) -> int:

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from gulliver.errors import GulliverError
+from gulliver.hardware import linear_flops
 from gulliver.parallel.pipeline._stack import Stack, units_of
 from gulliver.solve import chain_times, partition_chain
-
-FLOPS_PER_WEIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def _flops(module: nn.Module) -> float:
         if isinstance(inner, nn.Embedding):
             continue
         weights += sum(p.numel() for p in inner.parameters(recurse=False) if p.ndim > 1)
-    return float(FLOPS_PER_WEIGHT * weights)
+    return linear_flops(weights)
 
 
 def cut(
