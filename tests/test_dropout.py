@@ -203,8 +203,9 @@ class Odd(nn.Module):
 ODD = {
     "features": (Odd(nn.AlphaDropout(0.1)), r"block\.p \(AlphaDropout\) drops whole features"),
     "attention": (Odd(nn.MultiheadAttention(4, 2, dropout=0.1)), "torch's own attention module"),
-    "layers": (Odd(layerdrop=0.1), r"\.layerdrop skips blocks or samples at random"),
+    "layers": (Odd(layerdrop=0.1), r"\.layerdrop skips blocks or samples"),
     "paths": (Odd(drop_path_rate=0.1), "skips blocks or samples"),
+    "noise": (Odd(jitter_noise=0.1), "adds noise"),
 }
 
 

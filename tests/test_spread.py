@@ -412,7 +412,9 @@ def save_files_and_train_on(world: World, cut: Cut, folder: Path) -> None:
     """The optimizer changes what is being saved, which waits for its copy only."""
     if world.rank == 0:
         # Of a process that was killed in the middle of such a save.
-        (folder / ".model.safetensors.parts.999999999.partial" / "step-00000000").mkdir(parents=True)
+        (folder / ".model.safetensors.parts.999999999.partial" / "step-00000000").mkdir(
+            parents=True
+        )
     barrier()
     whole = folder / "model.safetensors"
     for name in ("file", "folder"):

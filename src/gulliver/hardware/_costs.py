@@ -215,7 +215,7 @@ def zero_collectives(stage: int, chunks: Sequence[int]) -> list[tuple[Collective
     ]
 
 
-def collective_seconds(axes: Axes, collective: Collective, count: int) -> float:
+def collective_seconds(axes: Axes, collective: str, count: int) -> float:
     """Seconds of a collective of `count` bytes, by its name.
 
     Raises:

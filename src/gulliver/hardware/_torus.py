@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from gulliver.errors import GulliverError
 from gulliver.hardware._cluster import Cluster, Link
-from gulliver.hardware._costs import Collective, collective_seconds
+from gulliver.hardware._costs import collective_seconds
 
-Collectives = Sequence[tuple[Collective, int]]
+Collectives = Sequence[tuple[str, int]]
 """Names of collectives, and bytes of the whole tensor of each."""
 
 

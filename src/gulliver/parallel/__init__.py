@@ -1,5 +1,12 @@
 """Exact parallel primitives."""
 
+from gulliver.families import (
+    OwnLoss,
+    asks_routers,
+    has_known_forward,
+    hugging_face_of,
+    own_loss,
+)
 from gulliver.parallel._aliases import check_unshared
 from gulliver.parallel._dropout import Along, attention_with_dropout, drop, mix, word_of
 from gulliver.parallel._optimizer import (
@@ -8,13 +15,6 @@ from gulliver.parallel._optimizer import (
     named_groups,
     named_trainables,
     persistent_buffers,
-)
-from gulliver.parallel._own_loss import (
-    OwnLoss,
-    asks_routers,
-    has_known_forward,
-    hugging_face_of,
-    own_loss,
 )
 from gulliver.parallel.zero import (
     BucketTuner,

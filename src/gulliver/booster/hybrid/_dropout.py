@@ -32,7 +32,8 @@ from gulliver.booster.hybrid._parts import Parts
 from gulliver.comm import broadcast
 from gulliver.errors import GulliverError
 from gulliver.parallel import attention_with_dropout, drop, mix, word_of
-from gulliver.parallel.tensor import DRAWN_ALIKE, DROPOUTS, TensorPlan
+from gulliver.parallel.tensor import DRAWN_ALIKE, DROPOUTS, TensorPlan, dropouts_of
+from gulliver.plan import Plan
 
 DROPS = (F.dropout, torch.dropout, torch.dropout_)
 OTHERS = (
@@ -49,8 +50,8 @@ OTHERS = (
 )
 """Calls that draw masks, and not by position."""
 
-SKIPS = ("layerdrop", "drop_path", "drop_prob", "path_drop")
-"""In names of attributes: what skips whole blocks or samples."""
+SKIPS = ("layerdrop", "drop_path", "drop_prob", "path_drop", "jitter")
+"""In names of attributes: what skips whole blocks or samples, or adds noise of its own."""
 
 ATTENTIONS = (None, "eager", "sdpa", "gulliver_sequence")
 """Implementations of transformers whose dropout can be seen."""
@@ -59,6 +60,15 @@ REMEMBERED = 4096
 """Forwards that may be recomputed: far more than micro-batches are in flight."""
 
 INSTEAD = "set it to 0 in the model's configuration, or take dropout='alike'"
+
+
+def drops_by_position(plan: Plan, model: nn.Module) -> bool:
+    """Whether there is dropout that is to be drawn as one process would draw it.
+
+    Of a model that is cut into stages: on any of them, so ask while it is whole.
+    """
+    by_position = plan.dropout == "exact" or (plan.dropout == "auto" and plan.mesh.cuts_model)
+    return by_position and bool(dropouts_of(model))
 
 
 def check_positions(model: nn.Module, plan: TensorPlan | None) -> None:
@@ -85,7 +95,10 @@ def _drops(path: str, module: nn.Module) -> str | None:
     if isinstance(module, DROPOUTS):
         return "p" if module.p > 0 else None
     values = vars(module).items()
-    return next((n for n, v in values if "drop" in n and isinstance(v, float) and v > 0), None)
+    return next(
+        (n for n, v in values if ("drop" in n or "jitter" in n) and isinstance(v, float) and v > 0),
+        None,
+    )
 
 
 def _unknown(
@@ -97,7 +110,7 @@ def _unknown(
     if isinstance(module, nn.MultiheadAttention):
         return "drops inside torch's own attention module, where it cannot be drawn by position"
     if any(skip in name.lower() for skip in SKIPS) or "droppath" in type(module).__name__.lower():
-        return "skips blocks or samples at random, which is not drawn by position"
+        return "skips blocks or samples, or adds noise, which is not drawn by position"
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if kind not in ATTENTIONS:
         return f"drops under attn_implementation={kind!r}, which hides it: take 'sdpa' or 'eager'"

@@ -203,7 +203,7 @@ def _predict(
     # The attention that stays at home, then the one along the cut.
     seconds = costs.linears(cut) + costs.own(cut) + costs.attention(cut, other)
     if scheme.by == "swap":
-        seconds += costs.own(other) + costs.attention(other, cut) + 4 * costs.swap_seconds()
+        seconds += costs.own(other) + costs.attention(other, cut) + 4 * costs.swap()
         sent = 4 * costs.swap_bytes()
     else:
         shape = clip.attention(cut, width)
@@ -246,7 +246,7 @@ class _Costs:
         token = self.clip.batch * self.width.channels * self._item()
         return resharding_bytes(frames.sizes(), places.sizes(), token)
 
-    def swap_seconds(self) -> float:
+    def swap(self) -> float:
         """Of one swap."""
         degree = self.plan.degree
         links = self.cluster.resized(degree).links()

@@ -11,18 +11,18 @@ from gulliver.parallel.pipeline._cut import Cut, block_costs, cut
 from gulliver.parallel.pipeline._pipeline import Pipeline
 from gulliver.parallel.pipeline._predict import predict
 from gulliver.parallel.pipeline._schedules import STYLES, check_counts, deal, style_of
-from gulliver.parallel.pipeline._stack import FAMILIES, Stack, family_name, stack_of
+from gulliver.parallel.pipeline._stack import Stack, family_name, stack_of
 from gulliver.parallel.pipeline._stage import (
     Stage,
     check_stages,
     checkpoint_blocks,
     idle_places,
     make_stage,
+    names_held,
 )
 from gulliver.solve import Prediction
 
 __all__ = [
-    "FAMILIES",
     "STYLES",
     "Cut",
     "Pipeline",
@@ -39,6 +39,7 @@ __all__ = [
     "family_name",
     "idle_places",
     "make_stage",
+    "names_held",
     "predict",
     "split",
     "stack_of",

@@ -59,14 +59,14 @@ class Cut:
 def block_costs(model: nn.Module, stack: Stack) -> list[float]:
     """Forward FLOPs of each block for one token, with those of the modules that go with it."""
     paths = dict(model.named_modules())
-    costs = [_flops(paths[path]) for path in stack.blocks]
+    costs = [_work(paths[path]) for path in stack.blocks]
     for unit in units_of(model, stack):
         if unit.home is not None:
-            costs[unit.home] += _flops(paths[unit.path])
+            costs[unit.home] += _work(paths[unit.path])
     return costs
 
 
-def _flops(module: nn.Module) -> float:
+def _work(module: nn.Module) -> float:
     weights = 0
     for inner in module.modules():
         if isinstance(inner, nn.Embedding):

@@ -49,6 +49,13 @@ class Chosen:
     plan: SequencePlan
     predicted: tuple[Predicted, ...]
 
+    @property
+    def reason(self) -> str:
+        """Why this one, in a few words."""
+        best, *others = self.predicted
+        told = [f"{p.plan}: {1e3 * p.seconds:.3g} ms" for p in others[:1]]
+        return " against ".join([f"{best.plan}: {1e3 * best.seconds:.3g} ms", *told])
+
     def __str__(self) -> str:
         head = f"{'plan':<34} {'ms':>9} {'compute':>9} {'heads':>9} {'MB sent':>9}"
         rows = [

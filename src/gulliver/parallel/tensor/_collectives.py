@@ -3,6 +3,7 @@
 | forward | backward | where |
 |---|---|---|
 | `copy`: nothing | all-reduce | a whole tensor goes into columns |
+| `copy_region`: nothing | all-reduce over copies | several ranks hold the same columns |
 | `reduce`: all-reduce | nothing | partial sums become a whole tensor |
 | `gather`: all-gather | keep the own piece | columns, or a sequence, become whole for all |
 | `split`: keep the own piece | all-gather | a whole tensor is cut, its rest not needed here |
@@ -23,6 +24,7 @@ from torch.autograd import Function
 from torch.compiler import disable
 
 from gulliver.comm import Line, all_reduce
+from gulliver.memory import Region
 from gulliver.parallel.tensor._pieces import pieces_of, start_gather, start_reduce
 
 
@@ -30,6 +32,18 @@ from gulliver.parallel.tensor._pieces import pieces_of, start_gather, start_redu
 def copy(x: Tensor, line: Line) -> Tensor:
     """The same tensor; its gradient is summed over the ranks."""
     return x if line.size == 1 else _Copy.apply(x, line)
+
+
+@disable
+def copy_region(x: Tensor, line: Line, region: Region) -> Tensor:
+    """The same tensor; its gradient is summed over the ranks that hold the same region.
+
+    Args:
+        x: region of one run, which `region.copies` ranks have alike.
+        line: of all ranks that share the whole.
+        region: that it is.
+    """
+    return _CopyRegion.apply(x, line, region)
 
 
 @disable
@@ -85,6 +99,22 @@ class _Copy(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return summed(grads[0], ctx.line), None
+
+
+class _CopyRegion(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line, region: Region) -> Tensor:
+        ctx.how = line, region
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        line, region = ctx.how
+        ((start, stop),) = region.runs
+        # All regions at once: it is small, and needs no groups of the ranks that share one.
+        whole = grads[0].new_zeros(region.shape)
+        whole.narrow(region.dim, start, stop - start).copy_(grads[0])
+        return summed(whole, line).narrow(region.dim, start, stop - start).contiguous(), None, None
 
 
 class _Reduce(Function):
