@@ -133,12 +133,14 @@ class Parts:
         line, runs = self.mesh.tensor, getattr(self.apart, "runs", ())
         groups = next((n for p, n in self.attention.items() if f"{path}.".startswith(f"{p}.")), 0)
         if groups:
-            dealt = deal(groups, line.size)
+            # Where key-value heads are copied, each rank has as many query heads as the others.
+            dealt = deal(max(groups, line.size), line.size)
             if x.dim() != 4 or x.shape[1] % dealt[line.place]:
                 raise _unknown(path, x, "[batch, heads, queries, keys]")
             heads = x.shape[1] // dealt[line.place]
             start = sum(dealt[: line.place]) * heads
-            dims[1] = Along(torch.arange(start, start + x.shape[1]), groups * heads)
+            whole = max(groups, line.size) * heads
+            dims[1] = Along(torch.arange(start, start + x.shape[1]), whole)
             return
         sizes = [stop - start for start, stop in runs]
         if x.shape[-1] == sum(sizes):
