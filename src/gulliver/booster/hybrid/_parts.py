@@ -14,7 +14,8 @@ A shape that does not fit is refused: a mask for the wrong part would be no erro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +33,24 @@ from gulliver.parallel.tensor import (
     deal,
 )
 
-if TYPE_CHECKING:
-    from gulliver.booster.hybrid._dropout import Forward
-
 COLUMNS, ROWS = ColumnLinear | ColumnConvolution, RowLinear | RowConvolution
+
+
+@dataclass
+class Forward:
+    """One forward of the model.
+
+    Attributes:
+        seed: of the batch.
+        start: number of the first sample in the batch.
+        samples: how many of them; 0 for all of the batch.
+        length: of the sequence that ranks share, as soon as it is known; 0 for none.
+    """
+
+    seed: int
+    start: int = 0
+    samples: int = 0
+    length: int = 0
 
 
 class Parts:
