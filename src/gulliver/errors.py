@@ -20,7 +20,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     Returns:
         A phrase such as ``did you mean 'tiny'?`` or ``choose from 'a', 'b'``.
     """
-    known = sorted(choices)
+    known = sorted(set(choices))
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -170,6 +170,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inner optimizer's."""
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+            raise GulliverError(
+                "this is not the state of an optimizer: give what its state_dict() returned"
+            )
         self.inner.load_state_dict(state_dict)
 
     def watch(self, model: nn.Module) -> None:

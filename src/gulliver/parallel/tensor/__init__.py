@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers cut over ranks, with plain local parameters.
+"""Tensor parallelism: layers sharded over ranks, with plain local parameters.
 
     plan = plan_tensor(model, 4)          # from the model's own plan, its family, or rules=
     apply_tensor(model, plan, line)       # in place; sequence="split_gather" cuts activations too
