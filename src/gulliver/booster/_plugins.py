@@ -330,7 +330,7 @@ class LowLevelZeroPlugin(Plugin):
         if isinstance(self.chunk_mb, str) and sharded.size > 1 and names:
             report = _say if self.verbose else None
             again = self.chunk_mb == "again"
-            sharded.tune(BucketTuner(sharded, model, self.folder, report, again))
+            sharded.tune(BucketTuner(sharded.shards, model, self.folder, report, again))
         memory = MemoryPlan(**sharded.memory())
         beside = sum(p.nbytes for p in rest) if self.stage < 3 else 0
         memory = replace(memory, parameters=memory.parameters + beside)

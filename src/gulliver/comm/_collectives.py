@@ -20,6 +20,7 @@ from gulliver.comm._axes import Torus
 from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
 from gulliver.comm._ledger import ANY, Purpose
 from gulliver.comm._line import line_of
+from gulliver.comm._messages import next_tag
 from gulliver.comm._progress import Exchange, start
 from gulliver.errors import GulliverError, nearest
 
@@ -71,6 +72,7 @@ def all_reduce(
     group: Group = None,
     async_op: bool = False,
     any_order: bool = False,
+    purpose: Purpose = ANY,
 ) -> Handle:
     """Replaces `tensor` on every rank by the reduction over all ranks.
 
@@ -83,6 +85,7 @@ def all_reduce(
             the processor, and adds each element's terms in an order that depends on its place in
             the tensor: all ranks and all runs get the same bits, but not the same as when the
             elements travel in other pieces.
+        purpose: all ranks pass the same; those that differ are told, over gloo.
     """
     _check(tensor, op)
     _check_sum(tensor.dtype)
@@ -92,16 +95,19 @@ def all_reduce(
     if isinstance(group, Torus):
         lines = group.ways("all_reduce", tensor.nbytes)
         if sends_directly(lines[0].group, tensor):
-            return _sent(_steps.all_reduce(tensor, op, lines), async_op)
+            return _sent(_steps.all_reduce(tensor, op, lines, purpose), async_op)
         queued = _chained.run([tensor], lambda: _chained.all_reduce(tensor, op, lines))
         return _finished(Handle(_Several(queued)), async_op)
     if sends_directly(group, tensor):
         if not async_op and tensor.nbytes <= _steps.DIRECT_BYTES:
-            return _sent(_steps.all_reduce(tensor, op, (line_of(group),)), async_op)
+            lines = (line_of(group),)
+            return _sent(_steps.all_reduce(tensor, op, lines, purpose), async_op)
         if _backend_is_cheaper(tensor, op, size, any_order):
+            if purpose is not ANY:
+                next_tag(group, 1, purpose)  # the backend has tags of its own: only noted
             work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
             return _finished(Handle(work, _mean(tensor, op, size)), async_op)
-        return _finished(Handle(_all_reduce_directly(tensor, op, group, size)), async_op)
+        return _finished(Handle(_all_reduce_directly(tensor, op, group, size, purpose)), async_op)
     work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
     return _finished(Handle(work, _mean(tensor, op, size)), async_op)
 
@@ -285,7 +291,7 @@ def _backend_is_cheaper(tensor: Tensor, op: Op, size: int, any_order: bool) -> b
 
 
 def _all_reduce_directly(
-    tensor: Tensor, op: Op, group: dist.ProcessGroup | None, size: int
+    tensor: Tensor, op: Op, group: dist.ProcessGroup | None, size: int, purpose: Purpose
 ) -> Exchange:
     """A reduce-scatter followed by an all-gather."""
     flat = tensor.view(-1)
@@ -299,8 +305,8 @@ def _all_reduce_directly(
         if ragged:
             flat.copy_(padded[: flat.numel()])
 
-    gather = direct_all_gather(padded, own, group, finished)
-    return start(direct_reduce_scatter(own, padded, op, group, lambda: gather))
+    gather = direct_all_gather(padded, own, group, finished, purpose)
+    return start(direct_reduce_scatter(own, padded, op, group, lambda: gather, purpose))
 
 
 class _Several:

@@ -12,7 +12,10 @@ may be kept in a wider dtype than what travels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,7 +31,7 @@ After = Callable[[], Step | None] | None
 
 def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
     """Whether a group's backend for a tensor is one that this file is for."""
-    return tensor.device.type == "cpu" and is_gloo(group, tensor.device)
+    return tensor.device.type == "cpu" and _place(group).gloo
 
 
 def direct_all_gather(
@@ -47,7 +50,7 @@ def direct_all_gather(
         after: names the step that follows.
         purpose: all ranks pass the same.
     """
-    rank, ranks, tag = dist.get_rank(group), _ranks(group), next_tag(group, 1, purpose)
+    (rank, ranks, _), tag = _place(group), next_tag(group, 1, purpose)
     parts = output.view(len(ranks), input.numel())
     order = others(rank, len(ranks))
 
@@ -79,7 +82,7 @@ def direct_reduce_scatter(
         after: names the step that follows.
         purpose: all ranks pass the same.
     """
-    rank, ranks, tag = dist.get_rank(group), _ranks(group), next_tag(group, 1, purpose)
+    (rank, ranks, _), tag = _place(group), next_tag(group, 1, purpose)
     size = len(ranks)
     parts = input.view(size, output.numel())
     order = others(rank, size)
@@ -102,5 +105,23 @@ def direct_reduce_scatter(
     return Step(post, finish)
 
 
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    return dist.get_process_group_ranks(group or dist.group.WORLD)
+class _Place(NamedTuple):
+    """Where this process is in a group."""
+
+    rank: int
+    ranks: list[int]
+    gloo: bool
+
+
+_places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
+
+
+def _place(group: dist.ProcessGroup | None) -> _Place:
+    """This process's place in a group, asked once: torch takes dozens of calls to tell it."""
+    key = group or dist.group.WORLD
+    found = _places.get(key)
+    if found is None:
+        gloo = is_gloo(group, torch.device("cpu"))
+        found = _Place(dist.get_rank(group), dist.get_process_group_ranks(key), gloo)
+        _places[key] = found
+    return found

@@ -1,8 +1,13 @@
 """ZeRO: data parallelism whose ranks keep shards of optimizer state, gradients and parameters."""
 
-from gulliver.parallel.zero._elementwise import ELEMENTWISE, check_optimizer, state_tensors
-from gulliver.parallel.zero._optimizer import ZeroOptimizer, check_trainable, is_boosted
-from gulliver.parallel.zero._saved import export_leaves, import_leaves
+from gulliver.parallel.zero._elementwise import (
+    ELEMENTWISE,
+    check_optimizer,
+    check_trainable,
+    is_boosted,
+    state_tensors,
+)
+from gulliver.parallel.zero._optimizer import ZeroOptimizer, export_leaves, import_leaves
 from gulliver.parallel.zero._statistics import BufferSync
 from gulliver.parallel.zero._tuner import BucketTuner, Tuning
 
