@@ -142,9 +142,9 @@ class Report:
                 f"- {hardware()}; Python {platform.python_version()}, torch {torch.__version__}",
                 f"- `{command.strip()}`",
                 "",
-                _markdown(self.columns, self.rows),
+                markdown_table(self.columns, self.rows),
                 "",
-                _markdown(("bar", "value", "limit", "holds"), _bar_rows(self.bars)),
+                markdown_table(("bar", "value", "limit", "holds"), _bar_rows(self.bars)),
                 "",
                 *self.notes,
                 "",
@@ -212,6 +212,7 @@ def _bar_rows(bars: Sequence[Bar]) -> list[Sequence[str]]:
     ]
 
 
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as Markdown has it."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,44 +1,176 @@
-"""Gathers the kept results into one page: `python -m benchmarks._index docs/benchmarks.md`."""
+"""Gathers the kept results into one page: `python -m benchmarks._index docs/benchmarks.md`.
+
+First what is claimed: a row for each kind of bar, with the figure that comes nearest to failing.
+Then what was measured, table by table. The line of JSON stays in the result's file.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks._harness import RESULTS
+from benchmarks._harness import RESULTS, Bar, markdown_table
 
-HEAD = """# Benchmarks
+HEAD = """# Benchmarks: is it faster than FSDP, DDP, DeepSpeed, torch.save?
 
-Written by `make bench` from `benchmarks/results`. `python -m benchmarks.NAME` runs one.
+Written by `make bench` from `benchmarks/results`; `python -m benchmarks.NAME` runs one. Everything
+is measured beside a peer on the same work in the same run, in turns. A *bar* is the limit that was
+set before; where several cases share one, the figure is that of the case that is nearest to failing
+it. All of it ran on CPUs over gloo. `slept` puts sleeping in the place of computing, as long as
+computing takes, so that sending costs no processor time, as with GPUs.
 """
 
+AREAS = {
+    "zero": "ZeRO beside DDP, FSDP2 and DeepSpeed",
+    "tensor": "Tensor parallelism beside DTensor, DDP and FSDP2",
+    "sequence": "Sequence parallelism beside torch's ring",
+    "pipeline": "Pipeline parallelism beside torch's schedules",
+    "torus": "Collectives along a torus beside flat ones",
+    "checkpoint": "Checkpoints beside torch.save and dcp.async_save",
+    "io": "I/O engine beside raw loops, safetensors and torch.save",
+    "loader": "Data loader",
+    "cost": "Cost model: predicted beside measured",
+}
+"""First word of a claim to heading, in the order of the page; other claims follow."""
 
+COLUMNS = ("measured", "claim", "figure", "bar", "holds", "machine", "commit", "date")
 PICTURES = "assets/benchmarks"
 """Where the page's pictures are: what is built from the docs alone has to find them."""
 
 
+@dataclass(frozen=True)
+class Result:
+    """A kept result.
+
+    Attributes:
+        claim: name of the result's files.
+        title: what was measured.
+        date: of the measurement.
+        commit: that was measured.
+        machine: the hardware in a few words.
+        software: versions of Python and torch.
+        command: that measured it.
+        bars: what was claimed.
+        text: tables and notes, without the bars and the line of JSON.
+    """
+
+    claim: str
+    title: str
+    date: str
+    commit: str
+    machine: str
+    software: str
+    command: str
+    bars: tuple[Bar, ...]
+    text: str
+
+    @property
+    def area(self) -> str:
+        """First word of the claim."""
+        return self.claim.partition("-")[0]
+
+    @property
+    def anchor(self) -> str:
+        """Name of the result's place on the page."""
+        return re.sub(r"[^a-z0-9]+", "-", f"{self.claim} {self.machine}".lower()).strip("-")
+
+
+def read(path: Path) -> Result:
+    """Reads a result as `finish` of the harness has kept it."""
+    text, _, line = path.read_text(encoding="utf-8").partition("```json\n")
+    kept = json.loads(line.partition("\n```")[0])
+    title, _, text = text.removeprefix("# ").partition("\n")
+    facts = re.findall(r"^- (.*)$", text, re.MULTILINE)[:3]
+    text = text.partition(facts[2])[2]
+    text = re.sub(r"\| bar \| value \|(.*\n)(\|.*\n?)*", "", text)
+    date, _, commit = facts[0].removeprefix("date ").partition(", commit ")
+    machine, _, software = facts[1].partition("; ")
+    bars = tuple(Bar(**bar) for bar in kept["bars"])
+    return Result(
+        *(kept["claim"], title.strip(), date, commit, machine, software, facts[2].strip("`")),
+        *(bars, text.strip()),
+    )
+
+
+def newest(results: Sequence[Result]) -> list[Result]:
+    """The newest result of each claim on each machine, in the order of `AREAS`."""
+    found = {(r.claim, r.machine): r for r in sorted(results, key=lambda r: r.date)}
+    order = {area: place for place, area in enumerate(AREAS)}
+    return sorted(found.values(), key=lambda r: (order.get(r.area, len(order)), r.claim, r.machine))
+
+
+def claims(bars: Sequence[Bar]) -> list[tuple[str, str, str, str]]:
+    """Rows of claim, figure, bar and whether it holds; bars of one kind and limit share a row."""
+    kinds = [bar.name.rpartition(": ")[2] for bar in bars]
+    groups: dict[tuple[str, float], list[Bar]] = {}
+    for bar, kind in zip(bars, kinds, strict=True):
+        name = kind if kinds.count(kind) > 1 else bar.name
+        groups.setdefault((name, bar.bar), []).append(bar)
+    return [_row(name, group) for (name, _), group in groups.items()]
+
+
+def _row(name: str, group: Sequence[Bar]) -> tuple[str, str, str, str]:
+    least = any((bar.value > bar.bar) == bar.holds and bar.value != bar.bar for bar in group)
+    exact = all(bar.value == bar.bar for bar in group)
+    worst = (min if least else max)(group, key=lambda bar: bar.value)
+    holding = sum(bar.holds for bar in group)
+    of = worst.name.removesuffix(name).removesuffix(": ")
+    figure = f"{worst.value:.3g}" + (f" ({of})" if of else "")
+    limit = "" if exact else "at least " if least else "at most "
+    if len(group) == 1:
+        holds = "yes" if holding else "**no**"
+    else:
+        holds = "yes" if holding == len(group) else f"**{holding} of {len(group)}**"
+    return name, figure, f"{limit}{worst.bar:.3g}", holds
+
+
+def page(results: Sequence[Result]) -> str:
+    """The page: tables of claims, then what was measured."""
+    parts, areas = [HEAD], dict.fromkeys(result.area for result in results)
+    for area in areas:
+        rows = [row for result in results if result.area == area for row in _rows(result)]
+        parts.append(f"## {AREAS.get(area, area)}\n\n{markdown_table(COLUMNS, rows)}\n")
+    parts.append("## What was measured\n")
+    return "\n".join([*parts, *map(_details, results)])
+
+
+def _rows(result: Result) -> list[tuple[str, ...]]:
+    link, place = f"[{result.title}](#{result.anchor})", (result.machine, result.commit)
+    found = claims(result.bars)
+    return [
+        (link if number == 0 else "", *claim, *place, result.date)
+        for number, claim in enumerate(found)
+    ]
+
+
+def _details(result: Result) -> str:
+    def kept(match: re.Match[str]) -> str:
+        return f"![{match[1]}]({PICTURES}/{match[2]})"
+
+    text = re.sub(r"!\[([^]]*)\]\(([^)/]+\.png)\)", kept, result.text)
+    return (
+        f'<a id="{result.anchor}"></a>\n\n### {result.title}\n\n'
+        f"{result.date}, commit {result.commit}; {result.machine}; {result.software}; "
+        f"`{result.command}`\n\n{text}\n"
+    )
+
+
 def main(path: Path) -> None:
-    """Writes the page, newest result of each claim and machine last, and its pictures beside it."""
-    results = sorted(RESULTS.glob("*.md"))
+    """Writes the page, and beside it the pictures that it shows."""
+    results = newest([read(file) for file in RESULTS.glob("*.md")])
+    text = page(results)
     folder = path.parent / PICTURES
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    parts = [_part(result, folder) for result in results]
-    path.write_text("\n".join([HEAD, *parts]), encoding="utf-8")
+    for name in re.findall(rf"\({PICTURES}/([^)]+)\)", text):
+        shutil.copy(RESULTS / name, folder / name)
+    path.write_text(text, encoding="utf-8")
     print(f"{path}: {len(results)} results")
-
-
-def _part(result: Path, folder: Path) -> str:
-    """A result as a part of the page."""
-    text = result.read_text(encoding="utf-8").replace("# ", "## ", 1)
-
-    def kept(match: re.Match[str]) -> str:
-        shutil.copy(RESULTS / match[2], folder / match[2])
-        return f"![{match[1]}]({PICTURES}/{match[2]})"
-
-    return re.sub(r"!\[([^]]*)\]\(([^)/]+\.png)\)", kept, text)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """Parity of the parallel modes with one process: the cells, and the table made of them.
 
-`python -m tests.parity docs/parity.md` writes the table; `tests/test_zero.py` asserts each cell.
+`python -m tests.parity docs/parity.md` writes the tables, and what follows the page's name are the
+numbers of those to write anew (0 to 4, as `sections` has them); the others stay as they are. Half
+an hour of two cores can so be taken in pieces. `tests/test_zero.py` asserts each cell.
 The reference is a plain torch loop in one process that knows nothing of gulliver.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,6 +264,7 @@ def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> floa
     return max(errors)
 
 
+MARK = "<!-- families -->"
 MODES = {None: "DDP", 0: "ZeRO 0", 1: "ZeRO 1", 2: "ZeRO 2", 3: "ZeRO 3"}
 
 
@@ -317,16 +321,13 @@ def row(
     return f"| {cell.name} | {MODES[stage]} | {size} | {name} | {errors} | {verdict} |"
 
 
-def data_rows(pool: Any) -> list[str]:
+def data_rows(pool: Any) -> Iterator[str]:
     """Lines of the table of data parallelism."""
-    return [
-        row(pool, cell, stage, size, dtype, values)
-        for cell in CELLS
-        for dtype in dtypes(cell)
-        for size in WORLDS
-        for stage in modes(cell)
-        for values in [expected(cell, size, dtype, stage)]
-    ]
+    for cell in CELLS:
+        for dtype in dtypes(cell):
+            for size in WORLDS:
+                for stage in modes(cell):
+                    yield row(pool, cell, stage, size, dtype, expected(cell, size, dtype, stage))
 
 
 AROUND = (
@@ -336,8 +337,8 @@ AROUND = (
 )
 
 
-def sections(pool: Any) -> Iterator[tuple[str, list[str]]]:
-    """Every table: what stands over it, and its lines."""
+def sections(pool: Any) -> Iterator[tuple[str, Iterable[str]]]:
+    """Every table: what stands over it, and its lines, computed when they are asked for."""
     from gulliver.booster.hybrid import HEADER as COMBINED
     from gulliver.booster.hybrid import table
     from tests import hybrid_cells, sequence_cells, tensor_cells
@@ -366,7 +367,7 @@ even and uneven, and of heads with and without grouped keys and values. {bars}
 Outputs and every gradient against one rank. {bars}
 
 {tensor_cells.HEADER}""",
-        list(tensor_cells.rows(pool)),
+        tensor_cells.rows(pool),
     )
     yield (
         f"""
@@ -378,12 +379,12 @@ runs with an eps of 1e-4, and a tensor with less than a thousandth of the larges
 is measured by that: gradients that are zero but for rounding say nothing. {bars}
 
 {hybrid_cells.HEADER}""",
-        list(hybrid_cells.rows(pool)),
+        hybrid_cells.rows(pool),
     )
 
 
-def main(path: Path) -> None:
-    """Runs every cell and writes the tables."""
+def main(path: Path, wanted: Collection[int] = ()) -> None:
+    """Runs every cell and writes the tables, or those that are wanted."""
     from tests.pool import Pool, start_server
 
     folder_of_this_process(FOLDER)
@@ -391,15 +392,20 @@ def main(path: Path) -> None:
     pool = Pool()
     # As the workers: in 16 bits the kernels' results depend on the number of threads.
     torch.set_num_threads(1)
-    found = list(sections(pool))
-    pool.close()
     # Another command's section stays: see `tests/family_sweep.py`.
-    _, mark, families = (path.read_text() if path.exists() else "").partition("<!-- families -->")
-    tables = "".join(header + "\n".join(rows) + "\n" for header, rows in found)
-    path.write_text(tables + (f"\n{mark}{families}" if mark else ""))
-    lines = [line for _, rows in found for line in rows]
+    page, mark, families = (path.read_text() if path.exists() else "").partition(MARK)
+    kept = re.split(r"(?m)^(?=## )", page)
+    tables, lines = [], []
+    for number, (header, rows) in enumerate(sections(pool)):
+        if number in wanted or not wanted:
+            lines += (made := list(rows))
+            tables.append((header + "\n".join(made) + "\n").lstrip("\n"))
+        else:
+            tables.append(kept[number].rstrip("\n") + "\n")
+    pool.close()
+    path.write_text("\n".join(tables) + (f"\n{mark}{families}" if mark else ""))
     print(f"{path}: {len(lines)} lines, {sum('over' in line for line in lines)} over their bar")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), [int(number) for number in sys.argv[2:]])

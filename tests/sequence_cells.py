@@ -235,9 +235,8 @@ HEADER = (
 """Of a table of `rows`: errors in float64 and in float32."""
 
 
-def rows(pool: Any, modes: tuple[Mode, ...] = MODES + LARGE_MODES) -> list[str]:
+def rows(pool: Any, modes: tuple[Mode, ...] = MODES + LARGE_MODES) -> Iterator[str]:
     """A line for each mode and mask: the largest error of all its cases on the worst rank."""
-    lines = []
     for mode in modes:
         found = {dtype: pool.run(errors_of, mode.ranks, mode, dtype) for dtype in BARS}
         for mask in dict.fromkeys(cell.name for cell in CELLS):
@@ -250,5 +249,4 @@ def rows(pool: Any, modes: tuple[Mode, ...] = MODES + LARGE_MODES) -> list[str]:
                 shown += [f"{error:.1e}" for error in worst]
             verdict = "" if holds else "**over**"
             head = f"| {mode.name} | {mode.ranks} | {mask} | {len(names)} | "
-            lines.append(f"{head}{' | '.join(shown)} | {verdict} |")
-    return lines
+            yield f"{head}{' | '.join(shown)} | {verdict} |"

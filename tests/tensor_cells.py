@@ -7,6 +7,7 @@ each cell.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +115,8 @@ HEADER = (
 """Of a table of `rows`: errors in float64 and in float32."""
 
 
-def rows(pool: Any, asked: list[Cell] | None = None) -> list[str]:
+def rows(pool: Any, asked: list[Cell] | None = None) -> Iterator[str]:
     """A line for each cell: the largest error on the worst rank."""
-    lines = []
     for cell in asked or cells():
         shown, holds = [], True
         for dtype, bar in BARS.items():
@@ -125,5 +125,4 @@ def rows(pool: Any, asked: list[Cell] | None = None) -> list[str]:
             holds &= max(worst) <= bar
             shown += [f"{error:.1e}" for error in worst]
         head = f"| {cell.family} | {cell.mode or 'whole'} | {cell.ranks} | "
-        lines.append(f"{head}{' | '.join(shown)} | {'' if holds else '**over**'} |")
-    return lines
+        yield f"{head}{' | '.join(shown)} | {'' if holds else '**over**'} |"

@@ -46,9 +46,9 @@ from gulliver.checkpoint._lane import Lane
 from gulliver.checkpoint._manifest import MANIFEST, STATE
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.io import Engine, TwinEngine, named_errors, native_problem
+from gulliver.io import Engine, PythonEngine, named_errors, native_problem
 from gulliver.io import _atomic as atomic
-from gulliver.io._engine import Call
+from gulliver.io._types import Call
 from gulliver.memory import Part, before_write
 from tests.killtest import Options, run_kills
 from tests.patience import patient
@@ -64,7 +64,7 @@ ENGINES = ("python", "threads", "io_uring")
 def make_engine(kind: str) -> Engine:
     """An engine, or a skipped test where it was not built."""
     if kind == "python":
-        return TwinEngine(page_bytes=PAGE, pages=PAGES)
+        return PythonEngine(page_bytes=PAGE, pages=PAGES)
     if (problem := native_problem()) is not None:
         pytest.skip(problem)
     from gulliver.io._native import NativeEngine
@@ -1036,7 +1036,7 @@ def _caught(call: Callable[[], object]) -> str:
 
 @contextlib.contextmanager
 def _engine_of_a_rank() -> Iterator[Engine]:
-    with TwinEngine(page_bytes=PAGE, pages=PAGES) as engine:
+    with PythonEngine(page_bytes=PAGE, pages=PAGES) as engine:
         yield engine
 
 

@@ -45,7 +45,7 @@ from gulliver.errors import GulliverError
 from gulliver.io import (
     Engine,
     NativeEngine,
-    TwinEngine,
+    PythonEngine,
     View,
     gather,
     hold,
@@ -55,9 +55,9 @@ from gulliver.io import (
 PAGE = 64 * 2**10
 
 
-def slow_engine() -> TwinEngine:
+def slow_engine() -> PythonEngine:
     """One whose pool is smaller than the states here, so that a held disk keeps them uncopied."""
-    return TwinEngine(page_bytes=PAGE, pages=2)
+    return PythonEngine(page_bytes=PAGE, pages=2)
 
 
 # Buffers that a forward changes
@@ -309,6 +309,25 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path, number: int) -> None:
         load(step)
 
 
+def test_what_the_format_cannot_hold_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+        with (
+            AsyncCheckpointer(tmp_path) as checkpointer,
+            pytest.raises(GulliverError, match="x: tensor 'a' is a nested tensor, save its values"),
+        ):
+            checkpointer.save(1, {"x": {"a": nested}})
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_what_is_no_state_of_an_optimizer_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    _, optimizer, *_ = Booster().boost(model, torch.optim.AdamW(model.parameters()))
+    for state in (None, {}, {"state": {}}):
+        with pytest.raises(GulliverError, match="not the state of an optimizer"):
+            optimizer.load_state_dict(state)
+
+
 def test_dtypes_of_a_state_are_dtypes() -> None:
     assert join_state({}, {"dtype": "bfloat16"}) is torch.bfloat16
     for name in ("load", "nn", "__name__", "float33"):
@@ -521,7 +540,7 @@ def views_of(draw: torch.Generator) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", [TwinEngine, NativeEngine])
+@pytest.mark.parametrize("kind", [PythonEngine, NativeEngine])
 def test_what_lies_apart_is_gathered_in_its_order(tmp_path: Path, kind: type[Engine]) -> None:
     if kind is NativeEngine and (problem := native_problem()) is not None:
         pytest.skip(problem)

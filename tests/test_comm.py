@@ -12,21 +12,30 @@ import pytest
 import torch
 
 from gulliver.comm import (
+    Line,
+    WireFormat,
     World,
     all_gather,
     all_reduce,
     any_rank,
     broadcast,
     broadcast_object,
+    choose_all_reduce,
+    exchange,
     gather_objects,
     group_rank,
     group_size,
     init_world,
     launch,
+    operations,
+    reduce_choices,
     reduce_scatter,
+    shift,
     shutdown,
+    use_links,
 )
 from gulliver.errors import GulliverError
+from gulliver.hardware import Along, Axis, Cluster, Curve, Device, Link
 from tests.covering import grid
 from tests.patience import patient
 from tests.pool import Pool
@@ -121,6 +130,41 @@ def test_terms_are_added_in_the_order_of_ranks_unless_any_order_will_do(pool: Po
         assert not torch.equal(free, expected)  # or it was not the ring
 
 
+def _sums_by_links(world: World) -> list[tuple[str, torch.Tensor]]:
+    found = []
+    for direct_s, ring_s in ((2.0, 1.0), (1.0, 2.0)):
+        curves = {
+            "all_reduce": Curve((40_000,), (direct_s,)),
+            "ring_all_reduce": Curve((40_000,), (ring_s,)),
+        }
+        link = Link(1e-3, 1e9, along=(Along(3, curves),))
+        device = Device("d", {"float32": 1e9}, 1e9, 1 << 30)
+        use_links(Cluster("c", device, (Axis("local", 3, link),), measured=True))
+        # Less than goes round the ring where nothing was measured.
+        total = _term(world.rank)[:10_000].clone()
+        all_reduce(total, any_order=True, async_op=True).wait()
+        found.append((str(reduce_choices()[-1]), total))
+    use_links(None)
+    return found
+
+
+def test_all_reduces_go_the_way_that_was_measured_to_be_faster(pool: Pool) -> None:
+    expected = sum(_term(rank)[:10_000] for rank in range(3))
+    for (ring, free), (direct, ordered) in pool.run(_sums_by_links, 3):
+        assert ring == (
+            "all_reduce of 40000 bytes among 3 ranks: ring (measured: "
+            "direct 2e+03 ms, ring 1e+03 ms)"
+        )
+        assert direct.startswith("all_reduce of 40000 bytes among 3 ranks: direct (measured")
+        assert torch.equal(ordered, expected)
+        torch.testing.assert_close(free, expected)
+        assert not torch.equal(free, expected)  # or it was not the ring
+    assert choose_all_reduce(131_072, (0, 1, 2)).kind == "ring"
+    assert str(choose_all_reduce(131_068, (0, 1, 2))).endswith(
+        "direct (not measured: ring from 131072 bytes on)"
+    )
+
+
 def _abandoned(world: World) -> torch.Tensor:
     parts = torch.zeros(world.size * 50_000)
     own = torch.full((50_000,), world.rank + 1.0)
@@ -164,6 +208,21 @@ def test_what_gloo_would_corrupt_is_refused() -> None:
         all_reduce(torch.ones(2).long(), "mean")
     with pytest.raises(GulliverError, match="do not make"):
         all_gather(torch.ones(5), torch.ones(2))
+
+
+def test_wire_formats_that_nobody_has_written_are_refused_by_name() -> None:
+    wire = WireFormat("identify")
+    row = torch.ones(2)
+    for travel in (
+        lambda: all_reduce(row, wire=wire),
+        lambda: reduce_scatter(row, row, wire=wire),
+        lambda: all_gather(row, row, wire=wire),
+        lambda: exchange(Line((0,)), [row], [2], wire),
+        lambda: shift(Line((0, 1)), row, row, 1, wire),
+        lambda: operations([], [(1, row)], None, 1, wire),
+    ):
+        with pytest.raises(GulliverError, match="'identify': did you mean 'identity'"):
+            travel()
 
 
 def test_a_world_of_one_has_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gulliver.comm import choose_axes
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
     Along,
+    Axis,
+    Cluster,
     Curve,
     Device,
     Disk,
@@ -28,7 +31,9 @@ from gulliver.hardware import (
     memory_seconds,
     point_to_point_seconds,
     reduce_scatter_seconds,
+    torus_seconds,
     wire_bytes,
+    zero_collectives,
 )
 
 SLOW, FAST = Link(1e-3, 12.5e6), Link(1e-4, 125e6)
@@ -238,3 +243,106 @@ def test_costs_that_have_no_figure_are_refused_by_name() -> None:
         copy_seconds(described("cpu-loopback").device, 1, to_device=True)
     with pytest.raises(GulliverError, match="did you mean 'all_reduce'"):
         wire_bytes([(2, FAST)], 1, "all_reduced")  # type: ignore[arg-type]
+
+
+def slowest_link(cluster: Cluster, line: list[int]) -> Link:
+    """Of all pairs of a line, the link of the outermost axis on which the two differ."""
+    at = places([axis.size for axis in cluster.axes])
+    crossed = [
+        next(k for k, (x, y) in enumerate(zip(at[a], at[b], strict=True)) if x != y)
+        for a, b in itertools.combinations(line, 2)
+    ]
+    return cluster.axes[min(crossed)].link
+
+
+def laid_by_hand(cluster: Cluster, sizes: list[int]) -> list[tuple[int, Link]]:
+    """Size and slowest link of each axis, from the coordinates of all ranks."""
+    found = []
+    for k, size in enumerate(sizes):
+        lines: dict[Place, list[int]] = {}
+        for rank, place in enumerate(places(sizes)):
+            lines.setdefault((*place[:k], *place[k + 1 :]), []).append(rank)
+        links = [slowest_link(cluster, line) for line in lines.values()]
+        found.append((size, max(links, key=lambda link: link.alpha_s)))
+    return found
+
+
+def factorisations(number: int) -> list[list[int]]:
+    rest = [
+        [f, *more]
+        for f in range(2, number)
+        if number % f == 0
+        for more in factorisations(number // f)
+    ]
+    return [[number], *rest]
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("sizes", [[2, 4], [4, 2], [2, 3], [3, 4], [2, 2, 3], [8], [7]], ids=str)
+def test_the_chosen_axes_are_the_best_of_all_factorisations(sizes: list[int], ring: bool) -> None:
+    cluster = Cluster(
+        "c",
+        DEVICE,
+        tuple(Axis(f"a{k}", n, link) for k, (n, link) in enumerate(axes_of(sizes, ring))),
+    )
+    for stage, chunk in itertools.product((0, 2, 3), (1 << 10, 1 << 22)):
+        collectives = zero_collectives(stage, [chunk] * 3)
+        costs = {"all_reduce": all_reduce_seconds, "reduce_scatter": reduce_scatter_seconds}
+        costs["all_gather"] = all_gather_seconds
+        took = {}
+        for shape in factorisations(math.prod(sizes)):
+            axes = laid_by_hand(cluster, shape)
+            took[tuple(shape)] = sum(costs[name](axes, count) for name, count in collectives)
+            assert torus_seconds(cluster, shape, collectives) == pytest.approx(took[tuple(shape)])
+        chosen = choose_axes(cluster, collectives)
+        flat = took.pop((cluster.size,))
+        assert chosen.flat_s == pytest.approx(flat)
+        best = min(took.values(), default=flat)
+        assert chosen.seconds == pytest.approx(best)
+        assert bool(chosen.axes) == (best < 0.95 * flat)
+        if chosen.axes:
+            assert took[tuple(chosen.axes.values())] == pytest.approx(best)
+
+
+def two_speeds(fast: Link = FAST) -> Cluster:
+    return Cluster("c", DEVICE, (Axis("node", 2, SLOW), Axis("local", 4, fast)))
+
+
+def test_two_speeds_make_a_torus_with_its_reason_and_one_speed_does_not() -> None:
+    collectives = zero_collectives(2, [4 << 20, 1 << 20])
+    chosen = choose_axes(two_speeds(), collectives)
+    assert chosen.axes == {"node": 2, "local": 4}
+    count, by_hand = 5 << 20, 0.0
+    for _ in range(2):  # there and back
+        by_hand += 2 * (1e-4 + 1e-3) + count * (3 / 4 / 125e6 + 1 / 8 / 12.5e6)
+    assert chosen.seconds == pytest.approx(by_hand)
+    flat = 2 * (2 * 1e-3 + count * 7 / 8 / 12.5e6)
+    told = (
+        f"torus {{'node': 2, 'local': 4}}: {1e3 * by_hand:.3g} ms against {1e3 * flat:.3g} ms flat"
+    )
+    assert str(chosen) == told
+    alike = choose_axes(two_speeds(SLOW), collectives)
+    assert alike.axes == {}
+    assert str(alike).startswith("flat: ")
+
+
+def test_what_was_measured_is_compared_with_what_was_measured() -> None:
+    names = "reduce_scatter", "all_gather"
+    slower = {name: Curve((1, 10**9), (3e-3, 3e-3 + 9e9 / 12.5e6)) for name in names}
+    link = replace(SLOW, along=(Along(4, slower),))
+    cluster = Cluster("c", DEVICE, (Axis("local", 4, link),))
+    collectives = zero_collectives(2, [1 << 20])
+    chosen = choose_axes(cluster, collectives)
+    # By alpha and bandwidth alone a torus would be nine times as fast as what was measured flat.
+    assert torus_seconds(Cluster("c", DEVICE, (Axis("local", 4, SLOW),)), (2, 2), collectives) < (
+        chosen.flat_s / 4
+    )
+    assert chosen.axes == {}
+    assert chosen.seconds > chosen.flat_s
+
+
+def test_a_cluster_of_other_ranks_is_refused() -> None:
+    with pytest.raises(GulliverError, match=r"has 8 ranks, and there are 4: .*resized\(4\)"):
+        choose_axes(two_speeds(), zero_collectives(1, [8]), 4)
+    with pytest.raises(GulliverError, match="3 x 2 is no torus of 8 ranks"):
+        torus_seconds(two_speeds(), (3, 2), [])

@@ -1,4 +1,4 @@
-"""The I/O engine: the native one and its Python twin keep the same promises."""
+"""The I/O engine: the native one and the one in Python keep the same promises."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from gulliver.cli._main import run as run_command
 from gulliver.errors import GulliverError
-from gulliver.io import Engine, IoError, NativeEngine, TwinEngine, default_engine, native_problem
+from gulliver.io import Engine, IoError, NativeEngine, PythonEngine, default_engine, native_problem
 from gulliver.io import _default as default_module
 from tests.native_stress import SANITIZERS, CannotBuild
 from tests.native_stress import build as build_stress
@@ -37,7 +37,7 @@ KINDS = ("python", "threads", "io_uring")
 def build(kind: str, **options: Any) -> Engine:
     options = {"page_bytes": PAGE, "pages": 4, **options}
     if kind == "python":
-        return TwinEngine(**options)
+        return PythonEngine(**options)
     if native_problem():
         pytest.skip("the extension is not built")
     if kind == "threads":
@@ -180,6 +180,7 @@ def test_aligned_extents_go_past_the_page_cache_both_ways(make: Make, tmp_path: 
     assert counters.direct in (0, 2 * source.nbytes)  # nothing where the file system has none
 
 
+@pytest.mark.parametrize("make", KINDS[1:], indirect=True)
 def test_file_system_that_refuses_direct_calls_is_written_through_the_cache(
     make: Make, tmp_path: Path
 ) -> None:
@@ -746,7 +747,7 @@ def test_errors_survive_pickling() -> None:
 # Choosing
 
 
-def test_twin_takes_over_where_nothing_was_built_and_says_so_once(
+def test_python_takes_over_where_nothing_was_built_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("GULLIVER_IO", raising=False)

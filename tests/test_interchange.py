@@ -31,12 +31,13 @@ from gulliver.checkpoint import (
     write_json,
 )
 from gulliver.checkpoint import _compare as compare_module
-from gulliver.checkpoint import _interchange as interchange_module
+from gulliver.checkpoint import _huggingface as huggingface_module
 from gulliver.checkpoint import _weights as weights_module
+from gulliver.checkpoint import _writing as writing_module
 from gulliver.checkpoint._image import CODES
 from gulliver.comm import World, adopt_world
 from gulliver.errors import GulliverError
-from gulliver.io import TwinEngine
+from gulliver.io import PythonEngine
 from gulliver.memory import Part
 from tests.pool import Pool
 
@@ -52,9 +53,9 @@ def _alone() -> Iterator[None]:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches and pages so small that every tensor is cut in many."""
     monkeypatch.setattr(weights_module, "BATCH", 256)
-    monkeypatch.setattr(interchange_module, "BATCH", 256)
-    monkeypatch.setattr(interchange_module, "PAGE", 4096)
-    monkeypatch.setattr(interchange_module, "PAGES", 2)
+    monkeypatch.setattr(huggingface_module, "BATCH", 256)
+    monkeypatch.setattr(writing_module, "PAGE", 4096)
+    monkeypatch.setattr(writing_module, "PAGES", 2)
     monkeypatch.setattr(compare_module, "SLICE", 7)
 
 
@@ -437,12 +438,12 @@ def test_nothing_is_left_of_what_did_not_end_well(
         expected = Stop
     elif how == "no space":
 
-        def full(**kwargs: Any) -> TwinEngine:
-            engine = TwinEngine(**kwargs)
+        def full(**kwargs: Any) -> PythonEngine:
+            engine = PythonEngine(**kwargs)
             engine.inject("write", 5, errno=errno.ENOSPC, times=100)
             return engine
 
-        monkeypatch.setattr(interchange_module, "default_engine", full)
+        monkeypatch.setattr(writing_module, "default_engine", full)
     else:
         _flip(source / "model.safetensors", 90_000)
     before = files_in(tmp_path)
@@ -480,7 +481,7 @@ def test_memory_does_not_grow_with_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights_module, "BATCH", 2**16)
-    monkeypatch.setattr(interchange_module, "PAGE", 2**16)
+    monkeypatch.setattr(writing_module, "PAGE", 2**16)
     path = tmp_path / "x.safetensors"
     save_file({str(n): torch.randn(2**19) for n in range(4)}, path)
     largest = [0]

@@ -184,11 +184,11 @@ def test_a_replicated_model_lies_in_a_hugging_face_layout(pool: Pool, tmp_path: 
 
 def slow_save(world: World, kind: str, folder: Path) -> tuple[bool, dict[str, Tensor]]:
     """Saves onto a disk that hangs, so that training has long gone on when it is written."""
-    from gulliver.io import TwinEngine
+    from gulliver.io import PythonEngine
 
     job = Job(world, kind)
     job.run(0, 3)
-    engine = TwinEngine(pages=64)
+    engine = PythonEngine(pages=64)
     job.booster.save(folder, 3, job.model, job.optimizer, job.scheduler, engine=engine)
     engine.hold(True)
     before = {n: v.detach().clone() for n, v in job.plain.state_dict().items()}
@@ -283,14 +283,14 @@ def step_against_a_hanging_disk(world: World, kind: str, folder: Path) -> dict[s
     """Steps while most of the state waits for a page of the pool, until the disk comes back."""
     import threading
 
-    from gulliver.io import TwinEngine
+    from gulliver.io import PythonEngine
 
     torch.manual_seed(world.rank)
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)).double()
     booster = Booster(plugin(kind))
     inner = torch.optim.AdamW(model.parameters(), 1e-2)
     boosted, optimizer, *_ = booster.boost(model, inner)
-    engine = TwinEngine(page_bytes=4096, pages=2)
+    engine = PythonEngine(page_bytes=4096, pages=2)
     for step in range(3):
         booster.backward(boosted(torch.ones(2, 64).double()).square().mean(), optimizer)
         if step == 2:

@@ -29,7 +29,7 @@ from gulliver.parallel.tensor import (
 )
 from gulliver.parallel.tensor import _entry as entry
 from gulliver.parallel.tensor._deal import share
-from gulliver.parallel.tensor._plan import best_match
+from gulliver.parallel.tensor._modules import best_match
 from tests.covering import some
 from tests.hybrid_models import batch, build
 from tests.pool import Pool

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import (
     Choice,
     Chooser,
@@ -28,7 +29,7 @@ from gulliver.comm import (
     reduce_scatter,
 )
 from gulliver.errors import GulliverError
-from gulliver.hardware import Link
+from gulliver.hardware import Axis, Cluster, Device, Link
 from tests.covering import some
 from tests.patience import patient
 from tests.pool import Pool
@@ -408,3 +409,36 @@ def _by_collectives(world: World) -> None:
             found = torch.full((count,), float(world.rank))
             all_reduce(found, "mean", torus)
             assert found.tolist() == [1.5] * count
+
+
+def _boosted(world: World, axes: str | None, inner: Link) -> tuple[object, list[Tensor]]:
+    device = Device("d", {"float32": 1e9}, 1e9, 1 << 30)
+    links = Axis("node", 2, Link(1e-4, 3e4)), Axis("local", 2, inner)
+    cluster = Cluster("two by two", device, links, rank_order=(0, 2, 1, 3))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 5, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    plugin = LowLevelZeroPlugin(2, chunk_mb=1, axes=axes, verbose=False, cluster=cluster)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(world.rank), dtype=torch.float64)
+    for _ in range(2):
+        booster.backward(model(x).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    group = optimizer.group
+    laid = (group.axes, group.ranks) if isinstance(group, Torus) else None
+    return laid, [p.detach().clone() for p in model.parameters()]
+
+
+def test_automatic_axes_are_a_torus_on_two_speeds_and_none_on_one(pool: Pool) -> None:
+    slow, fast = Link(1e-4, 3e4), Link(1e-6, 1e8)
+    plain = pool.run(_boosted, 4, None, fast)
+    assert plain[0][0] is None
+    for inner, expected in ((fast, ({"node": 2, "local": 2}, (0, 2, 1, 3))), (slow, None)):
+        for laid, parameters in pool.run(_boosted, 4, "auto", inner):
+            assert laid == expected
+            for found, other in zip(parameters, plain[0][1], strict=True):
+                torch.testing.assert_close(found, other, rtol=1e-12, atol=1e-14)
+    with pytest.raises(GulliverError, match="axes='torus' is not known: 'auto'"):
+        LowLevelZeroPlugin(axes="torus")

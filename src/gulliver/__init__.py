@@ -1,3 +1,82 @@
-"""Gulliver: giant models on the hardware you have."""
+"""Gulliver: giant models on the hardware you have.
+
+    from gulliver import Booster, LowLevelZeroPlugin
+
+The names in `__all__` are imported from their packages when they are first asked for (PEP 562), and
+so are the packages: ``import gulliver`` costs no time and imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gulliver.booster import (
+        Booster,
+        HybridParallelPlugin,
+        LowLevelZeroPlugin,
+        Plugin,
+        TorchDDPPlugin,
+        keep_logits,
+        lazy_parameters,
+    )
+    from gulliver.checkpoint import AsyncCheckpointer
+    from gulliver.comm import World, current_world, guard, init_world, launch, shutdown
+    from gulliver.data import DataLoader
+    from gulliver.errors import GulliverError
+    from gulliver.hardware import Cluster, current_cluster
+    from gulliver.plan import Plan
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AsyncCheckpointer",
+    "Booster",
+    "Cluster",
+    "DataLoader",
+    "GulliverError",
+    "HybridParallelPlugin",
+    "LowLevelZeroPlugin",
+    "Plan",
+    "Plugin",
+    "TorchDDPPlugin",
+    "World",
+    "current_cluster",
+    "current_world",
+    "guard",
+    "init_world",
+    "keep_logits",
+    "launch",
+    "lazy_parameters",
+    "shutdown",
+]
+
+_PACKAGES = {
+    "booster": (
+        *("Booster", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin"),
+        *("keep_logits", "lazy_parameters"),
+    ),
+    "checkpoint": ("AsyncCheckpointer",),
+    "comm": ("World", "current_world", "guard", "init_world", "launch", "shutdown"),
+    "data": ("DataLoader",),
+    "errors": ("GulliverError",),
+    "hardware": ("Cluster", "current_cluster"),
+    "plan": ("Plan",),
+    **dict.fromkeys(("io", "memory", "models", "parallel", "solve", "video"), ()),
+}
+"""Public packages, and the names that this module hands on from each."""
+
+_PLACES = {name: package for package, names in _PACKAGES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"gulliver.{name}")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'gulliver' has no attribute {name!r}")
+    value = getattr(import_module(f"gulliver.{_PLACES[name]}"), name)
+    globals()[name] = value  # asked for once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PACKAGES, *__all__})

@@ -1,10 +1,9 @@
 """The one call: `Booster(plugin=...).boost(model, optimizer, ...)`."""
 
 from gulliver.booster._booster import Booster
+from gulliver.booster._hybrid_plugin import HybridParallelPlugin
 from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
-from gulliver.booster.hybrid._lazy import lazy_parameters
-from gulliver.booster.hybrid._plugin import HybridParallelPlugin
-from gulliver.booster.hybrid._transformers import keep_logits
+from gulliver.booster.hybrid import keep_logits, lazy_parameters
 
 __all__ = [
     "Booster",

@@ -1,7 +1,7 @@
 """The one call: an ordinary model and loop become the planned run.
 
-Read `Booster.boost`; what a plugin does with the model is in `_plugins.py`, how files are
-written and read in `_states.py`.
+Read `Booster.boost`; how a plan is run is told by `_apply.py`, how files are written and read by
+`_states.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, overload
 from weakref import WeakKeyDictionary, WeakSet
@@ -27,8 +26,10 @@ from gulliver.booster._checkpoint import (
     load_boosted,
     restore_random,
 )
+from gulliver.booster._model import unwrapped
 from gulliver.booster._pipelined import run_whole
-from gulliver.booster._plugins import Plugin, TorchDDPPlugin, unwrapped
+from gulliver.booster._plugins import PlanPlugin, Plugin, TorchDDPPlugin
+from gulliver.booster._running import Running
 from gulliver.booster._states import (
     check_whole,
     on_main,
@@ -39,7 +40,6 @@ from gulliver.booster._states import (
     write_optimizer,
     write_scheduler,
 )
-from gulliver.booster.hybrid._optimizer import HybridOptimizer
 from gulliver.checkpoint import (
     AsyncCheckpointer,
     FileSaver,
@@ -50,20 +50,22 @@ from gulliver.checkpoint import (
 )
 from gulliver.comm import World, broadcast_object, guard, init_world, release_groups
 from gulliver.errors import GulliverError, nearest
-from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
-from gulliver.plan import Plan
+from gulliver.parallel import BoostedOptimizer
+from gulliver.plan import Comparison, Plan
 
 
 class Booster:
     """Boosts models as a plugin plans it.
 
     Args:
-        plugin: how the ranks share the work; None for torch's DDP.
+        plugin: way to make the plan; None for torch's DDP.
         mixed_precision: ``bf16`` runs calls of the model under autocast, parameters and reductions
             stay in their own dtype; None leaves the model as it is.
+        plan: plan to run as it is, instead of a plugin's: ``Plan.load("plan.yaml")``.
+        verbose: print a plan when its model is boosted; a plugin says that by itself.
 
     Raises:
-        GulliverError: a precision that is not supported.
+        GulliverError: a precision that is not supported; a plugin and a plan.
 
     Example:
         >>> booster = Booster(plugin=LowLevelZeroPlugin(stage=2))
@@ -71,15 +73,27 @@ class Booster:
         >>> booster.backward(loss, optimizer)
     """
 
-    def __init__(self, plugin: Plugin | None = None, mixed_precision: str | None = None) -> None:
+    def __init__(
+        self,
+        plugin: Plugin | None = None,
+        mixed_precision: str | None = None,
+        plan: Plan | None = None,
+        verbose: bool = True,
+    ) -> None:
         check_precision(mixed_precision)
         if plugin is not None and not isinstance(plugin, Plugin):
             raise GulliverError(
                 f"plugin is {plugin!r}: pass LowLevelZeroPlugin(...) or TorchDDPPlugin(...)"
             )
+        if plan is not None and (plugin is not None or not isinstance(plan, Plan)):
+            raise GulliverError(
+                "plan is a plan by itself: pass Booster(plan=Plan.load(path)), and no plugin"
+            )
+        if plan is not None:
+            plugin = PlanPlugin(plan, verbose)
         self.plugin = plugin or TorchDDPPlugin()
         self.mixed_precision = mixed_precision
-        self._plan: Plan | None = None
+        self._last: Running | None = None
         self._file: FileSaver | None = None
         self._checkpointers: dict[str, AsyncCheckpointer] = {}
         self._options: dict[str, dict[str, Any]] = {}
@@ -88,10 +102,21 @@ class Booster:
 
     @property
     def plan(self) -> Plan:
-        """How the model runs; there once it is boosted."""
-        if self._plan is None:
+        """How the model runs now, tuning included; there once it is boosted."""
+        return self._running().plan
+
+    def compare(self) -> Comparison:
+        """Lays what was measured beside what the plan predicts: seconds and bytes of this rank.
+
+        Seconds are those between the steps so far, bytes those at their peak; see
+        `gulliver.plan.Comparison`.
+        """
+        return self._running().compare()
+
+    def _running(self) -> Running:
+        if self._last is None:
             raise GulliverError("there is no plan yet: call boost first")
-        return self._plan
+        return self._last
 
     @overload
     def boost(
@@ -147,16 +172,16 @@ class Booster:
         check_alike(unwrapped(model), optimizer)
         again = next((known for known in self._optimizers if unwrapped(known) is model), model)
         boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, precision)
-        self._plan = broadcast_object(plan)
+        self._last = Running(broadcast_object(plan), wrapped)
         release_groups()
         wrapped.watch(unwrapped(model))
         if boosted in self._optimizers:
             self._several.add(boosted)
-        elif self.mixed_precision:
-            autocast_calls(model, world.device.type, self.mixed_precision)
+        elif plan.precision.autocast != "none":
+            autocast_calls(model, world.device.type, plan.precision.autocast)
         self._optimizers[boosted] = wrapped
         if world.is_main and self.plugin.verbose:
-            self.plan.show()
+            self._last.planned.show()
         return boosted, None if optimizer is None else wrapped, criterion, dataloader, lr_scheduler
 
     def _check(self, model: nn.Module, optimizer: Any, world: World) -> None:
@@ -235,7 +260,7 @@ class Booster:
             raise GulliverError("the optimizer is of another model: pass the one boosted with it")
         batch = next(data_iter)
         with guard():
-            if isinstance(holder, HybridOptimizer) and holder.pipeline is not None:
+            if holder.pipeline is not None:
                 return holder.run(batch, criterion, backward, return_loss, return_outputs, weight)
             return run_whole(batch, model, criterion, holder if backward else None, return_outputs)
 
@@ -298,8 +323,8 @@ class Booster:
             check_whole(model)
         content = boosted_state(model, optimizer, holder, lr_scheduler, state)
         checkpointer = self._checkpointer(Path(folder), options)
-        if self._plan is not None:
-            checkpointer.about["plan"] = asdict(self._plan)
+        if self._last is not None:
+            checkpointer.about["plan"] = self.plan.to_values()
         begun = checkpointer.save(step, content, unwrapped(model).buffers())
         if not use_async:
             checkpointer.wait()
@@ -441,7 +466,7 @@ class Booster:
         if not use_async:
             on_main(lambda: write_tensors(place, state))
             return
-        if isinstance(holder, ZeroOptimizer) and holder.stage == 3:
+        if holder is not None and holder.gives_back:
             # What was gathered is given back; rank 0 keeps a copy.
             state = {n: v.clone() for n, v in state.items()} if init_world().is_main else {}
 
@@ -517,8 +542,8 @@ class Booster:
         def write() -> None:
             if not spread:
                 write_optimizer(optimizer, state, Path(path))
-            if self._plan is not None:
-                self._plan.save(Path(path) / "plan.yaml")
+            if self._last is not None:
+                self.plan.save(Path(path) / "plan.yaml")
 
         on_main(write)
 

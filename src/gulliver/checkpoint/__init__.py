@@ -1,5 +1,6 @@
 """Saving and loading, whole or not at all."""
 
+from gulliver.checkpoint._agreement import Saved
 from gulliver.checkpoint._collect import PerRank, refuse_boosted
 from gulliver.checkpoint._compare import (
     Comparison,
@@ -20,23 +21,22 @@ from gulliver.checkpoint._files import (
 from gulliver.checkpoint._filling import Filling
 from gulliver.checkpoint._folder import CheckpointFolder
 from gulliver.checkpoint._gathering import GatheredWeights, on_gathered
+from gulliver.checkpoint._huggingface import load_huggingface, match_huggingface
 from gulliver.checkpoint._interchange import (
     export_huggingface,
     gather_huggingface,
     import_huggingface,
-    load_huggingface,
-    match_huggingface,
     save_huggingface,
-    write_single,
 )
 from gulliver.checkpoint._loading import Loaded, fill_all, load, plan_all, step_folder
 from gulliver.checkpoint._manifest import Manifest, read_manifest
 from gulliver.checkpoint._reader import Mismatch, StepReader
 from gulliver.checkpoint._refs import Ref, refs_in, replace_refs, with_refs
-from gulliver.checkpoint._saving import AsyncCheckpointer, Saved
+from gulliver.checkpoint._saving import AsyncCheckpointer
 from gulliver.checkpoint._single import FileSaver
 from gulliver.checkpoint._tree import as_leaf, join_state, merge_skeletons, names_in, split_state
 from gulliver.checkpoint._weights import Weights, is_step_or_run, open_weights
+from gulliver.checkpoint._writing import write_single
 
 __all__ = [
     "AsyncCheckpointer",

@@ -20,7 +20,6 @@ from torch import Tensor
 from gulliver.checkpoint._branches import by_age
 from gulliver.checkpoint._folder import steps_of
 from gulliver.checkpoint._image import MAX_HEADER, read_slots
-from gulliver.checkpoint._interchange import Progress
 from gulliver.checkpoint._loading import check_number, step_folder
 from gulliver.checkpoint._manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from gulliver.checkpoint._weights import (
@@ -31,6 +30,7 @@ from gulliver.checkpoint._weights import (
     batches,
     open_weights,
 )
+from gulliver.checkpoint._writing import Progress
 from gulliver.errors import GulliverError
 from gulliver.io import Engine, IoError, Page, Ticket, default_engine
 

@@ -15,12 +15,10 @@ import json
 import logging
 import os
 import time
-import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -28,6 +26,7 @@ from typing import Any, Literal, Self
 import torch.distributed as dist
 from torch import Tensor
 
+from gulliver.checkpoint._agreement import Offer, Save, Saved, decide, text_of
 from gulliver.checkpoint._collect import Collected, collect
 from gulliver.checkpoint._folder import CheckpointFolder, FolderLock
 from gulliver.checkpoint._guard import install_hooks
@@ -54,75 +53,6 @@ GROWTH = 32
 NO_INODES = "the disk has no inodes left, however many bytes are free: remove some files"
 
 _log = logging.getLogger("gulliver")
-
-
-@dataclass(frozen=True)
-class Saved:
-    """How a save went.
-
-    Attributes:
-        step: that was saved.
-        nbytes: that this rank wrote.
-        stall_s: for which training was held up: in `save`, and until it could change the state.
-        copied_s: from the beginning until the state could change again.
-        total_s: from the beginning until the step was complete.
-    """
-
-    step: int
-    nbytes: int
-    stall_s: float
-    copied_s: float
-    total_s: float
-
-
-@dataclass
-class _Offer:
-    """What a rank tells the others before they save together."""
-
-    skips: bool
-    failure: Exception | None
-    """Of the save before."""
-    problem: Exception | None = None
-    """Why this one cannot be begun."""
-    digest: str = ""
-    begun: bool = False
-
-    def said(self) -> dict[str, Any]:
-        """As the others get it."""
-        return {
-            "skips": self.skips,
-            "failure": None if self.failure is None else _text(self.failure),
-            "problem": None if self.problem is None else _text(self.problem),
-            "digest": self.digest,
-            "mark": uuid.uuid4().hex,
-        }
-
-
-@dataclass
-class _Save:
-    """A step on its way."""
-
-    step: int
-    mark: str
-    """The same on all ranks, and on no other save."""
-    begun: float
-    snapshot: Snapshot | None = None
-    engine: Engine | None = None
-    lane: Lane | None = None
-    skeletons: dict[str, Any] = field(default_factory=dict)
-    problem: Exception | None = None
-    presence: Presence | None = None
-
-    def told(self) -> Saved:
-        """How it went."""
-        assert self.snapshot is not None
-        return Saved(
-            self.step,
-            self.snapshot.nbytes,
-            self.snapshot.stall_s,
-            self.snapshot.copied_s or 0.0,
-            time.perf_counter() - self.begun,
-        )
 
 
 class AsyncCheckpointer:
@@ -253,13 +183,13 @@ class AsyncCheckpointer:
                 "step %d waited %.1f s: the step before was still being written", step, waited
             )
         skips = busy and self.when_busy == "skip"
-        offer = _Offer(skips, None if skips else self._take_failure())
+        offer = Offer(skips, None if skips else self._take_failure())
         collected = None if skips or offer.failure else self._prepare(step, state, buffers, offer)
         mark = self._agree(step, offer)
         if mark is None:
             return False
         assert collected is not None
-        self._start(_Save(step, mark, begun), collected)
+        self._start(Save(step, mark, begun), collected)
         return True
 
     def _check_process(self) -> None:
@@ -283,7 +213,7 @@ class AsyncCheckpointer:
             ) from error
 
     def _prepare(
-        self, step: int, state: Mapping[str, Any], buffers: Iterable[Tensor], offer: _Offer
+        self, step: int, state: Mapping[str, Any], buffers: Iterable[Tensor], offer: Offer
     ) -> Collected | None:
         """What this rank would do before the others agree; `offer` says whether it could."""
         try:
@@ -300,34 +230,19 @@ class AsyncCheckpointer:
             offer.problem = error
             return None
 
-    def _agree(self, step: int, offer: _Offer) -> str | None:
+    def _agree(self, step: int, offer: Offer) -> str | None:
         """What all ranks do: the save's mark, None to go on without it, or an error on all."""
         mine = offer.said()
         every = self._gather(mine, offer.failure)
-        failures = [(rank, said["failure"]) for rank, said in enumerate(every) if said["failure"]]
-        problems = [(rank, said["problem"]) for rank, said in enumerate(every) if said["problem"]]
-        skips = any(said["skips"] for said in every)
-        if not failures and not problems and not skips:
-            if len({said["digest"] for said in every}) == 1:
-                return every[0]["mark"]
-            problems = [(0, "ranks save different states; mark what differs with PerRank")]
-        if offer.begun:
-            self.folder.discard(step)
-        if failures:
-            # Told once; the next call saves again.
-            raise offer.failure or GulliverError(f"rank {failures[0][0]} failed: {failures[0][1]}")
-        if not problems:
-            _log.warning("step %d is not saved: the step before is still being written", step)
-            return None
-        problem = offer.problem or GulliverError(
-            f"step {step}: rank {problems[0][0]}: {problems[0][1]}"
-        )
-        if self.on_error == "warn":
-            _log.warning("step %d is not saved: %s; training goes on without it", step, problem)
-            return None
-        raise problem
+        mark = None
+        try:
+            mark = decide(step, offer, every, self.on_error == "raise")
+        finally:
+            if mark is None and offer.begun:
+                self.folder.discard(step)
+        return mark
 
-    def _start(self, save: _Save, collected: Collected) -> None:
+    def _start(self, save: Save, collected: Collected) -> None:
         """Hands everything over; what fails from here on the other ranks learn afterwards."""
         self._stalled, self.saves = self.stall_s, self.saves + 1
         self._snapshot = None
@@ -378,7 +293,7 @@ class AsyncCheckpointer:
         self._lane.begin()
         return self._lane
 
-    def _finish(self, save: _Save) -> None:
+    def _finish(self, save: Save) -> None:
         """All that happens behind the training's back."""
         partial = self.folder.partial(save.step)
         try:
@@ -406,7 +321,7 @@ class AsyncCheckpointer:
         if self.rank == 0:
             self.folder.discard(save.step)
 
-    def _write_and_tell(self, save: _Save, partial: Path) -> None:
+    def _write_and_tell(self, save: Save, partial: Path) -> None:
         """Writes, and leaves word of how that went."""
         told = False
         try:
@@ -428,7 +343,7 @@ class AsyncCheckpointer:
             _log.warning("%s", short)
 
     def _named(self, step: int, problem: Exception) -> GulliverError:
-        text = _text(problem)
+        text = text_of(problem)
         if isinstance(problem, IoError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
             root = self.folder.root
             text += f"; {NO_INODES if lacks_inodes(root) else self.folder.needs()}"
@@ -436,7 +351,7 @@ class AsyncCheckpointer:
         error.__cause__ = problem
         return error
 
-    def _write(self, save: _Save, partial: Path) -> None:
+    def _write(self, save: Save, partial: Path) -> None:
         """Sees the files to the disk, and leaves word of them; or notes what went wrong."""
         snapshot, engine = save.snapshot, save.engine
         assert snapshot is not None
@@ -559,7 +474,3 @@ def _checked(about: Mapping[str, Any] | None) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise GulliverError(f"about has to be a dict of JSON values: {error}") from None
     return found
-
-
-def _text(problem: Exception) -> str:
-    return str(problem) or type(problem).__name__

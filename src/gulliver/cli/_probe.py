@@ -19,6 +19,7 @@ from gulliver.comm import (
     World,
     all_gather,
     all_reduce,
+    backend_all_reduce,
     broadcast_object,
     gather_objects,
     init_world,
@@ -208,7 +209,13 @@ def _operations(
         whole, part = tensors(count)
         return lambda: all_gather(whole, part, group=torus)
 
-    return {"all_reduce": reduce, "reduce_scatter": scatter, "all_gather": gather}
+    def ring(count: int) -> Callable[[], object]:
+        whole = tensors(count)[0].zero_()
+        return lambda: backend_all_reduce(whole, group=torus.flat.group)
+
+    found = {"all_reduce": reduce, "reduce_scatter": scatter, "all_gather": gather}
+    # Over gloo tensor parallelism takes the faster of the two; elsewhere they are one.
+    return found | ({"ring_all_reduce": ring} if device.type == "cpu" and torus.size > 2 else {})
 
 
 def _looked_up(path: Path, again: bool) -> tuple[Cluster | None, str | None]:

@@ -1,13 +1,22 @@
 """Worlds of ranks, and the collectives between them."""
 
 from gulliver.comm._axes import Axes, Torus, make_axes
-from gulliver.comm._choice import Choice, Chooser, choose
+from gulliver.comm._choice import (
+    Choice,
+    Chooser,
+    ReduceChoice,
+    choose,
+    choose_all_reduce,
+    reduce_choices,
+    use_links,
+)
 from gulliver.comm._collectives import (
     Group,
     Handle,
     all_gather,
     all_reduce,
     any_rank,
+    backend_all_reduce,
     barrier,
     broadcast,
     broadcast_object,
@@ -18,9 +27,20 @@ from gulliver.comm._collectives import (
 )
 from gulliver.comm._groups import release_groups, shared_line
 from gulliver.comm._launch import default_ranks, launch, under_launcher
+from gulliver.comm._layout import ChosenAxes, choose_axes
 from gulliver.comm._ledger import Purpose
 from gulliver.comm._line import ALONE, Line
+from gulliver.comm._messages import Messages
+from gulliver.comm._point_to_point import (
+    Flight,
+    exchange,
+    gather_integers,
+    operations,
+    post,
+    shift,
+)
 from gulliver.comm._watchdog import Watchdog
+from gulliver.comm._wire import IDENTITY, WireFormat
 from gulliver.comm._world import (
     World,
     adopt_world,
@@ -33,26 +53,37 @@ from gulliver.comm._world import (
 
 __all__ = [
     "ALONE",
+    "IDENTITY",
     "Axes",
     "Choice",
     "Chooser",
+    "ChosenAxes",
+    "Flight",
     "Group",
     "Handle",
     "Line",
+    "Messages",
     "Purpose",
+    "ReduceChoice",
     "Torus",
     "Watchdog",
+    "WireFormat",
     "World",
     "adopt_world",
     "all_gather",
     "all_reduce",
     "any_rank",
+    "backend_all_reduce",
     "barrier",
     "broadcast",
     "broadcast_object",
     "choose",
+    "choose_all_reduce",
+    "choose_axes",
     "current_world",
     "default_ranks",
+    "exchange",
+    "gather_integers",
     "gather_objects",
     "group_rank",
     "group_size",
@@ -60,10 +91,15 @@ __all__ = [
     "init_world",
     "launch",
     "make_axes",
+    "operations",
+    "post",
+    "reduce_choices",
     "reduce_scatter",
     "release_groups",
     "shared_line",
+    "shift",
     "shutdown",
     "together",
     "under_launcher",
+    "use_links",
 ]

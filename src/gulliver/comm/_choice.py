@@ -1,4 +1,4 @@
-"""Flat or torus: which is predicted to be faster for a collective of so many bytes.
+"""Flat or torus, direct or ring: which is predicted to be faster for so many bytes.
 
 The predictions come from `gulliver.hardware`, or from whatever function the caller passes; nothing
 here knows what a link costs.
@@ -7,16 +7,11 @@ here knows what a link costs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gulliver.hardware import (
-    Link,
-    all_gather_seconds,
-    all_reduce_seconds,
-    reduce_scatter_seconds,
-)
+from gulliver.hardware import RING_BYTES, Cluster, Link, all_reduce_ways, collective_seconds
 
 Kind = Literal["flat", "torus"]
 Predict = Callable[[str, int], float]
@@ -105,14 +100,67 @@ class Chooser:
         """
         flat = [(math.prod(size for size, _ in links), links[0][1])]
         return cls(
-            lambda collective, nbytes: _SECONDS[collective](flat, nbytes),
-            lambda collective, nbytes: _SECONDS[collective](links, nbytes),
+            lambda collective, nbytes: collective_seconds(flat, collective, nbytes),
+            lambda collective, nbytes: collective_seconds(links, collective, nbytes),
             report,
         )
 
 
-_SECONDS = {
-    "all_reduce": all_reduce_seconds,
-    "reduce_scatter": reduce_scatter_seconds,
-    "all_gather": all_gather_seconds,
-}
+@dataclass(frozen=True)
+class ReduceChoice:
+    """How an all-reduce over gloo goes, and why.
+
+    Attributes:
+        nbytes: size of the tensor.
+        ranks: ranks of the world that take part.
+        kind: "ring", gloo's own, or "direct", an exchange from each rank to all others.
+        measured: seconds of each kind, where they were measured.
+    """
+
+    nbytes: int
+    ranks: tuple[int, ...]
+    kind: Literal["direct", "ring"]
+    measured: Mapping[str, float]
+
+    def __str__(self) -> str:
+        what = f"all_reduce of {self.nbytes} bytes among {len(self.ranks)} ranks: {self.kind}"
+        if not self.measured:
+            return f"{what} (not measured: ring from {RING_BYTES} bytes on)"
+        told = ", ".join(f"{kind} {1e3 * s:.3g} ms" for kind, s in self.measured.items())
+        return f"{what} (measured: {told})"
+
+
+_cluster: Cluster | None = None
+_reduce_choices: dict[tuple[int, tuple[int, ...]], ReduceChoice] = {}
+
+
+def use_links(cluster: Cluster | None) -> None:
+    """Takes the links of a cluster as those that all-reduces are chosen by.
+
+    Args:
+        cluster: of the whole world, and the same on all ranks: those that choose differently wait
+            for each other for ever. None is of no known links.
+    """
+    global _cluster
+    _cluster = cluster
+    _reduce_choices.clear()
+
+
+def choose_all_reduce(nbytes: int, ranks: tuple[int, ...]) -> ReduceChoice:
+    """The faster way of an all-reduce over gloo, chosen once for each size."""
+    key = nbytes, ranks
+    if key not in _reduce_choices:
+        known = _cluster is not None and max(ranks) < _cluster.size
+        link = _cluster.link_between(ranks) if _cluster is not None and known else Link(0.0, 1.0)
+        ways = all_reduce_ways(link, len(ranks), nbytes)
+        if ways:
+            kind = "ring" if ways["ring"] < ways["direct"] else "direct"
+        else:
+            kind = "ring" if nbytes >= RING_BYTES else "direct"
+        _reduce_choices[key] = ReduceChoice(nbytes, ranks, kind, ways)
+    return _reduce_choices[key]
+
+
+def reduce_choices() -> list[ReduceChoice]:
+    """The choices that were made for all-reduces, in their order."""
+    return list(_reduce_choices.values())

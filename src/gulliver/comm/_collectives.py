@@ -17,17 +17,17 @@ from torch import Tensor
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
 from gulliver.comm import _chained, _steps
 from gulliver.comm._axes import Torus
+from gulliver.comm._choice import choose_all_reduce
 from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
 from gulliver.comm._ledger import ANY, Purpose
 from gulliver.comm._line import line_of
 from gulliver.comm._messages import next_tag
-from gulliver.comm._progress import Exchange, start
+from gulliver.comm._progress import Exchange, Steps, start
+from gulliver.comm._wire import IDENTITY, WireFormat, check_wire
 from gulliver.errors import GulliverError, nearest
 
 Op = Literal["sum", "mean", "max"]
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-RING_BYTES = 128 << 10
-"""From this size on gloo's ring pays among more than two ranks."""
 Group = dist.ProcessGroup | Torus | None
 """Ranks that take part; None is the whole world."""
 
@@ -72,6 +72,7 @@ def all_reduce(
     group: Group = None,
     async_op: bool = False,
     any_order: bool = False,
+    wire: WireFormat = IDENTITY,
     purpose: Purpose = ANY,
 ) -> Handle:
     """Replaces `tensor` on every rank by the reduction over all ranks.
@@ -81,13 +82,16 @@ def all_reduce(
         op: sum, mean or max.
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
-        any_order: over gloo and more than two ranks too, its own ring may be used. It takes less of
-            the processor, and adds each element's terms in an order that depends on its place in
-            the tensor: all ranks and all runs get the same bits, but not the same as when the
-            elements travel in other pieces.
+        any_order: over gloo and more than two ranks too, its own ring may be used, where
+            `choose_all_reduce` finds it faster. It takes less of the processor, and adds each
+            element's terms in an order that depends on its place in the tensor: all ranks, and all
+            runs that choose alike, get the same bits, but not the same as when the elements travel
+            in other pieces.
+        wire: format that the elements travel in.
         purpose: all ranks pass the same; those that differ are told, over gloo.
     """
     _check(tensor, op)
+    check_wire(wire)
     _check_sum(tensor.dtype)
     size = group_size(group)
     if size == 1:
@@ -100,16 +104,21 @@ def all_reduce(
         return _finished(Handle(_Several(queued)), async_op)
     if sends_directly(group, tensor):
         if not async_op and tensor.nbytes <= _steps.DIRECT_BYTES:
-            lines = (line_of(group),)
-            return _sent(_steps.all_reduce(tensor, op, lines, purpose), async_op)
-        if _backend_is_cheaper(tensor, op, size, any_order):
+            return _sent(_steps.all_reduce(tensor, op, (line_of(group),), purpose), async_op)
+        if _backend_is_cheaper(tensor, op, group, any_order):
             if purpose is not ANY:
                 next_tag(group, 1, purpose)  # the backend has tags of its own: only noted
-            work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
-            return _finished(Handle(work, _mean(tensor, op, size)), async_op)
+            return backend_all_reduce(tensor, op, group, async_op)
         return _finished(Handle(_all_reduce_directly(tensor, op, group, size, purpose)), async_op)
+    return backend_all_reduce(tensor, op, group, async_op)
+
+
+def backend_all_reduce(
+    tensor: Tensor, op: Op = "sum", group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Handle:
+    """An all-reduce as the backend does it: over gloo in a ring, in an order of its own."""
     work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
-    return _finished(Handle(work, _mean(tensor, op, size)), async_op)
+    return _finished(Handle(work, _mean(tensor, op, group_size(group))), async_op)
 
 
 def reduce_scatter(
@@ -120,6 +129,7 @@ def reduce_scatter(
     async_op: bool = False,
     accumulate_dtype: torch.dtype | None = None,
     purpose: Purpose = ANY,
+    wire: WireFormat = IDENTITY,
 ) -> Handle:
     """Writes this rank's part of the reduction of `input` to `output`.
 
@@ -133,7 +143,9 @@ def reduce_scatter(
         async_op: return at once; the result may be read after `Handle.wait`.
         accumulate_dtype: of the sum and of `output`, where it is wider than what travels.
         purpose: all ranks pass the same; those that differ are told, over gloo.
+        wire: format that the elements travel in.
     """
+    check_wire(wire)
     _check(output, op)
     _check(input, op)
     _check_sum(output.dtype)
@@ -151,8 +163,8 @@ def reduce_scatter(
         queued = _chained.run(tensors, lambda: _chained.reduce_scatter(output, input, op, lines))
         return _finished(Handle(_Several(queued)), async_op)
     if sends_directly(group, input):
-        step = direct_reduce_scatter(output, input, op, group, purpose=purpose)
-        return _finished(Handle(start(step)), async_op)
+        steps = direct_reduce_scatter(output, input, op, group, purpose)
+        return _finished(Handle(start(steps)), async_op)
     if output.dtype != input.dtype:
         started = _exchanged(output, input, op, group)
         return _finished(Handle(*started), async_op)
@@ -166,6 +178,7 @@ def all_gather(
     group: Group = None,
     async_op: bool = False,
     purpose: Purpose = ANY,
+    wire: WireFormat = IDENTITY,
 ) -> Handle:
     """Writes the inputs of all ranks, one after the other, to `output`.
 
@@ -176,7 +189,9 @@ def all_gather(
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
         purpose: all ranks pass the same; those that differ are told, over gloo.
+        wire: format that the elements travel in.
     """
+    check_wire(wire)
     _check(output, "sum")
     _check(input, "sum")
     size = group_size(group)
@@ -193,8 +208,8 @@ def all_gather(
         queued = _chained.run(tensors, lambda: _chained.all_gather(output, input, lines))
         return _finished(Handle(_Several(queued)), async_op)
     if sends_directly(group, input):
-        step = direct_all_gather(output, input, group, purpose=purpose)
-        return _finished(Handle(start(step)), async_op)
+        steps = direct_all_gather(output, input, group, purpose)
+        return _finished(Handle(start(steps)), async_op)
     return _finished(Handle(all_gather_flat(output, input, group=group, async_op=True)), async_op)
 
 
@@ -240,7 +255,7 @@ def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
     return line.group, line.group_order().index(rank)
 
 
-def _sent(collectives: list[_steps.Steps], async_op: bool) -> Handle:
+def _sent(collectives: list[Steps], async_op: bool) -> Handle:
     """Begins collectives that go in steps of our own."""
     return _finished(Handle(_Several(_steps.run(collectives, not async_op))), async_op)
 
@@ -274,20 +289,24 @@ def _check_sum(dtype: torch.dtype) -> None:
         )
 
 
-def _backend_is_cheaper(tensor: Tensor, op: Op, size: int, any_order: bool) -> bool:
+def _backend_is_cheaper(
+    tensor: Tensor, op: Op, group: dist.ProcessGroup | None, any_order: bool
+) -> bool:
     """Whether gloo's own all-reduce takes less of the processor, with bits that will do.
 
     It receives, adds and sends in one thread in C++, where a reduce-scatter and an all-gather of
     ours wake Python for each message: at 128 KiB and 1 MiB it takes about half the
     processor's time, which counts where the core that communicates computes too. Two terms have
     one sum in either order; of more than two, gloo's order depends on the place in the tensor.
-    Its ring takes 2 (n-1) messages after one another where ours takes 2: short tensors go directly.
+    Its ring takes 2 (n-1) messages after one another where ours takes 2: which is faster depends on
+    the size and the links.
     """
     if os.environ.get("GULLIVER_ALL_REDUCE", "auto") == "direct":
         return False
     if op == "max" or tensor.dtype not in (torch.float32, torch.float64):
         return False
-    return size == 2 or (any_order and tensor.nbytes >= RING_BYTES)
+    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    return len(ranks) == 2 or (any_order and choose_all_reduce(tensor.nbytes, ranks).kind == "ring")
 
 
 def _all_reduce_directly(
@@ -301,12 +320,17 @@ def _all_reduce_directly(
         padded[: flat.numel()] = flat
     own = padded.view(size, -1)[group_rank(group)]
 
-    def finished() -> None:
+    # Both take their tags now.
+    gather = direct_all_gather(padded, own, group, purpose)
+    reduce = direct_reduce_scatter(own, padded, op, group, purpose)
+
+    def steps() -> Steps:
+        yield from reduce
+        yield from gather
         if ragged:
             flat.copy_(padded[: flat.numel()])
 
-    gather = direct_all_gather(padded, own, group, finished, purpose)
-    return start(direct_reduce_scatter(own, padded, op, group, lambda: gather, purpose))
+    return start(steps())
 
 
 class _Several:

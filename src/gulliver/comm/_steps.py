@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,9 +45,8 @@ from gulliver.comm._messages import (
     send,
     take_buffer,
 )
-from gulliver.comm._workers import submit
+from gulliver.comm._progress import Steps, drive, start
 
-Steps = Generator[Messages, None, None]
 ROW_BYTES = 32 << 10
 """Rows from this size on travel as they lie."""
 DIRECT_BYTES = 32 << 10
@@ -119,9 +118,9 @@ def run(collectives: Sequence[Steps], at_once: bool) -> list[Any]:
         What to wait for.
     """
     if at_once and len(collectives) == 1:
-        _drive(collectives[0])
+        drive(collectives[0])
         return []
-    return [submit(lambda steps=steps: _drive(steps)) for steps in collectives]
+    return [start(steps, apart=True) for steps in collectives]
 
 
 def reduce_scatter(
@@ -361,11 +360,6 @@ def add_up(total: Tensor, own: Tensor, slots: Tensor, rank: int, op: str) -> Non
             add(before if number > 1 else terms[0], term, out=into)
         else:
             add(into if number > 1 else terms[0], term, out=into)
-
-
-def _drive(steps: Steps) -> None:
-    for messages in steps:
-        messages.wait()
 
 
 def _along(parts: Tensor, lines: Sequence[Line], depth: int) -> Tensor:

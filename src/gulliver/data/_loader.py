@@ -2,7 +2,7 @@
 
 Workers, sampling and collation are torch's: a second, inner loader of torch's makes whole batches,
 and a thread of ours takes them from it, moves them into the arena and on to the device, at most
-`ahead` of them before their time. Read `DataLoader.__iter__` first, then `_Batches`, then `_Feed`.
+`ahead` of them before their time. Read `DataLoader.__iter__`, then `_Batches` and `_feed.py`.
 
 [Note: the position]
 The state counts batches that were handed to the user, not those made ahead. Each batch brings along
@@ -14,16 +14,10 @@ rest of the epoch is what it would have been, to the bit.
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import logging
-import queue
-import threading
 import time
-import traceback
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -33,18 +27,16 @@ import torch.distributed as dist
 from torch.utils import data as torch_data
 
 from gulliver.data._arena import DEFAULT_LIMIT, ArenaStatistics, PinnedArena, batch_bytes
+from gulliver.data._feed import Feed, Inline
 from gulliver.data._fetch import Fetch, Orders, Stream, WorkerStart, as_is, check_seed, length_of
-from gulliver.data._position import check_position, order_of
+from gulliver.data._position import check_content, check_position, order_of
 from gulliver.data._transfer import CudaLane, Lane, Moved, Mover
 from gulliver.errors import GulliverError, nearest
+from gulliver.options import whole_number
 
 _log = logging.getLogger("gulliver")
 USED_AT_ONCE = 2
 """Batches alive outside the loader: the one in use, and the next before it takes its place."""
-AT_EXIT_S = 5.0
-"""How long an ending interpreter waits for a thread to put its workers away."""
-NEWER = "this iteration was ended by a newer one, or by another position, of the same loader"
-_OPEN: weakref.WeakSet[_Feed] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -124,6 +116,9 @@ class DataLoader(torch_data.DataLoader):
         _check_names(options)
         if ahead < 1:
             raise GulliverError(f"{ahead} batches ahead are none: `ahead` must be at least 1")
+        factor = options.get("prefetch_factor")
+        if factor is not None and whole_number("prefetch_factor", factor) < 1:
+            raise GulliverError("prefetch_factor must be at least 1: leave it out for torch's 2")
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
         if world_size is None:
@@ -145,7 +140,7 @@ class DataLoader(torch_data.DataLoader):
         self.arena = self._make_arena(arena, warm_up, arena_limit)
         locks = self.pin_memory and self.arena is None
         self._mover = Mover(self.arena, lane(self.device, ahead), locks)
-        self._feed: _Feed | _Inline = _Inline(iter(()), self._mover.move, 0)
+        self._feed: Feed | Inline = Inline(iter(()), self._mover.move, 0)
         # The position, see the note above; generators only between loading and beginning.
         self._epoch = self._done = 0
         self._mark: Any = None
@@ -191,12 +186,12 @@ class DataLoader(torch_data.DataLoader):
             _log.info("resuming: %d batches of the stream are loaded and passed over", passed_over)
             batches = _after(batches, passed_over, self._work)
         if self.num_workers:
-            self._feed = _Feed(batches, self._mover.move, self.ahead)
+            self._feed = Feed(batches, self._mover.move, self.ahead)
         else:
             # Without workers samples are made where the caller is, under seeds that must not meet
             # what the model draws. One batch ahead is enough for its copy to be.
             on_host = self.device is None or self.device.type == "cpu"
-            self._feed = _Inline(batches, self._mover.move, 0 if on_host else 1)
+            self._feed = Inline(batches, self._mover.move, 0 if on_host else 1)
         return _Batches(self, self._feed)
 
     def state_dict(self) -> dict[str, Any]:
@@ -232,8 +227,7 @@ class DataLoader(torch_data.DataLoader):
             GulliverError: the state belongs to other data, another batch size, seed or number of
                 ranks; or to another rank, where a `generator` of its own decides the order.
         """
-        if not {"epoch", "done", "generators", "inner", "is_over"} <= set(state):
-            raise GulliverError("this is not the state of a data loader: it has no position")
+        check_content(state)
         batches = None if self._is_iterable else length_of(self._index_source)
         check_position(state["epoch"], state["done"], batches)
         for name, here in self._identity().items():
@@ -242,8 +236,10 @@ class DataLoader(torch_data.DataLoader):
                     f"the saved position belongs to {name.replace('_', ' ')} {state.get(name)}, "
                     f"this loader has {here}: resume with what the run was started with"
                 )
-        if not isinstance(state["is_over"], bool) or not isinstance(state["generators"], list):
-            raise GulliverError("this is not the state of a data loader: its position is broken")
+        if self._stateful is None and state["inner"] is not None:
+            raise GulliverError("the saved position is of a sampler that has one: this has none")
+        if hasattr(self._stateful, "check_state"):
+            self._stateful.check_state(state["inner"])
         saved, here = len(state["generators"]), len(self._work.generator_states())
         if saved != here:
             raise GulliverError(
@@ -429,7 +425,7 @@ class DataLoader(torch_data.DataLoader):
 class _Batches:
     """What a `for` loop over a loader holds; when it is gone, so is the thread behind it."""
 
-    def __init__(self, loader: DataLoader, feed: _Feed | _Inline) -> None:
+    def __init__(self, loader: DataLoader, feed: Feed | Inline) -> None:
         self._loader, self._feed = loader, feed
         self._ended = False
 
@@ -456,144 +452,6 @@ class _Batches:
 
     def __del__(self) -> None:
         self._feed.close()
-
-
-class _Inline:
-    """Batches made when they are asked for, or `ahead` of that, by whoever asks."""
-
-    def __init__(self, batches: Iterator[Any], move: Callable[[Any], Moved], ahead: int) -> None:
-        self._entries: Iterator[Moved | BaseException] = _moved(batches, move)
-        self._ready: deque[Moved | BaseException] = deque()
-        self._ahead, self._closed = ahead, False
-
-    def get(self) -> Moved | BaseException | None:
-        """The next batch, or its error; None at the end."""
-        if self._closed:
-            raise GulliverError(NEWER)
-        while len(self._ready) <= self._ahead:
-            entry = next(self._entries, None)
-            if entry is None:
-                break
-            self._ready.append(entry)
-        return self._ready.popleft() if self._ready else None
-
-    def close(self) -> None:
-        """Lets go of what was made ahead, and of what makes it."""
-        self._closed = True
-        self._ready.clear()
-        self._entries = iter(())
-
-    def join(self) -> None:
-        """Nothing to wait for."""
-
-
-class _Feed:
-    """Batches made by torch's workers, moved by a thread, at most `ahead` before their time.
-
-    The thread knows its channel only, so that nothing keeps this object from being collected.
-    """
-
-    def __init__(self, batches: Iterator[Any], move: Callable[[Any], Moved], ahead: int) -> None:
-        self._channel = _Channel(ahead)
-        self._thread = threading.Thread(
-            target=_run, args=([batches], move, self._channel), name="gulliver-loader", daemon=True
-        )
-        self._thread.start()
-        _OPEN.add(self)
-
-    def get(self) -> Moved | BaseException | None:
-        """Waits for the next batch, or its error; None at the end."""
-        if self._channel.closed.is_set():
-            raise GulliverError(NEWER)
-        entry = self._channel.entries.get()
-        self._channel.permits.release()
-        return entry
-
-    def close(self) -> None:
-        """Tells the thread to end, which it does after the batch that it waits for."""
-        self._channel.close()
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Waits until the thread has ended."""
-        self._thread.join(timeout_s)
-
-
-class _Channel:
-    """What goes from the thread to the loop: permits one way, batches the other."""
-
-    def __init__(self, ahead: int) -> None:
-        # A permit is asked for before a batch is moved, so that no more than `ahead` of them hold
-        # memory of the arena.
-        self.permits = threading.Semaphore(ahead)
-        self.entries: queue.SimpleQueue[Moved | BaseException | None] = queue.SimpleQueue()
-        self.closed = threading.Event()
-
-    def close(self) -> None:
-        """Ends both sides; batches that nobody took are dropped."""
-        self.closed.set()
-        self.permits.release()
-        self.drain()
-
-    def drain(self) -> None:
-        """Drops what is in the queue."""
-        while True:
-            try:
-                self.entries.get_nowait()
-            except queue.Empty:
-                return
-
-
-def _run(source: list[Iterator[Any]], move: Callable[[Any], Moved], channel: _Channel) -> None:
-    """The thread. `source` is a list so that popping it leaves the one reference here."""
-    entries = _moved(source.pop(), move)
-    while True:
-        channel.permits.acquire()
-        if channel.closed.is_set():
-            break
-        entry = next(entries, None)
-        if isinstance(entry, BaseException):
-            # Keeps the lines, lets go of the variables: torch's iterator is among them, and has to
-            # end here, not in a garbage collection, where it waits in vain for its workers.
-            traceback.clear_frames(entry.__traceback__)
-        channel.entries.put(entry)
-        if not isinstance(entry, Moved):
-            break
-        del entry
-    # Puts the workers away, in this thread, which may have to wait for them.
-    del entries
-    if channel.closed.is_set():
-        channel.drain()
-
-
-def _moved(batches: Iterator[Any], move: Callable[[Any], Moved]) -> Iterator[Moved | BaseException]:
-    """Batches on their way; last, in the place of one that could not be made, its error."""
-    try:
-        while True:
-            batch, error = _attempt(next, batches)
-            if isinstance(error, StopIteration):
-                return
-            moved = None
-            if error is None:
-                moved, error = _attempt(move, batch)
-            # Not to be held while the next one is made.
-            del batch
-            if error is not None:
-                yield error
-                return
-            assert moved is not None
-            yield moved
-            del moved
-    finally:
-        # Frames that an error remembers hold this one.
-        batches, error = iter(()), None
-
-
-def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, BaseException | None]:
-    """What a function returned, and what it raised."""
-    try:
-        return function(argument), None
-    except BaseException as error:
-        return None, error
 
 
 def _after(batches: Iterator[Any], count: int, work: Orders | Stream) -> Iterator[Any]:
@@ -640,12 +498,3 @@ def _check_names(options: Mapping[str, Any]) -> None:
         if name not in known:
             meant = nearest(name, (known | own) - {"self"})
             raise GulliverError(f"the data loader has no argument {name!r}: {meant}")
-
-
-@atexit.register
-def _close_all() -> None:
-    """A thread that the ending interpreter cuts off leaves workers and devices in mid-air."""
-    for feed in list(_OPEN):
-        feed.close()
-    for feed in list(_OPEN):
-        feed.join(AT_EXIT_S)

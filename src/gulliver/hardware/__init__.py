@@ -1,5 +1,15 @@
 """What things cost: devices, links and disks, measured or described, and the formulas on them."""
 
+from gulliver.hardware._attention import (
+    AttentionBytes,
+    AttentionSeconds,
+    AttentionShape,
+    SequenceSplit,
+    attention_seconds,
+    split_attention_bytes,
+    split_attention_seconds,
+    two_ring_bytes,
+)
 from gulliver.hardware._cluster import (
     Along,
     Axis,
@@ -11,17 +21,25 @@ from gulliver.hardware._cluster import (
     described_names,
 )
 from gulliver.hardware._costs import (
+    BACKWARD_OF_LINEAR,
+    RING_BYTES,
     all_gather_seconds,
     all_reduce_seconds,
+    all_reduce_ways,
     all_to_all_seconds,
     broadcast_seconds,
+    collective_seconds,
     copy_seconds,
     disk_seconds,
+    linear_flops,
+    linear_seconds,
     matmul_seconds,
     memory_seconds,
     point_to_point_seconds,
     reduce_scatter_seconds,
+    resharding_bytes,
     wire_bytes,
+    zero_collectives,
 )
 from gulliver.hardware._curve import Curve
 from gulliver.hardware._kept import current_cluster, kept_path
@@ -34,19 +52,41 @@ from gulliver.hardware._links import (
     proposed_axes,
 )
 from gulliver.hardware._probe import probe_device, probe_disk
+from gulliver.hardware._step import (
+    Message,
+    StepCosts,
+    layer_seconds,
+    predict_step,
+    update_seconds,
+)
+from gulliver.hardware._torus import torus_links, torus_seconds
+from gulliver.hardware._transfers import IN_A_ROW, Transfers, probe_transfers
 
 __all__ = [
+    "BACKWARD_OF_LINEAR",
+    "IN_A_ROW",
+    "RING_BYTES",
     "Along",
+    "AttentionBytes",
+    "AttentionSeconds",
+    "AttentionShape",
     "Axis",
     "Cluster",
     "Curve",
     "Device",
     "Disk",
     "Link",
+    "Message",
+    "SequenceSplit",
+    "StepCosts",
+    "Transfers",
     "all_gather_seconds",
     "all_reduce_seconds",
+    "all_reduce_ways",
     "all_to_all_seconds",
+    "attention_seconds",
     "broadcast_seconds",
+    "collective_seconds",
     "copy_seconds",
     "current_cluster",
     "described",
@@ -55,15 +95,28 @@ __all__ = [
     "fit_line",
     "group_into_nodes",
     "kept_path",
+    "layer_seconds",
+    "linear_flops",
+    "linear_seconds",
     "matmul_seconds",
     "memory_seconds",
     "pair_rounds",
     "point_to_point_seconds",
+    "predict_step",
     "probe_collectives",
     "probe_device",
     "probe_disk",
     "probe_links",
+    "probe_transfers",
     "proposed_axes",
     "reduce_scatter_seconds",
+    "resharding_bytes",
+    "split_attention_bytes",
+    "split_attention_seconds",
+    "torus_links",
+    "torus_seconds",
+    "two_ring_bytes",
+    "update_seconds",
     "wire_bytes",
+    "zero_collectives",
 ]

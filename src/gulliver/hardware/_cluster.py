@@ -143,6 +143,37 @@ class Cluster:
         """Size and link of each axis, outer to inner, as the cost formulas take them."""
         return [(axis.size, axis.link) for axis in self.axes]
 
+    def crossed(self, stride: int, size: int) -> list[tuple[int, Link]]:
+        """Size and link of each axis that a line of places crosses, outer to inner.
+
+        Args:
+            stride: places from one of the line to the next.
+            size: places of the line.
+        """
+        crossed, unit, span = [], 1, stride * size
+        for axis in reversed(self.axes):
+            whole = unit * axis.size
+            count = -(-min(span, whole) // max(stride, unit))
+            if count > 1 and stride < whole:
+                crossed.append((count, axis.link))
+            unit = whole
+        return crossed[::-1]
+
+    def level(self, low: int, high: int) -> int:
+        """Number of the outermost axis on which two places differ."""
+        unit = self.size
+        for number, axis in enumerate(self.axes):
+            unit //= axis.size
+            if low // unit != high // unit:
+                return number
+        raise AssertionError("places that differ lie apart on an axis")
+
+    def link_between(self, ranks: Sequence[int]) -> Link:
+        """The slowest link that messages between some ranks, two or more, travel on."""
+        order = self.rank_order or range(self.size)
+        places = [order.index(rank) for rank in ranks]
+        return self.axes[self.level(min(places), max(places))].link
+
     def resized(self, size: int) -> Cluster:
         """The same machines for `size` ranks: inner axes stay full, or fewer of them are needed.
 

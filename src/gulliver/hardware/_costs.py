@@ -1,4 +1,4 @@
-"""The cost formulas, all of them: seconds from bytes and operations.
+"""The cost formulas: seconds, bytes and FLOPs from sizes.
 
 `axes` are pairs of size and link, outer to inner, as `Cluster.links` gives them; n is the size of
 an axis, alpha and B its link's latency and bandwidth. Messages follow Hockney's model (Parallel
@@ -17,6 +17,8 @@ Computing 20, 1994). Collectives go axis by axis.
 h is the number of latencies: 1 where every rank sends to all others at once (Gulliver over gloo),
 n-1 where parts go round a ring (NCCL; Thakur, Rabenseifner, Gropp 2005). What was measured goes
 before a formula: curves of a device, of messages, and of a collective along n ranks, at n ranks.
+
+Attention over several ranks has a file of its own, `_attention.py`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,12 @@ from gulliver.hardware._cluster import Device, Disk, Link
 Axes = Sequence[tuple[int, Link]]
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+BACKWARD_OF_LINEAR, BACKWARD_OF_ATTENTION = 2.0, 2.5
+"""FLOPs of a backward in those of its forward: two products of matrices for one, five for two."""
+RING_BYTES = 128 << 10
+"""From this size on gloo's ring is taken to be faster among more than two ranks, where it was not
+measured: below, its 2 (n - 1) messages after one another cost more than the processor's time that
+it saves (ranks of one thread over loopback, see docs/collectives.md)."""
 
 
 def matmul_seconds(device: Device, m: int, k: int, n: int, dtype: str = "float32") -> float:
@@ -50,8 +58,30 @@ def matmul_seconds(device: Device, m: int, k: int, n: int, dtype: str = "float32
     return max(device.launch_s + operations / device.matmul[dtype], moved)
 
 
+def linear_flops(weights: int, tokens: int = 1) -> float:
+    """FLOPs forward of matrices of `weights` elements: a product and a sum for each and a token."""
+    return 2.0 * weights * tokens
+
+
+def linear_seconds(
+    device: Device,
+    tokens: int,
+    inputs: int,
+    outputs: int,
+    dtype: str = "float32",
+    backward: bool = False,
+) -> float:
+    """Seconds of a linear map of so many tokens, `backward` with the gradients of both factors."""
+    forward = matmul_seconds(device, tokens, inputs, outputs, dtype)
+    return forward * (1 + BACKWARD_OF_LINEAR) if backward else forward
+
+
 def memory_seconds(device: Device, count: int) -> float:
-    """An operation that reads and writes `count` bytes together and computes little."""
+    """An operation that moves `count` bytes between processor and memory and computes little.
+
+    On a CPU a tensor that is written without having been read counts twice: its cache lines are
+    fetched before they are written.
+    """
     if device.memory_curve is not None:
         return device.memory_curve.at(count)
     return device.launch_s + count / device.memory_rate
@@ -102,6 +132,25 @@ def all_reduce_seconds(axes: Axes, count: int) -> float:
     return total + sum(_one_axis("all_reduce", size, link, left) for size, link in several[:1])
 
 
+def all_reduce_ways(link: Link, ranks: int, count: int) -> dict[str, float]:
+    """Seconds of an all-reduce over gloo by each way there is, where both were measured.
+
+    "direct" is an exchange from each rank to all others, "ring" gloo's own. Formulas do not tell
+    the two apart: as many bytes travel, and what differs is the processor's time for a message.
+
+    Args:
+        link: slowest link between the ranks.
+        ranks: number of ranks.
+        count: bytes of the tensor.
+    """
+    for measured in link.along:
+        curves = measured.collectives
+        if measured.ranks == ranks and {"all_reduce", "ring_all_reduce"} <= curves.keys():
+            direct, ring = curves["all_reduce"], curves["ring_all_reduce"]
+            return {"direct": direct.at(count), "ring": ring.at(count)}
+    return {}
+
+
 def all_to_all_seconds(axes: Axes, count: int) -> float:
     """Of `count` bytes on each rank, a part of them for each: all cross every axis."""
     return sum(_one_axis("all_to_all", size, link, count) for size, link in axes if size > 1)
@@ -120,10 +169,7 @@ def wire_bytes(axes: Axes, count: int, collective: Collective) -> list[float]:
     Raises:
         GulliverError: an unknown collective.
     """
-    if collective not in get_args(Collective):
-        raise GulliverError(
-            f"unknown collective {collective!r}: {nearest(collective, get_args(Collective))}"
-        )
+    _check_collective(collective)
     if collective == "broadcast":
         return [count * (1.0 if link.ring else _tree_depth(n)) * (n > 1) for n, link in axes]
     sent, left = [], float(count)
@@ -133,6 +179,50 @@ def wire_bytes(axes: Axes, count: int, collective: Collective) -> list[float]:
             left /= size
     times = 2 if collective == "all_reduce" else 1
     return [times * amount for amount in reversed(sent)]
+
+
+def resharding_bytes(before: Sequence[int], after: Sequence[int], item: float) -> float:
+    """Bytes that each rank sends, the mean, when a matrix cut by rows becomes one cut by columns.
+
+    Args:
+        before: rows of each rank while the rows are cut.
+        after: columns of each rank while the columns are.
+        item: bytes of an element of the matrix.
+    """
+    stay = sum(rows * columns for rows, columns in zip(before, after, strict=True))
+    return (sum(before) * sum(after) - stay) * item / len(before)
+
+
+def zero_collectives(stage: int, chunks: Sequence[int]) -> list[tuple[Collective, int]]:
+    """Collectives of a step of ZeRO, with the bytes of the whole tensor of each.
+
+    Gradients of a chunk are reduced and scattered and its parameters gathered, at stage 3 once for
+    the forward and once for the backward; stage 0 reduces gradients on all ranks instead
+    (Rajbhandari et al., ZeRO, 2020, section 7).
+
+    Args:
+        stage: 0 to 3.
+        chunks: bytes of each chunk.
+    """
+    names: dict[int, tuple[Collective, ...]] = {
+        0: ("all_reduce",),
+        3: ("reduce_scatter", "all_gather", "all_gather"),
+    }
+    return [
+        (name, count)
+        for count in chunks
+        for name in names.get(stage, ("reduce_scatter", "all_gather"))
+    ]
+
+
+def collective_seconds(axes: Axes, collective: str, count: int) -> float:
+    """Seconds of a collective of `count` bytes, by its name.
+
+    Raises:
+        GulliverError: an unknown collective.
+    """
+    _check_collective(collective)
+    return _SECONDS[collective](axes, count)
 
 
 def _shrinking(collective: Collective, axes: Axes, count: int) -> float:
@@ -161,3 +251,19 @@ def _one_axis(collective: Collective, size: int, link: Link, count: float) -> fl
 def _tree_depth(size: int) -> int:
     """Rounds in which one rank's message reaches all, when those who have it pass it on."""
     return (size - 1).bit_length()
+
+
+def _check_collective(collective: str) -> None:
+    if collective not in get_args(Collective):
+        raise GulliverError(
+            f"unknown collective {collective!r}: {nearest(collective, get_args(Collective))}"
+        )
+
+
+_SECONDS = {
+    "all_reduce": all_reduce_seconds,
+    "reduce_scatter": reduce_scatter_seconds,
+    "all_gather": all_gather_seconds,
+    "all_to_all": all_to_all_seconds,
+    "broadcast": broadcast_seconds,
+}

@@ -17,20 +17,11 @@ from gulliver.io._atomic import (
     write_text,
 )
 from gulliver.io._default import default_engine
-from gulliver.io._engine import (
-    BLOCK,
-    Counters,
-    Engine,
-    File,
-    IoError,
-    Page,
-    Ticket,
-    View,
-    check_process,
-)
+from gulliver.io._engine import Engine, Ticket
 from gulliver.io._gather import gather
 from gulliver.io._native import NativeEngine, native_problem
-from gulliver.io._twin import TwinEngine
+from gulliver.io._python import PythonEngine
+from gulliver.io._types import BLOCK, Counters, File, IoError, Page, View, check_process
 from gulliver.io._yaml import to_yaml
 
 __all__ = [
@@ -42,8 +33,8 @@ __all__ = [
     "IoError",
     "NativeEngine",
     "Page",
+    "PythonEngine",
     "Ticket",
-    "TwinEngine",
     "View",
     "atomic_file",
     "cache_folder",

@@ -1,32 +1,28 @@
-"""Which engine moves the bytes: the native one where it was built, else its Python twin."""
+"""Which engine moves the bytes: the native one where it was built, else the one in Python."""
 
 from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.io._engine import Auto, Engine
+from gulliver.io._engine import Engine
 from gulliver.io._native import NativeEngine, native_problem
-from gulliver.io._twin import TwinEngine
+from gulliver.io._python import PythonEngine
 
 CHOICES = ("native", "threads", "python")
-"""Values of ``$GULLIVER_IO``: native with io_uring where allowed, native without, the twin."""
+"""Values of ``$GULLIVER_IO``: native with io_uring where allowed, native without, Python."""
 _said: set[str] = set()
 
 
-def default_engine(
-    *,
-    page_bytes: int = 4 * 2**20,
-    pages: int = 16,
-    copiers: int = 2,
-    writers: int = 2,
-    queue: int = 4096,
-    direct: Auto = "auto",
-) -> Engine:
-    """Makes the native engine where it was built, else the twin, which is said once in the log.
+def default_engine(**options: Any) -> Engine:
+    """Makes the native engine where it was built, else that in Python, which the log says once.
 
     ``$GULLIVER_IO`` forces one: ``native``, ``threads`` (native without io_uring) or ``python``.
+
+    Args:
+        options: arguments of `NativeEngine` but for `io_uring`.
 
     Raises:
         GulliverError: an unknown choice, or a native engine demanded that was not built.
@@ -43,20 +39,5 @@ def default_engine(
             "I/O runs in Python threads, which compete for the GIL: %s", problem
         )
     if choice == "python" or problem:
-        return TwinEngine(
-            page_bytes=page_bytes,
-            pages=pages,
-            copiers=copiers,
-            writers=writers,
-            queue=queue,
-            direct=direct,
-        )
-    return NativeEngine(
-        page_bytes=page_bytes,
-        pages=pages,
-        copiers=copiers,
-        writers=writers,
-        queue=queue,
-        direct=direct,
-        io_uring=False if choice == "threads" else "auto",
-    )
+        return PythonEngine(**options)
+    return NativeEngine(io_uring=False if choice == "threads" else "auto", **options)

@@ -9,32 +9,23 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from gulliver.errors import GulliverError
-from gulliver.io._engine import (
-    NO_VIEWS,
+from gulliver.io._engine import Engine, Ticket
+from gulliver.io._types import (
     Auto,
     Call,
     Counters,
-    Engine,
     File,
     IoError,
     Page,
-    Ticket,
+    Request,
     View,
-    check_injection,
-    check_process,
-    check_range,
-    check_segments,
     check_sizes,
-    check_views,
 )
 
 Result = TypeVar("Result")
@@ -63,12 +54,10 @@ def _extension() -> Any:
 class NativeTicket(Ticket):
     """A ticket of the extension."""
 
-    __slots__ = ("_core", "_path", "_process")
-
     def __init__(self, core: Any, path: Path, process: int) -> None:
+        super().__init__(process)
         self._core = core
         self._path = path
-        self._process = process
 
     @property
     def copied(self) -> bool:
@@ -82,18 +71,15 @@ class NativeTicket(Ticket):
     def checksum(self) -> int | None:
         return self._core.checksum
 
-    def wait_copied(self, timeout: float | None = None) -> None:
-        check_process(self._process)
-        if not _within(timeout, self._core.wait_copied):
-            raise TimeoutError(f"not copied within {timeout:g} s")
+    def _wait_copied(self, timeout: float | None) -> bool:
+        return _within(timeout, self._core.wait_copied)
 
-    def wait(self, timeout: float | None = None) -> None:
-        check_process(self._process)
-        if not _within(timeout, self._core.wait):
-            raise TimeoutError(f"not done within {timeout:g} s")
+    def _wait_done(self, timeout: float | None) -> bool:
+        return _within(timeout, self._core.wait)
+
+    def _failure(self) -> IoError | None:
         failure = self._core.failure
-        if failure is not None:
-            raise _named(failure, self._path)
+        return None if failure is None else _named(failure, self._path)
 
 
 class NativeFile(File):
@@ -177,26 +163,19 @@ class NativeEngine(Engine):
         self._check_process()
         return Counters(*self._core.counters)
 
-    def grow(self, pages: int) -> None:
-        self._check_process()
-        if pages < 1:
-            raise GulliverError(f"pages {pages}: at least 1")
+    def _grow(self, pages: int) -> None:
         with _refusals():
             self._core.grow(pages)
 
     # Files
 
-    def create(self, path: str | Path, nbytes: int) -> File:
-        self._check_process()
-        check_range(0, nbytes)
+    def _create(self, path: Path, nbytes: int) -> File:
         return self._opened(path, self._core.create, nbytes)
 
-    def open(self, path: str | Path) -> File:
-        self._check_process()
+    def _open(self, path: Path) -> File:
         return self._opened(path, self._core.open)
 
-    def _opened(self, path: str | Path, call: Callable[..., Any], *size: int) -> File:
-        path = Path(path)
+    def _opened(self, path: Path, call: Callable[..., Any], *size: int) -> File:
         with _refusals():
             core, nbytes, failure = call(os.fsencode(path), *size)
         if failure is not None:
@@ -211,23 +190,6 @@ class NativeEngine(Engine):
             raise IoError("close", file.path, None, number)
 
     # Submitting
-
-    def stage(
-        self,
-        file: File,
-        offset: int,
-        segments: NDArray[np.int64],
-        *,
-        priority: int = 0,
-        views: Mapping[int, View] = NO_VIEWS,
-    ) -> Ticket:
-        table = check_segments(segments, self.page_bytes)
-        check_range(offset, self.page_bytes)
-        check_views(table, views)
-        found = [(number, _view(view)) for number, view in views.items()]
-        return self._submit(
-            file, lambda core: self._core.stage(core, offset, table, priority, found)
-        )
 
     def acquire(self, timeout: float | None = None, *, priority: int = 0) -> Page:
         self._check_process()
@@ -254,55 +216,37 @@ class NativeEngine(Engine):
         with _refusals():
             self._core.release(page.index)
 
-    def write_page(
-        self, file: File, offset: int, page: Page, nbytes: int, *, priority: int = 0
-    ) -> Ticket:
-        check_range(offset, nbytes)
-        if not 0 <= nbytes <= page.nbytes:
-            raise GulliverError(f"{nbytes} bytes of a page of {page.nbytes}")
-        return self._submit(
-            file, lambda core: self._core.write_page(core, offset, page.index, nbytes, priority)
-        )
-
-    def read(
-        self,
-        file: File,
-        offset: int,
-        address: int,
-        nbytes: int,
-        *,
-        priority: int = 0,
-        checksum: bool = False,
-    ) -> Ticket:
-        check_range(offset, nbytes)
-        return self._submit(
-            file, lambda core: self._core.read(core, offset, address, nbytes, priority, checksum)
-        )
-
-    def write(
-        self, file: File, offset: int, address: int, nbytes: int, *, priority: int = 0
-    ) -> Ticket:
-        check_range(offset, nbytes)
-        return self._submit(
-            file, lambda core: self._core.write(core, offset, address, nbytes, priority)
-        )
-
-    def prefetch(self, file: File, offset: int, nbytes: int) -> None:
-        check_range(offset, nbytes)
+    def _prefetch(self, file: File, offset: int, nbytes: int) -> None:
         core = self._of(file).core
         with _refusals():
             self._core.prefetch(core, offset, nbytes)
 
-    def sync(self, file: File) -> Ticket:
-        return self._submit(file, self._core.sync)
-
-    def _submit(self, file: File, call: Callable[[Any], Any]) -> Ticket:
-        """Submits, as soon as the queue has room."""
-        core = self._of(file).core
+    def _submit(self, request: Request) -> Ticket:
+        core = self._of(request.file).core
+        call = self._call(request, core)
         with _refusals():
-            while (ticket := call(core)) is None:
+            while (ticket := call()) is None:
                 self._core.wait_room(HEARING_S)
-        return NativeTicket(ticket, file.path, self._process)
+        return NativeTicket(ticket, request.file.path, self._process)
+
+    def _call(self, request: Request, core: Any) -> Callable[[], Any]:
+        """The call of the extension; it returns None while its queue is full."""
+        r, ours = request, self._core
+        match r.kind:
+            case "stage":
+                views = [(number, _view(view)) for number, view in r.views.items()]
+                return lambda: ours.stage(core, r.offset, r.table, r.priority, views)
+            case "page":
+                assert r.page is not None
+                index = r.page.index
+                return lambda: ours.write_page(core, r.offset, index, r.nbytes, r.priority)
+            case "read":
+                where = r.offset, r.address, r.nbytes
+                return lambda: ours.read(core, *where, r.priority, r.checksum)
+            case "write":
+                return lambda: ours.write(core, r.offset, r.address, r.nbytes, r.priority)
+            case "sync":
+                return lambda: ours.sync(core)
 
     def _of(self, file: File) -> NativeFile:
         self._check_process()
@@ -318,16 +262,9 @@ class NativeEngine(Engine):
         _within(None, self._core.idle)
         self._core.stop()
 
-    def inject(
-        self,
-        call: Call,
-        nth: int = 1,
-        errno: int | None = None,
-        short: int | None = None,
-        *,
-        times: int = 1,
+    def _inject(
+        self, call: Call, nth: int, errno: int | None, short: int | None, times: int
     ) -> None:
-        check_injection(call, nth, times)
         self._core.inject(call, nth, errno or 0, -1 if short is None else short, times)
 
     def hold(self, held: bool) -> None:

@@ -2,8 +2,8 @@
 
 While it is pending, its class is `PendingParameter` and every operation on it calls its handler.
 Once it is ready it is an ordinary parameter again, so nothing is paid afterwards, and it does not
-matter who reads it, nor through which reference: a module's forward, an average of the weights, a state
-dict, a list that somebody kept.
+matter who reads it, nor through which reference: a module's forward, an average of the weights, a
+state dict, a list that somebody kept.
 """
 
 from __future__ import annotations

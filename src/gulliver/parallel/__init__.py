@@ -1,5 +1,12 @@
 """Exact parallel primitives."""
 
+from gulliver.families import (
+    OwnLoss,
+    asks_routers,
+    has_known_forward,
+    hugging_face_of,
+    own_loss,
+)
 from gulliver.parallel._aliases import check_unshared
 from gulliver.parallel._optimizer import (
     BoostedOptimizer,
@@ -7,13 +14,6 @@ from gulliver.parallel._optimizer import (
     named_groups,
     named_trainables,
     persistent_buffers,
-)
-from gulliver.parallel._own_loss import (
-    OwnLoss,
-    asks_routers,
-    has_known_forward,
-    hugging_face_of,
-    own_loss,
 )
 from gulliver.parallel.zero import (
     BucketTuner,

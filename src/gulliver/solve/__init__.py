@@ -1,18 +1,37 @@
-"""Pure algorithms on plain numbers: no torch, no files, no clocks."""
+"""Pure algorithms on plain numbers: no torch, no files, no clocks.
+
+Each file is an answer to one question: where to cut a pipeline (`_chain.py`), where a block of
+memory goes (`_extents.py`), how long a step of ZeRO takes (`_timeline.py`), which sizes to try
+(`_unimodal.py`).
+"""
 
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._extents import PAGE, Extents, size_class
+from gulliver.solve._schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    WEIGHTS,
+    Prediction,
+    schedule_seconds,
+)
 from gulliver.solve._timeline import StepTimes, step_seconds
 from gulliver.solve._unimodal import geometric_sizes
 
 __all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "INPUTS",
     "PAGE",
+    "WEIGHTS",
     "ChainPartition",
     "Extents",
+    "Prediction",
     "StepTimes",
     "chain_times",
     "geometric_sizes",
     "partition_chain",
+    "schedule_seconds",
     "size_class",
     "step_seconds",
 ]

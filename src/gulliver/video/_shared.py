@@ -2,7 +2,7 @@
 
 Classifier-free guidance asks the model twice for each step, with the caption and without it. With
 two *guidance* ranks each asks once, and they exchange what they found. The ranks of a *sequence*
-share the tokens of the clip (`gulliver.booster.hybrid._stdit`). Both together: rank
+share the tokens of the clip (`gulliver.booster.hybrid`). Both together: rank
 ``branch * sequence + place``, so that those of a sequence, which send most, are neighbours. Noise,
 conditions and Euler steps are computed on every rank, and are the same on all.
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from gulliver.booster.hybrid._stdit import wire_stdit
+from gulliver.booster.hybrid import wire_stdit
 from gulliver.comm import ALONE, Line, all_gather, broadcast, gather_objects, make_axes
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError

@@ -19,10 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.booster import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
-from gulliver.booster._plugins import Plugin
-from gulliver.booster.hybrid._mesh import size_axes
-from gulliver.booster.hybrid._optimizer import HybridOptimizer
+from gulliver.booster import (
+    Booster,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    Plugin,
+    TorchDDPPlugin,
+)
+from gulliver.booster.hybrid import HybridOptimizer, size_axes
 from gulliver.comm import ALONE, Line, World, all_reduce, barrier, gather_objects, guard, init_world
 from gulliver.data import ClipTable, WordEncoder
 from gulliver.errors import GulliverError

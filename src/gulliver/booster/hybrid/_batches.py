@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.booster.hybrid._capability import is_hugging_face
 from gulliver.comm import Line
 from gulliver.errors import GulliverError
-from gulliver.parallel import own_loss
+from gulliver.families import is_hugging_face, own_loss
 from gulliver.parallel.pipeline import agree
 
 TOKENS = ("input_ids", "decoder_input_ids")

@@ -3,7 +3,8 @@
     check(Wanted(family="bloom", mode="ring_attn", ...))    # refused, naming what works instead
 
 A combination is in the table because a test holds it against one process, forward and gradient
-(`docs/parity.md`); whatever is not in it is refused by name. Read `MODES`, `FAMILIES`, `check`.
+(`docs/parity.md`); whatever is not in it is refused by name. The rows are the records of
+`gulliver.families`. Read `MODES`, `families`, `check`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import torch
 from torch import nn
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.parallel import hugging_face_of
-
-SHARED_BY_TENSOR = ("split_gather", "ring")
-"""Sequence modes in which the tensor axis shares the sequences, too."""
-
-AUTO = "auto"
-SHARED_BY_SEQUENCE = ("all_to_all", "ring_attn", AUTO)
-"""Sequence modes with ranks of their own."""
+from gulliver.families import (
+    AUTO,
+    SHARED_BY_SEQUENCE,
+    SHARED_BY_TENSOR,
+    Sequences,
+    all_families,
+    is_hugging_face,
+    type_of,
+)
+from gulliver.families import family_of as record_of
 
 MODES = {
     "split_gather": "activations between blocks sharded over the tensor axis",
@@ -31,47 +34,6 @@ MODES = {
     AUTO: "Ulysses, a ring or both, by predicted time",
 }
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-ANY_ATTENTION = ("split_gather", "ring")
-"""Modes in which each rank's attention sees whole sequences: any mask, any bias."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """What holds for the models of one type.
-
-    Attributes:
-        sequence: modes that it runs under.
-        causal: whether tokens see only those before them, so that zigzag balances the work.
-        masks: that it runs with where the sequence is shared by ranks of its own.
-        why: what keeps it from the other modes.
-    """
-
-    sequence: tuple[str, ...] = tuple(MODES)
-    causal: bool = False
-    masks: tuple[str, ...] = ("full", "padding")
-    why: str = ""
-
-
-_DECODER = Family(causal=True, masks=("causal", "padding", "documents"))
-_WINDOWED = Family(causal=True, masks=("causal", "window", "padding", "documents"))
-_BIASED = "its attention adds a bias to the scores, which no ring carries"
-FAMILIES = {
-    "llama": _DECODER,
-    "mistral": _WINDOWED,
-    "qwen2": _WINDOWED,
-    "gpt2": _DECODER,
-    "opt": Family(causal=True, masks=("causal", "padding")),
-    "bert": Family(),
-    "vit": Family(masks=("full",)),
-    "bloom": Family(ANY_ATTENTION, True, (), _BIASED),
-    "t5": Family(ANY_ATTENTION, False, (), _BIASED),
-    "whisper": Family(ANY_ATTENTION, False, (), "its encoder makes tokens by convolution"),
-    "STDiT3": Family(
-        SHARED_BY_SEQUENCE,
-        masks=("full", "padding"),
-        why="its tokens are cut by frames or places, by modes of its own",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -91,6 +53,12 @@ class Wanted:
 HEADER = ("model", "sequence_parallelism_mode", "masks over shared sequences", "why not more")
 
 
+def families() -> dict[str, Sequences]:
+    """What is known of the sequences of each family, by its name."""
+    found = {family.name: family.sequences for family in all_families()}
+    return {name: known for name, known in found.items() if known is not None}
+
+
 def table() -> list[tuple[str, ...]]:
     """What may be combined, a row for each family under `HEADER`.
 
@@ -98,24 +66,17 @@ def table() -> list[tuple[str, ...]]:
     `DTYPES`.
     """
     return [
-        (name, ", ".join(family.sequence), ", ".join(family.masks) or "-", family.why)
-        for name, family in FAMILIES.items()
+        (name, ", ".join(known.modes), ", ".join(known.masks) or "-", known.why)
+        for name, known in families().items()
     ]
 
 
-def is_hugging_face(model: nn.Module) -> bool:
-    """Whether a model's class, or one that it derives from, is one of transformers'."""
-    model = hugging_face_of(model)
-    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
-
-
 def family_of(model: nn.Module) -> str | None:
-    """The name under which a model stands in the table; None for others."""
-    model = hugging_face_of(model)
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if isinstance(kind, str) and is_hugging_face(model):
-        return kind
-    return next((c.__name__ for c in type(model).__mro__ if c.__name__ in FAMILIES), None)
+    """The name of a model's family, or its model type; None for what no adapter is made for."""
+    family, ours = record_of(model), is_hugging_face(model)
+    if family.sequences is not None and (ours or family.classes):
+        return family.name
+    return type_of(model) if ours else None
 
 
 def check(wanted: Wanted) -> None:
@@ -131,20 +92,21 @@ def check(wanted: Wanted) -> None:
             raise GulliverError(f"parameters of {dtype} cannot be trained so: one of {known}")
     if wanted.mode is None or wanted.anonymous:
         return
-    family = FAMILIES.get(wanted.family or "")
-    if family is None:
+    every = families()
+    known = every.get(wanted.family or "")
+    if known is None:
         if wanted.mode in SHARED_BY_SEQUENCE:
             raise GulliverError(
                 f"sequence_parallelism_mode={wanted.mode!r} needs a model that is in the table "
-                f"({', '.join(FAMILIES)}), not {wanted.family or 'this one'}: its attention has "
+                f"({', '.join(every)}), not {wanted.family or 'this one'}: its attention has "
                 "to be wired; tp_size with tensor_rules, or gulliver.parallel.sequence in the "
                 "model's own code, work with any"
             )
         return
-    if wanted.mode not in family.sequence:
+    if wanted.mode not in known.modes:
         raise GulliverError(
             f"{wanted.family} does not run under sequence_parallelism_mode={wanted.mode!r}: "
-            f"{family.why}; take {family.sequence[0]!r} with {_size_of(family.sequence[0], wanted)}"
+            f"{known.why}; take {known.modes[0]!r} with {_size_of(known.modes[0], wanted)}"
         )
 
 

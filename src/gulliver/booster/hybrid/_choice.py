@@ -1,4 +1,4 @@
-"""Ulysses or ring, and which of it: chosen by what the links cost and how many heads there are."""
+"""What is chosen by what links cost: Ulysses or ring, and the way of tensor ranks' all-reduces."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from gulliver.comm import World, use_links
 from gulliver.errors import GulliverError
-from gulliver.hardware import current_cluster
+from gulliver.hardware import Cluster, current_cluster
 from gulliver.parallel.sequence import Chosen, Shape, choose
 
 LENGTHS = ("max_position_embeddings", "n_positions")
@@ -22,6 +23,7 @@ def choose_plan(
     tp_size: int,
     causal: bool,
     length: int | None = None,
+    cluster: Cluster | None = None,
 ) -> Chosen:
     """The plan with the least predicted seconds for a model's attention; every rank calls it.
 
@@ -32,6 +34,7 @@ def choose_plan(
         tp_size: ranks that share its tensors, and so its heads.
         causal: whether tokens see only those before them.
         length: of sequences; None is the longest that the model's configuration names.
+        cluster: machines to choose for; None for those at hand.
 
     Raises:
         GulliverError: the configuration does not say what is needed.
@@ -42,7 +45,7 @@ def choose_plan(
     width = getattr(config, "head_dim", None)
     dim = width or _field(config, WIDTHS, "sequence_parallelism_mode=") // heads
     grouped = getattr(config, "num_key_value_heads", None) or heads
-    cluster = current_cluster(world_size)
+    cluster = cluster or current_cluster(world_size)
     dtype = str(next(p.dtype for p in model.parameters() if p.is_floating_point()))
     known = dtype.removeprefix("torch.")
     shape = Shape(
@@ -56,6 +59,21 @@ def choose_plan(
         causal=causal,
     )
     return choose(cluster, shape, sp_size, stride=tp_size)
+
+
+def use_measured_links(world: World, tp_size: int) -> None:
+    """Lets all-reduces of tensor ranks go the way that was measured to be faster.
+
+    Every rank calls it. Two ranks have one way; without a measurement that can be read, sizes
+    decide.
+    """
+    if tp_size < 3 or world.device.type != "cpu":
+        return
+    try:
+        cluster = current_cluster(world.size)
+    except GulliverError:  # on all ranks alike
+        cluster = None
+    use_links(cluster if cluster is not None and cluster.measured else None)
 
 
 def _field(config: Any, names: tuple[str, ...], instead: str) -> int:

@@ -20,7 +20,7 @@ from gulliver.booster.hybrid._cache import ShardedCache
 from gulliver.booster.hybrid._call import Call
 from gulliver.booster.hybrid._loss import Counting, Tail, scale_gradient
 from gulliver.errors import GulliverError
-from gulliver.parallel import OwnLoss
+from gulliver.families import OwnLoss, Sequences
 from gulliver.parallel.sequence import Mask, SequenceGroups, position_ids, shard
 
 ALONG_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
@@ -55,6 +55,7 @@ class Opened:
         hold: the logits stay where they are.
         as_tuple: the user asked for a tuple.
         shared: whether the sequence is cut at all.
+        balances: the routers' loss of all tokens is added.
     """
 
     call: Call
@@ -63,6 +64,7 @@ class Opened:
     hold: bool = False
     as_tuple: bool = False
     shared: bool = True
+    balances: bool = False
 
 
 @dataclass
@@ -144,13 +146,13 @@ def take_targets(batch: Batch, groups: SequenceGroups, own: OwnLoss) -> Targets 
     return Targets(labels, Counting(ignore, items if own.items else None))
 
 
-def cut_tokens(batch: Batch, groups: SequenceGroups, find: Packing) -> Call:
+def cut_tokens(batch: Batch, groups: SequenceGroups, known: Sequences) -> Call:
     """Leaves this rank's tokens in the batch, and says in a call what attention must know.
 
     Args:
         batch: of the whole sequence.
         groups: of the ranks that share it.
-        find: how the model says that documents are packed.
+        known: how the model is told of positions and documents.
 
     Raises:
         GulliverError: too few tokens; a mask of another shape.
@@ -160,11 +162,11 @@ def cut_tokens(batch: Batch, groups: SequenceGroups, find: Packing) -> Call:
     call = Call(groups, length)
     mask = _padding(batch, count, length)
     call.keys = None if mask is None or bool(mask.all()) else mask
-    call.documents = _documents(batch, mask is not None, length, find)
+    call.documents = _documents(batch, mask is not None, length, known)
     explicit = batch.take("document_ids") is not None
     positions = batch.take("position_ids")
-    if positions is None and find.positions is not None and mask is not None:
-        positions = find.positions(mask).to(device)
+    if positions is None and known.positions is not None and mask is not None:
+        positions = known.positions(mask).to(device)
     if positions is None:
         documents = call.documents if explicit else None
         own = position_ids(groups, length, documents)
@@ -176,19 +178,6 @@ def cut_tokens(batch: Batch, groups: SequenceGroups, find: Packing) -> Call:
         if name in batch.kwargs:
             batch.kwargs[name] = enter(batch.kwargs[name], groups)
     return call
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How a model is told of positions and documents.
-
-    Attributes:
-        by_positions: positions that begin anew begin a document.
-        positions: that the model makes of a padding mask by itself; None if it takes no notice.
-    """
-
-    by_positions: bool = False
-    positions: Callable[[Tensor], Tensor] | None = None
 
 
 def enter(x: Tensor, groups: SequenceGroups) -> Tensor:
@@ -223,7 +212,7 @@ def _padding(batch: Batch, count: int, length: int) -> Tensor | None:
     return mask.detach().cpu() != 0
 
 
-def _documents(batch: Batch, padded: bool, length: int, find: Packing) -> Tensor | None:
+def _documents(batch: Batch, padded: bool, length: int, known: Sequences) -> Tensor | None:
     """Which document each token belongs to; None for one."""
     ids = batch.kwargs.get("document_ids")
     ends, key_ends = batch.take("cu_seq_lens_q"), batch.take("cu_seq_lens_k")
@@ -243,7 +232,7 @@ def _documents(batch: Batch, padded: bool, length: int, find: Packing) -> Tensor
             )
         return documents.unsqueeze(0)
     positions = batch.kwargs.get("position_ids")
-    if positions is None or padded or not find.by_positions:
+    if positions is None or padded or not known.by_positions:
         return None
     found = positions.detach().cpu().view(-1, length)
     begins = found.diff(prepend=found[:, :1] - 1, dim=-1) != 1

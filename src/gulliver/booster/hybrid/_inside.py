@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from gulliver._compat import hooks_of, is_batch_norm, order_outputs_hooks, outputs_hooks
-from gulliver.booster.hybrid._capability import SHARED_BY_TENSOR, hugging_face_of
 from gulliver.errors import GulliverError
+from gulliver.families import SHARED_BY_TENSOR, hugging_face_of
 from gulliver.parallel.tensor import TensorPlan
 
 LIBRARIES = ("torch", "transformers", "peft", "gulliver")

@@ -41,9 +41,7 @@ from gulliver.booster.hybrid._stdit_choice import (
 from gulliver.comm import ALONE, Line, all_reduce, broadcast
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster, current_cluster
-from gulliver.models import STDiT3
-from gulliver.models._attention import Mix
-from gulliver.models._embeddings import CaptionEmbedder
+from gulliver.models import CaptionEmbedder, Mix, STDiT3
 from gulliver.models.stdit import Block, FinalLayer, Grid
 from gulliver.parallel.sequence import (
     SequenceGroups,

@@ -20,7 +20,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.hardware import Cluster, all_to_all_seconds, matmul_seconds
+from gulliver.hardware import (
+    Cluster,
+    all_to_all_seconds,
+    attention_seconds,
+    linear_seconds,
+    resharding_bytes,
+)
 from gulliver.parallel.sequence import SequencePlan, Shape, predict, volume
 
 By = Literal["swap", "heads", "ring"]
@@ -28,8 +34,6 @@ WAYS: dict[str, tuple[By, ...]] = {"all_to_all": ("swap", "heads"), "ring_attn":
 """How attention may reach over the cut, by sequence_parallelism_mode."""
 FRAMES, PLACES = 1, 2
 """Dims of the tokens [B, T, S, C]."""
-BACKWARD_OF_LINEAR, BACKWARD_OF_ATTENTION = 2.0, 2.5
-"""Operations of a backward in those of its forward."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,7 @@ def _predict(
     # The attention that stays at home, then the one along the cut.
     seconds = costs.linears(cut) + costs.own(cut) + costs.attention(cut, other)
     if scheme.by == "swap":
-        seconds += costs.own(other) + costs.attention(other, cut) + 4 * costs.swap_seconds()
+        seconds += costs.own(other) + costs.attention(other, cut) + 4 * costs.swap()
         sent = 4 * costs.swap_bytes()
     else:
         shape = clip.attention(cut, width)
@@ -231,27 +235,26 @@ class _Costs:
 
     def attention(self, cut: int, along: int) -> float:
         """Of the rows that a rank has whole while another dim is cut."""
-        rows = self.clip.batch * self._most(cut) * self.width.heads * self.width.head_dim
-        tokens = self.clip.size(along)
-        one = matmul_seconds(self.cluster.device, tokens, rows, tokens, self.dtype)
-        return (1 + BACKWARD_OF_ATTENTION) * 2 * one
+        rows = self.clip.batch * self._most(cut) * self.width.heads
+        tokens, dims = self.clip.size(along), (self.width.head_dim, self.width.head_dim)
+        device = self.cluster.device
+        return attention_seconds(device, rows, tokens, tokens, dims, self.dtype, backward=True)
 
     def swap_bytes(self) -> float:
         """Of one swap on each rank, the mean: what has another owner afterwards."""
         frames, places = self.plan.lay(self.clip.frames), self.plan.lay(self.clip.places)
-        stay = sum(t * s for t, s in zip(frames.sizes(), places.sizes(), strict=True))
-        moved = self.clip.frames * self.clip.places - stay
-        return self.clip.batch * moved * self.width.channels * self._item() / self.plan.degree
+        token = self.clip.batch * self.width.channels * self._item()
+        return resharding_bytes(frames.sizes(), places.sizes(), token)
 
-    def swap_seconds(self) -> float:
+    def swap(self) -> float:
         """Of one swap."""
         degree = self.plan.degree
         links = self.cluster.resized(degree).links()
         return all_to_all_seconds(links, int(self.swap_bytes() * degree / max(1, degree - 1)))
 
     def _linear(self, tokens: int, inputs: int, outputs: int) -> float:
-        one = matmul_seconds(self.cluster.device, tokens, inputs, outputs, self.dtype)
-        return (1 + BACKWARD_OF_LINEAR) * one
+        device = self.cluster.device
+        return linear_seconds(device, tokens, inputs, outputs, self.dtype, backward=True)
 
     def _tokens(self, cut: int) -> int:
         whole = self.clip.size(FRAMES + PLACES - cut)

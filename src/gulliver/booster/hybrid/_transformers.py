@@ -15,7 +15,8 @@ loss of all tokens, or whole logits. Three hooks do it, around the model's own f
 Which part of a model runs on cut sequences is its *region*. Where a head works token by token
 (`TASKS`) it is the whole model with its loss, if that is one that can be computed of pieces
 (`own_loss`); else it is the base model, from whose end on all ranks go on with whole hidden states,
-and the model computes whatever loss it has. `FAMILIES` says what differs from model to model.
+and the model computes whatever loss it has. What differs from model to model stands in their
+families' records (`gulliver.families.Sequences`).
 
 Without ranks that share sequences but with some that share tensors, only the loss is wired: the
 head's columns stay apart and the cross-entropy reaches over them.
@@ -29,21 +30,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from gulliver.booster.hybrid._call import KEY, NAME, Call, attend
-from gulliver.booster.hybrid._capability import FAMILIES as CAPABLE
 from gulliver.booster.hybrid._generate import generate
 from gulliver.booster.hybrid._inputs import (
     ALONG_TOKENS,
     WHOLE,
     Batch,
     Opened,
-    Packing,
     check_length,
     cut_tokens,
     next_tokens,
@@ -59,61 +57,19 @@ from gulliver.booster.hybrid._loss import (
 )
 from gulliver.comm import ALONE, Line
 from gulliver.errors import GulliverError
-from gulliver.parallel import OwnLoss, asks_routers, has_known_forward, own_loss
+from gulliver.families import (
+    Experts,
+    OwnLoss,
+    Sequences,
+    all_families,
+    asks_routers,
+    family_of,
+    has_known_forward,
+    own_loss,
+    router_loss,
+    type_of,
+)
 from gulliver.parallel.sequence import SequenceGroups, shard
-
-
-@dataclass(frozen=True)
-class Family:
-    """What is particular about the models of one type.
-
-    Attributes:
-        packing: how they are told of positions and documents.
-        entry: path in the base model of the module that makes the tokens, of whose output each
-            rank takes its part; None where tokens are given.
-        exit: path in the base model of the module whose output is brought together, where more
-            than the region reads it; None for the end of the base model.
-        masked: whether they take a padding mask.
-        dropouts: values of the configuration that drop out, other than by modules for it.
-        refused: values of the configuration that must not be set.
-    """
-
-    packing: Packing = field(default_factory=Packing)
-    entry: str | None = None
-    exit: str | None = None
-    masked: bool = True
-    dropouts: tuple[str, ...] = ("attention_dropout",)
-    refused: tuple[str, ...] = ()
-
-
-def _counted(mask: Tensor) -> Tensor:
-    """OPT's positions: how many tokens of the row were no padding."""
-    return (mask.long().cumsum(1) * mask - 1).long()
-
-
-_DECODER = Family(Packing(by_positions=True))
-FAMILIES = {
-    "llama": _DECODER,
-    "mistral": _DECODER,
-    "qwen2": _DECODER,
-    "gpt2": Family(
-        Packing(by_positions=True),
-        dropouts=("attn_pdrop",),
-        refused=("reorder_and_upcast_attn", "add_cross_attention"),
-    ),
-    "opt": Family(
-        Packing(positions=_counted), dropouts=("attention_dropout", "dropout", "layerdrop")
-    ),
-    "bert": Family(
-        exit="encoder", dropouts=("attention_probs_dropout_prob",), refused=("add_cross_attention",)
-    ),
-    "vit": Family(
-        entry="embeddings",
-        exit="layernorm",
-        masked=False,
-        dropouts=("attention_probs_dropout_prob",),
-    ),
-}
 
 TASKS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 """Ends of the names of classes whose head works token by token."""
@@ -150,10 +106,11 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: Line = ALONE
         if hasattr(head, "gather_output"):
             head.gather_output = True
         return
-    task = task and (not shared or own_loss(model) is not None)
+    experts = family_of(model).experts if shared else None
+    task = task and (not shared or own_loss(model, experts is not None) is not None)
     _check_unwired(model)
-    family = check_sequence(model) if shared else Family()
-    wiring = Wiring(groups, tensor, family, task)
+    known = check_sequence(model) if shared else Sequences()
+    wiring = Wiring(groups, tensor, known, task, experts)
     region = model if task else _base_of(model)
     region.register_forward_pre_hook(wiring.enter, with_kwargs=True)
     region.register_forward_hook(wiring.leave, with_kwargs=True, always_call=True)
@@ -167,16 +124,16 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: Line = ALONE
             object.__setattr__(model, "generate", made)
 
 
-def check_sequence(model: nn.Module) -> Family:
+def check_sequence(model: nn.Module) -> Sequences:
     """What is known of a model that is to share its sequences; looks at it only.
 
     Raises:
         GulliverError: a model or a configuration that cannot run so.
     """
     _check_unwired(model)
-    family = _family_of(model)
-    _check_config(model, family)
-    return family
+    known = _sequences_of(model)
+    _check_config(model, known)
+    return known
 
 
 def _check_unwired(model: nn.Module) -> None:
@@ -215,8 +172,16 @@ def gathered_logits(model: nn.Module, wanted: bool) -> Iterator[None]:
 class Wiring:
     """What the hooks of one model share; copies of the model share it, too."""
 
-    def __init__(self, groups: SequenceGroups, tensor: Line, family: Family, task: bool) -> None:
-        self.groups, self.tensor, self.family, self.task = groups, tensor, family, task
+    def __init__(
+        self,
+        groups: SequenceGroups,
+        tensor: Line,
+        known: Sequences,
+        task: bool,
+        experts: Experts | None,
+    ) -> None:
+        self.groups, self.tensor, self.known, self.task = groups, tensor, known, task
+        self.experts = experts
         self.keeps_logits = False
         # Of the forward that runs now. Blocks, which may run again later, have theirs as argument.
         self.opened: Opened | None = None
@@ -244,8 +209,8 @@ class Wiring:
         if decoding:
             assert cache is not None
             opened.call = next_tokens(batch, self.groups, cache)
-        elif self.shared and self.family.entry is None:
-            opened.call = cut_tokens(batch, self.groups, self.family.packing)
+        elif self.shared and self.known.entry is None:
+            opened.call = cut_tokens(batch, self.groups, self.known)
             opened.call.cache = cache
             if cache is not None:
                 cache.begin(opened.call.length)
@@ -255,6 +220,7 @@ class Wiring:
             self._keep_tail(batch, opened)
             batch.kwargs[KEY] = opened.call
         opened.hold = opened.targets is not None and module.training and not self.keeps_logits
+        opened.balances = opened.shared and self.task and asks_routers(module, batch.kwargs)
         self._switch_head(module, opened)
         self.opened = opened
         return (), {**batch.kwargs, "return_dict": True}
@@ -267,6 +233,8 @@ class Wiring:
         fields = dict(output)
         if opened.targets is not None:
             fields = {"loss": self._loss(module, fields["logits"], opened), **fields}
+        if opened.balances:
+            self._balance(module, fields, opened)
         if opened.hold:
             fields["logits"] = NotGathered()
         if opened.shared:
@@ -297,7 +265,9 @@ class Wiring:
         if not self.task:
             return None
         # It is asked at every call: a loss_function may be put in after boost.
-        known = None if asks_routers(module, batch.kwargs) else own_loss(module)
+        added = self.experts is not None
+        asked = asks_routers(module, batch.kwargs) and not added
+        known = None if asked else own_loss(module, added)
         if known is None and self.shared and batch.kwargs.get("labels") is not None:
             raise GulliverError(
                 f"{type(module).__name__} has had a loss of its own since boost, which would see a "
@@ -315,10 +285,21 @@ class Wiring:
         losses = token_losses(logits, targets.labels, self.tensor, columns, ignored)
         return mean_over_ranks(losses, targets.labels, self.groups, targets.counting)
 
+    def _balance(self, module: nn.Module, fields: dict[str, Any], opened: Opened) -> None:
+        """Adds the loss of the routers of all tokens, as one process has it."""
+        assert self.experts is not None, "the routers of others are refused"
+        count, call = len(fields["logits"]), opened.call
+        pieces = [piece.unflatten(0, (count, -1)) for piece in fields["router_logits"]]
+        whole = tuple(leave(piece, self.groups, call.length).flatten(0, 1) for piece in pieces)
+        fields["router_logits"] = whole
+        fields["aux_loss"] = added = router_loss(module, self.experts, whole, call.keys)
+        if opened.targets is not None:
+            fields["loss"] = fields["loss"] + getattr(module, self.experts.coefficient) * added
+
     def _gather(self, fields: dict[str, Any], opened: Opened) -> None:
         length = opened.call.length
         last = fields.get("last_hidden_state")
-        if self.family.exit is None and isinstance(last, Tensor):
+        if self.known.exit is None and isinstance(last, Tensor):
             fields["last_hidden_state"] = leave(last, self.groups, length)
         if fields.get("hidden_states") is not None:
             # The last may be the very tensor that was brought together already.
@@ -364,7 +345,7 @@ class Wiring:
 
     def _check_call(self, module: nn.Module, batch: Batch) -> None:
         if module.training:
-            check_dropout(module, self.family)
+            check_dropout(module, self.known)
         if batch.take("use_cache"):
             raise GulliverError(
                 "use_cache=True: keys and values lie on several ranks; generate with "
@@ -372,18 +353,18 @@ class Wiring:
             )
         if _accepts(module, "use_cache"):
             batch.kwargs["use_cache"] = False
-        if not self.family.masked and batch.kwargs.get("attention_mask") is not None:
+        if not self.known.masked and batch.kwargs.get("attention_mask") is not None:
             raise GulliverError(f"{type(module).__name__} takes no attention_mask when shared")
 
 
-def check_dropout(model: nn.Module, family: Family) -> None:
+def check_dropout(model: nn.Module, known: Sequences) -> None:
     """Refuses what is dropped at random where ranks would have to choose alike.
 
     Raises:
         GulliverError: naming the setting.
     """
     config: Any = model.config
-    for name in family.dropouts:
+    for name in known.dropouts:
         if getattr(config, name, 0):
             raise GulliverError(
                 f"{name}={getattr(config, name)} is not supported where a sequence is shared by "
@@ -391,20 +372,21 @@ def check_dropout(model: nn.Module, family: Family) -> None:
             )
 
 
-def _family_of(model: nn.Module) -> Family:
-    kind = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
-    if kind in FAMILIES:
-        return FAMILIES[kind]
-    why = CAPABLE[kind].why if kind in CAPABLE else "its attention is not in the table"
+def _sequences_of(model: nn.Module) -> Sequences:
+    known = family_of(model).sequences
+    if known is not None and "ring_attn" in known.modes:
+        return known
+    why = known.why if known is not None else "its attention is not known"
+    others = [f.name for f in all_families() if f.sequences and "ring_attn" in f.sequences.modes]
     raise GulliverError(
-        f"{kind} cannot share its sequences between ranks of their own: {why}; take "
-        f"sequence_parallelism_mode='split_gather', or one of {', '.join(FAMILIES)}"
+        f"{type_of(model)} cannot share its sequences between ranks of their own: {why}; take "
+        f"sequence_parallelism_mode='split_gather', or one of {', '.join(others)}"
     )
 
 
-def _check_config(model: nn.Module, family: Family) -> None:
+def _check_config(model: nn.Module, known: Sequences) -> None:
     config: Any = model.config
-    for name in family.refused:
+    for name in known.refused:
         if getattr(config, name, False):
             raise GulliverError(f"{name}={getattr(config, name)} does not run on shared sequences")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -415,7 +397,7 @@ def _check_config(model: nn.Module, family: Family) -> None:
             "'split_gather'"
         )
     if model.training:
-        check_dropout(model, family)
+        check_dropout(model, known)
 
 
 def _refuse_generating(model: nn.Module, *_: Any, **__: Any) -> None:
@@ -446,11 +428,11 @@ def _use_attention(model: nn.Module) -> None:
 
 def _wire_inside(base: nn.Module, wiring: Wiring, whole_region: bool) -> None:
     """Hooks on the modules where a region begins or ends inside the base model."""
-    family = wiring.family
-    if family.entry is not None:
-        base.get_submodule(family.entry).register_forward_hook(wiring.cut_made_tokens)
-    if family.exit is not None and not whole_region:
-        base.get_submodule(family.exit).register_forward_hook(wiring.join)
+    known = wiring.known
+    if known.entry is not None:
+        base.get_submodule(known.entry).register_forward_hook(wiring.cut_made_tokens)
+    if known.exit is not None and not whole_region:
+        base.get_submodule(known.exit).register_forward_hook(wiring.join)
 
 
 def _returns_dict(module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Pipeline parallelism: the blocks of a model dealt to stages, batches run through them.
 
-Read `_stack.py` (which modules are the blocks), `_cut.py` (where to cut), `_conductor.py` (what a
-forward does on one stage), `_stage.py` (making a stage in place), then `_pipeline.py` (a step).
+Read `_stack.py` (which modules are the blocks), `_cut.py` (where to cut), `_stage_forward.py` (what
+a forward does on one stage), `_stage.py` (making a stage in place), then `_pipeline.py` (a step).
 How long a step takes, bubbles and all, is predicted in `_predict.py`.
 """
 
@@ -9,19 +9,20 @@ from gulliver.parallel.pipeline._agree import agree
 from gulliver.parallel.pipeline._batch import split
 from gulliver.parallel.pipeline._cut import Cut, block_costs, cut
 from gulliver.parallel.pipeline._pipeline import Pipeline
-from gulliver.parallel.pipeline._predict import Prediction, predict
+from gulliver.parallel.pipeline._predict import predict
 from gulliver.parallel.pipeline._schedules import STYLES, check_counts, deal, style_of
-from gulliver.parallel.pipeline._stack import FAMILIES, Stack, family_name, stack_of
+from gulliver.parallel.pipeline._stack import Stack, family_name, stack_of
 from gulliver.parallel.pipeline._stage import (
     Stage,
     check_stages,
     checkpoint_blocks,
     idle_places,
     make_stage,
+    names_held,
 )
+from gulliver.solve import Prediction
 
 __all__ = [
-    "FAMILIES",
     "STYLES",
     "Cut",
     "Pipeline",
@@ -38,6 +39,7 @@ __all__ = [
     "family_name",
     "idle_places",
     "make_stage",
+    "names_held",
     "predict",
     "split",
     "stack_of",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.parallel._own_loss import OwnLoss
+from gulliver.families import OwnLoss
 
 IGNORED = -100
 """The label that Hugging Face's losses leave out."""

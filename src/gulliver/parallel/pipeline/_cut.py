@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from gulliver.errors import GulliverError
+from gulliver.hardware import linear_flops
 from gulliver.parallel.pipeline._stack import Stack, units_of
 from gulliver.solve import chain_times, partition_chain
-
-FLOPS_PER_WEIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -60,20 +59,20 @@ class Cut:
 def block_costs(model: nn.Module, stack: Stack) -> list[float]:
     """Forward FLOPs of each block for one token, with those of the modules that go with it."""
     paths = dict(model.named_modules())
-    costs = [_flops(paths[path]) for path in stack.blocks]
+    costs = [_work(paths[path]) for path in stack.blocks]
     for unit in units_of(model, stack):
         if unit.home is not None:
-            costs[unit.home] += _flops(paths[unit.path])
+            costs[unit.home] += _work(paths[unit.path])
     return costs
 
 
-def _flops(module: nn.Module) -> float:
+def _work(module: nn.Module) -> float:
     weights = 0
     for inner in module.modules():
         if isinstance(inner, nn.Embedding):
             continue
         weights += sum(p.numel() for p in inner.parameters(recurse=False) if p.ndim > 1)
-    return float(FLOPS_PER_WEIGHT * weights)
+    return linear_flops(weights)
 
 
 def cut(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gulliver.comm import Line, broadcast, guard, together
 from gulliver.errors import GulliverError
-from gulliver.parallel._own_loss import asks_routers, hugging_face_of, own_loss
+from gulliver.families import asks_routers, hugging_face_of, own_loss
 from gulliver.parallel.pipeline._agree import agree
 from gulliver.parallel.pipeline._batch import (
     UNEVEN,

@@ -1,41 +1,19 @@
 """How long a step of a pipeline takes, and how much of it its ranks wait.
 
-Walks through the order of a schedule as its ranks would: each does the next thing on its list as
-soon as what it needs is there. Seconds in, seconds out; no clock is read.
+Gives the orders of a schedule to `gulliver.solve.schedule_seconds`, which walks through them as
+ranks would. Seconds in, seconds out; no clock is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from gulliver.errors import GulliverError
+from gulliver.hardware import BACKWARD_OF_LINEAR
 from gulliver.parallel.pipeline._schedules import check_counts, deal, make_schedule
-
-FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
-"""What schedules call computing forward, backward, and the two parts of backward."""
-
-Done = dict[tuple[str, int, int], float]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Of one step.
-
-    Attributes:
-        seconds: until the last rank is done.
-        busy: seconds that each rank computes.
-    """
-
-    seconds: float
-    busy: tuple[float, ...]
-
-    @property
-    def bubble(self) -> float:
-        """Share of the ranks' time in which they wait."""
-        return 1 - sum(self.busy) / (self.seconds * len(self.busy))
+from gulliver.solve import BACKWARD, FORWARD, INPUTS, WEIGHTS, Prediction, schedule_seconds
 
 
 def predict(
@@ -49,11 +27,11 @@ def predict(
     """Predicts a step.
 
     Args:
-        style: of the pipeline.
-        ranks: of the pipeline.
-        micro_batches: of a batch.
+        style: name of the schedule.
+        ranks: number of ranks of the pipeline.
+        micro_batches: number of micro-batches of a batch.
         forward: seconds of each stage for a micro-batch.
-        backward: the same, backward; None: twice forward. Half of it is for the weights.
+        backward: the same, backward; None: as of linear maps. Half of it is for the weights.
         link: seconds of a message between stages.
 
     Raises:
@@ -64,52 +42,13 @@ def predict(
     if sum(map(len, numbers)) != stages:
         raise GulliverError(f"{stages} stages do not lie on {ranks} ranks evenly")
     check_counts(style, stages, ranks, micro_batches)
-    back = list(backward) if backward is not None else [2 * seconds for seconds in forward]
+    if backward is None:
+        backward = [BACKWARD_OF_LINEAR * seconds for seconds in forward]
+    half = [seconds / 2 for seconds in backward]
+    times = {FORWARD: forward, BACKWARD: backward, INPUTS: half, WEIGHTS: half}
     orders = [list(_order(style, place, numbers, micro_batches)) for place in range(ranks)]
-    place_of = {n: place for place, held in enumerate(numbers) for n in held}
-    times = {FORWARD: list(forward), BACKWARD: back}
-    times[INPUTS] = times[WEIGHTS] = [seconds / 2 for seconds in back]
-    clocks, busy, done = [0.0] * ranks, [0.0] * ranks, Done()
-    left = sum(map(len, orders))
-    while left:
-        for place, order in enumerate(orders):
-            while order and (ready := _ready(order[0], done, stages, place_of, link)) is not None:
-                kind, stage, micro = order.pop(0)
-                spent = times[kind][stage]
-                clocks[place] = max(clocks[place], ready) + spent
-                busy[place] += spent
-                done[kind, stage, micro] = clocks[place]
-        rest = sum(map(len, orders))
-        assert rest < left, "a schedule can be run"
-        left = rest
-    return Prediction(max(clocks), tuple(busy))
-
-
-def _ready(
-    action: tuple[str, int, int],
-    done: Done,
-    stages: int,
-    place_of: dict[int, int],
-    link: float,
-) -> float | None:
-    """When what an action needs is there; None while it is not known."""
-    kind, stage, micro = action
-    needs: list[tuple[tuple[str, ...], int]] = []
-    if kind == FORWARD and stage > 0:
-        needs = [((FORWARD,), stage - 1)]
-    elif kind in (BACKWARD, INPUTS):
-        needs = [((FORWARD,), stage)]
-        if stage < stages - 1:
-            needs.append(((BACKWARD, INPUTS), stage + 1))
-    elif kind == WEIGHTS:
-        needs = [((INPUTS,), stage)]
-    latest = 0.0
-    for kinds, other in needs:
-        known = [done[k, other, micro] for k in kinds if (k, other, micro) in done]
-        if not known:
-            return None
-        latest = max(latest, known[0] + (link if place_of[other] != place_of[stage] else 0.0))
-    return latest
+    rank_of = {stage: place for place, held in enumerate(numbers) for stage in held}
+    return schedule_seconds(orders, times, rank_of, link)
 
 
 def _order(

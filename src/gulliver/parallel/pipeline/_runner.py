@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gulliver.parallel.pipeline._batch import MicroBatch
-from gulliver.parallel.pipeline._conductor import Carry
 from gulliver.parallel.pipeline._messages import Messages
 from gulliver.parallel.pipeline._split import backward_of_inputs
 from gulliver.parallel.pipeline._stage import Stage
+from gulliver.parallel.pipeline._stage_forward import Carry
 
 
 @dataclass
@@ -175,7 +175,7 @@ class Runner:
             )
         look = kind not in self._looked
         self._looked.add(kind)
-        output = self.stage.conductor.forward(
+        output = self.stage.stage_forward.forward(
             run.call, self.stage_index, carry, *run.arguments(micro), look
         )
         if self.is_last:

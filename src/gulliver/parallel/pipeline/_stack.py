@@ -1,9 +1,10 @@
 """Which modules of a model are the blocks that a pipeline cuts between, and what lies around them.
 
 A model is modules before its blocks, the blocks, run in a row with the hidden state as their first
-argument and first output, and modules after. A few families need telling more: an encoder-decoder
-has two rows of blocks, the second of which reads what the first one finished. `FAMILIES` is that
-table; any other model is looked through for its longest list of equal blocks (`stack_of`).
+argument and first output, and modules after. Some families need telling more: an encoder-decoder
+has two rows of blocks, the second of which reads what the first one finished. That stands in the
+family's record (`gulliver.families.Blocks`); any other model is looked through for its longest list
+of equal blocks (`stack_of`).
 
 What it does not know: where to cut (`_cut.py`), how a stage is made (`_stage.py`).
 """
@@ -12,58 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
 from gulliver.errors import GulliverError
-
-
-@dataclass(frozen=True)
-class Family:
-    """What cannot be seen by looking at a model of some type.
-
-    Attributes:
-        lists: last parts of the paths of its lists of blocks, in running order; none: looked for.
-        interleaved: the lists run in turns, one block of each.
-        extra: entries that a block returns after the hidden state; None: a plain tensor.
-        after: last parts of the paths of modules that run after the blocks although they are
-            registered before them.
-        everywhere: last parts of the paths of modules whose results go into every block.
-        first_only: path inside a block of a module that only the first block of a list has, and
-            whose result the others share.
-    """
-
-    lists: tuple[str, ...] = ()
-    interleaved: bool = False
-    extra: int | None = None
-    after: tuple[str, ...] = ()
-    everywhere: tuple[str, ...] = ()
-    first_only: str | None = None
-
-
-_DECODER = Family()
-FAMILIES = {
-    "llama": _DECODER,
-    "mistral": _DECODER,
-    "qwen2": _DECODER,
-    "gpt2": _DECODER,
-    "bloom": Family(extra=1),
-    "opt": Family(after=("final_layer_norm", "project_out")),
-    "bert": Family(),
-    "vit": Family(),
-    "t5": Family(
-        lists=("encoder.block", "decoder.block"),
-        extra=2,
-        first_only="layer.0.SelfAttention.relative_attention_bias",
-    ),
-    "whisper": Family(lists=("encoder.layers", "decoder.layers")),
-    "STDiT3": Family(
-        lists=("spatial_blocks", "temporal_blocks"),
-        interleaved=True,
-        everywhere=("t_embedder", "fps_embedder", "t_block", "y_embedder", "rope"),
-    ),
-}
+from gulliver.families import Blocks, family_of, type_of
 
 
 @dataclass(frozen=True)
@@ -80,8 +34,8 @@ class Stack:
             known, found out when a block is passed by.
         after: paths of modules that run after the blocks although they are registered before.
         everywhere: paths of modules that every stage keeps.
-        first_only: as of `Family`.
-        family: the name under which the model stands in the table.
+        first_only: as of `gulliver.families.Blocks`.
+        family: name of the model's family; None where its blocks were named or looked for.
     """
 
     blocks: tuple[str, ...]
@@ -94,26 +48,15 @@ class Stack:
     first_only: str | None = None
     family: str | None = None
 
-    @property
-    def known(self) -> Family:
-        """The family's entry of the table."""
-        return FAMILIES.get(self.family or "", Family())
-
     def place(self) -> dict[str, int]:
         """Number of each block, by path."""
         return {path: number for number, path in enumerate(self.blocks)}
 
 
 def family_name(model: nn.Module) -> str | None:
-    """The name under which a model stands in the table; None where it does not."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if isinstance(kind, str) and kind in FAMILIES and _is_hugging_face(model):
-        return kind
-    return next((c.__name__ for c in type(model).__mro__ if c.__name__ == "STDiT3"), None)
-
-
-def _is_hugging_face(model: nn.Module) -> bool:
-    return any(c.__module__.startswith("transformers.") for c in type(model).__mro__)
+    """The name of the family that a model is of; None where its blocks are looked for."""
+    family = family_of(model)
+    return None if family.blocks is None else family.name
 
 
 def stack_of(
@@ -144,9 +87,9 @@ def stack_of(
     for name in (*([path] if path is not None else []), *after, *everywhere):
         if name not in paths:
             raise GulliverError(f"the model has no module {name!r}")
-    name = family_name(model)
-    if path is None and name is not None:
-        found = _of_family(paths, name)
+    family = family_of(model)
+    if path is None and family.blocks is not None:
+        found = _of_record(model, paths, family.name, family.blocks)
         return replace(
             found,
             extra=found.extra if extra == -1 else extra,
@@ -155,8 +98,6 @@ def stack_of(
         )
     if path is None and isinstance(model, nn.Sequential):
         path = ""
-    if path is None and _is_hugging_face(model):
-        return _of_names(model, paths, extra, tuple(after), tuple(everywhere))
     path = _longest(paths) if path is None else path
     inner = paths[path]
     if not isinstance(inner, nn.ModuleList | nn.Sequential):
@@ -169,122 +110,71 @@ def stack_of(
     return Stack(blocks, (path,), extra=extra, after=tuple(after), everywhere=tuple(everywhere))
 
 
-AFTER = (
-    "lm_head",
-    "cls",
-    "classifier",
-    "embed_out",
-    "output_projection",
-    "generator_predictions",
-    "generator_lm_head",
-    "vocab_transform",
-    "vocab_layer_norm",
-    "vocab_projector",
-    "pred_layer",
-    "final_layer_norm",
-    "final_norm",
-    "project_out",
-)
-BEFORE = ("layernorm_embedding", "emb_norm", "embed_layer_norm", "embeddings_project")
-ENCODERS = ("encoder.layers", "encoder.layer", "encoder.block")
-"""What transformers calls modules that run after the blocks, or before them, wherever they are
-registered, and the blocks of an encoder."""
+def _of_record(model: nn.Module, paths: dict[str, nn.Module], family: str, known: Blocks) -> Stack:
+    """The blocks that a family's record describes."""
+    _check_record(model, known)
+    # A part of an encoder-decoder may be a model of its own.
+    lists = [found for end in known.lists if (found := _ending(paths, end)) is not None]
+    lists = lists or _encoder_and_decoder(model, paths, known) or [_longest(paths)]
+    rows = [[_join(path, child) for child, _ in paths[path].named_children()] for path in lists]
+    two = len(rows) > 1 and not known.interleaved
+    turns = zip(*rows, strict=True) if known.interleaved else rows
+    return Stack(
+        tuple(block for turn in turns for block in turn),
+        tuple(lists),
+        memory=lists[0].rpartition(".")[0] if two else None,
+        border=len(rows[0]) if two else 0,
+        extra=known.extra,
+        after=tuple(_all_ending(paths, known.after, lists)),
+        everywhere=tuple(_all_ending(paths, known.everywhere, lists)),
+        first_only=known.first_only,
+        family=family,
+    )
 
 
-_MORE = "its blocks return more than their hidden state, which later blocks read"
-REFUSED = {
-    "glm_moe_dsa": _MORE,
-    "hy_v4": _MORE,
-    "gpt_neox_japanese": _MORE,
-    "inkling_text": "its blocks read what modules before them computed",
-    "inkling2_text": "its blocks read what modules before them computed",
-    **dict.fromkeys(("mt5", "longt5"), "its first block computes a bias for all the others"),
-    "mpnet": "all its blocks use a bias which is computed around them",
-    **dict.fromkeys(("xlm", "flaubert"), "its layers are lists of parts, not blocks"),
-    "switch_transformers": "its encoder hands more on than its hidden state",
-    "recurrent_gemma": "its blocks keep a state from call to call",
-    "roformer": "its blocks read positions that the encoder around them embeds",
-    **dict.fromkeys(("ibert", "squeezebert"), "its blocks hand on more than a hidden state"),
-    "nllb-moe": "its encoder hands on what its routers chose",
-    "hrm_text": "it runs its blocks several times",
-}
-"""Types that cannot be cut into stages, with the reason."""
-
-
-def _of_names(
-    model: nn.Module,
-    paths: dict[str, nn.Module],
-    extra: int | None,
-    after: tuple[str, ...],
-    everywhere: tuple[str, ...],
-) -> Stack:
-    """The blocks of a type that is not in the table, by the names that transformers uses."""
-    kind = str(getattr(getattr(model, "config", None), "model_type", ""))
-    if kind in REFUSED:
+def _check_record(model: nn.Module, known: Blocks) -> None:
+    """Refuses what is known not to run in stages, and what looks like it."""
+    if known.refused:
         raise GulliverError(
-            f"{kind} is not cut into stages: {REFUSED[kind]}; take tp_size instead of pp_size"
+            f"{type_of(model)} is not cut into stages: {known.refused}; take tp_size instead of "
+            "pp_size"
         )
-    if len({getattr(m, "has_relative_attention_bias", None) for m in model.modules()}) > 2:
+    biases = {getattr(m, "has_relative_attention_bias", None) for m in model.modules()}
+    if known.first_only is None and len(biases) > 2:
         raise GulliverError(
             f"{type(model).__name__} has blocks that use a bias which the first one computes: it "
             "is not cut into stages; take tp_size instead of pp_size"
         )
-    lists = [_longest(paths)]
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        encoder = next((p for end in ENCODERS if (p := _ending(paths, end)) is not None), None)
-        decoder = None if encoder is None else encoder.replace("encoder.", "decoder.")
-        if encoder is None or decoder not in paths:
-            raise GulliverError(
-                f"{type(model).__name__} is an encoder and a decoder, but has no two lists of "
-                f"blocks of such names ({', '.join(ENCODERS)}): a pipeline cannot cut it"
-            )
-        lists = [encoder, decoder]
-    rows = [[_join(path, child) for child, _ in paths[path].named_children()] for path in lists]
-    late = tuple(p for end in AFTER for p in _all_ending(paths, end, lists))
-    early = tuple(p for end in BEFORE for p in _all_ending(paths, end, lists))
-    return Stack(
-        tuple(block for row in rows for block in row),
-        tuple(lists),
-        memory=lists[0].rpartition(".")[0] if len(lists) > 1 else None,
-        border=len(rows[0]) if len(lists) > 1 else 0,
-        extra=extra,
-        after=(*after, *late),
-        everywhere=(*everywhere, *early),
-    )
 
 
-def _of_family(paths: dict[str, nn.Module], name: str) -> Stack:
-    family = FAMILIES[name]
-    # A part of an encoder-decoder may be a model of its own.
-    lists = [found for end in family.lists if (found := _ending(paths, end)) is not None]
-    lists = lists or [_longest(paths)]
-    rows = [[_join(path, child) for child, _ in paths[path].named_children()] for path in lists]
-    common: dict[str, Any] = {
-        "lists": tuple(lists),
-        "extra": family.extra,
-        "after": tuple(p for end in family.after for p in _all_ending(paths, end, lists)),
-        "everywhere": tuple(p for end in family.everywhere for p in _all_ending(paths, end, lists)),
-        "first_only": family.first_only,
-        "family": name,
-    }
-    if family.interleaved:
-        return Stack(tuple(b for turn in zip(*rows, strict=True) for b in turn), **common)
-    blocks = tuple(block for row in rows for block in row)
-    if len(rows) == 1:
-        return Stack(blocks, **common)
-    memory = lists[0].rpartition(".")[0]
-    return Stack(blocks, memory=memory, border=len(rows[0]), **common)
+def _encoder_and_decoder(model: nn.Module, paths: dict[str, nn.Module], known: Blocks) -> list[str]:
+    """The two lists of blocks of a model that says to have an encoder and a decoder."""
+    both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if not known.encoders or not both:
+        return []
+    encoder = next((p for end in known.encoders if (p := _ending(paths, end)) is not None), None)
+    decoder = None if encoder is None else encoder.replace("encoder.", "decoder.")
+    if encoder is None or decoder not in paths:
+        raise GulliverError(
+            f"{type(model).__name__} is an encoder and a decoder, but has no two lists of "
+            f"blocks of such names ({', '.join(known.encoders)}): a pipeline cannot cut it"
+        )
+    return [encoder, decoder]
 
 
 def _ending(paths: dict[str, nn.Module], end: str) -> str | None:
     return next((p for p in paths if p == end or p.endswith(f".{end}")), None)
 
 
-def _all_ending(paths: dict[str, nn.Module], end: str, lists: Sequence[str]) -> Iterator[str]:
+def _all_ending(
+    paths: dict[str, nn.Module], ends: Sequence[str], lists: Sequence[str]
+) -> Iterator[str]:
+    """Paths of the modules outside of some lists that end so, in the order of the endings."""
     inside = tuple(f"{path}." for path in lists)
-    for path in paths:
-        if (path == end or path.endswith(f".{end}")) and not path.startswith(inside):
-            yield path
+    for end in ends:
+        for path in paths:
+            if (path == end or path.endswith(f".{end}")) and not path.startswith(inside):
+                yield path
 
 
 def _longest(paths: dict[str, nn.Module]) -> str:

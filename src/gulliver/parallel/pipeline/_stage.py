@@ -1,10 +1,10 @@
-"""Making a stage of a model, in place: what the stage does not own becomes a ghost.
+"""Making a stage of a model, in place: what the stage does not own becomes a placeholder.
 
 `make_stage` decides from the whole model, the same on every rank, which stage keeps which module
 (`_holdings`), then replaces all others. What is kept stays the object that it was, under its own
-path, with its own parameters; ghosts hold none. A weight that several stages keep, because the
-model ties it or needs it everywhere, is listed in `Stage.tied`; its gradient is the sum of those
-of its copies (`Stage.sum_tied`).
+path, with its own parameters; placeholder modules hold none. A weight that several stages keep,
+because the model ties it or needs it everywhere, is listed in `Stage.tied`; its gradient is the sum
+of those of its copies (`Stage.sum_tied`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from gulliver.comm import Line, all_reduce
+from gulliver.comm import Line, all_reduce, post
 from gulliver.errors import GulliverError
-from gulliver.parallel.pipeline._conductor import Conductor
 from gulliver.parallel.pipeline._cut import Cut
-from gulliver.parallel.pipeline._ghosts import Ghost, GhostBlock, own, own_memory
+from gulliver.parallel.pipeline._placeholders import Placeholder, PlaceholderBlock, own, own_memory
 from gulliver.parallel.pipeline._stack import Stack, around, units_of
+from gulliver.parallel.pipeline._stage_forward import StageForward
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,12 +29,12 @@ class Stage:
     """The part of a model that lies on one rank: one stage, or several of a looped pipeline.
 
     Attributes:
-        model: the model, with ghosts where others' modules were.
+        model: the model, with placeholder modules where others' modules were.
         stack: its blocks, as they were.
         cut: of the whole model.
         line: ranks of the pipeline.
         numbers: of the stages on each of these ranks, by place in the line.
-        conductor: that the blocks of the model ask.
+        stage_forward: that the blocks of the model ask.
         tied: places in the line that hold each parameter that several ranks hold, by the first
             name that the whole model has for it.
         aliases: the first name of every parameter of the whole model, by each of its names.
@@ -46,7 +45,7 @@ class Stage:
     cut: Cut
     line: Line
     numbers: tuple[tuple[int, ...], ...]
-    conductor: Conductor
+    stage_forward: StageForward
     tied: Mapping[str, tuple[int, ...]]
     aliases: Mapping[str, str]
 
@@ -127,21 +126,26 @@ def make_stage(
         GulliverError: blocks that are not run in every forward, or that are recomputed already.
     """
     check_stages(model, stack)
-    conductor = Conductor(stack, cut.bounds)
+    stage_forward = StageForward(stack, cut.bounds)
     kept = [_kept(model, stack, cut, held) for held in numbers]
     aliases, tied = _tied(model, stack, kept)
     mine = kept[line.place]
-    _replace(model, stack, conductor, mine)
+    _replace(model, stack, stage_forward, mine)
     held = tuple(tuple(n) for n in numbers)
-    return Stage(model, stack, cut, line, held, conductor, tied, aliases)
+    return Stage(model, stack, cut, line, held, stage_forward, tied, aliases)
 
 
-def checkpoint_blocks(stage: Stage, recomputed: bool = True) -> None:
-    """Recomputes the stage's blocks in backward instead of keeping what they computed.
+def checkpoint_blocks(stage: Stage, paths: Collection[str] | None = None) -> None:
+    """Recomputes blocks of the stage in backward instead of keeping what they computed.
 
     The result is the same to the last bit, random choices included.
+
+    Args:
+        stage: stage of this rank.
+        paths: paths of the blocks; None for all.
     """
-    stage.conductor.recomputed = recomputed
+    blocks = enumerate(stage.stack.blocks)
+    stage.stage_forward.recomputed = {n for n, path in blocks if paths is None or path in paths}
 
 
 def check_stages(model: nn.Module, stack: Stack) -> None:
@@ -193,6 +197,20 @@ def idle_places(
     ]
 
 
+def names_held(
+    model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[Sequence[int]], place: int
+) -> dict[str, nn.Parameter]:
+    """Parameters that a place of a pipeline will hold, by the first names of the whole model."""
+    paths, roots = _kept(model, stack, cut, numbers[place]), set(around(model, stack))
+    first: dict[nn.Parameter, str] = {}
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own_name = first.setdefault(parameter, name)
+        if name.rpartition(".")[0] in roots or _holds(paths, name):
+            found.setdefault(own_name, parameter)
+    return found
+
+
 def _rows(stack: Stack) -> list[tuple[int, range]]:
     """The first block of each list that is run in one go, with all of its blocks."""
     borders = [0, stack.border, len(stack.blocks)] if stack.border else [0, len(stack.blocks)]
@@ -225,31 +243,33 @@ def _holds(paths: frozenset[str], name: str) -> bool:
     return False
 
 
-def _replace(model: nn.Module, stack: Stack, conductor: Conductor, kept: frozenset[str]) -> None:
+def _replace(
+    model: nn.Module, stack: Stack, stage_forward: StageForward, kept: frozenset[str]
+) -> None:
     paths = dict(model.named_modules())
     for number, path in enumerate(stack.blocks):
         if path in kept:
-            own(conductor, number, paths[path])
+            own(stage_forward, number, paths[path])
         else:
-            ghost = GhostBlock(conductor, number, paths[path])
+            placeholder = PlaceholderBlock(stage_forward, number, paths[path])
             first_only = f"{path}.{stack.first_only}"
             if first_only in kept:
-                _graft(ghost, stack.first_only or "", paths[first_only])
-            model.set_submodule(path, ghost)
+                _graft(placeholder, stack.first_only or "", paths[first_only])
+            model.set_submodule(path, placeholder)
     for unit in units_of(model, stack):
         if unit.path not in kept:
-            model.set_submodule(unit.path, Ghost(conductor, unit.path, paths[unit.path]))
+            model.set_submodule(unit.path, Placeholder(stage_forward, unit.path, paths[unit.path]))
     if stack.memory is not None:
-        own_memory(conductor, paths[stack.memory])
+        own_memory(stage_forward, paths[stack.memory])
     if stack.first_only is not None:
         for first, row in _rows(stack):
             _lend(model, stack, first, [b for b in row if stack.blocks[b] in kept and b != first])
 
 
-def _graft(ghost: nn.Module, path: str, module: nn.Module) -> None:
-    """Puts a module at a path inside a ghost, through modules that hold nothing else."""
-    # Not by register_module: a ghost seems to have the modules that were in its place.
-    inner = ghost
+def _graft(placeholder: nn.Module, path: str, module: nn.Module) -> None:
+    """Puts a module at a path inside a placeholder, through modules that hold nothing else."""
+    # Not by register_module: a placeholder seems to have the modules that were in its place.
+    inner = placeholder
     *names, last = path.split(".")
     for name in names:
         inner = inner._modules.setdefault(name, nn.Module()) or inner
@@ -291,11 +311,8 @@ def _sum(value: Tensor, places: Sequence[int], line: Line) -> None:
     others = [place for place in places if place != line.place]
     found = {place: torch.empty_like(own) for place in others}
     found[line.place] = own.clone()
-    works = [dist.isend(found[line.place], line.ranks[p], line.group) for p in others]
-    works += [dist.irecv(found[p], line.ranks[p], line.group) for p in others]
-    for work in works:
-        assert work is not None
-        work.wait()
+    incoming = [(line.ranks[p], found[p]) for p in others]
+    post(incoming, [(line.ranks[p], found[line.place]) for p in others], line.group, 0).wait()
     total = found[places[0]]
     for place in places[1:]:
         total = total + found[place]
@@ -305,7 +322,6 @@ def _sum(value: Tensor, places: Sequence[int], line: Line) -> None:
 def _send_first(value: Tensor, places: Sequence[int], line: Line) -> None:
     """Gives the others the value of the first."""
     if line.place == places[0]:
-        for place in places[1:]:
-            dist.send(value, line.ranks[place], line.group)
+        post([], [(line.ranks[p], value) for p in places[1:]], line.group, 0).wait()
     else:
-        dist.recv(value, line.ranks[places[0]], line.group)
+        post([(line.ranks[places[0]], value)], [], line.group, 0).wait()

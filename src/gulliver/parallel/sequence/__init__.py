@@ -11,8 +11,11 @@ twin.
 It does not know of models, parameters or optimizers.
 """
 
+from gulliver.hardware import AttentionBytes as Volume
+from gulliver.hardware import AttentionShape as Shape
+from gulliver.hardware import two_ring_bytes as two_ring_volume
 from gulliver.parallel.sequence._attention import attention
-from gulliver.parallel.sequence._choose import Chosen, Predicted, choose, predict
+from gulliver.parallel.sequence._choose import Chosen, Predicted, choose, predict, volume
 from gulliver.parallel.sequence._decode import decode
 from gulliver.parallel.sequence._layout import Layout
 from gulliver.parallel.sequence._mask import Mask
@@ -27,7 +30,6 @@ from gulliver.parallel.sequence._shard import (
 from gulliver.parallel.sequence._swap import swap_sharded_dim
 from gulliver.parallel.sequence._tiles import imbalance
 from gulliver.parallel.sequence._two_ring import two_ring_attention
-from gulliver.parallel.sequence._volume import Shape, Volume, two_ring_volume, volume
 
 __all__ = [
     "Chosen",

@@ -1,33 +1,21 @@
-"""Chooses Ulysses x outer x inner from the costs of a cluster, and says what it expects.
-
-A step of the ring sends while it computes: with c the seconds of a block and f, s those of a hop
-along the inner and the outer ring, a forward takes
-
-    turn = (i - 1) max(c, f) + c        forward = (o - 1) max(turn, s) + turn
-
-and a backward the same with the backward's messages and 5/2 of the operations. An exchange of
-heads is not hidden. Under a causal mask zigzag gives every rank half of the pairs; the plain
-layout's last rank has all of them.
-"""
+"""Chooses Ulysses x outer x inner by what `gulliver.hardware` says that each costs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from gulliver.errors import GulliverError
+from gulliver.hardware import AttentionBytes as Volume
+from gulliver.hardware import AttentionShape as Shape
 from gulliver.hardware import (
     Cluster,
-    Link,
-    all_to_all_seconds,
-    matmul_seconds,
-    point_to_point_seconds,
+    SequenceSplit,
+    split_attention_bytes,
+    split_attention_seconds,
 )
+from gulliver.parallel.sequence._heads import deal_heads
 from gulliver.parallel.sequence._layout import LayoutName
 from gulliver.parallel.sequence._plan import SequencePlan
-from gulliver.parallel.sequence._volume import Shape, Volume, hops, ulysses_bytes, volume
-
-BACKWARD_OPERATIONS = 2.5
-"""Five products of matrices instead of two."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +48,13 @@ class Chosen:
 
     plan: SequencePlan
     predicted: tuple[Predicted, ...]
+
+    @property
+    def reason(self) -> str:
+        """Why this one, in a few words."""
+        best, *others = self.predicted
+        told = [f"{p.plan}: {1e3 * p.seconds:.3g} ms" for p in others[:1]]
+        return " against ".join([f"{best.plan}: {1e3 * best.seconds:.3g} ms", *told])
 
     def __str__(self) -> str:
         head = f"{'plan':<34} {'ms':>9} {'compute':>9} {'heads':>9} {'MB sent':>9}"
@@ -109,64 +104,20 @@ def choose(
 
 def predict(cluster: Cluster, shape: Shape, plan: SequencePlan, stride: int = 1) -> Predicted:
     """What a plan should cost on every `stride`-th rank of a cluster."""
-    forward = _block_seconds(cluster, shape, plan)
-    hop = hops(plan, shape)
-    links = _Lines(cluster.resized(plan.degree * stride), plan, stride)
-    seconds = links.ring_seconds(forward, hop.forward + hop.forward_home)
-    seconds += links.ring_seconds(BACKWARD_OPERATIONS * forward, hop.backward + hop.backward_home)
-    exchanges = 2 * links.exchange_seconds(ulysses_bytes(plan, shape))
-    compute = plan.ring * (1 + BACKWARD_OPERATIONS) * forward
-    return Predicted(plan, seconds + exchanges, compute, exchanges, volume(plan, shape))
+    took = split_attention_seconds(cluster, shape, _split(plan, shape), stride)
+    return Predicted(plan, took.total, took.compute, took.exchanges, volume(plan, shape))
 
 
-def _block_seconds(cluster: Cluster, shape: Shape, plan: SequencePlan) -> float:
-    """Of a place's queries and another's keys, forward, on the rank that has most to do."""
-    half = shape.causal and (plan.layout == "zigzag" or plan.ring == 1)
-    wide = shape.batch * -(-shape.heads // plan.ulysses)
-    rows = max(1, shape.length // plan.ring // (2 if half else 1))
-    keys = max(1, shape.keys // plan.ring)
-    return sum(
-        matmul_seconds(cluster.device, rows, wide * dim, keys, shape.dtype)
-        for dim in (shape.head_dim, shape.values)
-    )
+def volume(plan: SequencePlan, shape: Shape, circulate: str = "kv") -> Volume:
+    """Bytes that each rank sends in one attention, by formula."""
+    return split_attention_bytes(_split(plan, shape), shape, circulate)
 
 
-class _Lines:
-    """What the lines of a plan travel on."""
-
-    def __init__(self, cluster: Cluster, plan: SequencePlan, stride: int) -> None:
-        self._cluster, self._plan, self._stride = cluster, plan, stride
-
-    def ring_seconds(self, block: float, hop_bytes: float) -> float:
-        """A turn of both rings, `block` seconds of work for each block."""
-        plan = self._plan
-        fast = self._hop(plan.ulysses, plan.inner, hop_bytes)
-        slow = self._hop(plan.ulysses * plan.inner, plan.outer, hop_bytes)
-        turn = (plan.inner - 1) * max(block, fast) + block
-        return (plan.outer - 1) * max(turn, slow) + turn
-
-    def exchange_seconds(self, sent: float) -> float:
-        """An all-to-all in which each rank sends so much."""
-        u = self._plan.ulysses
-        if u == 1:
-            return 0.0
-        return all_to_all_seconds(self._axes(1, u), int(sent * u / (u - 1)))
-
-    def _hop(self, stride: int, size: int, count: float) -> float:
-        axes = self._axes(stride, size)
-        return point_to_point_seconds(axes[0][1], int(count)) if axes else 0.0
-
-    def _axes(self, stride: int, size: int) -> list[tuple[int, Link]]:
-        """The axes that a line of every `stride`-th rank crosses, outer to inner."""
-        stride *= self._stride
-        crossed, unit, span = [], 1, stride * size
-        for axis in reversed(self._cluster.axes):
-            whole = unit * axis.size
-            count = -(-min(span, whole) // max(stride, unit))
-            if count > 1 and stride < whole:
-                crossed.append((count, axis.link))
-            unit = whole
-        return crossed[::-1]
+def _split(plan: SequencePlan, shape: Shape) -> SequenceSplit:
+    """A plan in the numbers that the formulas take."""
+    keys = deal_heads(shape.heads, shape.kv_heads, plan.ulysses).keys
+    sent = sum(last - first for first, last in keys)
+    return SequenceSplit(plan.ulysses, plan.outer, plan.inner, sent, plan.layout == "zigzag")
 
 
 def _divisors(number: int) -> list[int]:

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gulliver.comm import all_reduce
+from gulliver.comm import all_reduce, exchange, gather_integers
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.sequence._layout import Layout
 from gulliver.parallel.sequence._plan import SequenceGroups
-from gulliver.parallel.sequence._wire import exchange, gather_integers
 
 ShardGradient = Literal["gather", "own"]
 UnshardGradient = Literal["own", "sum"]

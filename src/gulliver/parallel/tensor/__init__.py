@@ -1,10 +1,10 @@
-"""Tensor parallelism: layers cut over ranks, with plain local parameters.
+"""Tensor parallelism: layers sharded over ranks, with plain local parameters.
 
-    plan = plan_tensor(model, 4)          # from the model's own plan, the table, or rules=
+    plan = plan_tensor(model, 4)          # from the model's own plan, its family, or rules=
     apply_tensor(model, plan, line)       # in place; sequence="split_gather" cuts activations too
 
 Read `_plan.py` and `_apply.py` for how a model is treated, `_linear.py` and `_entry.py` for what
-its layers do, `_table.py` for what is known of models.
+its layers do, `_table.py` for the ways to cut a module.
 """
 
 from gulliver.parallel.tensor._apply import (
@@ -26,16 +26,16 @@ from gulliver.parallel.tensor._deal import deal
 from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbedding
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
 from gulliver.parallel.tensor._loss import cross_entropy
-from gulliver.parallel.tensor._plan import Placed, TensorPlan, dropouts_of, plan_tensor
-from gulliver.parallel.tensor._table import FAMILIES, STYLES, Family, How
+from gulliver.parallel.tensor._modules import dropouts_of
+from gulliver.parallel.tensor._placed import Placed, TensorPlan
+from gulliver.parallel.tensor._plan import plan_tensor
+from gulliver.parallel.tensor._table import STYLES, How
 
 __all__ = [
-    "FAMILIES",
     "STYLES",
     "ColumnConvolution",
     "ColumnEmbedding",
     "ColumnLinear",
-    "Family",
     "How",
     "Placed",
     "RowConvolution",

@@ -1,4 +1,4 @@
-"""Which module is cut how: from the model's own plan, from the table, or from the user's rules.
+"""Which module is cut how: from the model's own plan, its family's rules, or the user's.
 
     plan = plan_tensor(model, 4)
     print(plan)
@@ -9,124 +9,29 @@ names and refuses. Read `plan_tensor`, then `_Planner`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.parallel.tensor._convolution import CONVOLUTIONS
-from gulliver.parallel.tensor._deal import Interval, share
+from gulliver.families import family_of, type_of
 from gulliver.parallel.tensor._experts import Part, parts_of_experts
-from gulliver.parallel.tensor._table import (
-    DRAWN_ALIKE,
-    FAMILIES,
-    GATHERED,
-    HEADS,
-    HUGGING_FACE,
-    KV_HEADS,
-    STYLES,
-    Family,
-    How,
+from gulliver.parallel.tensor._modules import (
+    best_match,
+    cut_dims,
+    dropouts_of,
+    fits_kind,
+    head_groups,
+    is_scaled,
+    layer_of,
+    query_heads,
 )
-from gulliver.parallel.tensor._types import REFUSED, TYPES
+from gulliver.parallel.tensor._placed import Placed, TensorPlan
+from gulliver.parallel.tensor._table import GATHERED, HEADS, HUGGING_FACE, KV_HEADS, STYLES
 
 ROUTERS = ("gate", "router", "gate_proj_router", "wg")
 """Last parts of the paths of linear layers that choose experts: they are small, and stay whole."""
-
-DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
-
-
-@dataclass(frozen=True)
-class Placed:
-    """How one module is cut.
-
-    Attributes:
-        style: its name, of `STYLES`.
-        how: what that means.
-        dims: parameter to the dim that is cut; those that are whole are not named.
-        total: features along it.
-        units: indivisible things that they are, in each block.
-        parts: parameter to how it is dealt, where those of a module are dealt differently.
-    """
-
-    style: str
-    how: How
-    dims: Mapping[str, int]
-    total: int = 0
-    units: int = 0
-    parts: Mapping[str, Part] = field(default_factory=dict)
-
-    def runs(self, size: int, place: int, name: str = "") -> tuple[Interval, ...]:
-        """The part of a rank, of the parameter of a name."""
-        part = self.parts.get(name)
-        if part is not None:
-            return share(part.total, part.units, size, place, part.blocks)
-        return share(self.total, self.units, size, place, self.how.blocks)
-
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """How a model is cut over the ranks of a tensor line.
-
-    Attributes:
-        size: ranks.
-        modules: of each path that is cut, or whose gradients are partial.
-        attention: path of an attention module to how many head groups it has.
-        sites: modules whose input goes into several columns, and is taken in once.
-        stacks: paths of the lists of blocks.
-        sliced: path to arguments of which a rank takes its heads' part.
-        replicated: paths of modules with parameters that stay whole.
-        known: the model is of a known type, or has a plan of its own.
-        whole: paths of modules in blocks that need the whole sequence: experts, and what is cut
-            without being understood.
-    """
-
-    size: int
-    modules: Mapping[str, Placed]
-    attention: Mapping[str, int]
-    sites: tuple[str, ...]
-    stacks: tuple[str, ...]
-    sliced: Mapping[str, tuple[str, ...]]
-    replicated: tuple[str, ...]
-    known: bool
-    whole: tuple[str, ...] = ()
-
-    def share_of(self, model: nn.Module) -> float:
-        """The share of the parameters of a model's blocks that this plan cuts, from 0 to 1."""
-        whole = cut = 0
-        lists = [p for p, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-        for path, module in model.named_modules():
-            if not any(path.startswith(f"{inside}.") for inside in lists):
-                continue
-            dims = self.modules[path].dims if path in self.modules else {}
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    whole += parameter.numel()
-                    cut += parameter.numel() if name in dims else 0
-        return cut / whole if whole else 1.0
-
-    def __str__(self) -> str:
-        lines: dict[str, str] = {}
-        for path, placed in self.modules.items():
-            what = f"{placed.total} in {placed.units}" if placed.units else ""
-            lines[re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)] = f"{placed.style:20} {what}"
-        for path in self.replicated:
-            lines.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path) or "(model)", "replicate")
-        width = max(map(len, lines), default=0)
-        return "\n".join(
-            [f"tensor parallel over {self.size} ranks"]
-            + [f"  {path:{width}}  {what}".rstrip() for path, what in lines.items()]
-        )
 
 
 def plan_tensor(
@@ -171,17 +76,17 @@ class _Planner:
     ) -> None:
         self.model, self.size, self.rest = model, size, replicate_rest
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        self.family = family_of(model)
-        self.own = _own_plan(model) if self.family is None or self.family.own else {}
+        self.known = family_of(model).tensors
+        self.own = _own_plan(model) if self.known is None or self.known.own else {}
         self.rules = dict(rules)
         self.opaque: list[str] = []
         for style in rules.values():
             if style not in STYLES:
                 raise GulliverError(f"unknown style {style!r}: {nearest(style, STYLES)}")
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        if kind in REFUSED and not rules and size > 1:
+        refused = self.known.refused if self.known else ""
+        if refused and not rules and size > 1:
             raise GulliverError(
-                f"{kind} is not cut over tensor ranks: {REFUSED[kind]}; take pp_size, or give "
+                f"{type_of(model)} is not cut over tensor ranks: {refused}; take pp_size, or give "
                 "tensor_rules of your own"
             )
         if not allow_dropout and size > 1:
@@ -197,9 +102,9 @@ class _Planner:
             ):
                 continue
             style = self._style(path, module)
-            if style in ("vocabulary", "embedding by heads") and _is_scaled(module):
+            if style in ("vocabulary", "embedding by heads") and is_scaled(module):
                 style = "replicate" if best_match(path, self.rules) is None else style
-            if self._automatic and not _fits_kind(module, style):
+            if self._automatic and not fits_kind(module, style):
                 style = "replicate" if best_match(path, self.rules) is None else style
             if style is None:
                 (replicated if self.rest else unknown).append(path)
@@ -236,7 +141,7 @@ class _Planner:
             stacks,
             self._sliced(attention),
             tuple(replicated),
-            self.family is not None or bool(self.own),
+            self.known is not None or bool(self.own),
             self._whole(placed, replicated, stacks),
         )
 
@@ -259,14 +164,14 @@ class _Planner:
     @property
     def _automatic(self) -> bool:
         """Whether a Hugging Face model is cut by what is known of it."""
-        return bool(self.own) or (self.family is not None and self.family.rest)
+        return bool(self.own) or (self.known is not None and self.known.rest)
 
     def _keep_scaled(self, placed: dict[str, Placed], replicated: list[str]) -> None:
         """Embeddings that do more than look up stay whole, and what is tied to them does, too."""
         whole = {
             id(module._parameters.get("weight"))
             for path, module in self.modules.items()
-            if (path not in placed or _is_scaled(module))
+            if (path not in placed or is_scaled(module))
             and not any(True for _ in module.children())
         }
         for path in list(placed):
@@ -359,8 +264,8 @@ class _Planner:
         return style if (factor == "lora_B") == (kind == "column") else "replicate"
 
     def _style_of(self, path: str, module: nn.Module) -> str | None:
-        """The user's rule, then the table's or the model's own; norms are whole."""
-        known = self.family.rules if self.family else {}
+        """The user's rule, then its family's or the model's own; norms are whole."""
+        known = self.known.rules if self.known else {}
         for rules in (self.rules, known):
             found = best_match(path, rules)
             if found is not None:
@@ -368,7 +273,7 @@ class _Planner:
         if self.own:
             found = best_match(path, self.own)
             return "replicate" if found is None else self._translated(path, self.own[found])
-        if self.family is not None and self.family.rest:
+        if self.known is not None and self.known.rest:
             return "replicate"
         return "replicate" if type(module).__name__.endswith("Norm") else None
 
@@ -393,32 +298,51 @@ class _Planner:
             parts = parts_of_experts(path, module, self.size)
             return Placed(style, how, {n: part.dim for n, part in parts.items()}, parts=parts)
         if how.kind == "parameters":
-            units = self._attention(f"{path}.")[1]
-            parts = {
-                n: Part(0, p.shape[0], units)
-                for n, p in module._parameters.items()
-                if p is not None
-            }
-            self._check_units(path, units, "heads (key-value heads where grouped)")
+            held = {n: p.shape[0] for n, p in module._parameters.items() if p is not None}
+            units = self._units(f"{path}.", max(held.values()))[0]
+            parts = {n: Part(0, count, units) for n, count in held.items()}
             return Placed(style, how, dict.fromkeys(parts, 0), parts=parts)
-        dims = _cut_dims(path, module, how)
+        dims = cut_dims(path, module, how)
         total = module._parameters["weight"].shape[dims["weight"]]  # pyright: ignore[reportOptionalMemberAccess]
-        units = self._attention(path)[1] if how.heads else total // how.blocks
-        what = "heads (key-value heads where grouped)" if how.heads else "features"
+        units, copies = total // how.blocks, 1
+        if how.heads:
+            units, copies = self._units(path, total, how.blocks)
         if total % (units * how.blocks):
             raise GulliverError(
                 f"{path} has {total} features, which are not {how.blocks} x {units} equal parts: "
                 "give it another rule"
             )
-        self._check_units(path, units, what)
-        return Placed(style, how, dims, total, units)
-
-    def _check_units(self, path: str, units: int, what: str) -> None:
-        if units < self.size:
+        if not how.heads and units < self.size:
             raise GulliverError(
-                f"{path} has {units} {what}, fewer than {self.size} tensor ranks: "
+                f"{path} has {units} features, fewer than {self.size} tensor ranks: "
                 f"tp_size from 1 to {units} would do"
             )
+        return Placed(style, how, dims, total, units, copies)
+
+    def _units(self, path: str, total: int, blocks: int = 0) -> tuple[int, int]:
+        """In how many heads features are dealt, and how many ranks hold each of these alike.
+
+        Without blocks of features, there is one number for each query head.
+
+        [Note: copies of key-value heads] With more ranks than key-value heads, each of these heads
+        is held by several ranks, which share its query heads. A rank's gradient of it is that of
+        its own query heads, so the gradients are summed over the copies where the layer uses its
+        weights (`sum_gradients`); the optimizer steps the copies alike, and a norm counts each once
+        (`Region.copies`).
+        """
+        name, groups = self._attention(path)
+        if self.size <= groups:
+            return groups, 1
+        heads, width = query_heads(self.modules[name], groups)
+        more = [n for n in range(2 * groups, heads + 1, groups) if heads % n == 0]
+        whole = {groups * width: groups, heads * width: heads} if blocks else {heads: heads}
+        if self.size not in more or blocks > 1 or total not in whole:
+            others = f", or {' or '.join(map(str, more))}" if more and blocks < 2 else ""
+            raise GulliverError(
+                f"{path} has {groups} heads (key-value heads where grouped), fewer than "
+                f"{self.size} tensor ranks: tp_size from 1 to {groups} would do{others}"
+            )
+        return whole[total], self.size // groups if whole[total] == groups else 1
 
     def _attention(self, path: str) -> tuple[str, int]:
         """The attention module that a module belongs to, and how many head groups it has."""
@@ -498,7 +422,7 @@ class _Planner:
             )
 
     def _sliced(self, attention: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-        patterns = self.family.sliced if self.family else {}
+        patterns = self.known.sliced if self.known else {}
         found = {path: best_match(path, patterns) for path in attention}
         return {path: patterns[pattern] for path, pattern in found.items() if pattern is not None}
 
@@ -509,132 +433,6 @@ class _Planner:
                 f"dropout draws other masks on several ranks than on one: {_listed(names)} must be "
                 "0 (in the model's config), or pass allow_dropout=True"
             )
-
-
-def dropouts_of(model: nn.Module) -> list[str]:
-    """What a model drops at random, by path and probability; not what all ranks draw alike."""
-    names: list[str] = []
-    for path, module in model.named_modules():
-        if any(part in DRAWN_ALIKE for part in path.split(".")):
-            continue
-        if isinstance(module, DROPOUTS) and module.p > 0:
-            names.append(f"{path}.p = {module.p}")
-        names += [
-            f"{path}.{name} = {value}"
-            for name, value in vars(module).items()
-            if "drop" in name and isinstance(value, float) and value > 0
-        ]
-    return names
-
-
-def family_of(model: nn.Module) -> Family | None:
-    """What the table knows of a model, by its config's model type or its class name."""
-    kind = getattr(getattr(model, "config", None), "model_type", None) or ""
-    return FAMILIES.get(kind) or FAMILIES.get(type(model).__name__) or TYPES.get(kind)
-
-
-def layer_of(path: str) -> tuple[str, str]:
-    """The layer that a module belongs to, and which factor of its adapter it is.
-
-    PEFT wraps a layer ``x`` as ``x.base_layer``, ``x.lora_A.NAME`` and ``x.lora_B.NAME``.
-    """
-    parts = path.split(".")
-    if parts[-1] == "base_layer":
-        return ".".join(parts[:-1]), ""
-    if len(parts) > 2 and parts[-2].startswith("lora_"):
-        return ".".join(parts[:-2]), parts[-2] if parts[-2] in ("lora_A", "lora_B") else "other"
-    return path, ""
-
-
-def best_match(path: str, patterns: Mapping[str, Any]) -> str | None:
-    """The longest pattern that the last parts of a path fit; None where none does."""
-    parts = path.split(".")
-    fitting = [pattern for pattern in patterns if _fits(parts, pattern.split("."))]
-    return max(fitting, key=lambda p: (p.count("."), -p.count("*")), default=None)
-
-
-def _fits(parts: list[str], pattern: list[str]) -> bool:
-    tail = parts[-len(pattern) :]
-    return len(tail) == len(pattern) and all(
-        p in ("*", t) for t, p in zip(tail, pattern, strict=True)
-    )
-
-
-def head_groups(module: nn.Module) -> int:
-    """Heads of an attention module that can lie on different ranks; 0 for other modules."""
-    keys, width = getattr(module, "k_proj", None), vars(module).get("head_dim")
-    if isinstance(keys, nn.Linear) and isinstance(width, int):
-        return keys.out_features // width
-    for name in (*KV_HEADS, *HEADS):
-        count = vars(module).get(name)
-        if isinstance(count, int) and not isinstance(module, nn.ModuleList):
-            return count
-    config = vars(module).get("config")
-    if config is not None and "Attention" in type(module).__name__:
-        counts = (getattr(config, name, None) for name in (KV_HEADS[0], "num_attention_heads"))
-        return next((count for count in counts if isinstance(count, int)), 0)
-    return 0
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a layer is GPT-2's Conv1D, whose weight is ``[inputs, outputs]``."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def _fits_kind(module: nn.Module, style: str | None) -> bool:
-    """Whether a style is for modules of this kind."""
-    kind = STYLES[style].kind if style in STYLES else "replicate"
-    if kind in ("vocabulary", "embedding"):
-        return isinstance(module, nn.Embedding)
-    linear = is_transposed(module) or type(module).forward is nn.Linear.forward
-    return kind not in ("column", "row") or linear or type(module) in CONVOLUTIONS
-
-
-def _is_scaled(module: nn.Module) -> bool:
-    """Whether an embedding does more than look up."""
-    return isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
-
-
-def _cut_dims(path: str, module: nn.Module, how: How) -> dict[str, int]:
-    """Parameter to the dim that is cut."""
-    transposed = is_transposed(module)
-    linear = transposed or type(module).forward is nn.Linear.forward
-    convolution = type(module) in CONVOLUTIONS
-    embedding = type(module).forward is nn.Embedding.forward
-    cuts = how.kind in ("column", "row")
-    if not ((cuts and (linear or convolution)) or (not cuts and embedding)):
-        wanted = "a linear layer or a convolution" if cuts else "an embedding"
-        raise GulliverError(
-            f"{path} is a {type(module).__name__}, but its rule is for {wanted}: "
-            "give it another, such as 'replicate'"
-        )
-    if convolution:
-        _check_convolution(path, module, how)
-    if embedding:
-        _check_embedding(path, module)
-    names = {name for name, p in module._parameters.items() if p is not None}
-    if not names <= {"weight", "bias"} or "weight" not in names:
-        raise GulliverError(f"{path} has parameters {sorted(names)}: expected weight and bias")
-    dim = int((how.kind in ("row", "embedding")) != transposed)
-    return (
-        {"weight": dim, "bias": 0} if how.kind == "column" and "bias" in names else {"weight": dim}
-    )
-
-
-def _check_convolution(path: str, module: Any, how: How) -> None:
-    if module.groups != 1 or module.padding_mode != "zeros" or how.heads or how.blocks > 1:
-        raise GulliverError(
-            f"{path} is a convolution with groups={module.groups} and "
-            f"padding_mode={module.padding_mode!r}: only plain ones are cut; give it 'replicate'"
-        )
-
-
-def _check_embedding(path: str, module: Any) -> None:
-    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-        raise GulliverError(
-            f"{path} is an embedding with max_norm, scale_grad_by_freq or sparse gradients: "
-            "only plain ones are cut; give it 'replicate'"
-        )
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:

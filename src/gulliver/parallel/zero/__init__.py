@@ -7,7 +7,9 @@ from gulliver.parallel.zero._elementwise import (
     is_boosted,
     state_tensors,
 )
+from gulliver.parallel.zero._memory import ChunkBytes, held_bytes
 from gulliver.parallel.zero._optimizer import ZeroOptimizer, export_leaves, import_leaves
+from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
 from gulliver.parallel.zero._statistics import BufferSync
 from gulliver.parallel.zero._tuner import BucketTuner, Tuning
 
@@ -15,12 +17,17 @@ __all__ = [
     "ELEMENTWISE",
     "BucketTuner",
     "BufferSync",
+    "ChunkBytes",
+    "TensorSize",
     "Tuning",
     "ZeroOptimizer",
     "check_optimizer",
     "check_trainable",
     "export_leaves",
+    "held_bytes",
     "import_leaves",
     "is_boosted",
+    "ordered_layouts",
+    "shard_dtype",
     "state_tensors",
 ]

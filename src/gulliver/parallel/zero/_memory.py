@@ -27,25 +27,74 @@ from gulliver.memory import (
 )
 from gulliver.parallel.zero._elementwise import state_tensors
 from gulliver.parallel.zero._reducer import IN_FLIGHT
-from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._shards import ShardedState
 
 Event = tuple[str, int]
 
 
+@dataclass(frozen=True)
+class ChunkBytes:
+    """A chunk in numbers.
+
+    Attributes:
+        names: names of its parameters, in order.
+        whole: bytes of all of it.
+        shard: bytes of the part that a rank steps.
+        trained: whether it is stepped.
+        copied: whether the shard is a copy in a wider dtype.
+    """
+
+    names: Sequence[str]
+    whole: int
+    shard: int
+    trained: bool = True
+    copied: bool = False
+
+
 def predicted(shards: ShardedState) -> dict[str, int]:
+    """Bytes that a rank will hold of what it has, see `held_bytes`."""
+    record = shards.gatherer.record
+    chunks = [
+        ChunkBytes(
+            tuple(c.chunk.parameters),
+            c.chunk.nbytes,
+            c.chunk.home.nbytes,
+            c.trained,
+            c.chunk.has_master,
+        )
+        for c in shards.everything
+    ]
+    events = record.events if record.complete else None
+    options = shards.stage, shards.parts, shards.ahead, _state_bytes(shards)
+    return held_bytes(chunks, *options, events)
+
+
+def held_bytes(
+    chunks: Sequence[ChunkBytes],
+    stage: int,
+    parts: int,
+    ahead: int,
+    state: int,
+    events: Sequence[Event] | None = None,
+) -> dict[str, int]:
     """Bytes of ``parameters``, ``gradients`` and ``optimizer_state`` when they are most together.
 
     Of a step with one backward, its gradients forgotten afterwards. Parameters: the whole chunks,
     or with stage 3 the shards and the chunks that are gathered at that moment. Gradients: buffers
-    that are being filled or reduced, and the shards that are there. Optimizer state: moments, and
-    float32 copies of 16-bit parameters.
+    that are being filled or reduced, and the shards that are there. Optimizer state: what the
+    optimizer keeps, and float32 copies of 16-bit parameters.
+
+    Args:
+        chunks: chunks in the order of use.
+        stage: stage of ZeRO.
+        parts: number of shards of a chunk.
+        ahead: number of chunks that stage 3 gathers ahead.
+        state: bytes that the optimizer itself keeps.
+        events: record of a step; None for one in the order of the parameters.
     """
-    record = shards.gatherer.record
-    events = record.events if record.complete else list(_ordinary(shards))
-    replay = _Replay(shards)
+    replay = _Replay(chunks, stage, parts, ahead, state)
     for _ in range(2):  # the second begins with what the first has gathered ahead
-        replay.run(events)
+        replay.run(list(_ordinary(chunks)) if events is None else events)
     return replay.counter.fullest
 
 
@@ -71,18 +120,25 @@ class _Imagined(Resident):
 class _Replay:
     """Replays events and counts."""
 
-    def __init__(self, shards: ShardedState) -> None:
-        self.stage, self.counter = shards.stage, ByteCounter()
-        self.chunks = [_imagined(c, shards.stage) for c in shards.everything]
-        self.engine = Prefetcher(self.chunks, self, shards.ahead)
+    def __init__(
+        self, chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int, state: int
+    ) -> None:
+        self.stage, self.counter = stage, ByteCounter()
+        presence = Presence.ABSENT if stage == 3 else Presence.WHOLE
+        self.chunks = [
+            _Imagined(
+                presence=presence,
+                nbytes=chunk.whole,
+                shard=chunk.shard,
+                handed=parts == 1 and not chunk.copied,
+            )
+            for chunk in chunks
+        ]
+        self.engine = Prefetcher(self.chunks, self, ahead)
         self.flying: deque[_Imagined] = deque()
-        self.counter.add(OPTIMIZER_STATE, _state_bytes(shards))
-        for sharded, chunk in zip(shards.everything, self.chunks, strict=True):
-            home = sharded.chunk.home.nbytes
-            if sharded.chunk.has_master:
-                self.counter.add(OPTIMIZER_STATE, home)
-            if self.stage < 3 or not sharded.chunk.has_master:
-                self.counter.add(PARAMETERS, home if self.stage == 3 else chunk.nbytes)
+        self.counter.add(OPTIMIZER_STATE, state + sum(c.shard for c in chunks if c.copied))
+        held = [c.shard * (not c.copied) if stage == 3 else c.whole for c in chunks]
+        self.counter.add(PARAMETERS, sum(held))
 
     def run(self, events: Sequence[Event]) -> None:
         """One step, and what is forgotten after it."""
@@ -171,28 +227,17 @@ class _Replay:
         chunk.reduced = 0
 
 
-def _imagined(sharded: ShardedChunk, stage: int) -> _Imagined:
-    chunk = sharded.chunk
-    return _Imagined(
-        presence=Presence.ABSENT if stage == 3 else Presence.WHOLE,
-        nbytes=chunk.nbytes,
-        shard=chunk.layout.part_size * chunk.home.dtype.itemsize,
-        handed=chunk.layout.parts == 1 and not chunk.has_master,
-    )
-
-
-def _ordinary(shards: ShardedState) -> Iterator[Event]:
+def _ordinary(chunks: Sequence[ChunkBytes]) -> Iterator[Event]:
     """A step of a model whose modules are used in the order of their parameters."""
-    chunks = shards.everything
     if not chunks:
         return
-    names = [(slot.name, n) for n, c in enumerate(chunks) for slot in c.chunk.layout.slots]
+    names = [(name, number) for number, chunk in enumerate(chunks) for name in chunk.names]
     yield Pass.FORWARD.name, -1
     for _, number in names:
         yield "used", number
     yield "forward ended", -1
     yield Pass.BACKWARD.name, -1
-    missing = [len(c.chunk.layout.slots) for c in chunks]
+    missing = [len(chunk.names) for chunk in chunks]
     following = deque(n for n in range(len(chunks) - 1, -1, -1) if chunks[n].trained)
     begun: set[int] = set()
     for _, module in groupby(reversed(names), key=lambda entry: entry[0].rpartition(".")[0]):

@@ -136,6 +136,11 @@ class ZeroOptimizer(BoostedOptimizer):
         return self.shards.size
 
     @property
+    def gives_back(self) -> bool:  # type: ignore[override]
+        """With stage 3, which keeps shards only."""
+        return self.stage == 3
+
+    @property
     def parts(self) -> int:
         """Shards of a chunk."""
         return self.shards.parts

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.comm import Group, broadcast, group_rank, group_size
-from gulliver.memory import BufferPool, Chunk, ChunkLayout, is_claimed, plan_chunks
+from gulliver.memory import BufferPool, Chunk, ChunkLayout, is_claimed
 from gulliver.parallel._optimizer import is_counter
 from gulliver.parallel.zero._elementwise import is_elementwise
 from gulliver.parallel.zero._gatherer import Gatherer
 from gulliver.parallel.zero._groups import GroupWatch
 from gulliver.parallel.zero._reducer import GradientReducer
 from gulliver.parallel.zero._sharded import ShardedChunk
-
-HALVES = (torch.bfloat16, torch.float16)
+from gulliver.parallel.zero._sizes import TensorSize, chunk_layouts, shard_dtype
 
 
 class ShardedState:
@@ -112,22 +111,16 @@ class ShardedState:
 
     def home_dtype(self, dtype: torch.dtype, trained: bool) -> torch.dtype:
         """Dtype of the shards of parameters of a dtype."""
-        return torch.float32 if trained and dtype in HALVES else dtype
+        return shard_dtype(dtype, trained)
 
     def layouts(
         self, names: Mapping[nn.Parameter, str], chunk_bytes: int
     ) -> Iterator[tuple[ChunkLayout, dict[str, nn.Parameter]]]:
         """Cuts parameters in their order into chunks of one dtype and device each."""
-        kinds: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
-        for parameter, name in names.items():
-            kinds.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
-        for (dtype, _), parameters in kinds.items():
-            sizes = [(name, p.numel()) for name, p in parameters.items()]
-            # An all-reduce goes in parts, too: a chunk that has them needs no padding on the way.
-            align = 16 if self.parts > 1 else 16 * self.size
-            capacity = max(1, chunk_bytes // dtype.itemsize)
-            for layout in plan_chunks(sizes, capacity, self.parts, align):
-                yield layout, parameters
+        sizes = [TensorSize(n, p.numel(), p.dtype, p.device) for p, n in names.items()]
+        parameters = {name: parameter for parameter, name in names.items()}
+        for layout, _ in chunk_layouts(sizes, chunk_bytes, self.stage, self.size):
+            yield layout, parameters
 
     def _placed(
         self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], trained: bool

@@ -5,14 +5,14 @@ every step, and goes from recording (the order of use), over profiling (how long
 take, and what the link costs), to trials of the best predicted size and its neighbours. What it
 found is kept for this model on this cluster, and taken from there the next time.
 
-It does not know how chunks are cut, nor who takes the steps.
+It does not know how chunks are cut, nor who takes the steps. What transfers cost is measured and
+computed by `gulliver.hardware`, on the group that the chunks are sharded over.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from gulliver.comm import (
-    Handle,
     all_gather,
     all_reduce,
     barrier,
@@ -33,6 +32,7 @@ from gulliver.comm import (
     group_size,
     reduce_scatter,
 )
+from gulliver.hardware import IN_A_ROW, Transfers, probe_transfers
 from gulliver.io import cache_folder, write_text
 from gulliver.memory import UseRecorder, seconds_between
 from gulliver.parallel.zero._relayout import relayout
@@ -40,9 +40,6 @@ from gulliver.parallel.zero._shards import ShardedState
 from gulliver.solve import StepTimes, geometric_sizes, step_seconds
 
 SMALLEST, LARGEST = 2**18, 2**27
-CALIBRATION_BYTES = (2**17, 2**21)
-IN_A_ROW = 6
-"""Transfers that are timed together: a link is not idle between them, as in a step."""
 PLATEAU = 1.02
 """Predicted steps so close to the best count as equal."""
 TRIAL_STEPS = 4
@@ -156,7 +153,7 @@ class BucketTuner:
         return self.stage is Stage.PROFILING
 
     def updated(self, seconds: float) -> None:
-        """What the updates of a profiled step took."""
+        """Notes what the updates of a profiled step took."""
         self._update_s = seconds
 
     def gradient(self, name: str) -> None:
@@ -189,25 +186,22 @@ class BucketTuner:
 
     def _predict(self) -> None:
         assert self.result is not None
-        link, latency_s, gather_cpu_s = self._link()
-        self.result.link, self.result.latency_s = broadcast_object((link, latency_s))
+        link: Transfers = broadcast_object(self._link())
+        self.result.link = {n: (line.alpha_s, 1 / line.bandwidth) for n, line in link.lines.items()}
+        self.result.latency_s = link.latency_s
         order = self.result.order
         trained = set(self.shards.names.values())
         sizes = [self._sizes[name] for name in order if name in trained]
         whole = sum(sizes)
-        times = broadcast_object(self._step_times(gather_cpu_s * whole))
-        costs = {
-            kind: lambda count, line=line: line[0] + count * line[1]
-            for kind, line in self.result.link.items()
-        }
+        times = broadcast_object(self._step_times(link.processor_s * whole))
         for size in geometric_sizes(SMALLEST, min(LARGEST, max(SMALLEST, 2 * whole))):
             self.result.predicted[size] = step_seconds(
                 times,
                 sizes,
                 _cut(sizes, size),
-                costs["reduce"],
-                costs["gather"],
-                self.result.latency_s,
+                lambda count: link.seconds("reduce", count),
+                lambda count: link.seconds("gather", count),
+                link.latency_s,
                 self.shards.stage == 3,
                 self.shards.ahead,
             )
@@ -243,43 +237,24 @@ class BucketTuner:
             overhead_s=max(0.0, step_s - updating) / chunks,
         )
 
-    def _link(self) -> tuple[dict[str, tuple[float, float]], float, float]:
-        """Costs of both collectives, their latency, and processor seconds per gathered byte.
-
-        The last counts only where no core is left to carry messages beside the computation.
-        """
+    def _link(self) -> Transfers:
+        """What both collectives cost in a row, on the group of the chunks."""
         group, device = self.shards.group, self.shards.chunks[0].chunk.device
         size = group_size(group)
-        took: dict[str, list[float]] = {"reduce": [], "gather": []}
-        latency_s = cpu_s = 0.0
-        for count in CALIBRATION_BYTES:
-            whole = torch.zeros(IN_A_ROW, count // 4 // size * size, device=device)
-            part = torch.zeros(IN_A_ROW, whole.shape[1] // size, device=device)
-            runs = {
-                "reduce": lambda n, w=whole, p=part: reduce_scatter(
-                    p[n], w[n], "sum", group, async_op=True
-                ),
-                "gather": lambda n, w=whole, p=part: all_gather(w[n], p[n], group, async_op=True),
-            }
-            for kind, run in runs.items():
-                several = [_timed(run, IN_A_ROW, device) for _ in range(3)]
-                took[kind].append(min(seconds for seconds, _ in several) / IN_A_ROW)
-                cpu_s = min(cpu for _, cpu in several) / IN_A_ROW / count
-            if count == CALIBRATION_BYTES[0]:
-                alone = min(_timed(runs["gather"], 1, device)[0] for _ in range(3))
-                latency_s = max(0.0, alone - took["gather"][0])
-        low, high = CALIBRATION_BYTES
-        lines = {}
-        for kind, (small, large) in took.items():
-            slope = max(large - small, 1e-9 * large) / (high - low)
-            lines[kind] = (max(0.0, small - slope * low), slope)
-        return lines, latency_s, cpu_s if self._crowded() else 0.0
 
-    def _crowded(self) -> bool:
-        host = socket.gethostname()
-        here = gather_objects(host).count(host)
-        busy = here * torch.get_num_threads()
-        return self.shards.chunks[0].chunk.device.type == "cpu" and busy >= (os.cpu_count() or 1)
+        def tensors(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+            whole = torch.zeros(IN_A_ROW, count // 4 // size * size, device=device)
+            return whole, torch.zeros(IN_A_ROW, whole.shape[1] // size, device=device)
+
+        def reduce(count: int) -> Callable[[int], object]:
+            whole, part = tensors(count)
+            return lambda n: reduce_scatter(part[n], whole[n], "sum", group, async_op=True)
+
+        def gather(count: int) -> Callable[[int], object]:
+            whole, part = tensors(count)
+            return lambda n: all_gather(whole[n], part[n], group, async_op=True)
+
+        return probe_transfers({"reduce": reduce, "gather": gather}, device)
 
     def _try_next(self) -> None:
         assert self.result is not None
@@ -368,17 +343,6 @@ def _read(path: Path) -> Tuning | None:
         return None
     found.reused = True
     return found
-
-
-def _timed(run: Callable[[int], Handle], count: int, device: torch.device) -> tuple[float, float]:
-    """Seconds, and processor seconds of this process, of transfers that are started together."""
-    barrier()
-    begun, cpu = time.perf_counter(), time.process_time()
-    for handle in [run(number) for number in range(count)]:
-        handle.wait()
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return time.perf_counter() - begun, time.process_time() - cpu
 
 
 def candidates(predicted: dict[int, float]) -> list[int]:

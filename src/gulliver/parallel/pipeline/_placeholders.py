@@ -1,11 +1,11 @@
 """What stands where a module of another stage was: no parameters, the same place, the same shape.
 
-- `GhostBlock`, for a block: hands the hidden state on.
-- `Ghost`, for any other module that holds parameters: returns tensors of the shape, dtype and
+- `PlaceholderBlock`, for a block: hands the hidden state on.
+- `Placeholder`, for any other module that holds parameters: returns tensors of the shape, dtype and
   device that the module would return, full of NaN. It finds the shape by running a copy of the
   module on meta, where nothing is computed and nothing is stored.
 - `own`, for the blocks of this stage: they stay the objects they are, under their own names, but
-  are asked through the `Conductor` when they are called. Their class becomes a subclass of the
+  are asked through the `StageForward` when they are called. Their class becomes a subclass of the
   same name, so that the call is caught before hooks, compiled calls and checkpoints of the block.
 """
 
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
-from gulliver.parallel.pipeline._conductor import Conductor
-from gulliver.parallel.pipeline._hollow import device_of, fill, map_tensors, run_hollow, to_meta
+from gulliver.parallel.pipeline._meta import device_of, fill, map_tensors, run_on_meta, to_meta
+from gulliver.parallel.pipeline._stage_forward import StageForward
 
 
-class _Twin:
+class _OnMeta:
     """Keeps a module out of sight of the module that holds it."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -32,13 +32,13 @@ class _Twin:
         self.module = to_meta(module)
 
 
-class Hollow(nn.Module):
+class EmptyModule(nn.Module):
     """A module without tensors that answers for one that had some."""
 
-    def __init__(self, conductor: Conductor, path: str, module: nn.Module) -> None:
+    def __init__(self, stage_forward: StageForward, path: str, module: nn.Module) -> None:
         super().__init__()
-        self._twin = _Twin(module)
-        self._conductor, self._path = conductor, path
+        self._original = _OnMeta(module)
+        self._stage_forward, self._path = stage_forward, path
         self.train(module.training)
 
     def __getattr__(self, name: str) -> Any:
@@ -48,19 +48,19 @@ class Hollow(nn.Module):
         except AttributeError:
             if name.startswith("_"):
                 raise
-        found = getattr(self._twin.module, name)
-        return fill(found, self._twin.device) if isinstance(found, Tensor) else found
+        found = getattr(self._original.module, name)
+        return fill(found, self._original.device) if isinstance(found, Tensor) else found
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """A parameter of the module that was here, without its values, on meta."""
-        return self._twin.module.get_parameter(target)
+        return self._original.module.get_parameter(target)
 
     def extra_repr(self) -> str:
         """The class of the module that was here."""
-        return f"in place of {type(self._twin.module).__name__}"
+        return f"in place of {type(self._original.module).__name__}"
 
 
-class Ghost(Hollow):
+class Placeholder(EmptyModule):
     """In place of a module around the blocks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,16 +69,16 @@ class Ghost(Hollow):
         Raises:
             GulliverError: the module's result is needed on this stage.
         """
-        passage = self._conductor.running(self._path)
-        if passage.live:
+        state = self._stage_forward.running(self._path)
+        if state.live:
             raise GulliverError(
-                f"{self._path!r} is used by stage {self._conductor.bounds.index(passage.start)} "
+                f"{self._path!r} is used by stage {self._stage_forward.bounds.index(state.start)} "
                 "of the pipeline and lies on another: name it in everywhere=[...] or after=[...] "
                 "(of HybridParallelPlugin, or stack_of)"
             )
         device = device_of(args, kwargs)
         try:
-            found = run_hollow(self._twin.module, args, kwargs)
+            found = run_on_meta(self._original.module, args, kwargs)
         except Exception as error:
             raise GulliverError(
                 f"{self._path!r} lies on another stage, and what shape it returns cannot be found "
@@ -88,27 +88,27 @@ class Ghost(Hollow):
         return map_tensors(found, lambda tensor: fill(tensor, device))
 
 
-class GhostBlock(Hollow):
+class PlaceholderBlock(EmptyModule):
     """In place of a block."""
 
-    def __init__(self, conductor: Conductor, number: int, block: nn.Module) -> None:
-        super().__init__(conductor, conductor.stack.blocks[number], block)
+    def __init__(self, stage_forward: StageForward, number: int, block: nn.Module) -> None:
+        super().__init__(stage_forward, stage_forward.stack.blocks[number], block)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The hidden state, in the form in which the block would return its own."""
-        self._conductor.running(self._path)
-        return self._conductor.pass_by(self._twin.module, self._path, args, kwargs)
+        self._stage_forward.running(self._path)
+        return self._stage_forward.pass_by(self._original.module, self._path, args, kwargs)
 
 
-def own(conductor: Conductor, number: int, block: nn.Module) -> None:
-    """Lets a block ask the conductor when it is called."""
-    vars(block)["_conductor"], vars(block)["_number"] = conductor, number
+def own(stage_forward: StageForward, number: int, block: nn.Module) -> None:
+    """Lets a block ask the `StageForward` when it is called."""
+    vars(block)["_stage_forward"], vars(block)["_number"] = stage_forward, number
     block.__class__ = _asking(type(block))
 
 
-def own_memory(conductor: Conductor, module: nn.Module) -> None:
-    """Lets the module around the first list of blocks ask the conductor when it is called."""
-    vars(module)["_conductor"] = conductor
+def own_memory(stage_forward: StageForward, module: nn.Module) -> None:
+    """Lets the module around the first list of blocks ask the `StageForward` when it is called."""
+    vars(module)["_stage_forward"] = stage_forward
     module.__class__ = _remembering(type(module))
 
 
@@ -116,7 +116,7 @@ def own_memory(conductor: Conductor, module: nn.Module) -> None:
 def _asking(kind: type[nn.Module]) -> type[nn.Module]:
     def ask(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = kind.__call__.__get__(self)
-        return vars(self)["_conductor"].block(vars(self)["_number"], self, call, args, kwargs)
+        return vars(self)["_stage_forward"].block(vars(self)["_number"], self, call, args, kwargs)
 
     return _subclass(kind, ask)
 
@@ -125,7 +125,7 @@ def _asking(kind: type[nn.Module]) -> type[nn.Module]:
 def _remembering(kind: type[nn.Module]) -> type[nn.Module]:
     def ask(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = kind.__call__.__get__(self)
-        return vars(self)["_conductor"].around_memory(call, args, kwargs)
+        return vars(self)["_stage_forward"].around_memory(call, args, kwargs)
 
     return _subclass(kind, ask)
 

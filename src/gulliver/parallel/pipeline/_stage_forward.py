@@ -1,19 +1,19 @@
 """One forward of a stage: the model's own forward, in which blocks of other stages do nothing.
 
 The model is called as ever, with the whole micro-batch, so that masks, positions and rotary tables
-are made by its own code. What is different is what its blocks do (`Conductor.block`):
+are made by its own code. What is different is what its blocks do (`StageForward.block`):
 
 - a block before the stage's first returns the hidden state that it got;
 - the first block of the stage is given the hidden state that the stage before sent;
 - after the last block of the stage the forward is left, by an exception that carries the hidden
-  state out (`Leave`), so that nothing behind it runs. On the last stage it runs to its end.
+  state out (`StageEnd`), so that nothing behind it runs. On the last stage it runs to its end.
 
-Modules around the blocks that lie elsewhere are ghosts (`_ghosts.py`). They return NaN, not zeros:
-what they return is replaced before it is used, and if it should leak into a block by another way,
-that is seen and refused by name (`_refuse_leaks`) rather than trained on.
+In place of modules around the blocks that lie elsewhere are placeholders (`_placeholders.py`). They
+return NaN, not zeros: what they return is replaced before it is used, and if it should leak into a
+block by another way, that is seen and refused by name (`_refuse_leaks`) rather than trained on.
 
 In an encoder-decoder the finished output of the encoder, the *memory*, travels with the hidden
-state (`Conductor.around_memory`). What is carried over the cut before block b is
+state (`StageForward.around_memory`). What is carried over the cut before block b is
 
     (hidden,) inside the first list    (memory,) between the lists    (hidden, memory) in the second
 
@@ -23,7 +23,7 @@ What it does not know: ranks, messages, micro-batches.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +32,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gulliver.errors import GulliverError
-from gulliver.parallel.pipeline._hollow import find_form, to_meta
+from gulliver.parallel.pipeline._meta import find_form, to_meta
 from gulliver.parallel.pipeline._stack import Stack
 
 Carry = tuple[Tensor, ...]
 """What one stage hands to the next."""
 
 
-class Leave(Exception):
+class StageEnd(Exception):
     """Ends the forward of a stage that is not the last."""
 
     def __init__(self, carry: Carry) -> None:
@@ -48,7 +48,7 @@ class Leave(Exception):
 
 
 @dataclass
-class Passage:
+class ForwardState:
     """A forward that is under way.
 
     Attributes:
@@ -70,7 +70,7 @@ class Passage:
     look: bool
 
 
-class Conductor:
+class StageForward:
     """What all blocks of a model on one rank ask when they are called.
 
     Args:
@@ -80,9 +80,9 @@ class Conductor:
 
     def __init__(self, stack: Stack, bounds: tuple[int, ...]) -> None:
         self.stack, self.bounds = stack, bounds
-        self.passage: Passage | None = None
+        self.state: ForwardState | None = None
         self.extra = stack.extra
-        self.recomputed = False
+        self.recomputed: Collection[int] = ()
 
     @property
     def stages(self) -> int:
@@ -114,22 +114,22 @@ class Conductor:
         Raises:
             GulliverError: the model's forward does not go through the blocks as it should.
         """
-        self.passage = passage = self._passage(stage, carry, look)
+        self.state = state = self._new_state(stage, carry, look)
         try:
             output = call(*args, **kwargs)
-        except Leave as leave:
-            return leave.carry
+        except StageEnd as end:
+            return end.carry
         finally:
-            self.passage = None
-        if not passage.last or not passage.live:
-            name = self.stack.blocks[passage.stop - 1 if passage.live else passage.start]
+            self.state = None
+        if not state.last or not state.live:
+            name = self.stack.blocks[state.stop - 1 if state.live else state.start]
             raise GulliverError(
                 f"the model's forward ended without running block {name!r} of its stage: the "
                 "blocks of a pipeline all run, in the order of their list"
             )
         return output
 
-    def _passage(self, stage: int, carry: Carry, look: bool) -> Passage:
+    def _new_state(self, stage: int, carry: Carry, look: bool) -> ForwardState:
         start, stop = self.bounds[stage], self.bounds[stage + 1]
         border = self.stack.border
         hidden, memory = None, None
@@ -138,51 +138,53 @@ class Conductor:
         elif stage > 0:
             hidden, memory = carry if border and start > border else (carry[0], None)
         last = stage == self.stages - 1
-        return Passage(start, stop, last, hidden, memory, stage == 0, look)
+        return ForwardState(start, stop, last, hidden, memory, stage == 0, look)
 
-    def running(self, name: str) -> Passage:
+    def running(self, name: str) -> ForwardState:
         """The forward that is under way.
 
         Raises:
             GulliverError: there is none: the model was called directly.
         """
-        if self.passage is None:
+        if self.state is None:
             raise GulliverError(
                 f"the model was called directly, but {name!r} and others lie on other stages of a "
                 "pipeline: run it with Pipeline.run, or Booster.execute_pipeline"
             )
-        return self.passage
+        return self.state
 
     def block(
         self, number: int, block: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """What block `number` does; `call` is what it would do by itself."""
-        if self.passage is None and self.stages == 1:
-            return self._run(call, args, kwargs)
-        passage = self.running(self.stack.blocks[number])
-        if not passage.start <= number < passage.stop:
+        if self.state is None and self.stages == 1:
+            return self._run(number, call, args, kwargs)
+        state = self.running(self.stack.blocks[number])
+        if not state.start <= number < state.stop:
             return self.pass_by(block, self.stack.blocks[number], args, kwargs)
-        if number == passage.start:
-            args, kwargs = self._enter(passage, block, args, kwargs)
-        if passage.look:
-            self._refuse_leaks(passage, number, hidden_of(block, args, kwargs), args, kwargs)
-        output = self._run(call, args, kwargs)
+        if number == state.start:
+            args, kwargs = self._enter(state, block, args, kwargs)
+        if state.look:
+            self._refuse_leaks(state, number, hidden_of(block, args, kwargs), args, kwargs)
+        output = self._run(number, call, args, kwargs)
         self._check_form(output, number)
-        leaves = number == passage.stop - 1 and not passage.last
-        if leaves and passage.stop != self.stack.border:
+        leaves = number == state.stop - 1 and not state.last
+        if leaves and state.stop != self.stack.border:
             hidden = first_of(output)
-            raise Leave((hidden,) if passage.memory is None else (hidden, passage.memory))
+            raise StageEnd((hidden,) if state.memory is None else (hidden, state.memory))
         return output
 
-    def _enter(self, passage: Passage, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Puts the received hidden state in the place of what came through the ghosts."""
-        passage.live = True
-        if passage.hidden is None:
+    def _enter(
+        self, state: ForwardState, block: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Puts the received hidden state in the place of what came through placeholders."""
+        state.live = True
+        if state.hidden is None:
             return args, kwargs
-        return with_hidden(block, args, kwargs, passage.hidden)
+        return with_hidden(block, args, kwargs, state.hidden)
 
-    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self.recomputed or not torch.is_grad_enabled():
+    def _run(self, number: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if number not in self.recomputed or not torch.is_grad_enabled():
             return call(*args, **kwargs)
         return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
@@ -203,24 +205,24 @@ class Conductor:
 
     def around_memory(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What the module around the first list of blocks does."""
-        if self.passage is None and self.stages == 1:
+        if self.state is None and self.stages == 1:
             return call(*args, **kwargs)
-        passage = self.running(self.stack.memory or "")
-        if passage.start >= self.stack.border:
-            assert passage.memory is not None, "stages of the second list are handed the memory"
-            passage.live = passage.start == self.stack.border
-            return _finished(passage.memory)
+        state = self.running(self.stack.memory or "")
+        if state.start >= self.stack.border:
+            assert state.memory is not None, "stages of the second list are handed the memory"
+            state.live = state.start == self.stack.border
+            return _finished(state.memory)
         output = call(*args, **kwargs)
-        passage.memory = first_of(output)
-        if passage.stop == self.stack.border and not passage.last:
-            raise Leave((passage.memory,))
+        state.memory = first_of(output)
+        if state.stop == self.stack.border and not state.last:
+            raise StageEnd((state.memory,))
         return output
 
     def _refuse_leaks(
-        self, passage: Passage, number: int, hidden: Tensor, args: Any, kwargs: Any
+        self, state: ForwardState, number: int, hidden: Tensor, args: Any, kwargs: Any
     ) -> None:
         for path, tensor in _tensors((args, kwargs)):
-            if tensor is hidden or tensor is passage.memory or not tensor.is_floating_point():
+            if tensor is hidden or tensor is state.memory or not tensor.is_floating_point():
                 continue
             if bool(torch.isnan(tensor).any()):
                 raise GulliverError(

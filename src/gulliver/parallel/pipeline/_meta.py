@@ -16,23 +16,23 @@ def to_meta(module: nn.Module) -> nn.Module:
     """A copy of a module whose tensors have shapes and no storage; the original stays."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        hollow: Tensor = torch.empty_like(tensor, device="meta")
+        empty: Tensor = torch.empty_like(tensor, device="meta")
         if isinstance(tensor, nn.Parameter):
-            hollow = nn.Parameter(hollow, requires_grad=False)
-        memo[id(tensor)] = hollow
+            empty = nn.Parameter(empty, requires_grad=False)
+        memo[id(tensor)] = empty
     return copy.deepcopy(module, memo)
 
 
-def run_hollow(twin: nn.Module, args: Any, kwargs: Any) -> Any:
+def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """What a module on meta returns for tensors of these shapes."""
     with torch.no_grad():
-        return twin(*map_tensors(args, _empty), **map_tensors(kwargs, _empty))
+        return module(*map_tensors(args, _empty), **map_tensors(kwargs, _empty))
 
 
-def run_filled(twin: nn.Module, args: Any, kwargs: Any) -> Any:
+def run_filled(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """What a module on meta returns when it is given values; they are dropped afterwards."""
     device = device_of(args, kwargs)
-    real = copy.deepcopy(twin).to_empty(device=device)
+    real = copy.deepcopy(module).to_empty(device=device)
     with torch.no_grad():
         for tensor in [*real.parameters(), *real.buffers()]:
             # Not alike, so that the largest are some, and no draw from the random state.
@@ -41,11 +41,11 @@ def run_filled(twin: nn.Module, args: Any, kwargs: Any) -> Any:
         return real(*map_tensors(args, _finite), **map_tensors(kwargs, _finite))
 
 
-def find_form(twin: nn.Module, path: str, args: Any, kwargs: Any) -> int | None:
+def find_form(module: nn.Module, path: str, args: Any, kwargs: Any) -> int | None:
     """How many entries a block returns after its hidden state; None for a plain tensor.
 
     Args:
-        twin: the block, on meta.
+        module: the block, on meta.
         path: of the block.
         args: that it is called with.
         kwargs: that it is called with.
@@ -54,11 +54,11 @@ def find_form(twin: nn.Module, path: str, args: Any, kwargs: Any) -> int | None:
         GulliverError: it cannot be run on meta, or returns tensors beside the hidden state.
     """
     try:
-        found = run_hollow(twin, args, kwargs)
+        found = run_on_meta(module, args, kwargs)
     except Exception:
         # Experts, whose shapes depend on values: run it once with some.
         try:
-            found = run_filled(twin, args, kwargs)
+            found = run_filled(module, args, kwargs)
         except Exception as error:
             raise GulliverError(
                 f"what block {path!r} returns cannot be found without its values ({error}): pass "

@@ -1,0 +1,130 @@
+"""One save: what a rank offers to the others before it, what they agree on, and how it went.
+
+`decide` is the whole agreement; it depends on nothing but what all ranks have said.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from gulliver.checkpoint._lane import Lane
+from gulliver.checkpoint._presence import Presence
+from gulliver.checkpoint._snapshot import Snapshot
+from gulliver.errors import GulliverError
+from gulliver.io import Engine
+
+_log = logging.getLogger("gulliver")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save went.
+
+    Attributes:
+        step: that was saved.
+        nbytes: that this rank wrote.
+        stall_s: for which training was held up: in `save`, and until it could change the state.
+        copied_s: from the beginning until the state could change again.
+        total_s: from the beginning until the step was complete.
+    """
+
+    step: int
+    nbytes: int
+    stall_s: float
+    copied_s: float
+    total_s: float
+
+
+@dataclass
+class Offer:
+    """What a rank tells the others before they save together."""
+
+    skips: bool
+    failure: Exception | None
+    """Of the save before."""
+    problem: Exception | None = None
+    """Why this one cannot be begun."""
+    digest: str = ""
+    begun: bool = False
+
+    def said(self) -> dict[str, Any]:
+        """As the others get it."""
+        return {
+            "skips": self.skips,
+            "failure": None if self.failure is None else text_of(self.failure),
+            "problem": None if self.problem is None else text_of(self.problem),
+            "digest": self.digest,
+            "mark": uuid.uuid4().hex,
+        }
+
+
+@dataclass
+class Save:
+    """A step on its way."""
+
+    step: int
+    mark: str
+    """The same on all ranks, and on no other save."""
+    begun: float
+    snapshot: Snapshot | None = None
+    engine: Engine | None = None
+    lane: Lane | None = None
+    skeletons: dict[str, Any] = field(default_factory=dict)
+    problem: Exception | None = None
+    presence: Presence | None = None
+
+    def told(self) -> Saved:
+        """How it went."""
+        assert self.snapshot is not None
+        return Saved(
+            self.step,
+            self.snapshot.nbytes,
+            self.snapshot.stall_s,
+            self.snapshot.copied_s or 0.0,
+            time.perf_counter() - self.begun,
+        )
+
+
+def decide(step: int, offer: Offer, every: list[dict[str, Any]], raises: bool) -> str | None:
+    """What all ranks do.
+
+    Args:
+        step: number of the step that is to be saved.
+        offer: what this rank has said.
+        every: what all ranks have said, in their order.
+        raises: whether a save that cannot be begun is an error, else a warning.
+
+    Returns:
+        The save's mark; None to go on without it.
+
+    Raises:
+        GulliverError: the save before has failed, or this one cannot be begun, on any rank.
+    """
+    failures = [(rank, said["failure"]) for rank, said in enumerate(every) if said["failure"]]
+    problems = [(rank, said["problem"]) for rank, said in enumerate(every) if said["problem"]]
+    skips = any(said["skips"] for said in every)
+    if not failures and not problems and not skips:
+        if len({said["digest"] for said in every}) == 1:
+            return every[0]["mark"]
+        problems = [(0, "ranks save different states; mark what differs with PerRank")]
+    if failures:
+        # Told once; the next call saves again.
+        raise offer.failure or GulliverError(f"rank {failures[0][0]} failed: {failures[0][1]}")
+    if not problems:
+        _log.warning("step %d is not saved: the step before is still being written", step)
+        return None
+    problem = offer.problem or GulliverError(
+        f"step {step}: rank {problems[0][0]}: {problems[0][1]}"
+    )
+    if raises:
+        raise problem
+    _log.warning("step %d is not saved: %s; training goes on without it", step, problem)
+    return None
+
+
+def text_of(problem: Exception) -> str:
+    return str(problem) or type(problem).__name__

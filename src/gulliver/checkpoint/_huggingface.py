@@ -1,0 +1,213 @@
+"""Filling a model from Hugging Face's files, whatever kind of memory its tensors have.
+
+Read `load_huggingface`, then `_fill`: a tensor is read straight into its memory where the bytes of
+the file are those that it holds, else through a batch's, converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from gulliver.checkpoint._reader import Mismatch
+from gulliver.checkpoint._tree import Leaf
+from gulliver.checkpoint._weights import BATCH, Batch, TensorInfo, Weights, identity, open_weights
+from gulliver.errors import GulliverError
+from gulliver.memory import Part, Region, before_write, region_of
+
+
+@torch.no_grad()
+def load_huggingface(
+    model: nn.Module | Mapping[str, Leaf],
+    path: Path | str,
+    strict: bool = True,
+    prefix: str = "",
+    elsewhere: Collection[str] = (),
+    aliases: Mapping[str, str] | None = None,
+) -> Mismatch:
+    """Fills a model in place from a Hugging Face folder or a safetensors file.
+
+    Every rank calls it, and reads what it needs: for a `Part`, and for a parameter that holds a
+    region of a whole (`gulliver.memory.set_region`), only its elements. Values are
+    converted to the model's dtypes. Names that share their memory with one that is loaded (tied
+    weights) need not be in the files. Boosted models can be loaded, too.
+
+    Args:
+        model: or tensors and parts of tensors by name.
+        path: a folder with ``model.safetensors`` or an index, or a safetensors file; also a step's
+            or a run's, of which the entry ``model`` is taken.
+        strict: refuse what does not match, before anything is changed; else it is reported.
+        prefix: of names in the files, before those of the model: ``"model."`` loads the weights of
+            a causal language model into its backbone.
+        elsewhere: names that may be in the files and not in this model, as those of the other
+            stages of a pipeline are.
+        aliases: names of this model, and the names whose values they have where the files lack
+            them: tied weights of which one lies in another stage.
+
+    Returns:
+        What did not match; empty if all did.
+
+    Raises:
+        GulliverError: the files are missing or broken; something does not match. Other shapes never
+            do, and something must match.
+    """
+    targets = _targets(model)
+    with open_weights(path) as weights:
+        odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
+        names = {name: prefix + name for name in targets if prefix + name in weights.infos}
+        before_write(_value(targets[name]) for name in names if _is_plain(targets[name]))
+        _fill(weights, {source: targets[name] for name, source in names.items()})
+    return odd
+
+
+def match_huggingface(
+    model: nn.Module | Mapping[str, Leaf],
+    path: Path | str,
+    strict: bool = True,
+    prefix: str = "",
+    elsewhere: Collection[str] = (),
+    aliases: Mapping[str, str] | None = None,
+) -> Mismatch:
+    """What `load_huggingface` would say of these arguments; it reads headers only.
+
+    Raises:
+        GulliverError: as it does, but for broken values.
+    """
+    with open_weights(path) as weights:
+        return _matched(weights, _targets(model), strict, prefix, elsewhere, aliases)
+
+
+def _matched(
+    weights: Weights,
+    targets: Mapping[str, Leaf],
+    strict: bool,
+    prefix: str,
+    elsewhere: Collection[str],
+    aliases: Mapping[str, str] | None,
+) -> Mismatch:
+    _add_aliases(weights, targets, prefix, aliases or {})
+    found = any(prefix + name in weights.infos for name in targets)
+    odd = _mismatch(weights, targets, prefix)
+    odd.unexpected = [name for name in odd.unexpected if name not in elsewhere]
+    if odd.unlike or (strict and odd) or (targets and not found):
+        raise GulliverError(f"{weights.path} does not fit the model: {odd}")
+    return odd
+
+
+def _add_aliases(
+    weights: Weights,
+    targets: Mapping[str, Leaf],
+    prefix: str,
+    aliases: Mapping[str, str],
+) -> None:
+    """Lets tensors be found under the names that this model has for them, too."""
+    for name, kept in aliases.items():
+        there = prefix + kept in weights.infos and prefix + name not in weights.infos
+        if name in targets and there:
+            weights.add_alias(prefix + name, prefix + kept)
+
+
+def _targets(model: nn.Module | Mapping[str, Leaf]) -> dict[str, Leaf]:
+    # The parameters themselves: what ZeRO shards is only written through these.
+    state: Mapping[str, Any] = (
+        model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
+    )
+    targets: dict[str, Leaf] = {n: v for n, v in state.items() if isinstance(v, Tensor | Part)}
+    for name, leaf in targets.items():
+        if _value(leaf).is_meta:
+            raise GulliverError(f"{name} is on the meta device: call to_empty() on the model first")
+        if hasattr(leaf, "device_mesh"):
+            raise GulliverError(f"{name} is a DTensor: load the model before it is distributed")
+    return targets
+
+
+def _value(leaf: Leaf) -> Tensor:
+    return leaf.value if isinstance(leaf, Part) else leaf
+
+
+def _is_plain(leaf: Leaf) -> bool:
+    """Whether a leaf's memory is its own: other kinds only take what is copied to them."""
+    return type(_value(leaf)) in (Tensor, nn.Parameter)
+
+
+def _same_memory(leaf: Leaf) -> Any:
+    return identity(_value(leaf)) if _is_plain(leaf) else id(leaf)
+
+
+def _mismatch(weights: Weights, targets: Mapping[str, Leaf], prefix: str) -> Mismatch:
+    saved = {n.removeprefix(prefix): i for n, i in weights.infos.items() if n.startswith(prefix)}
+    common = [name for name in targets if name in saved]
+    loaded = {_same_memory(targets[name]) for name in common} - {None}
+    tied = {name for name, leaf in targets.items() if _same_memory(leaf) in loaded}
+    odd = Mismatch(
+        missing=sorted(targets.keys() - saved.keys() - tied),
+        # With a prefix, a part of the files is what was asked for.
+        unexpected=[] if prefix else sorted(saved.keys() - targets.keys()),
+    )
+    for name in common:
+        shape = _shape(targets[name])
+        if saved[name].shape != shape:
+            odd.unlike[name] = (saved[name].shape, shape)
+    return odd
+
+
+def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
+    """Reads into tensors and parts: straight into their memory, or through a batch's."""
+    straight: dict[str, Part] = {}
+    staged: dict[str, Leaf] = {}
+    for source, leaf in targets.items():
+        if _fits(leaf, weights.infos[source]):
+            start, region = _origin(leaf)
+            flat = _value(leaf).detach().reshape(-1)
+            straight[source] = Part(flat, weights.infos[source].shape, start, region=region)
+        else:
+            staged[source] = leaf
+    weights.read({source: part for source, part in straight.items() if part.value.numel()})
+    # Whoever watches tensors by their versions (autograd, ZeRO's copies) saw nothing of that.
+    increment_version([_value(targets[source]) for source in straight])
+    batch = Batch()
+    for source, leaf in staged.items():
+        info = weights.infos[source]
+        if _is_plain(leaf) and _value(leaf).is_contiguous():
+            _fill_staged(weights, source, leaf, batch)
+            continue
+        start, region = _origin(leaf)
+        held = torch.empty(_value(leaf).shape, dtype=info.dtype)
+        part = Part(held.reshape(-1), info.shape, start, region=region)
+        weights.read({source: part} if held.numel() else {})
+        _value(leaf).copy_(held)
+
+
+def _origin(leaf: Leaf) -> tuple[int, Region | None]:
+    """The first element of a leaf, and the region that it is counted in."""
+    return (leaf.start, leaf.region) if isinstance(leaf, Part) else (0, region_of(leaf))
+
+
+def _shape(leaf: Leaf) -> tuple[int, ...]:
+    """Of the whole that a leaf is of."""
+    region = _origin(leaf)[1]
+    return tuple(leaf.shape) if region is None else region.shape
+
+
+def _fits(leaf: Leaf, info: TensorInfo) -> bool:
+    """Whether the bytes of a file are those of a leaf."""
+    if not _is_plain(leaf):
+        return False
+    value = _value(leaf)
+    usual = value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg()
+    return usual and value.dtype == info.dtype
+
+
+def _fill_staged(weights: Weights, source: str, leaf: Leaf, batch: Batch) -> None:
+    value, size = _value(leaf).view(-1), weights.infos[source].dtype.itemsize
+    (first, region), step = _origin(leaf), BATCH // size
+    for start in range(0, value.numel(), step):
+        stop = min(value.numel(), start + step)
+        runs = [(source, first + start, first + stop)]
+        parts = batch.read(weights, runs, {source: region})
+        value[start:stop].copy_(parts[source].value)

@@ -1,0 +1,245 @@
+"""New files of tensors from anywhere, streamed: read, converted and written batch by batch.
+
+Read `write_files`. Memory is bounded by `BATCH` and the engine's pages, whatever the tensors'
+sizes. What is made appears whole or not at all, also the folders above it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gulliver.checkpoint._gathering import GatheredWeights
+from gulliver.checkpoint._image import Image
+from gulliver.checkpoint._manifest import FileEntry
+from gulliver.checkpoint._saving import PAGE
+from gulliver.checkpoint._weights import Batch, Weights, batches
+from gulliver.errors import GulliverError
+from gulliver.io import (
+    PARTIAL,
+    Engine,
+    Page,
+    Ticket,
+    atomic_file,
+    default_engine,
+    finish_folder,
+    hold,
+    named_errors,
+    remove_leftovers,
+    require_space,
+)
+
+PAGES = 12
+"""Of the engine that writes: what is on its way to the disk while the next batch is read."""
+
+_log = logging.getLogger("gulliver")
+
+Progress = Callable[[int, int], None]
+"""Is told the bytes done so far, and all there are."""
+
+
+class _FileWriter:
+    """A new file, filled from its beginning through the engine's pages."""
+
+    def __init__(self, engine: Engine, path: Path, nbytes: int) -> None:
+        self._engine, self.nbytes = engine, nbytes
+        self._file = engine.create(path, nbytes)
+        self._page: Page | None = None
+        self._filled = self._written = 0
+        self._open: deque[Ticket] = deque()
+        self._checksums: list[int] = []
+
+    def put(self, content: Tensor) -> None:
+        """Appends bytes, a row in host memory; its memory is free again when this returns."""
+        done, size = 0, content.numel()
+        while done < size:
+            if self._page is None:
+                self._page = self._engine.acquire()
+            count = min(size - done, self._engine.page_bytes - self._filled)
+            target = torch.from_numpy(self._page.array)[self._filled : self._filled + count]
+            target.copy_(content[done : done + count])
+            done, self._filled = done + count, self._filled + count
+            if self._filled == self._engine.page_bytes:
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._page is None:
+            return
+        page, self._page = self._page, None
+        self._open.append(self._engine.write_page(self._file, self._written, page, self._filled))
+        self._written, self._filled = self._written + self._filled, 0
+        # As many as there are pages: what failed is known before more is read.
+        while len(self._open) > PAGES:
+            self._settle(self._open.popleft())
+
+    def _settle(self, ticket: Ticket) -> None:
+        ticket.wait()
+        self._checksums.append(int(ticket.checksum or 0))
+
+    def finish(self) -> FileEntry:
+        """Sees everything to the disk."""
+        self._flush()
+        while self._open:
+            self._settle(self._open.popleft())
+        assert self._written == self.nbytes, "the file is as long as its header says"
+        self._engine.sync(self._file).wait()
+        return FileEntry(self.nbytes, self._engine.page_bytes, tuple(self._checksums))
+
+    def close(self) -> None:
+        """Closes the file; what was not finished is of no use."""
+        if self._page is not None:
+            self._engine.release(self._page)
+            self._page = None
+        self._engine.close_file(self._file)
+
+
+@dataclass
+class FilePlan:
+    """A file to be written.
+
+    Attributes:
+        path: where.
+        sources: by name in the file, the name in the source.
+        image: its header and the order of its tensors.
+    """
+
+    path: Path
+    sources: dict[str, str]
+    image: Image
+
+
+def plan_file(
+    path: Path,
+    weights: Weights,
+    sources: Mapping[str, str],
+    dtype: torch.dtype | None,
+    metadata: Mapping[str, str] | None = None,
+) -> FilePlan:
+    # Tensors without memory: the header and the places follow from dtypes and shapes.
+    empty = {
+        name: torch.empty(info.shape, dtype=info.dtype, device="meta")
+        for name, source in sources.items()
+        for info in [weights.infos[source].as_dtype(dtype)]
+    }
+    return FilePlan(path, dict(sources), Image(empty, {"format": "pt", **(metadata or {})}))
+
+
+def write_files(
+    weights: Weights,
+    plans: list[FilePlan],
+    dtype: torch.dtype | None,
+    progress: Progress | None = None,
+) -> dict[str, FileEntry]:
+    """Writes files one after the other, each from its beginning to its end; their entries by name.
+
+    The disk writes what has been read while more is read.
+    """
+    total, done = sum(plan.image.nbytes for plan in plans), 0
+    batch, entries = Batch(), dict[str, FileEntry]()
+    if isinstance(weights, GatheredWeights):
+        weights.announce(p.sources[n] for p in plans for n in p.image.names if n is not None)
+    with default_engine(page_bytes=PAGE, pages=PAGES) as engine:
+        for plan in plans:
+            order = {plan.sources[name]: name for name in plan.image.names if name is not None}
+            wanted = {source: weights.infos[source] for source in order}
+            with ExitStack() as stack:
+                writer = _FileWriter(engine, plan.path, plan.image.nbytes)
+                stack.callback(writer.close)
+                writer.put(plan.image.header)
+                done += plan.image.header.numel()
+                for runs in batches(wanted):
+                    for part in batch.read(weights, runs).values():
+                        value = _converted(part.value, dtype).view(torch.uint8)
+                        writer.put(value)
+                        done += value.numel()
+                    if progress is not None:
+                        progress(done, total)
+                entries[plan.path.name] = writer.finish()
+    return entries
+
+
+def _converted(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return value if dtype is None or not value.dtype.is_floating_point else value.to(dtype)
+
+
+def write_single(
+    weights: Weights,
+    names: Mapping[str, str],
+    target: Path,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes tensors as one safetensors file, whole or not at all; one that is there is replaced.
+
+    Args:
+        weights: to read from.
+        names: of the tensors in the file, and in `weights`.
+        target: the file.
+        dtype: that floating-point tensors are converted to.
+        progress: is told the bytes done and all there are.
+        metadata: text beside the tensors.
+
+    Raises:
+        GulliverError: it cannot be written; nothing is left of it then.
+    """
+    plan = plan_file(target, weights, names, dtype, metadata)
+    clear_leftovers(target.parent)
+    with new_parents(target), atomic_file(target, plan.image.nbytes) as partial:
+        plan.path = partial
+        write_files(weights, [plan], dtype, progress)
+
+
+def refuse_existing(target: Path) -> None:
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.exists() or target.is_symlink():
+        raise GulliverError(f"{target} exists already: choose another name, or remove it first")
+
+
+@contextmanager
+def new_parents(path: Path) -> Iterator[None]:
+    """Makes the missing folders above a path; removes them if what is done there fails."""
+    made = [parent for parent in path.absolute().parents if not parent.exists()]
+    with named_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        # Somebody else may have put something there meanwhile.
+        with suppress(OSError):
+            for parent in made:
+                parent.rmdir()
+        raise
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Removes what conversions that were killed have left hidden."""
+    for path in remove_leftovers(folder):
+        _log.warning("removed %s, which a process that was killed had left half written", path)
+
+
+@contextmanager
+def new_folder(folder: Path, needed: int) -> Iterator[Path]:
+    """A temporary folder beside `folder`, renamed to it when the block ends well."""
+    clear_leftovers(folder.parent)
+    require_space(folder.parent, needed)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}{PARTIAL}")
+    with new_parents(folder), named_errors(folder, needed=needed):
+        try:
+            partial.mkdir()
+            with hold(partial):
+                yield partial
+                finish_folder(partial, folder)
+        finally:
+            # Also after Ctrl-C nothing is left.
+            shutil.rmtree(partial, ignore_errors=True)

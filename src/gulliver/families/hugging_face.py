@@ -1,0 +1,136 @@
+"""Hugging Face models in general: what is found by names and structure, type by type where needed.
+
+Most types of transformers are written in one of a few ways. Tensors: a type has a plan for itself
+(`tp_plan`), or its layers have the names in `GENERAL` (separate queries, keys and values and an
+output, two linear layers or three with a gate, experts); types whose attention is written in
+another way (`OPAQUE`) have their linear layers cut one by one, outputs gathered. Blocks: the
+longest list of equal blocks, and around it modules of the names in `BLOCKS`.
+
+A type is listed here because `tests/family_sweep.py` holds it against one process; `docs/parity.md`
+says how. Types with more to say have files of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gulliver.families._record import Blocks, Family, Tensors
+
+BLOCKS = Blocks(
+    extra=-1,
+    after=(
+        "lm_head",
+        "cls",
+        "classifier",
+        "embed_out",
+        "output_projection",
+        "generator_predictions",
+        "generator_lm_head",
+        "vocab_transform",
+        "vocab_layer_norm",
+        "vocab_projector",
+        "pred_layer",
+        "final_layer_norm",
+        "final_norm",
+        "project_out",
+    ),
+    everywhere=("layernorm_embedding", "emb_norm", "embed_layer_norm", "embeddings_project"),
+    encoders=("encoder.layers", "encoder.layer", "encoder.block"),
+)
+"""What transformers calls modules that run after the blocks, or before them, wherever they are
+registered, and the blocks of an encoder."""
+
+HUGGING_FACE = Family("Hugging Face", blocks=BLOCKS)
+"""A type without a record: its own plan, its longest list of blocks, and any loss it computes."""
+
+_AROUND = {
+    **dict.fromkeys(("embed_tokens", "word_embeddings", "wte", "embed_in", "shared"), "vocabulary"),
+    **dict.fromkeys(("lm_head", "embed_out", "output_projection", "lm_head.decoder"), "head"),
+    **dict.fromkeys(("predictions.decoder", "generator_lm_head"), "head"),
+}
+
+_MLP = {
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3", "fc1", "mlp.c_fc", "fc_in"), "column"),
+    **dict.fromkeys(("intermediate.dense", "dense_h_to_4h", "lin1"), "column"),
+    **dict.fromkeys(("DenseReluDense.wi", "DenseReluDense.wi_0", "DenseReluDense.wi_1"), "column"),
+    **dict.fromkeys(("down_proj", "w2", "fc2", "mlp.c_proj", "fc_out", "lin2"), "row"),
+    **dict.fromkeys(("output.dense", "dense_4h_to_h", "DenseReluDense.wo"), "row"),
+    "experts": "experts",
+}
+
+_ATTENTION = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "column by heads"),
+    **dict.fromkeys(("o_proj", "attn.out_proj", "self_attn.out_proj"), "row by heads"),
+    **dict.fromkeys(("encoder_attn.out_proj", "attention.out_proj"), "row by heads"),
+    **dict.fromkeys(("self.query", "self.key", "self.value"), "column by heads"),
+    **dict.fromkeys(("attention.query", "attention.key", "attention.value"), "column by heads"),
+    **dict.fromkeys(("attention.output.dense", "crossattention.output.dense"), "row by heads"),
+    **dict.fromkeys(("q_lin", "k_lin", "v_lin"), "column by heads"),
+    "out_lin": "row by heads",
+    **{f"{a}.{n}": "column by heads" for a in ("SelfAttention", "EncDecAttention") for n in "qkv"},
+    **dict.fromkeys(("SelfAttention.o", "EncDecAttention.o"), "row by heads"),
+    "relative_attention_bias": "embedding by heads",
+}
+
+GENERAL = Tensors({**_AROUND, **_MLP, **_ATTENTION}, rest=True)
+OPAQUE = Tensors({**_AROUND, **_MLP}, rest=True)
+BARE = Tensors(_AROUND, rest=True)
+_PRENORM = Tensors(
+    {
+        **_AROUND,
+        **_ATTENTION,
+        # A norm of the whole stands beside the first of the two.
+        "intermediate.dense": "column, gathered",
+        "output.dense": "row, split",
+        "attention.output.dense": "row by heads",
+    },
+    rest=True,
+)
+
+_WRITTEN = {
+    "bamba bart bert-generation biogpt bitnet blenderbot blenderbot-small camembert ctrl "
+    "data2vec-text diffllama electra ernie gpt_bigcode gpt_neox_japanese gpt_oss "
+    "hunyuan_v1_dense lfm2 lfm3 marian mbart megatron-bert modernbert-decoder mvp openai-gpt "
+    "pegasus persimmon plbart recurrent_gemma rembert roberta roformer stablelm xlm "
+    "xlm-roberta xlm-roberta-xl m2m_100 mt5 umt5 switch_transformers distilbert layoutlm deit "
+    "dinov2 dinov2_with_registers ijepa vit_msn": GENERAL,
+    "codegen gptj mpt": OPAQUE,
+    "rwkv": BARE,
+    "roberta-prelayernorm": _PRENORM,
+    "moshi": Tensors(own=True, refused="its layers keep a weight for each codebook"),
+}
+"""Types to how their tensors are cut."""
+
+_MORE = "its blocks return more than their hidden state, which later blocks read"
+_UNSTAGED = {
+    "glm_moe_dsa hy_v4 gpt_neox_japanese": _MORE,
+    "inkling_text inkling2_text": "its blocks read what modules before them computed",
+    "mt5 longt5": "its first block computes a bias for all the others",
+    "mpnet": "all its blocks use a bias which is computed around them",
+    "xlm flaubert": "its layers are lists of parts, not blocks",
+    "switch_transformers": "its encoder hands more on than its hidden state",
+    "recurrent_gemma": "its blocks keep a state from call to call",
+    "roformer": "its blocks read positions that the encoder around them embeds",
+    "ibert squeezebert": "its blocks hand on more than a hidden state",
+    "nllb-moe": "its encoder hands on what its routers chose",
+    "hrm_text": "it runs its blocks several times",
+}
+"""Types that cannot be cut into stages, with the reason."""
+
+
+def _types() -> tuple[Family, ...]:
+    tensors = {kind: how for kinds, how in _WRITTEN.items() for kind in kinds.split()}
+    reasons = {kind: why for kinds, why in _UNSTAGED.items() for kind in kinds.split()}
+    return tuple(
+        Family(
+            kind,
+            tensors=tensors.get(kind),
+            blocks=replace(
+                BLOCKS, refused=reasons.get(kind, ""), parts=kind in ("xlm", "flaubert")
+            ),
+        )
+        for kind in dict.fromkeys((*tensors, *reasons))
+    )
+
+
+TYPES = _types()

@@ -1,0 +1,129 @@
+"""A step of training: its seconds by kind and its bytes, from plain numbers.
+
+A step is compute, messages and the optimizer's update. Messages that may travel while a rank
+computes are hidden as far as it computes that long; the others, and what is left of the first, are
+exposed. A rank of a pipeline waits for the others besides.
+
+The bytes are those of ZeRO (Rajbhandari et al. 2020): shards, whole chunks of those that are needed
+at once, and buffers under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gulliver.hardware._cluster import Device
+from gulliver.hardware._costs import (
+    Axes,
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    memory_seconds,
+    point_to_point_seconds,
+    reduce_scatter_seconds,
+)
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sends"]
+MATMUL_PASSES = 3
+"""Products of a layer in a step: one forward, two backward."""
+FLOPS_PER_WEIGHT = 2
+
+
+@dataclass(frozen=True)
+class Message:
+    """Equal messages of a step.
+
+    Attributes:
+        kind: collective, or sends from rank to rank.
+        bytes: size of the whole tensor.
+        axes: size and link of each axis that they go along, outer to inner.
+        count: number of them.
+        hidden: whether the rank may compute meanwhile.
+    """
+
+    kind: Kind
+    bytes: int
+    axes: Axes
+    count: float = 1
+    hidden: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all of them, one after the other."""
+        if self.kind == "sends":
+            one = point_to_point_seconds(self.axes[-1][1], self.bytes) if self.axes else 0.0
+            return self.count * one
+        formulas = {
+            "all_gather": all_gather_seconds,
+            "reduce_scatter": reduce_scatter_seconds,
+            "all_reduce": all_reduce_seconds,
+            "all_to_all": all_to_all_seconds,
+        }
+        return self.count * formulas[self.kind](self.axes, self.bytes)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a step of one rank.
+
+    Attributes:
+        compute: seconds of forward and backward.
+        recompute: seconds of forwards that backward repeats.
+        messages: seconds of all messages by kind, hidden or not.
+        exposed: seconds of messages in which the rank does not compute.
+        bubble: seconds that it waits for other stages.
+        update: seconds of the optimizer.
+    """
+
+    compute: float
+    recompute: float
+    messages: dict[str, float]
+    exposed: float
+    bubble: float
+    update: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of the whole step."""
+        return self.compute + self.recompute + self.exposed + self.bubble + self.update
+
+
+def predict_step(
+    compute_s: float,
+    recompute_s: float,
+    update_s: float,
+    messages: Sequence[Message],
+    bubble_s: float = 0.0,
+    free: float = 1.0,
+) -> StepCosts:
+    """Seconds of a step.
+
+    Args:
+        compute_s: seconds of forward and backward of this rank.
+        recompute_s: seconds of what backward computes again.
+        update_s: seconds of the optimizer's step.
+        messages: everything that the rank sends in a step.
+        bubble_s: seconds that it waits for other stages.
+        free: share of messages that need nothing that computes: 1 on GPUs, 0 where every core
+            computes and carries messages as well.
+    """
+    spent: dict[str, float] = {}
+    for message in messages:
+        spent[message.kind] = spent.get(message.kind, 0.0) + message.seconds
+    hidden = free * sum(m.seconds for m in messages if m.hidden)
+    open_s = sum(spent.values()) - hidden
+    exposed = open_s + max(0.0, hidden - compute_s - recompute_s - update_s)
+    return StepCosts(compute_s, recompute_s, spent, exposed, bubble_s, update_s)
+
+
+def layer_seconds(device: Device, weights: int, tokens: int, dtype: str = "float32") -> float:
+    """Seconds of a forward of matrices with so many elements for so many rows."""
+    rate = device.matmul.get(dtype, max(device.matmul.values()))
+    return FLOPS_PER_WEIGHT * weights * tokens / rate
+
+
+def update_seconds(device: Device, parameter_bytes: int, states: float) -> float:
+    """Seconds of an element-wise optimizer: reads all, writes all but the gradients."""
+    return memory_seconds(device, int(parameter_bytes * (3 + 2 * states)))

@@ -1,0 +1,93 @@
+"""How long the ranks of a pipeline take for the orders of their schedule, and how long they wait.
+
+Each rank does the next thing of its order as soon as what that needs is there: a forward, the
+forward of the stage before; a backward, the own forward and the backward of the stage after it (or
+the part of it that is for the inputs); the part for the weights, that for the inputs. Messages
+between ranks take `link` seconds and no rank's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
+"""Kinds of work: forward, backward, and the two parts of a backward that is split."""
+Work = tuple[str, int, int]
+"""Its kind, stage and micro-batch."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step of a pipeline.
+
+    Attributes:
+        seconds: time until the last rank is done.
+        busy: seconds that each rank computes.
+    """
+
+    seconds: float
+    busy: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in which they wait."""
+        return 1 - sum(self.busy) / (self.seconds * len(self.busy))
+
+
+def schedule_seconds(
+    orders: Sequence[Sequence[Work]],
+    times: Mapping[str, Sequence[float]],
+    rank_of: Mapping[int, int],
+    link: float = 0.0,
+) -> Prediction:
+    """Walks through the orders of all ranks.
+
+    Args:
+        orders: work of each rank, in its order.
+        times: seconds of each stage, by kind of work.
+        rank_of: rank of each stage.
+        link: seconds of a message between ranks.
+    """
+    clocks, busy = [0.0] * len(orders), [0.0] * len(orders)
+    done: dict[Work, float] = {}
+    following = [0] * len(orders)
+    left = sum(map(len, orders))
+    while left:
+        before = left
+        for rank, order in enumerate(orders):
+            while following[rank] < len(order):
+                work = order[following[rank]]
+                ready = _ready(work, done, rank_of, link)
+                if ready is None:
+                    break
+                spent = times[work[0]][work[1]]
+                clocks[rank] = done[work] = max(clocks[rank], ready) + spent
+                busy[rank] += spent
+                following[rank] += 1
+                left -= 1
+        assert left < before, "a schedule can be run"
+    return Prediction(max(clocks), tuple(busy))
+
+
+def _ready(
+    work: Work, done: Mapping[Work, float], rank_of: Mapping[int, int], link: float
+) -> float | None:
+    """When what some work needs is there; None while it is not known."""
+    kind, stage, micro = work
+    needs: list[tuple[tuple[str, ...], int]] = []
+    if kind == FORWARD and stage > 0:
+        needs = [((FORWARD,), stage - 1)]
+    elif kind in (BACKWARD, INPUTS):
+        needs = [((FORWARD,), stage)]
+        if stage < len(rank_of) - 1:
+            needs.append(((BACKWARD, INPUTS), stage + 1))
+    elif kind == WEIGHTS:
+        needs = [((INPUTS,), stage)]
+    latest = 0.0
+    for kinds, other in needs:
+        known = [done[k, other, micro] for k in kinds if (k, other, micro) in done]
+        if not known:
+            return None
+        latest = max(latest, known[0] + (link if rank_of[other] != rank_of[stage] else 0.0))
+    return latest

@@ -1,0 +1,158 @@
+"""What a newcomer meets first: the names of `gulliver`, and the pages."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks._harness import Bar, at_least, at_most
+from benchmarks._index import claims, page, read
+from benchmarks._which_plugin import MARKS, MEMORIES, state_bytes, table
+
+import gulliver
+from gulliver.comm import World
+from tests.patience import patient
+from tests.pool import Pool
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _names_for_type_checkers() -> dict[str, str]:
+    """Package by name, of the imports that only type checkers see."""
+    tree = ast.parse(Path(gulliver.__file__).read_text(encoding="utf-8"))
+    guarded = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for part in guarded for node in part.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def test_every_name_of_the_front_door_is_that_of_its_package() -> None:
+    known = _names_for_type_checkers()
+    assert sorted(known) == gulliver.__all__
+    assert set(gulliver.__all__) <= set(dir(gulliver))
+    for name, package in known.items():
+        assert getattr(gulliver, name) is getattr(importlib.import_module(package), name)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'boost'"):
+        _ = gulliver.boost  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match="cannot import name 'boost'"):
+        from gulliver import boost  # type: ignore[attr-defined]  # noqa: F401
+
+
+LAZY = """
+import sys
+import gulliver
+dir(gulliver), gulliver.GulliverError, gulliver.solve
+assert not {"torch", "numpy", "safetensors", "gulliver.booster"} & set(sys.modules)
+assert gulliver.solve is sys.modules["gulliver.solve"]
+"""
+
+
+def test_importing_gulliver_imports_no_torch() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=patient(60)
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_bars_of_one_kind_share_a_row_with_the_figure_nearest_to_failing() -> None:
+    bars = [
+        at_most("ZeRO 1: bytes, off theory", 0.01, 0.03),
+        at_most("ZeRO 2: bytes, off theory", 0.05, 0.03),
+        at_least("ZeRO 1: times faster", 1.5, 1.2),
+        at_least("ZeRO 2: times faster", 1.3, 1.2),
+        at_least("alone", 2.0, 1.0),
+        at_most("misses", 0, 0),
+    ]
+    assert claims(bars) == [
+        ("bytes, off theory", "0.05 (ZeRO 2)", "at most 0.03", "**1 of 2**"),
+        ("times faster", "1.3 (ZeRO 2)", "at least 1.2", "yes"),
+        ("alone", "2", "at least 1", "yes"),
+        ("misses", "0", "0", "yes"),
+    ]
+
+
+def test_kept_results_become_a_page_without_json() -> None:
+    results = [read(path) for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"))]
+    assert results
+    assert all(result.bars and all(isinstance(b, Bar) for b in result.bars) for result in results)
+    text = page(results)
+    assert "```json" not in text
+    for result in results:
+        assert result.commit in text
+        assert re.search(rf"\(#{result.anchor}\).*{result.commit} \| {result.date}", text)
+        assert f'id="{result.anchor}"' in text
+
+
+PAGES = ROOT / "docs"
+WIDTH, LAYERS, CHUNK_MB = 64, 128, 1 / 32
+
+
+def _planned(world: World, stage: int, half: bool) -> float:
+    """Bytes of a plan for each parameter."""
+    import torch
+
+    plugin = gulliver.LowLevelZeroPlugin(
+        stage, CHUNK_MB, "bf16" if half else None, gather_ahead=0, verbose=False
+    )
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    booster = gulliver.Booster(plugin=plugin)
+    booster.boost(model, torch.optim.AdamW(model.parameters()))
+    return booster.plan.memory.total / booster.plan.parameters
+
+
+def test_the_formulas_of_memory_are_those_of_plans(pool: Pool) -> None:
+    chunks = 7 * CHUNK_MB * 2**20 / (LAYERS * WIDTH * (WIDTH + 1))  # 5 of gradients, 2 gathered
+    for ranks in (2, 4):
+        for stage in (1, 2, 3):
+            for half in (False, True):
+                found = pool.run(_planned, ranks, stage, half)[0]
+                extra = found - state_bytes(stage, ranks, half)
+                assert -0.01 <= extra <= 0.01 + (chunks if stage > 1 else 0), (ranks, stage, half)
+
+
+def test_the_page_of_plugins_has_the_tables_that_are_computed() -> None:
+    kept = MARKS.search((PAGES / "which-plugin.md").read_text(encoding="utf-8"))
+    assert kept is not None
+    for memory in MEMORIES:
+        assert table(memory) in kept[0]
+
+
+def _fragments() -> list[str]:
+    """Parts of the error messages that the page of troubleshooting quotes."""
+    text = (PAGES / "troubleshooting.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`.*`) \| ", text, re.MULTILINE)
+    quoted = [quote for cell in cells for quote in re.findall(r"`([^`]+)`", cell)]
+    assert len(quoted) > 30
+    parts = (part.strip(" :;,=?!") for quote in quoted for part in quote.split("..."))
+    return [part for part in parts if len(part) > 8]
+
+
+def test_the_page_of_troubleshooting_quotes_errors_that_exist() -> None:
+    texts = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "\0" for p in node.values]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    everything = "\n".join(texts)
+    assert [part for part in _fragments() if part not in everything] == []
+
+
+def test_every_page_is_at_most_two_clicks_from_the_start_page() -> None:
+    def links(name: str) -> set[str]:
+        path = PAGES / name
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        return set(re.findall(r"\]\(([a-z-]+\.md)(?:#[^)]*)?\)", text))
+
+    first = links("index.md")
+    reached = {"index.md", *first, *(page for name in first for page in links(name))}
+    assert {path.name for path in PAGES.glob("*.md")} <= reached
