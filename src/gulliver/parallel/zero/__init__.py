@@ -6,13 +6,14 @@ from gulliver.parallel.zero._reducer import IN_FLIGHT
 from gulliver.parallel.zero._saved import export_leaves, import_leaves
 from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
 from gulliver.parallel.zero._statistics import BufferSync
-from gulliver.parallel.zero._tuner import BucketTuner, Tuning
+from gulliver.parallel.zero._tuner import BucketTuner, Stage, Tuning
 
 __all__ = [
     "ELEMENTWISE",
     "IN_FLIGHT",
     "BucketTuner",
     "BufferSync",
+    "Stage",
     "TensorSize",
     "Tuning",
     "ZeroOptimizer",
