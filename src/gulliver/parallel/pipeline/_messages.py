@@ -86,8 +86,8 @@ class Messages:
     Args:
         line: ranks of the pipeline.
         stage: number of the stage.
-        places: of all stages in the line.
-        micro_batches: of a run, at most.
+        places: place of each stage in the line.
+        micro_batches: most micro-batches of a run.
     """
 
     def __init__(self, line: Line, stage: int, places: Sequence[int], micro_batches: int) -> None:

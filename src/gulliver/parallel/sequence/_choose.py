@@ -24,10 +24,10 @@ class Predicted:
 
     Attributes:
         plan: considered.
-        seconds: of a forward and a backward.
-        compute: of that, if nothing had to be sent.
-        exchanges: of heads.
-        sent: bytes of each rank.
+        seconds: seconds of a forward and a backward.
+        compute: seconds of both if nothing had to be sent.
+        exchanges: seconds of the exchanges of heads.
+        sent: bytes that each rank sends.
     """
 
     plan: SequencePlan
@@ -42,7 +42,7 @@ class Chosen:
     """The plan with the least predicted seconds, and the others.
 
     Attributes:
-        plan: to use.
+        plan: plan to use.
         predicted: all that were considered, the best first.
     """
 
@@ -78,7 +78,7 @@ def choose(
 
     Args:
         cluster: measured or described.
-        shape: of the attention.
+        shape: sizes of the attention.
         degree: ranks of a sequence; None is the whole cluster.
         layout: None is zigzag for a causal shape, and contiguous else.
         stride: a sequence lies on every so many-th rank; those between share its tensors.

@@ -1,11 +1,12 @@
-"""A plan becomes a model: modules are replaced by ones that hold this rank's part.
+"""Applies a plan to a model: modules are replaced by ones that hold this rank's shard.
 
     apply_tensor(model, plan, line)                              # in place
     apply_tensor(model, plan, line, sequence="split_gather")     # sequence cut between blocks
 
 The model stays the same object, with the same module paths and parameter names. A parameter that is
-cut says which region of the whole it holds (`memory.region_of`); tied ones stay one. Parameters on
-meta stay there. Read `apply_tensor`, then `_Applied`.
+sharded says which region of the whole it holds (`memory.region_of`), which is what checkpoints and
+optimizers go by; tied ones stay one. Parameters on meta stay there. Read `apply_tensor`, then
+`_Applied`.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ MODES = ("split_gather", "ring")
 def apply_tensor(
     model: nn.Module, plan: TensorPlan, line: Line, sequence: SequenceMode | None = None
 ) -> None:
-    """Cuts a model over the ranks of a line, in place; every rank of it calls this.
+    """Shards a model over a rank group, in place; every rank of the group calls it.
 
     Args:
-        model: that the plan was made of, the same on all ranks.
-        plan: of `plan_tensor`.
-        line: of as many ranks as the plan; of one, nothing is changed.
-        sequence: how the sequence is cut between blocks, over the same ranks; None not at all.
+        model: model that the plan was made for, the same on all ranks.
+        plan: plan that `plan_tensor` made.
+        line: rank group of as many ranks as the plan; with one rank nothing is changed.
+        sequence: how the sequence is sharded between blocks, over the same ranks; None: not at all.
 
     Raises:
-        GulliverError: the line has another size, the mode is unknown, or the model has no blocks
+        GulliverError: the group has another size, the mode is unknown, or the model has no blocks
             that take hidden states of shape ``[batch, length, width]``.
     """
     if line.size != plan.size:
@@ -74,8 +75,13 @@ def apply_tensor(
 def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None:
     """Refuses a sequence mode that a model cannot have.
 
+    Args:
+        model: model that the plan was made for.
+        plan: plan that `plan_tensor` made.
+        sequence: mode that is asked for; None is always possible.
+
     Raises:
-        GulliverError: naming one that it can.
+        GulliverError: the model cannot have it; one that it can is named.
     """
     if sequence is None:
         return
@@ -192,7 +198,7 @@ class _Applied:
     def _part(
         self, whole: Any, dim: int | None, runs: tuple[Interval, ...], copies: int = 1
     ) -> nn.Parameter:
-        """This rank's part of a parameter, the same object for tied ones."""
+        """Returns this rank's shard of a parameter, the same object for tied ones."""
         if dim is None:
             return whole
         if id(whole) not in self.local:
@@ -200,7 +206,7 @@ class _Applied:
         return self.local[id(whole)]
 
     def _tie(self) -> None:
-        """Modules that hold a parameter for another one take its part."""
+        """Gives modules that hold a parameter of another module its shard."""
         for module in self.model.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and id(parameter) in self.local:
@@ -243,9 +249,10 @@ class _Applied:
         sum_gradients(self.model, inside + summed_up + copied, line)
 
     def _in_site(self, path: str) -> bool:
-        """Whether a module works on what is whole again, past the columns of a site.
+        """Whether a module works on the whole sequence again, past the columns of a site.
 
-        Not what adapts rows: it gets what they have scattered.
+        The second factor of an adapter beside a row layer does not: it adds to what the rows have
+        scattered.
         """
         layer, factor = layer_of(path)
         if factor == "lora_B" and isinstance(self.modules.get(f"{layer}.base_layer"), nn.Module):
@@ -256,13 +263,13 @@ class _Applied:
 
 
 def _above(stack: str) -> list[str]:
-    """Paths of the modules that a list of blocks lies in, innermost first."""
+    """Returns the paths of the modules around a list of blocks, innermost first."""
     parts = stack.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
 
 
 def _rotary_width(attention: Any) -> int:
-    """Features of keys that go through the rotary embedding, of an attention with latent keys."""
+    """Returns how many features of latent attention's keys go through the rotary embedding."""
     width = getattr(attention, "qk_rope_head_dim", None)
     return width if isinstance(width, int) else attention.config.qk_rope_head_dim
 
@@ -274,7 +281,7 @@ def _stack_of(path: str, shared: Mapping[str, SharedSequence]) -> SharedSequence
 def cut_parameter(
     whole: nn.Parameter, dim: int, runs: tuple[Interval, ...], copies: int
 ) -> nn.Parameter:
-    """A new parameter that holds a region of one, as do others of the `copies` ranks."""
+    """Returns a new parameter that holds a region of one, as do others of the `copies` ranks."""
     region = Region(tuple(whole.shape), dim, runs, copies)
     with torch.no_grad():
         part = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim)
@@ -284,7 +291,7 @@ def cut_parameter(
 
 
 def scale_heads(attention: nn.Module, line: Line, groups: int) -> None:
-    """Lets an attention module count the heads of this rank, of so many head groups."""
+    """Scales an attention module's counts of heads to this rank's share, as it reshapes by them."""
     copied = line.size > groups
     local, of = (1, line.size) if copied else (deal(groups, line.size)[line.place], groups)
     for name in (*SCALED, REPEATED) if copied else SCALED:
@@ -296,7 +303,14 @@ def scale_heads(attention: nn.Module, line: Line, groups: int) -> None:
 
 
 def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Interval) -> None:
-    """Lets a module have its heads' part of arguments ``[batch * heads, ...]``, by name."""
+    """Hooks a module to get its heads' part of arguments ``[batch * heads, ...]``.
+
+    Args:
+        module: attention module.
+        names: keyword arguments that are sliced.
+        groups: heads of the whole.
+        own: first of this rank's heads and one past the last.
+    """
 
     def cut(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         for name in names:
@@ -310,15 +324,21 @@ def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Int
 
 
 def sum_gradients(model: nn.Module, modules: list[nn.Module], line: Line) -> None:
-    """Lets each rank have the sum of the ranks' gradients of the whole parameters of some modules.
+    """Sums the gradients of whole (replicated) parameters of some modules over the ranks.
 
     Of a region that several ranks hold, each of these has the sum of their gradients.
 
-    It is summed where a module uses its parameter, not where the parameter's gradient is added up:
-    what else a loss does with a parameter, as a penalty does, every rank does with the whole of it,
-    and a sum would count that once for each rank. A parameter that a module's own forward does not
-    read, but others do, has a hook instead; one that is frozen, or comes from meta, gets it when
-    the model runs.
+    [Note: summed at use] A norm between blocks sees this rank's tokens only, one of queries or keys
+    this rank's heads only, so their gradients are partial. They are summed where a module uses its
+    parameter, not where the parameter's gradient is accumulated: what else a loss does with a
+    parameter, as a penalty does, every rank does with the whole of it, and a sum would count that
+    once for each rank. A parameter that a module's own forward does not read, but others do, has a
+    hook instead; one that is frozen, or comes from meta, gets it when the model runs.
+
+    Args:
+        model: model whose calls find parameters that came later.
+        modules: modules whose whole parameters have partial gradients.
+        line: rank group to sum over.
     """
     # By name: a copy of a module has parameters that know of no region.
     names: dict[nn.Module, dict[str, Region | None]] = {}
@@ -355,7 +375,7 @@ def sum_gradients(model: nn.Module, modules: list[nn.Module], line: Line) -> Non
 
 
 def _trained(module: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Parameter]]:
-    """Those of a module's own parameters that are trained."""
+    """Returns those of a module's own parameters that are trained."""
     found = ((name, module._parameters[name]) for name in names)
     return [(name, p) for name, p in found if p is not None and p.requires_grad]
 
@@ -365,9 +385,13 @@ def _summed_once(parameter: nn.Parameter, line: Line, grad: Tensor) -> Tensor:
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Gives parameters that are on meta memory of their own, not written to; in place.
+    """Allocates parameters that are on meta, in place; the memory is not initialised.
 
     Ties and regions stay. Buffers on meta are left alone.
+
+    Args:
+        model: model with parameters on meta.
+        device: device to allocate on.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

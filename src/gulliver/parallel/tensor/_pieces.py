@@ -1,12 +1,13 @@
-"""Gathering and reducing tensors that are cut along one dim, at once or piece by piece.
+"""All-gather and reduce-scatter of uneven pieces along one dim, at once or piece by piece.
 
-A whole tensor is cut along `dim` into pieces of the lengths that the ranks hold; lengths differ by
-at most one when they were dealt evenly, and then a collective of padded pieces carries them.
+A whole tensor is cut along `dim` into one piece for each rank. Lengths differ by at most one when
+they were dealt evenly, so a collective of padded pieces carries them almost without waste.
 
 *At once*: `start_gather` and `start_reduce` begin one collective and return what to wait for.
-*Piece by piece*: `ring_gather` hands out each piece as it comes round the ring, so that a product
+*Piece by piece*: `ring_gather` yields each piece as it comes round the ring, so that a product
 with it hides the next hop; `Reduction` sends each piece to its owner as soon as it is computed, and
-the owner adds what it gets in the order of the ranks, in float32 or wider.
+the owner adds what it gets in the order of the ranks, in float32 or wider: in the order of arrival
+the bits would change from run to run.
 
 All ranks call the same functions in the same order. Nothing here is differentiable.
 """
@@ -22,22 +23,24 @@ from gulliver.comm import Line, Messages, all_gather, post, reduce_scatter
 from gulliver.parallel.tensor._deal import intervals
 
 RING_TAG, PIECE_TAG, SIZE_TAG = 500, 600, 700
-"""Of the pieces that go round, and of those that go to their owner, plus the step."""
+"""Message tags: of pieces that go round and of those that go to their owner, plus the step; of
+sizes."""
 
 Wait = Callable[[], Tensor]
+"""Waits for a collective and returns its result."""
 
 
 def start_gather(own: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Wait:
     """Begins to gather the pieces of all ranks.
 
     Args:
-        own: this rank's piece; `lengths` at its place along `dim`.
-        dim: that is cut.
-        lengths: of the pieces.
-        line: of ranks.
+        own: this rank's piece.
+        dim: dimension that is sharded, counted from the front.
+        lengths: length of each rank's piece along `dim`.
+        line: rank group to gather over.
 
     Returns:
-        What returns the whole.
+        A function that waits and returns the whole.
     """
     longest, size, slots = max(lengths), line.size, _slots(line)
     padded = _padded(own, dim, longest)
@@ -57,7 +60,11 @@ def start_gather(own: Tensor, dim: int, lengths: Sequence[int], line: Line) -> W
 
 
 def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Wait:
-    """Begins to add up a tensor over the ranks; each gets its piece of the sum."""
+    """Begins to reduce-scatter a tensor; arguments are as those of `start_gather`.
+
+    Returns:
+        A function that waits and returns this rank's piece of the sum.
+    """
     longest = max(lengths)
     parts = whole.detach().split(list(lengths), dim)
     stacked = torch.stack([_padded(parts[place], dim, longest) for place in line.group_order()])
@@ -78,7 +85,7 @@ def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], line: Line) ->
 def ring_gather(
     own: Tensor, dim: int, lengths: Sequence[int], line: Line
 ) -> Iterator[tuple[int, Tensor]]:
-    """Hands out the place and the piece of every rank, the own one first, while the next travels.
+    """Yields every rank and its piece, this rank's first, while the next piece travels.
 
     Every piece is passed on to the next rank, so each link carries one piece at a time.
     """
@@ -98,16 +105,16 @@ def ring_gather(
 
 
 class Reduction:
-    """A sum over ranks of a tensor whose pieces are computed one by one.
+    """A reduce-scatter of a tensor whose pieces are computed one by one.
 
-    Call `send` for every place of `order`, then `finish` with the own piece.
+    Call `send` for every rank of `order`, then `finish` with the own piece.
 
     Args:
-        shape: of the own piece.
-        dim: that is cut.
-        lengths: of the pieces.
-        line: of ranks.
-        like: of what dtype and device.
+        shape: shape of the own piece.
+        dim: dimension that is sharded.
+        lengths: length of each rank's piece.
+        line: rank group to sum over.
+        like: tensor of the dtype and device of the pieces.
     """
 
     def __init__(
@@ -122,7 +129,7 @@ class Reduction:
 
     @property
     def order(self) -> list[int]:
-        """In which pieces are computed: all send to different ranks at any time."""
+        """Order in which pieces are computed: at any time all ranks send to different ones."""
         place, size = self._line.place, self._line.size
         return [(place + step) % size for step in range(1, size)]
 
@@ -136,7 +143,7 @@ class Reduction:
         self._messages.append(post(incoming, sent, line.group, PIECE_TAG + step))
 
     def finish(self, own: Tensor) -> Tensor:
-        """The sum of all ranks' pieces for this one, in the order of the ranks."""
+        """Returns the sum of all ranks' pieces for this one, added in the order of the ranks."""
         while self._messages:
             self._messages.pop(0).wait()
         wide = own.dtype if own.dtype.itemsize > 2 else torch.float32
@@ -149,12 +156,12 @@ class Reduction:
 
 
 def pieces_of(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """First and one past the last index of each piece."""
+    """Returns first and one past the last index of each piece."""
     return intervals(lengths)
 
 
 def gather_sizes(size: int, line: Line, device: torch.device) -> tuple[int, ...]:
-    """The numbers that all ranks of a line passed; one small message."""
+    """Returns the numbers that all ranks of the group passed; one small all-gather."""
     own = torch.tensor([size], device=device)
     sizes = own.new_empty(line.size)
     all_gather(sizes, own, group=line.group)
@@ -163,7 +170,7 @@ def gather_sizes(size: int, line: Line, device: torch.device) -> tuple[int, ...]
 
 
 def _slots(line: Line) -> list[int]:
-    """Where the group's collectives put each place of a line."""
+    """Returns where the group's collectives put the piece of each rank of a line."""
     order = line.group_order()
     return [order.index(place) for place in range(line.size)]
 
