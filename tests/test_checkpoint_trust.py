@@ -309,6 +309,25 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path, number: int) -> None:
         load(step)
 
 
+def test_what_the_format_cannot_hold_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+        with (
+            AsyncCheckpointer(tmp_path) as checkpointer,
+            pytest.raises(GulliverError, match="x: tensor 'a' is a nested tensor, save its values"),
+        ):
+            checkpointer.save(1, {"x": {"a": nested}})
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_what_is_no_state_of_an_optimizer_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    _, optimizer, *_ = Booster().boost(model, torch.optim.AdamW(model.parameters()))
+    for state in (None, {}, {"state": {}}):
+        with pytest.raises(GulliverError, match="not the state of an optimizer"):
+            optimizer.load_state_dict(state)
+
+
 def test_dtypes_of_a_state_are_dtypes() -> None:
     assert join_state({}, {"dtype": "bfloat16"}) is torch.bfloat16
     for name in ("load", "nn", "__name__", "float33"):

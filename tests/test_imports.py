@@ -22,7 +22,6 @@ REACHING = {
 }
 """Who imports a private module of a package that he is not in, and which."""
 CIRCLES = (
-    {"gulliver.booster.hybrid._apply", "gulliver.booster.hybrid._plugin"},
     {
         f"gulliver.parallel.zero.{name}"
         for name in ("_hooks", "_optimizer", "_relayout", "_saved", "_tuner")

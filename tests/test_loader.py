@@ -750,6 +750,46 @@ def test_a_state_of_something_else_is_refused(changed: dict[str, Any], message: 
         DataLoader(**usual | changed).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (None, "not the state of a data loader: it has no position"),
+        ([("epoch", 1)], "not the state of a data loader: it has no position"),
+        ({"rank": ...}, "not the state of a data loader: it has no position"),
+        ({"generators": ["zz!"]}, "that of a generator in it is broken"),
+        ({"generators": [5]}, "that of a generator in it is broken"),
+        ({"inner": {"epoch": 1}}, "is of a sampler that has one"),
+    ],
+)
+def test_a_state_made_by_hand_is_refused_at_once(changed: Any, message: str) -> None:
+    loader = DataLoader(range(8), 2, shuffle=True, generator=torch.Generator())
+    before = loader.state_dict()
+    state: Any = changed
+    if isinstance(changed, dict):
+        state = {k: v for k, v in {**before, **changed}.items() if v is not ...}
+    with pytest.raises(GulliverError, match=message):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == before
+
+
+def test_a_position_without_that_of_its_sampler_is_refused_at_once() -> None:
+    sampler = BucketSampler([Bucket(1, 8, 8)] * 8, 2)
+    loader = DataLoader(range(8), batch_sampler=sampler)
+    for inner in (None, 5, {"epoch": 0}):
+        with pytest.raises(GulliverError, match="not the state of a bucket sampler"):
+            loader.load_state_dict({**loader.state_dict(), "inner": inner})
+    with pytest.raises(GulliverError, match="not the state of a bucket sampler"):
+        sampler.load_state_dict(None)  # type: ignore[arg-type]
+
+
+def test_numbers_that_are_none_are_refused() -> None:
+    for factor, said in ((0, "at least 1"), (1.5, "a whole number")):
+        with pytest.raises(GulliverError, match=f"prefetch_factor must be {said}"):
+            DataLoader(range(8), num_workers=1, prefetch_factor=factor)
+    with pytest.raises(GulliverError, match=r"batch size .* must be a whole number, not 1\.5"):
+        BucketSampler([Bucket(1, 8, 8)], 1.5)  # type: ignore[arg-type]
+
+
 def test_what_is_no_position_is_refused() -> None:
     data = Numbers()
     buckets = BucketSampler([Bucket(1, 8, 8)] * 23, 4)

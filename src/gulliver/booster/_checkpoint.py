@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gulliver.booster._plugins import unwrapped
+from gulliver.booster._model import unwrapped
 from gulliver.booster._states import (
     check_groups,
     fill_scheduler,

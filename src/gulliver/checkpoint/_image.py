@@ -80,7 +80,8 @@ def shape_from_json(value: Any) -> tuple[int, ...]:
 
 def is_holdable(tensor: Tensor) -> bool:
     """Whether the format can hold a tensor."""
-    return tensor.dtype in CODES and tensor.layout == torch.strided and not tensor.is_meta
+    plain = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
+    return plain and tensor.dtype in CODES
 
 
 def check_holdable(where: str, tensor: Tensor) -> None:
@@ -91,6 +92,8 @@ def check_holdable(where: str, tensor: Tensor) -> None:
     """
     if not is_holdable(tensor):
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
+        if tensor.is_nested:
+            kind = "a nested tensor, save its values() and offsets()"
         raise GulliverError(f"{where} is {kind}: the safetensors format cannot hold it")
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from gulliver.data._position import set_state
 from gulliver.data._sampler import Step
 from gulliver.errors import GulliverError
 
@@ -152,8 +153,7 @@ class Orders:
             seed, rank = self._seed
             self._own.manual_seed(_number(words(seed, ORDER, rank, epoch)))
         for generator, state in zip(self._generators, self.at_start or (), strict=False):
-            content = bytearray(base64.b64decode(state))
-            generator.set_state(torch.frombuffer(content, dtype=torch.uint8))
+            set_state(generator, state)
         self.at_start = [_text(generator.get_state()) for generator in self._generators]
         if self._given is not None:
             # As torch does at this point, for its workers: so the order is the same as torch's.

@@ -29,9 +29,10 @@ from torch.utils import data as torch_data
 from gulliver.data._arena import DEFAULT_LIMIT, ArenaStatistics, PinnedArena, batch_bytes
 from gulliver.data._feed import Feed, Inline
 from gulliver.data._fetch import Fetch, Orders, Stream, WorkerStart, as_is, check_seed, length_of
-from gulliver.data._position import check_position, order_of
+from gulliver.data._position import check_content, check_position, order_of
 from gulliver.data._transfer import CudaLane, Lane, Moved, Mover
 from gulliver.errors import GulliverError, nearest
+from gulliver.options import whole_number
 
 _log = logging.getLogger("gulliver")
 USED_AT_ONCE = 2
@@ -115,6 +116,9 @@ class DataLoader(torch_data.DataLoader):
         _check_names(options)
         if ahead < 1:
             raise GulliverError(f"{ahead} batches ahead are none: `ahead` must be at least 1")
+        factor = options.get("prefetch_factor")
+        if factor is not None and whole_number("prefetch_factor", factor) < 1:
+            raise GulliverError("prefetch_factor must be at least 1: leave it out for torch's 2")
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
         if world_size is None:
@@ -223,8 +227,7 @@ class DataLoader(torch_data.DataLoader):
             GulliverError: the state belongs to other data, another batch size, seed or number of
                 ranks; or to another rank, where a `generator` of its own decides the order.
         """
-        if not {"epoch", "done", "generators", "inner", "is_over"} <= set(state):
-            raise GulliverError("this is not the state of a data loader: it has no position")
+        check_content(state)
         batches = None if self._is_iterable else length_of(self._index_source)
         check_position(state["epoch"], state["done"], batches)
         for name, here in self._identity().items():
@@ -233,8 +236,10 @@ class DataLoader(torch_data.DataLoader):
                     f"the saved position belongs to {name.replace('_', ' ')} {state.get(name)}, "
                     f"this loader has {here}: resume with what the run was started with"
                 )
-        if not isinstance(state["is_over"], bool) or not isinstance(state["generators"], list):
-            raise GulliverError("this is not the state of a data loader: its position is broken")
+        if self._stateful is None and state["inner"] is not None:
+            raise GulliverError("the saved position is of a sampler that has one: this has none")
+        if self._stateful is not None and hasattr(self._stateful, "check_state"):
+            self._stateful.check_state(state["inner"])
         saved, here = len(state["generators"]), len(self._work.generator_states())
         if saved != here:
             raise GulliverError(

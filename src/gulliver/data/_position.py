@@ -5,18 +5,47 @@ What it does not know: how a loader or a sampler goes on from there.
 
 from __future__ import annotations
 
+import base64
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from gulliver.errors import GulliverError
 
+KEYS = {"epoch", "done", "rank", "generators", "inner", "is_over"}
+"""Without which a loader's state is none."""
 SETTINGS = ("replacement", "num_samples", "shuffle", "seed", "num_replicas", "drop_last")
 """Attributes of torch's samplers that decide their order, besides their generator."""
 CONTENTS = ("weights", "indices")
 """Such that are long."""
+
+
+def set_state(generator: torch.Generator, state: str) -> None:
+    """Gives a generator the state that a loader has told."""
+    content = bytearray(base64.b64decode(state, validate=True))
+    generator.set_state(torch.frombuffer(content, dtype=torch.uint8))
+
+
+def check_content(state: Any) -> None:
+    """Refuses what no loader has told as its state.
+
+    Raises:
+        GulliverError: something is missing, or of another type.
+    """
+    if not isinstance(state, Mapping) or not set(state) >= KEYS:
+        raise GulliverError("this is not the state of a data loader: it has no position")
+    generators = state["generators"]
+    if not isinstance(state["is_over"], bool) or not isinstance(generators, list):
+        raise GulliverError("this is not the state of a data loader: its position is broken")
+    try:
+        for generator in generators:
+            set_state(torch.Generator(), generator)
+    except (TypeError, ValueError, RuntimeError):
+        raise GulliverError(
+            "this is not the state of a data loader: that of a generator in it is broken"
+        ) from None
 
 
 def check_position(epoch: Any, done: Any, batches: int | None) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from gulliver.data._clips import Bucket
 from gulliver.data._position import check_position
 from gulliver.errors import GulliverError
+from gulliver.options import whole_number
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,16 @@ class BucketSampler:
             GulliverError: the state belongs to other data, batch sizes or another seed, or is
                 no position in them.
         """
-        if not {"epoch", "done", "fingerprint"} <= set(state):
+        self.check_state(state)
+        self.epoch, self.done = state["epoch"], state["done"]
+
+    def check_state(self, state: Any) -> None:
+        """Refuses what `load_state_dict` does not take.
+
+        Raises:
+            GulliverError: as it does.
+        """
+        if not isinstance(state, Mapping) or not {"epoch", "done", "fingerprint"} <= set(state):
             raise GulliverError("this is not the state of a bucket sampler: it has no position")
         if state["fingerprint"] != self.fingerprint:
             raise GulliverError(
@@ -143,7 +153,6 @@ class BucketSampler:
                 "resume with what the run was started with"
             )
         check_position(state["epoch"], state["done"], len(self))
-        self.epoch, self.done = state["epoch"], state["done"]
 
     def describe(self) -> str:
         """One line: samples and batches, and how they spread over the buckets."""
@@ -157,6 +166,7 @@ def _batch_size(batch_size: int | Mapping[Bucket, int], bucket: Bucket) -> int:
         if bucket not in batch_size:
             raise GulliverError(f"no batch size for bucket {bucket}")
         batch_size = batch_size[bucket]
+    batch_size = whole_number(f"batch size for bucket {bucket}", batch_size)
     if batch_size < 1:
         raise GulliverError(f"batch size {batch_size} for bucket {bucket} must be at least 1")
     return batch_size

@@ -46,9 +46,9 @@ def gather_slowly(target: int, table: NDArray[np.int64], views: Mapping[int, Vie
         target += nbytes
 
 
-def memory_at(address: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
+def memory_at(address: int, nbytes: int) -> memoryview:
     """Bytes of this process as a buffer."""
-    return (ctypes.c_ubyte * nbytes).from_address(address)
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address))
 
 
 def _elements(view: View) -> np.flatiter:

@@ -115,6 +115,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
     written_elsewhere: Collection[str] = ()
     whole_groups: list[list[str]] | None = None
     spreads_state = False
+    pipeline: Any = None
+    """What runs batches through the stages of a model; None where it is not cut into stages."""
+    gives_back = False
+    """Whether whole parameters that were gathered are given back after use."""
 
     def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
         # Deliberately without super().__init__: groups and state are the inner optimizer's.
@@ -166,6 +170,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inner optimizer's."""
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+            raise GulliverError(
+                "this is not the state of an optimizer: give what its state_dict() returned"
+            )
         self.inner.load_state_dict(state_dict)
 
     def watch(self, model: nn.Module) -> None:

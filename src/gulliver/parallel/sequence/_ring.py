@@ -35,10 +35,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gulliver.comm import Line
+from gulliver.comm import Flight, Line, shift
 from gulliver.parallel.sequence._plan import SequenceGroups
-from gulliver.parallel.sequence._wire import BLOCK_TAG, GATHERED_TAG, Flight, shift
 
+BLOCK_TAG, GATHERED_TAG = 100, 200
+"""Message tags, plus the number of the piece: of blocks that go round, and of what is gathered."""
 Count = Callable[[int, int], int]
 """Returns the elements of a message, by ring rank and number of the piece."""
 
@@ -134,7 +135,7 @@ def _turn(road: _Road, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
 
     So the other pieces' computation lies between posting a hop and waiting for it.
     """
-    ahead: Flight | None = Flight((), own)
+    ahead: Flight | None = Flight(None, own)
     del own
     for a in range(groups.outer.size):
         assert ahead is not None

@@ -3,6 +3,7 @@
 | forward | backward | where |
 |---|---|---|
 | `copy`: nothing | all-reduce | a whole tensor goes into columns |
+| `copy_region`: nothing | all-reduce over copies | several ranks hold the same columns |
 | `reduce`: all-reduce | nothing | partial sums become a whole tensor |
 | `gather`: all-gather | keep the own piece | columns, or a sequence, become whole for all |
 | `split`: keep the own piece | all-gather | a whole tensor is cut, its rest not needed here |
@@ -16,7 +17,8 @@ this rank's piece and sends nothing: summing would count one loss once for each 
 gradient of a replicated sum (`reduce`) is replicated already. `gather_partial` is for ranks that
 each do something else with the whole: their gradients are partial, and have to be summed.
 
-In a group of one rank all of them return their input. Source: f and g of Megatron-LM (Shoeybi et
+In a group of one rank all of them return their input. Compilers leave them as they are: what is
+sent cannot be traced. Source: f and g of Megatron-LM (Shoeybi et
 al., 2019, arXiv 1909.08053); g-bar of Korthikanti et al., 2022 (arXiv 2205.05198).
 """
 
@@ -27,21 +29,38 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
+from torch.compiler import disable
 
 from gulliver.comm import Line, all_reduce
+from gulliver.memory import Region
 from gulliver.parallel.tensor._pieces import pieces_of, start_gather, start_reduce
 
 
+@disable
 def copy(x: Tensor, line: Line) -> Tensor:
     """Returns the same tensor; its gradient is summed over the ranks."""
     return x if line.size == 1 else _Copy.apply(x, line)
 
 
+@disable
+def copy_region(x: Tensor, line: Line, region: Region) -> Tensor:
+    """The same tensor; its gradient is summed over the ranks that hold the same region.
+
+    Args:
+        x: region of one run, which `region.copies` ranks have alike.
+        line: of all ranks that share the whole.
+        region: that it is.
+    """
+    return _CopyRegion.apply(x, line, region)
+
+
+@disable
 def reduce(x: Tensor, line: Line) -> Tensor:
     """Returns the sum over the ranks; its gradient goes to each as it is."""
     return x if line.size == 1 else _Reduce.apply(x, line)
 
 
+@disable
 def gather(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """Gathers the whole of which each rank has a piece; of the gradient each keeps its piece.
 
@@ -54,16 +73,19 @@ def gather(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     return x if line.size == 1 else _Gather.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
+@disable
 def split(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """Returns this rank's piece of a whole that all have; the gradient is gathered."""
     return x if line.size == 1 else _Split.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
+@disable
 def gather_partial(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """Gathers the whole of which each rank has a piece; gradients are reduce-scattered."""
     return x if line.size == 1 else _GatherPartial.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
+@disable
 def reduce_split(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """Returns this rank's piece of the sum over the ranks; the gradient is gathered."""
     return x if line.size == 1 else _ReduceSplit.apply(x, dim % x.dim(), tuple(lengths), line)
@@ -85,6 +107,22 @@ class _Copy(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return summed(grads[0], ctx.line), None
+
+
+class _CopyRegion(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line, region: Region) -> Tensor:
+        ctx.how = line, region
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        line, region = ctx.how
+        ((start, stop),) = region.runs
+        # All regions at once: it is small, and needs no groups of the ranks that share one.
+        whole = grads[0].new_zeros(region.shape)
+        whole.narrow(region.dim, start, stop - start).copy_(grads[0])
+        return summed(whole, line).narrow(region.dim, start, stop - start).contiguous(), None, None
 
 
 class _Reduce(Function):

@@ -121,6 +121,7 @@ class ColumnLinear(_Sharded):
         (run,) = self.runs
         return run
 
+    @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
     def forward(self, x: Tensor) -> Tensor:
         """Returns the outputs of this rank, ``[..., outputs]``, or those of all.
 
@@ -170,6 +171,7 @@ class RowLinear(_Sharded):
         super().__init__(weight, bias, line, transposed)
         self.split_input, self.total, self.shared = split_input, total, shared
 
+    @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
     def forward(self, x: Tensor) -> Tensor:
         """Returns the output, whole on all ranks or this rank's piece of the sequence.
 

@@ -15,13 +15,11 @@ All ranks call the same functions in the same order. Nothing here is differentia
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gulliver.comm import Line, all_gather, reduce_scatter
+from gulliver.comm import Line, Messages, all_gather, post, reduce_scatter
 from gulliver.parallel.tensor._deal import intervals
 
 RING_TAG, PIECE_TAG, SIZE_TAG = 500, 600, 700
@@ -94,15 +92,15 @@ def ring_gather(
     place, piece = line.place, own.detach().contiguous()
     after, before = (line.ranks[(place + step) % line.size] for step in (1, -1))
     for step in range(line.size):
-        works, coming = [], piece
+        messages, coming = None, piece
         if step < line.size - 1:
             shape = list(own.shape)
             shape[dim] = lengths[(place - 1) % line.size]
             coming = own.new_empty(shape)
-            works = _post([(before, coming)], [(after, piece)], line.group, RING_TAG + step)
+            messages = post([(before, coming)], [(after, piece)], line.group, RING_TAG + step)
         yield place, piece
-        for work in works:
-            work.wait()
+        if messages is not None:
+            messages.wait()
         place, piece = (place - 1) % line.size, coming
 
 
@@ -122,7 +120,8 @@ class Reduction:
     def __init__(
         self, shape: Sequence[int], dim: int, lengths: Sequence[int], line: Line, like: Tensor
     ) -> None:
-        self._line, self._works, self._sent = line, [], []
+        self._line = line
+        self._messages: list[Messages] = []
         self._shape = tuple(shape)
         self._arrived = {
             place: like.new_empty(self._shape) for place in range(line.size) if place != line.place
@@ -139,19 +138,14 @@ class Reduction:
         line, piece = self._line, piece.detach().contiguous()
         step = (place - line.place) % line.size
         source = (line.place - step) % line.size
-        self._works += _post(
-            [(line.ranks[source], self._arrived[source])],
-            [(line.ranks[place], piece)],
-            line.group,
-            PIECE_TAG + step,
-        )
-        self._sent.append(piece)
+        incoming = [(line.ranks[source], self._arrived[source])]
+        sent = [(line.ranks[place], piece)]
+        self._messages.append(post(incoming, sent, line.group, PIECE_TAG + step))
 
     def finish(self, own: Tensor) -> Tensor:
         """Returns the sum of all ranks' pieces for this one, added in the order of the ranks."""
-        for work in self._works:
-            work.wait()
-        self._sent.clear()
+        while self._messages:
+            self._messages.pop(0).wait()
         wide = own.dtype if own.dtype.itemsize > 2 else torch.float32
         total: Tensor | None = None
         for place in range(self._line.size):
@@ -191,19 +185,3 @@ def _padded(piece: Tensor, dim: int, length: int) -> Tensor:
     padded = piece.new_zeros(shape)
     padded.narrow(dim, 0, piece.shape[dim]).copy_(piece)
     return padded
-
-
-def _post(
-    incoming: Sequence[tuple[int, Tensor]],
-    outgoing: Sequence[tuple[int, Tensor]],
-    group: dist.ProcessGroup | None,
-    tag: int,
-) -> list[Any]:
-    # Both sides know the sizes, so a message without content is sent by neither.
-    calls = [
-        dist.P2POp(call, tensor.view(-1).view(torch.uint8), peer, group, tag)
-        for call, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
-        for peer, tensor in messages
-        if tensor.numel()
-    ]
-    return dist.batch_isend_irecv(calls) if calls else []
