@@ -137,11 +137,11 @@ def part_of(intervals: tuple[Interval, ...], first: int, last: int) -> tuple[Int
 
 @dataclass(frozen=True)
 class Tail:
-    """Where the last tokens of a sequence lie, numbered from the first of them.
+    """The sharding of the last tokens of a sequence, numbered from the first of them.
 
     Attributes:
         whole: layout of the sequence.
-        count: of the tokens, at most its length.
+        count: number of the tokens, at most its length.
     """
 
     whole: Layout
@@ -158,21 +158,21 @@ class Tail:
         return self.count
 
     def of_rank(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Which of them a rank holds."""
+        """Returns the intervals of them that a rank holds."""
         first = self.whole.length - self.count
         held = ((max(a, first), b) for a, b in self.whole.of_rank(rank) if b > first)
         return tuple((a - first, b - first) for a, b in held)
 
     def sizes(self) -> list[int]:
-        """How many each rank holds."""
+        """Returns the number of them that each rank holds."""
         return [sum(b - a for a, b in self.of_rank(rank)) for rank in range(self.degree)]
 
     def order(self) -> Tensor:
-        """Their numbers, rank after rank."""
+        """Returns their numbers, rank after rank."""
         runs = [torch.arange(a, b) for rank in range(self.degree) for a, b in self.of_rank(rank)]
         return torch.cat(runs)
 
     def local(self, rank: int) -> Tensor:
-        """Where they stand among the tokens that a rank holds."""
+        """Returns their local indices on a rank."""
         positions = self.whole.positions(rank)
         return (positions >= self.whole.length - self.count).nonzero().squeeze(1)

@@ -131,7 +131,7 @@ def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterato
 
 
 def _turn(road: _Road, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
-    """Yields one piece of each block. Waits happen when it is this piece's turn again.
+    """Yields one piece of each block; waits happen when it is this piece's turn again.
 
     So the other pieces' computation lies between posting a hop and waiting for it.
     """
