@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from gulliver._compat import compiled_call, is_compiled
 from gulliver.booster.hybrid._mesh import HybridMesh
-from gulliver.booster.hybrid._parts import Parts
+from gulliver.booster.hybrid._parts import Forward, Parts
 from gulliver.comm import broadcast
 from gulliver.errors import GulliverError
 from gulliver.parallel import attention_with_dropout, drop, mix, word_of
@@ -122,23 +122,6 @@ def _unknown(
     if any(f"{path}.".startswith(f"{inside}.") for inside in experts):
         return "drops inside of experts that are cut, which is not drawn by position"
     return None
-
-
-@dataclass
-class Forward:
-    """One forward of the model.
-
-    Attributes:
-        seed: of the batch.
-        start: number of the first sample in the batch.
-        samples: how many of them; 0 for all of the batch.
-        length: of the sequence that ranks share, as soon as it is known; 0 for none.
-    """
-
-    seed: int
-    start: int = 0
-    samples: int = 0
-    length: int = 0
 
 
 @dataclass
