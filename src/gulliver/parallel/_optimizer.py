@@ -223,7 +223,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def _check_model(self) -> None:
         for module, key, parameter in self._homes:
-            if module._parameters.get(key) is not parameter:
+            held = module._parameters
+            if key not in held or held[key] is not parameter:
                 raise GulliverError(
                     f"parameter {self.names[parameter]!r} is no longer the model's: it was "
                     "replaced after boost, by load_state_dict(assign=True) or a parametrization: "

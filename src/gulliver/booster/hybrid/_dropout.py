@@ -51,7 +51,7 @@ OTHERS = (
 """Calls that draw masks, and not by position."""
 
 SKIPS = ("layerdrop", "drop_path", "drop_prob", "path_drop", "jitter")
-"""In names of attributes: what skips whole blocks or samples, or adds noise of its own."""
+"""Parts of names of attributes: such skip whole blocks or samples, or add noise of their own."""
 
 ATTENTIONS = (None, "eager", "sdpa", "gulliver_sequence")
 """Implementations of transformers whose dropout can be seen."""
@@ -129,7 +129,7 @@ class _Frame:
     """A site that is running.
 
     Attributes:
-        site: whose module runs.
+        site: place in the model whose module runs.
         number: how often it ran before, in what called it.
         inner: how often the sites called by it ran.
         draws: masks drawn so far.
@@ -156,7 +156,7 @@ class PositionDropout:
 
     Args:
         model: cut, or whole on one rank.
-        mesh: of the ranks.
+        mesh: rank groups of the grid.
         plan: how the model's tensors were cut; None not at all.
     """
 

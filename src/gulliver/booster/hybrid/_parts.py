@@ -1,4 +1,4 @@
-"""Which part of an activation a rank has, where a model drops.
+"""The part of an activation that a rank has, where a model drops.
 
 Nothing travels with a tensor that would say so; it follows from what ran before and from shapes:
 
@@ -41,10 +41,10 @@ class Forward:
     """One forward of the model.
 
     Attributes:
-        seed: of the batch.
+        seed: number drawn for the batch, the same on all ranks of the model.
         start: number of the first sample in the batch.
         samples: how many of them; 0 for all of the batch.
-        length: of the sequence that ranks share, as soon as it is known; 0 for none.
+        length: tokens of the sequence that ranks share, once that is known; 0 for none.
     """
 
     seed: int
@@ -58,7 +58,7 @@ class Parts:
 
     Args:
         model: cut, or whole on one rank.
-        mesh: of the ranks.
+        mesh: rank groups of the grid.
         plan: how the model's tensors were cut; None not at all.
 
     Attributes:
@@ -101,9 +101,9 @@ class Parts:
         """How an activation lies in the whole.
 
         Args:
-            path: of the module that computes it.
-            x: on this rank.
-            forward: that runs, or is recomputed.
+            path: name of the module that computes it.
+            x: activation on this rank.
+            forward: forward that runs, or is recomputed.
 
         Raises:
             GulliverError: its shape is none of those known.

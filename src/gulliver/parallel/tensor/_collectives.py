@@ -52,12 +52,12 @@ def copy(x: Tensor, line: Line) -> Tensor:
 
 @uncompiled
 def copy_region(x: Tensor, line: Line, region: Region) -> Tensor:
-    """The same tensor; its gradient is summed over the ranks that hold the same region.
+    """Returns the same tensor; its gradient is summed over the ranks that hold the same region.
 
     Args:
         x: region of one run, which `region.copies` ranks have alike.
-        line: of all ranks that share the whole.
-        region: that it is.
+        line: rank group that shares the whole.
+        region: region of the whole that `x` is.
     """
     return _CopyRegion.apply(x, line, region)
 
