@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from gulliver.booster import Booster, HybridParallelPlugin
 from gulliver.comm import World
@@ -30,6 +29,7 @@ from gulliver.errors import GulliverError
 from gulliver.memory import region_of
 from tests.family_models import TASKS, batch, build, types
 from tests.hybrid_cells import largest
+from tests.hybrid_models import Precise
 
 BAR = 1e-9
 DEADLINE_S = 180.0
@@ -45,26 +45,6 @@ MODES: dict[str, dict[str, Any]] = {
     "pp, router": {"pp_size": 2, "num_microbatches": 1},
 }
 """Column of the table to arguments of the plugin; `router` trains with the routers' losses."""
-
-
-class Precise(TorchFunctionMode):
-    """Keeps float64 where transformers would go through float32: in norms, softmax and losses."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Calls `func` with float32 replaced, where its first tensor is float64."""
-        kwargs = kwargs or {}
-        first = next((a for a in args if isinstance(a, Tensor)), None)
-        if first is None:
-            first = kwargs.get("input")
-        if first is None or first.dtype != torch.float64:
-            return func(*args, **kwargs)
-        if func is Tensor.float:
-            return first
-        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        kwargs = {n: torch.float64 if a is torch.float32 else a for n, a in kwargs.items()}
-        return func(*args, **kwargs)
 
 
 def case(world: World, task: str, kind: str, mode: str) -> dict[str, Any]:

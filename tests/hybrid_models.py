@@ -13,10 +13,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, WIDE = 67, 32, 8, 4, 53
-DECODERS = ("llama", "mistral", "qwen2", "gpt2", "bloom", "opt")
-FAMILIES = (*DECODERS, "t5", "bert", "vit", "whisper", "stdit3")
+FIRST = ("llama", "mistral", "qwen2", "gpt2", "bloom", "opt")
+LATER = ("qwen3", "gemma2", "gemma3", "mixtral", "llama, 2 KV heads", "llama, 1 KV head")
+"""Families whose norms, scores or routers go through float32, so that they run under `Precise`."""
+DECODERS = (*FIRST, *LATER)
+FAMILIES = (*FIRST, "t5", "bert", "vit", "whisper", "stdit3")
 IMAGE, FRAMES_OF_SOUND = 12, 40
 
 
@@ -30,6 +34,26 @@ def build(family: str, dtype: torch.dtype = torch.float64, layers: int = 2) -> A
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     return model.to(dtype).train()
+
+
+class Precise(TorchFunctionMode):
+    """Keeps float64 where transformers would go through float32: in norms, softmax and losses."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls `func` with float32 replaced, where its first tensor is float64."""
+        kwargs = kwargs or {}
+        first = next((a for a in args if isinstance(a, Tensor)), None)
+        if first is None:
+            first = kwargs.get("input")
+        if first is None or first.dtype != torch.float64:
+            return func(*args, **kwargs)
+        if func is Tensor.float:
+            return first
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        kwargs = {n: torch.float64 if a is torch.float32 else a for n, a in kwargs.items()}
+        return func(*args, **kwargs)
 
 
 def exact_norms(model: nn.Module) -> None:
@@ -129,23 +153,26 @@ def _hugging_face(name: str, config: str, **fields: Any) -> Any:
     return getattr(transformers, name)(settings)
 
 
-def _llama_like(kind: str, **fields: Any) -> Any:
+def _llama_like(kind: str, config: str = "", **fields: Any) -> Any:
     def make(layers: int) -> Any:
-        return _hugging_face(
-            f"{kind}ForCausalLM",
-            f"{kind}Config",
-            vocab_size=VOCABULARY,
-            hidden_size=HIDDEN,
-            intermediate_size=WIDE,
-            num_hidden_layers=layers,
-            num_attention_heads=HEADS,
-            num_key_value_heads=KV_HEADS,
-            max_position_embeddings=64,
-            use_cache=False,
-            **fields,
-        )
+        sizes = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": HIDDEN,
+            "intermediate_size": WIDE,
+            "num_hidden_layers": layers,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "max_position_embeddings": 64,
+            "use_cache": False,
+        }
+        own = {name: v(layers) if callable(v) else v for name, v in fields.items()}
+        return _hugging_face(f"{kind}ForCausalLM", config or f"{kind}Config", **sizes | own)
 
     return make
+
+
+def _in_turns(layers: int) -> list[str]:
+    return ["sliding_attention", "full_attention"] * (layers // 2)
 
 
 def _gpt2(layers: int) -> Any:
@@ -285,6 +312,7 @@ def _stdit3(layers: int) -> nn.Module:
     )
 
 
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MODELS = {
     "llama": _llama_like("Llama"),
     "mistral": _llama_like("Mistral", sliding_window=5),
@@ -296,6 +324,29 @@ MODELS = {
         sliding_window=6,
         max_window_layers=1,
     ),
+    "qwen3": _llama_like("Qwen3", head_dim=6),
+    # Scores and logits are capped, and every second layer has a window.
+    "gemma2": _llama_like("Gemma2", head_dim=6, sliding_window=5, **_TOKENS),
+    "gemma3": _llama_like(
+        "Gemma3",
+        "Gemma3TextConfig",
+        head_dim=6,
+        sliding_window=5,
+        layer_types=_in_turns,
+        final_logit_softcapping=3.0,
+        **_TOKENS,
+    ),
+    # The grouped products know no float64.
+    "mixtral": _llama_like(
+        "Mixtral",
+        num_local_experts=4,
+        sliding_window=6,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+        experts_implementation="eager",
+    ),
+    "llama, 2 KV heads": _llama_like("Llama", num_key_value_heads=2, attention_bias=True),
+    "llama, 1 KV head": _llama_like("Llama", num_key_value_heads=1),
     "gpt2": _gpt2,
     "bloom": _bloom,
     "opt": _opt,

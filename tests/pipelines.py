@@ -125,7 +125,8 @@ def one_step(
     data = batch_of(family, size)
     loss, wanted, _ = reference(family, layers, data)
     pipe = pipeline_of(world, build(family, layers), style, **options)
-    checkpoint_blocks(pipe.stage, recompute)
+    if recompute:
+        checkpoint_blocks(pipe.stage)
     found = pipe.run(data, criterion(family))
     assert found["outputs"] is None
     gradients = gradients_of(pipe)

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from gulliver.comm import (
+    Line,
+    WireFormat,
     World,
     all_gather,
     all_reduce,
@@ -19,13 +21,16 @@ from gulliver.comm import (
     broadcast,
     broadcast_object,
     choose_all_reduce,
+    exchange,
     gather_objects,
     group_rank,
     group_size,
     init_world,
     launch,
+    operations,
     reduce_choices,
     reduce_scatter,
+    shift,
     shutdown,
     use_links,
 )
@@ -203,6 +208,21 @@ def test_what_gloo_would_corrupt_is_refused() -> None:
         all_reduce(torch.ones(2).long(), "mean")
     with pytest.raises(GulliverError, match="do not make"):
         all_gather(torch.ones(5), torch.ones(2))
+
+
+def test_wire_formats_that_nobody_has_written_are_refused_by_name() -> None:
+    wire = WireFormat("identify")
+    row = torch.ones(2)
+    for travel in (
+        lambda: all_reduce(row, wire=wire),
+        lambda: reduce_scatter(row, row, wire=wire),
+        lambda: all_gather(row, row, wire=wire),
+        lambda: exchange(Line((0,)), [row], [2], wire),
+        lambda: shift(Line((0, 1)), row, row, 1, wire),
+        lambda: operations([], [(1, row)], None, 1, wire),
+    ):
+        with pytest.raises(GulliverError, match="'identify': did you mean 'identity'"):
+            travel()
 
 
 def test_a_world_of_one_has_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

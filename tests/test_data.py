@@ -431,7 +431,7 @@ def test_words_have_the_same_vectors_in_every_process_and_place_codes() -> None:
 
 def test_word_vectors_do_not_depend_on_the_process() -> None:
     code = (
-        "from gulliver.data import WordEncoder\n"
+        "from gulliver.video import WordEncoder\n"
         "print(float(WordEncoder(16, 6).encode(['the'])[0].sum()))"
     )
     found = subprocess.run(

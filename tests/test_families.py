@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from gulliver.booster import Booster, HybridParallelPlugin
+from gulliver.booster.hybrid import MODES
+from gulliver.booster.hybrid._capability import family_of as record_name
 from gulliver.comm import World
 from gulliver.errors import GulliverError
+from gulliver.families import UNKNOWN, Family, Sequences, all_families, family_of, register
 from gulliver.memory import region_of
-from gulliver.parallel.tensor import check_mode, plan_tensor
+from gulliver.parallel.pipeline import family_name
+from gulliver.parallel.tensor import STYLES, check_mode, plan_tensor
+from tests.covering import some
 from tests.family_models import TASKS, batch, build, types
-from tests.family_sweep import BAR, Precise, case, outcome
-from tests.hybrid_cells import largest
+from tests.family_sweep import BAR, case, outcome
+from tests.hybrid_cells import BARS, COPIED_CELLS, LATER_CELLS, Cell, errors_of, largest
+from tests.hybrid_models import Precise
+from tests.hybrid_models import build as build_family
 
 SOME = (
     ("mixtral", "tp"),  # experts in one tensor
@@ -41,6 +52,143 @@ def test_each_mechanism_gives_loss_and_gradients_of_one_process(pool: Any) -> No
             assert "unbuilt" not in found, case_
             assert max(found["loss"], found["gradients"]) < BAR, (case_, found)
             assert found["held"] < 0.75, (case_, "a real cut")
+
+
+def run_cells(world: World, cells: tuple[Cell, ...], steps: int) -> dict[str, float]:
+    """The largest error of loss, gradients and saved weights, by cell."""
+    return {cell.name: max(errors_of(world, cell, torch.float64, steps).values()) for cell in cells}
+
+
+BY_TURNS = tuple(
+    cell
+    for family, first in (("qwen3", 0), ("gemma2", 1), ("gemma3", 1), ("mixtral", 1))
+    for cell in [cell for cell in LATER_CELLS if cell.family == family][first::2]
+)
+"""By default each family runs in half of its modes, and each mode with some family."""
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "mixtral"])
+@pytest.mark.parametrize("modes", some(["half", "all"], ["half"]))
+@pytest.mark.deadline(300)
+def test_a_family_trains_as_one_process_in_all_modes_that_it_lists(
+    pool: Any, family: str, modes: str
+) -> None:
+    pytest.importorskip("transformers")
+    of = BY_TURNS if modes == "half" else LATER_CELLS
+    cells = tuple(cell for cell in of if cell.family == family)
+    for found in pool.run(run_cells, 2, cells, 1, deadline_s=280):
+        assert max(found.values()) <= BARS[torch.float64], found
+
+
+@pytest.mark.parametrize(
+    "cell", some(COPIED_CELLS, COPIED_CELLS[:3:2]), ids=lambda cell: cell.grid.name
+)
+def test_more_tensor_ranks_than_key_value_heads_hold_copies_of_them(pool: Any, cell: Cell) -> None:
+    pytest.importorskip("transformers")
+    for errors in pool.run(errors_of, cell.grid.ranks, cell, torch.float64, steps=2):
+        # The norm that clips adds 1e-6 before it divides.
+        assert max(errors.values()) <= 1e-7, errors
+        assert errors["gradients"] <= BARS[torch.float64], errors
+
+
+def test_ranks_that_key_value_heads_cannot_be_shared_by_are_refused() -> None:
+    pytest.importorskip("transformers")
+    model = build_family("llama, 2 KV heads")
+    assert {one.copies for one in plan_tensor(model, 4).modules.values()} == {1, 2}
+    with pytest.raises(GulliverError, match=r"2 heads .* from 1 to 2 would do, or 4 or 8"):
+        plan_tensor(model, 3)
+
+
+LORA_MODES: tuple[dict[str, Any], ...] = (
+    {"tp_size": 2},
+    {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
+    {"tp_size": 2, "sequence_parallelism_mode": "ring"},
+    {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"},
+    {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"},
+    {"pp_size": 2, "num_microbatches": 2},
+)
+
+READER = re.findall(
+    r"```python\n(.*?)```", (Path(__file__).parent.parent / "docs/families.md").read_text(), re.S
+)[-1]
+"""The example of the page about adding a family."""
+
+
+def _as_one_process(world: World, arguments: dict[str, Any]) -> float:
+    names: dict[str, Any] = {"__name__": "reader"}
+    exec(READER, names)
+    # A subclass is treated as what it derives from.
+    kind = type("Rewritten", (names["Reader"],), {})
+    torch.manual_seed(5)
+    model = kind().double()
+    ids = torch.randint(61, (4, 9))
+
+    def criterion(logits: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+    wanted = criterion(model(ids), {"ids": ids})
+    wanted.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    booster = Booster(plugin=HybridParallelPlugin(**arguments, verbose=False))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if "pp_size" in arguments:
+        done = booster.execute_pipeline(iter([{"ids": ids}]), model, criterion, optimizer)
+        loss = done["loss"]
+    else:
+        loss = criterion(model(ids), {"ids": ids})
+        booster.backward(loss, optimizer)
+    error = largest(optimizer.full_gradients(), gradients)
+    return max(error, abs(float(loss.detach()) - float(wanted.detach())))
+
+
+@pytest.mark.parametrize("arguments", [*LORA_MODES[:3], {"pp_size": 2}], ids=str)
+def test_the_example_of_the_page_trains_as_one_process(pool: Any, arguments: Any) -> None:
+    assert max(pool.run(_as_one_process, 2, arguments)) <= BARS[torch.float64]
+
+
+def test_a_family_is_found_along_the_class_hierarchy_by_all_who_ask() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class OwnConfig(transformers.LlamaConfig):
+        model_type = "of_my_own"
+
+    class Own(transformers.LlamaForCausalLM):
+        config_class = OwnConfig
+
+    class Wrapper(nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner, self.config = inner, inner.config
+
+    llama = build_family("llama")
+    llama.__class__, llama.config.__class__ = Own, OwnConfig
+    llama.config.model_type = "of_my_own"
+    assert family_of(llama).name == record_name(llama) == family_name(llama) == "llama"
+    clip = build_family("stdit3")
+    clip.__class__ = type("Other", (type(clip),), {})
+    assert family_of(clip).name == record_name(clip) == family_name(clip) == "STDiT3"
+    with pytest.raises(GulliverError, match="its own sequence modes"):
+        check_mode(clip, plan_tensor(clip, 2), "split_gather")
+    # What wraps a model has its layers, but no adapter is made for it.
+    wrapped = Wrapper(build_family("gpt2"))
+    assert family_of(wrapped).name == "gpt2"
+    assert record_name(wrapped) is None
+    assert family_of(nn.Linear(2, 2)) is UNKNOWN
+
+
+def test_records_name_what_there_is() -> None:
+    for family in all_families():
+        tensors, known = family.tensors, family.sequences
+        assert {*(tensors.rules.values() if tensors else ())} <= {*STYLES}
+        assert {*(known.modes if known else ())} <= {*MODES}
+    kinds = [kind for family in all_families() for kind in family.kinds]
+    assert len(kinds) == len(set(kinds))
+
+
+def test_a_family_that_cannot_be_is_refused() -> None:
+    with pytest.raises(GulliverError, match="reach into attention as transformers calls it"):
+        register(Family("x", classes=("X",), sequences=Sequences()))
 
 
 def test_a_cut_of_little_is_said_and_a_cut_of_nothing_is_refused() -> None:
@@ -78,16 +226,6 @@ def adapted() -> Any:
             if "lora" in name:
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
     return model
-
-
-LORA_MODES: tuple[dict[str, Any], ...] = (
-    {"tp_size": 2},
-    {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
-    {"tp_size": 2, "sequence_parallelism_mode": "ring"},
-    {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"},
-    {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"},
-    {"pp_size": 2, "num_microbatches": 2},
-)
 
 
 def lora_errors(world: World) -> list[tuple[float, float, int]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import gulliver
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
     Along,
@@ -160,3 +163,22 @@ def test_a_measurement_is_forgotten_when_the_machine_changes(
     for name in facts:
         digests.add(digest({**facts, name: "changed"}))
     assert len(digests) == len(facts) + 1
+
+
+COSTS = re.compile(r".*(_seconds|flops|_volume|wire_bytes)$", re.IGNORECASE)
+CONSTANTS = re.compile(r".*(FLOP|BANDWIDTH|ALPHA|LATENCY|BACKWARD_OF|ITEM_BYTES|RING_BYTES|_RATE$)")
+
+
+def test_formulas_and_constants_of_costs_stand_in_hardware_alone() -> None:
+    root, found = Path(gulliver.__file__).parent, []
+    for file in sorted(root.rglob("*.py")):
+        room = file.relative_to(root).parts[0]
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            defined = isinstance(node, ast.FunctionDef) and COSTS.match(node.name)
+            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            # Timelines of `solve` add up seconds that they are handed.
+            if (defined and room not in ("hardware", "solve")) or (
+                stored and CONSTANTS.match(node.id) and room != "hardware"
+            ):
+                found.append(f"{file.name}:{node.lineno}")
+    assert not found, "costs are computed by gulliver.hardware"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gulliver.comm import World
+from gulliver.comm import _point_to_point as wire
 from gulliver.errors import GulliverError
 from gulliver.hardware import Axis, Cluster, Device, Link
 from gulliver.parallel.sequence import (
@@ -39,7 +40,6 @@ from gulliver.parallel.sequence import (
     unshard,
     volume,
 )
-from gulliver.parallel.sequence import _wire as wire
 from gulliver.parallel.sequence._heads import deal_heads
 from gulliver.parallel.sequence._kernels import Asked, Block, select
 from gulliver.parallel.sequence._mask import Rules

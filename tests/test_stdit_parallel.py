@@ -27,6 +27,7 @@ from gulliver.booster.hybrid._stdit_choice import (
     choose_scheme,
 )
 from gulliver.comm import Line, World, make_axes
+from gulliver.comm import _point_to_point as wire
 from gulliver.errors import GulliverError
 from gulliver.hardware import Axis, Cluster, Device, Link, described
 from gulliver.memory import region_of
@@ -34,7 +35,6 @@ from gulliver.models import STDiT3
 from gulliver.models.stdit import Block
 from gulliver.parallel.pipeline import Pipeline, cut, deal, make_stage, stack_of
 from gulliver.parallel.sequence import SequencePlan, make_groups
-from gulliver.parallel.sequence import _wire as wire
 from gulliver.parallel.tensor import apply_tensor, plan_tensor
 from tests.covering import some
 from tests.pool import Pool
@@ -320,14 +320,14 @@ def _bytes_sent(world: World, plan: SequencePlan, mode: str, scheme: str) -> lis
     shown: list[str] = []
     cluster = described("cpu-loopback")
     wire_stdit(model, groups, mode, scheme=scheme, cluster=cluster, show=shown.append)
-    post, sent = wire._post, [0]
+    post, sent = wire.post, [0]
 
-    def counted(incoming: Any, outgoing: Any, *others: Any) -> list[Any]:
+    def counted(incoming: Any, outgoing: Any, *others: Any) -> Any:
         outgoing = list(outgoing)
         sent[0] += sum(tensor.nbytes for _, tensor in outgoing)
         return post(incoming, outgoing, *others)
 
-    wire._post = counted
+    wire.post = counted
     try:
         rows = []
         for case in CASES:
@@ -342,7 +342,7 @@ def _bytes_sent(world: World, plan: SequencePlan, mode: str, scheme: str) -> lis
             patches = clip.batch * part * other * 4 * model.out_channels * 8
             rows.append([sent[0] - (plan.degree - 1) * patches, chosen.predicted[0].sent])
     finally:
-        wire._post = post
+        wire.post = post
     assert bool(shown) == (groups.rank == 0)
     assert all("MB sent" in text for text in shown)
     return rows

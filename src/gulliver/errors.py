@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class GulliverError(ValueError):
@@ -25,3 +25,23 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return "choose from " + ", ".join(repr(choice) for choice in known)
+
+
+def first_difference(
+    every: Sequence[Mapping[str, str]],
+) -> tuple[int, str, str | None, str | None] | None:
+    """Finds where something that all ranks should have alike differs from the first rank's.
+
+    Args:
+        every: values by name, of each rank.
+
+    Returns:
+        The rank, the name, the first rank's value and that rank's, None where it has none; None
+        where all are alike.
+    """
+    first = every[0]
+    for rank, other in enumerate(every):
+        for name in [*first, *other]:
+            if first.get(name) != other.get(name):
+                return rank, name, first.get(name), other.get(name)
+    return None

@@ -1,8 +1,9 @@
 """The one call: `Booster(plugin=...).boost(model, optimizer, ...)`."""
 
 from gulliver.booster._booster import Booster
+from gulliver.booster._hybrid_plugin import HybridParallelPlugin
 from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
-from gulliver.booster.hybrid import HybridParallelPlugin, keep_logits, lazy_parameters
+from gulliver.booster.hybrid import keep_logits, lazy_parameters
 
 __all__ = [
     "Booster",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gulliver.comm import gather_objects
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, first_difference
 
 Signature = dict[str, str]
 """By name, what a tensor of a model is."""
@@ -43,13 +43,11 @@ def _signature(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Sig
 
 
 def _difference(every: Sequence[Signature]) -> str:
-    first = every[0]
-    for rank, other in enumerate(every):
-        for name in [*first, *other]:
-            if first.get(name) != other.get(name):
-                return (
-                    f"ranks have built different models: {name} is {first.get(name, 'not there')} "
-                    f"on rank 0 and {other.get(name, 'not there')} on rank {rank}: build the same "
-                    "on every rank"
-                )
-    return "ranks have built models whose tensors come in different orders: build the same"
+    found = first_difference(every)
+    if found is None:
+        return "ranks have built models whose tensors come in different orders: build the same"
+    rank, name, first, other = found
+    return (
+        f"ranks have built different models: {name} is {first or 'not there'} on rank 0 and "
+        f"{other or 'not there'} on rank {rank}: build the same on every rank"
+    )

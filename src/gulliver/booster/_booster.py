@@ -1,7 +1,7 @@
 """The one call: an ordinary model and loop become the planned run.
 
-Read `Booster.boost`; what a plugin does with the model is in `_plugins.py`, how files are
-written and read in `_states.py`.
+Read `Booster.boost`; how a plan is run is told by `_apply.py`, how files are written and read by
+`_states.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, overload
 from weakref import WeakKeyDictionary, WeakSet
@@ -27,10 +26,12 @@ from gulliver.booster._checkpoint import (
     load_boosted,
     restore_random,
 )
+from gulliver.booster._model import unwrapped
 from gulliver.booster._old_files import OldFiles, is_old
 from gulliver.booster._optimizer_files import read_optimizer, write_optimizer
 from gulliver.booster._pipelined import run_whole
-from gulliver.booster._plugins import Plugin, TorchDDPPlugin, unwrapped
+from gulliver.booster._plugins import PlanPlugin, Plugin, TorchDDPPlugin
+from gulliver.booster._running import Running
 from gulliver.booster._states import (
     check_whole,
     on_main,
@@ -39,31 +40,33 @@ from gulliver.booster._states import (
     whole_model,
     write_scheduler,
 )
-from gulliver.booster.hybrid import HybridOptimizer
 from gulliver.checkpoint import (
     AsyncCheckpointer,
     FileSaver,
     Loaded,
+    PartsSaver,
     StepReader,
     step_folder,
     write_tensors,
 )
 from gulliver.comm import World, broadcast_object, guard, init_world, release_groups
 from gulliver.errors import GulliverError, nearest
-from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
-from gulliver.plan import Plan
+from gulliver.parallel import BoostedOptimizer
+from gulliver.plan import Comparison, Plan
 
 
 class Booster:
     """Boosts models as a plugin plans it.
 
     Args:
-        plugin: how the ranks share the work; None for torch's DDP.
+        plugin: way to make the plan; None for torch's DDP.
         mixed_precision: ``bf16`` runs calls of the model under autocast, parameters and reductions
             stay in their own dtype; None leaves the model as it is.
+        plan: plan to run as it is, instead of a plugin's: ``Plan.load("plan.yaml")``.
+        verbose: print a plan when its model is boosted; a plugin says that by itself.
 
     Raises:
-        GulliverError: a precision that is not supported.
+        GulliverError: a precision that is not supported; a plugin and a plan.
 
     Example:
         >>> booster = Booster(plugin=LowLevelZeroPlugin(stage=2))
@@ -71,16 +74,29 @@ class Booster:
         >>> booster.backward(loss, optimizer)
     """
 
-    def __init__(self, plugin: Plugin | None = None, mixed_precision: str | None = None) -> None:
+    def __init__(
+        self,
+        plugin: Plugin | None = None,
+        mixed_precision: str | None = None,
+        plan: Plan | None = None,
+        verbose: bool = True,
+    ) -> None:
         check_precision(mixed_precision)
         if plugin is not None and not isinstance(plugin, Plugin):
             raise GulliverError(
                 f"plugin is {plugin!r}: pass LowLevelZeroPlugin(...) or TorchDDPPlugin(...)"
             )
+        if plan is not None and (plugin is not None or not isinstance(plan, Plan)):
+            raise GulliverError(
+                "plan is a plan by itself: pass Booster(plan=Plan.load(path)), and no plugin"
+            )
+        if plan is not None:
+            plugin = PlanPlugin(plan, verbose)
         self.plugin = plugin or TorchDDPPlugin()
         self.mixed_precision = mixed_precision
-        self._plan: Plan | None = None
+        self._last: Running | None = None
         self._file: FileSaver | None = None
+        self._parts: PartsSaver | None = None
         self._checkpointers: dict[str, AsyncCheckpointer] = {}
         self._options: dict[str, dict[str, Any]] = {}
         self._optimizers: WeakKeyDictionary[nn.Module, BoostedOptimizer] = WeakKeyDictionary()
@@ -88,10 +104,21 @@ class Booster:
 
     @property
     def plan(self) -> Plan:
-        """How the model runs; there once it is boosted."""
-        if self._plan is None:
+        """How the model runs now, tuning included; there once it is boosted."""
+        return self._running().plan
+
+    def compare(self) -> Comparison:
+        """Lays what was measured beside what the plan predicts: seconds and bytes of this rank.
+
+        Seconds are those between the steps so far, bytes those at their peak; see
+        `gulliver.plan.Comparison`.
+        """
+        return self._running().compare()
+
+    def _running(self) -> Running:
+        if self._last is None:
             raise GulliverError("there is no plan yet: call boost first")
-        return self._plan
+        return self._last
 
     @overload
     def boost(
@@ -147,16 +174,16 @@ class Booster:
         check_alike(unwrapped(model), optimizer)
         again = next((known for known in self._optimizers if unwrapped(known) is model), model)
         boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, precision)
-        self._plan = broadcast_object(plan)
+        self._last = Running(broadcast_object(plan), wrapped)
         release_groups()
         wrapped.watch(unwrapped(model))
         if boosted in self._optimizers:
             self._several.add(boosted)
-        elif self.mixed_precision:
-            autocast_calls(model, world.device.type, self.mixed_precision)
+        elif plan.precision.autocast != "none":
+            autocast_calls(model, world.device.type, plan.precision.autocast)
         self._optimizers[boosted] = wrapped
         if world.is_main and self.plugin.verbose:
-            self.plan.show()
+            self._last.planned.show()
         return boosted, None if optimizer is None else wrapped, criterion, dataloader, lr_scheduler
 
     def _check(self, model: nn.Module, optimizer: Any, world: World) -> None:
@@ -235,7 +262,7 @@ class Booster:
             raise GulliverError("the optimizer is of another model: pass the one boosted with it")
         batch = next(data_iter)
         with guard():
-            if isinstance(holder, HybridOptimizer) and holder.pipeline is not None:
+            if holder.pipeline is not None:
                 return holder.run(batch, criterion, backward, return_loss, return_outputs, weight)
             return run_whole(batch, model, criterion, holder if backward else None, return_outputs)
 
@@ -298,8 +325,8 @@ class Booster:
             check_whole(model)
         content = boosted_state(model, optimizer, holder, lr_scheduler, state)
         checkpointer = self._checkpointer(Path(folder), options)
-        if self._plan is not None:
-            checkpointer.about["plan"] = asdict(self._plan)
+        if self._last is not None:
+            checkpointer.about["plan"] = self.plan.to_values()
         begun = checkpointer.save(step, content, unwrapped(model).buffers())
         if not use_async:
             checkpointer.wait()
@@ -423,8 +450,8 @@ class Booster:
             model: boosted or not.
             path: of the file.
             use_async: write it while training goes on; `wait`, or the next save of a model, says
-                if that failed. Sharded parameters are gathered, and copied, before this returns.
-                A model that no rank has all of is written before this returns, in any case.
+                if that failed. Of a model that is sharded or cut each rank writes its parts, from
+                which rank 0 then makes the file: for that time the disk holds the model twice.
 
         Raises:
             GulliverError: it cannot be written; nothing is left behind then.
@@ -432,7 +459,11 @@ class Booster:
         plain, place = unwrapped(model), Path(path)
         self._await_file()
         holder = self._optimizers.get(model)
-        if holder is not None and not holder.has_whole_model:
+        whole = holder is None or holder.has_whole_model
+        if holder is not None and use_async and (holder.gives_back or not whole):
+            self._parts = _spread.begin_model(holder, plain, place)
+            return
+        if holder is not None and not whole:
             _spread.write_model(holder, plain, place)
             return
         if holder is None:
@@ -441,9 +472,6 @@ class Booster:
         if not use_async:
             on_main(lambda: write_tensors(place, state))
             return
-        if isinstance(holder, ZeroOptimizer) and holder.stage == 3:
-            # What was gathered is given back; rank 0 keeps a copy.
-            state = {n: v.clone() for n, v in state.items()} if init_world().is_main else {}
 
         def begin() -> None:
             self._file = FileSaver(place, state)
@@ -452,6 +480,9 @@ class Booster:
 
     def _await_file(self) -> None:
         """Lets a file of a model that is under way be finished; every rank calls it."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.close()
 
         def finish() -> None:
             saver, self._file = self._file, None
@@ -481,7 +512,9 @@ class Booster:
             return _spread.read_model(holder, unwrapped(model), Path(path), strict)
         return read_model(unwrapped(model), Path(path), strict)
 
-    def save_huggingface(self, model: nn.Module, folder: Path | str, **options: Any) -> None:
+    def save_huggingface(
+        self, model: nn.Module, folder: Path | str, use_async: bool = False, **options: Any
+    ) -> None:
         """Writes a boosted model as a Hugging Face folder; every rank calls it, rank 0 writes.
 
         What lies with several ranks is gathered one tensor at a time.
@@ -489,6 +522,7 @@ class Booster:
         Args:
             model: boosted by this booster.
             folder: to make; it must not exist.
+            use_async: write it while training goes on, as `save_model` does.
             options: ``max_shard_bytes``, ``config`` and ``dtype``, as of
                 `gulliver.checkpoint.save_huggingface`; a transformers model's own configuration is
                 written where none is given.
@@ -502,6 +536,11 @@ class Booster:
         config = getattr(unwrapped(model), "config", None)
         if hasattr(config, "to_dict"):
             options.setdefault("config", config.to_dict())  # type: ignore[union-attr]
+        self._await_file()
+        if use_async:
+            plain = unwrapped(model)
+            self._parts = _spread.begin_folder(holder, plain, Path(folder), **options)
+            return
         _spread.write_folder(holder, unwrapped(model), Path(folder), **options)
 
     def save_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
@@ -514,7 +553,8 @@ class Booster:
         Raises:
             GulliverError: the folder holds other files, or cannot be written.
         """
-        write_optimizer(_boosted(optimizer), Path(path), self._plan)
+        plan = None if self._last is None else self.plan
+        write_optimizer(_boosted(optimizer), Path(path), plan)
 
     def load_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
         """Reads what `save_optimizer` wrote; every rank calls it.

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gulliver.booster._model import unwrapped
 from gulliver.booster._old_files import Source
-from gulliver.booster._plugins import unwrapped
 from gulliver.booster._states import (
     check_groups,
     fill_scheduler,

@@ -1,9 +1,12 @@
-"""Plugins: short, hand-written ways to make a plan and to run it."""
+"""Plugins: short, hand-written ways to make a plan.
+
+Each says its choices (`Plugin.choices`); what follows from them for a model is `make_plan`, and
+running it is `apply_plan`, for all of them alike.
+"""
 
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,38 +16,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
-from gulliver.comm import Torus, World, broadcast, choose_axes, current_world
+from gulliver.booster._apply import apply_plan, check_choices
+from gulliver.booster._checkpoint import agreed
+from gulliver.booster._model import HALVES, unwrapped
+from gulliver.booster._predict import predict
+from gulliver.booster._resolve import differences, resolve
+from gulliver.comm import World, choose_axes, current_world
 from gulliver.data import DataLoader
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster, current_cluster, zero_collectives
-from gulliver.parallel import (
-    BoostedOptimizer,
-    BucketTuner,
-    BufferSync,
-    ZeroOptimizer,
-    check_optimizer,
-    check_trainable,
-    check_unshared,
-    is_boosted,
-    named_trainables,
-    state_tensors,
-)
-from gulliver.plan import ChunkPlan, MemoryPlan, Plan
+from gulliver.parallel import BoostedOptimizer, named_trainables
+from gulliver.plan import DDPPlan, Mesh, Plan, Precision, ZeroPlan, check_plan
 
 MIB = 2**20
 STAGES = (0, 1, 2, 3)
 TUNED = ("auto", "again")
 DEFAULT_CHUNK_MB = 4.0
 """Before tuning, and without other ranks."""
-RUNNING = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-"""Normalizations that may keep running statistics."""
-HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _NamedArguments(type(ABC)):
@@ -61,11 +51,65 @@ class _NamedArguments(type(ABC)):
 
 
 class Plugin(ABC, metaclass=_NamedArguments):
-    """A way to run a model."""
+    """A way to make plans."""
 
     verbose: bool = True
     takes: tuple[str, ...] = ()
     """Kinds of devices that parameters may be on besides the rank's own."""
+
+    @abstractmethod
+    def choices(self, ranks: int, precision: str = "none") -> Plan:
+        """The choices of a plan, whatever the model is.
+
+        Args:
+            ranks: number of ranks of the world.
+            precision: dtype of autocast, or none.
+
+        Raises:
+            GulliverError: so many ranks cannot run it.
+        """
+
+    def for_model(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        cluster: Cluster | None,
+    ) -> Plan:
+        """The choices that are made by looking at a model; a plugin may have some."""
+        return plan
+
+    def make_plan(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        cluster: Cluster | None = None,
+        sample: Any = None,
+        precision: str = "none",
+    ) -> Plan:
+        """Plans how a model would run; nothing is changed.
+
+        One process can plan for any number of ranks. Where the ranks that the plan is of are up,
+        each of them calls it.
+
+        Args:
+            model: whole model, perhaps on meta.
+            optimizer: optimizer of its parameters; None where it is not trained.
+            cluster: machines to plan for, one device of it for each rank; None for those at hand,
+                as they were measured by ``gulliver probe`` or are described.
+            sample: batch of one model, as keyword or positional arguments or a tensor, with which
+                compute is measured here; without it seconds are those of messages alone.
+            precision: dtype of autocast, or none.
+
+        Raises:
+            GulliverError: the model or its optimizer cannot be run so.
+        """
+        ranks = current_world().size if cluster is None else cluster.size
+        model = unwrapped(model)
+        choices = self.for_model(self.choices(ranks, precision), model, optimizer, cluster)
+        check_plan(choices, ranks)
+        check_choices(choices, model, optimizer)
+        return predict(resolve(choices, model, optimizer), model, optimizer, cluster, sample)
 
     def check(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
@@ -75,10 +119,11 @@ class Plugin(ABC, metaclass=_NamedArguments):
         Raises:
             GulliverError: naming what is wrong.
         """
-        if optimizer is not None:
-            named_trainables(model, optimizer)
+        ranks = current_world().size
+        choices = self.choices(ranks, precision)
+        check_plan(choices, ranks)
+        check_choices(choices, model, optimizer)
 
-    @abstractmethod
     def configure(
         self,
         model: nn.Module,
@@ -86,10 +131,16 @@ class Plugin(ABC, metaclass=_NamedArguments):
         world: World,
         precision: str,
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
-        """The model and optimizer as they will run, and the plan that says how.
-
-        Without an optimizer the model is not trained.
-        """
+        """Plans and runs: the model and optimizer as they will run, and the plan that says how."""
+        plain, plans = unwrapped(model), list[Plan]()
+        choices = self.for_model(self.choices(world.size, precision), plain, optimizer, None)
+        agreed(lambda: plans.append(resolve(choices, plain, optimizer)))
+        plan = predict(plans[0], plain, optimizer)
+        boosted, wrapped = apply_plan(plan, model, optimizer, world, self.verbose)
+        told = differences(choices, plan)
+        if told is not None and world.is_main:
+            print(told, file=sys.stderr)
+        return boosted, wrapped, plan
 
     def prepare_dataloader(
         self,
@@ -165,33 +216,14 @@ class TorchDDPPlugin(Plugin):
         self.find_unused_parameters = find_unused_parameters
         self.bucket_cap_mb, self.static_graph, self.verbose = bucket_cap_mb, static_graph, verbose
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        world: World,
-        precision: str,
-    ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
-        """Wraps the model; in a world of one, or not to be trained, it stays as it is."""
-        plain, idle = unwrapped(model), optimizer is None
-        names = {} if optimizer is None else named_trainables(plain, optimizer)
-        optimizer = optimizer or no_optimizer()
-        memory = _whole_memory(plain, optimizer)
-        plan = _plan(self, plain, names, optimizer, world, precision, None, memory, ())
-        if idle and world.size > 1:
-            with torch.no_grad():
-                for tensor in [*plain.parameters(), *plain.buffers()]:
-                    _broadcast_any(tensor)
-        elif world.size > 1 and plain is model:
-            model = _DDP(
-                model,
-                device_ids=[world.device.index] if world.device.type == "cuda" else None,
-                find_unused_parameters=self.find_unused_parameters,
-                bucket_cap_mb=self.bucket_cap_mb,
-                static_graph=self.static_graph,
-                gradient_as_bucket_view=True,
-            )
-        return model, _DDPOptimizer(optimizer, names, model), plan
+    def choices(self, ranks: int, precision: str = "none") -> Plan:
+        """Everything whole on every rank."""
+        return Plan(
+            plugin=type(self).__name__,
+            mesh=Mesh(current_world().device.type, {"data": ranks}),
+            ddp=DDPPlan(self.find_unused_parameters, self.bucket_cap_mb, self.static_graph),
+            precision=Precision(precision),
+        )
 
 
 class LowLevelZeroPlugin(Plugin):
@@ -271,225 +303,74 @@ class LowLevelZeroPlugin(Plugin):
         self.assume_elementwise, self.verbose = assume_elementwise, verbose
         self.broadcast_buffers, self.cluster = broadcast_buffers, cluster
 
-    def check(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
-    ) -> None:
-        """Refuses what cannot be sharded; nothing is changed yet."""
-        super().check(model, optimizer, precision)
-        if self.precision and precision != "none":
-            raise GulliverError(
-                f"Booster(mixed_precision={precision!r}) and "
-                f"LowLevelZeroPlugin(precision={self.precision!r}) exclude each other: the "
-                "first computes in 16 bits and keeps float32 parameters, the second keeps 16"
-            )
-        others = any(is_boosted(p) for p in model.parameters())
-        if others and (self.stage == 3 or self.precision == "fp16"):
-            what = (
-                "stage 3 has sharded all of" if self.stage == 3 else "fp16 has one loss scale for"
-            )
-            raise GulliverError(
-                f"a parameter is trained by another boosted optimizer, and {what} the model: make "
-                "one optimizer with a group for each part"
-            )
-        if optimizer is None:
-            return
-        if self.precision:
-            _check_unstepped(optimizer)
-        check_optimizer(optimizer, self.stage, self.assume_elementwise)
-        check_trainable(named_trainables(model, optimizer))
-        check_unshared(model, optimizer)
+    def choices(self, ranks: int, precision: str = "none") -> Plan:
+        """Shards over all ranks."""
+        torus = {} if isinstance(self.axes, str) else dict(self.axes or {})
+        order = tuple(self.rank_order or ()) if torus else ()
+        return Plan(
+            plugin=type(self).__name__,
+            mesh=Mesh(current_world().device.type, {"data": ranks}, torus, order),
+            zero=ZeroPlan(
+                stage=self.stage,
+                chunk_bytes=int(self._size_mb * MIB),
+                tuning=self.chunk_mb if isinstance(self.chunk_mb, str) else "off",
+                gather_ahead=self.gather_ahead,
+                overlap=self.overlap,
+                broadcast_buffers=self.broadcast_buffers,
+                assume_elementwise=self.assume_elementwise,
+                report=None if self.folder is None else str(self.folder),
+            ),
+            precision=Precision(precision, self.precision or "none"),
+            max_norm=float(self.max_norm),
+        )
 
-    def configure(
+    def for_model(
         self,
+        plan: Plan,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        world: World,
-        precision: str,
-    ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
-        """Moves parameters into chunks; the model stays the object that it was."""
-        if self.precision:
-            _convert(model, optimizer, HALVES[self.precision])
-            precision = f"{self.precision} with float32 copies"
+        cluster: Cluster | None,
+    ) -> Plan:
+        """A torus, where ``axes="auto"`` predicts that it is faster than none."""
+        if not isinstance(self.axes, str):
+            return plan
         names = {} if optimizer is None else named_trainables(model, optimizer)
-        optimizer = optimizer or no_optimizer()
-        torus = self._torus(sum(p.nbytes for p in names), world)
-        rest = {p: name for name, p in model.named_parameters() if p not in names}
-        frozen = {p: name for p, name in rest.items() if not is_boosted(p)}
-        with torch.no_grad():
-            # Trained parameters travel with their chunks; the rest must start equal as well.
-            for tensor in [*model.buffers(), *frozen]:
-                if world.size > 1:
-                    _broadcast_any(tensor)
-        sharded = ZeroOptimizer(
-            optimizer,
-            names,
-            self.stage,
-            int(self._size_mb * MIB),
-            max_norm=self.max_norm or math.inf,
-            group=torus,
-            assume_elementwise=self.assume_elementwise,
-            frozen=frozen,
-            ahead=self.gather_ahead,
-            overlap=self.overlap,
-        )
-        if self.broadcast_buffers and sharded.size > 1:
-            sharded.buffers = BufferSync(model, torus, RUNNING)
-        if isinstance(self.chunk_mb, str) and sharded.size > 1 and names:
-            report = _say if self.verbose else None
-            again = self.chunk_mb == "again"
-            sharded.tune(BucketTuner(sharded, model, self.folder, report, again))
-        memory = MemoryPlan(**sharded.memory())
-        beside = sum(p.nbytes for p in rest) if self.stage < 3 else 0
-        memory = replace(memory, parameters=memory.parameters + beside)
-        chunks = chunk_plans(sharded)
-        plan = _plan(self, model, names, optimizer, world, precision, self.stage, memory, chunks)
-        if torus is not None:
-            plan = replace(plan, mesh=dict(torus.axes))
-        return model, sharded, plan
-
-    def _torus(self, trained_bytes: int, world: World) -> Torus | None:
-        """The torus that was asked for, or is predicted to be faster than none."""
-        axes, order = self.axes, self.rank_order
-        if isinstance(axes, str):
-            whole, chunk = max(1, trained_bytes), int(self._size_mb * MIB)
-            chunks = [min(chunk, whole - start) for start in range(0, whole, chunk)]
-            cluster = self.cluster or current_cluster(world.size)
-            chosen = choose_axes(cluster, zero_collectives(self.stage, chunks), world.size)
-            if self.verbose and world.is_main:
-                _say(f"collectives: {chosen}")
-            axes, order = chosen.axes, order or chosen.order
-        return Torus(axes, order, world.device.type) if axes else None
+        whole, chunk = max(1, sum(p.nbytes for p in names)), int(self._size_mb * MIB)
+        chunks = [min(chunk, whole - start) for start in range(0, whole, chunk)]
+        ranks = plan.mesh.size
+        links = cluster or self.cluster or current_cluster(ranks)
+        chosen = choose_axes(links, zero_collectives(self.stage, chunks), ranks)
+        order = tuple(self.rank_order or chosen.order or ()) if chosen.axes else ()
+        mesh = replace(plan.mesh, torus=dict(chosen.axes), rank_order=order)
+        return replace(plan, mesh=mesh, reasons={"mesh.torus": str(chosen)})
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+class PlanPlugin(Plugin):
+    """Runs a plan that there is already.
 
-
-def chunk_plans(optimizer: ZeroOptimizer) -> tuple[ChunkPlan, ...]:
-    """The chunks of an optimizer, as a plan tells them."""
-    return tuple(
-        ChunkPlan(
-            tensors=tuple(c.chunk.parameters),
-            bytes=c.chunk.nbytes,
-            padding_bytes=c.chunk.layout.padding * c.chunk.dtype.itemsize,
-            dtype=str(c.chunk.dtype).removeprefix("torch."),
-        )
-        for c in optimizer.everything
-    )
-
-
-def no_optimizer() -> torch.optim.Optimizer:
-    """An optimizer of nothing, for models that are not trained."""
-    return torch.optim.SGD([{"params": []}], lr=0.0)
-
-
-def _check_unstepped(optimizer: torch.optim.Optimizer) -> None:
-    if optimizer.state:
-        raise GulliverError(
-            "the optimizer has stepped before boost: precision converts the model, so boost first"
-        )
-
-
-def _convert(model: nn.Module, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype) -> None:
-    """Turns a model and what it is called with to `dtype`.
-
-    Parameters and persistent buffers are turned. As with Hugging Face's ``from_pretrained(dtype=)``
-    buffers that are no part of the state dict keep their dtype: tables that modules compute from,
-    such as rotary frequencies, which 16 bits would spoil. As with autocast normalizations by
-    running statistics stay as they are, because averages of 16 bits stop moving.
-
-    Raises:
-        GulliverError: the optimizer has stepped already: its state is of another dtype.
+    Args:
+        plan: loaded, perhaps edited, or made by a plugin.
+        verbose: print the plan when the model is boosted.
     """
-    if optimizer is not None:
-        _check_unstepped(optimizer)
-    for module in model.modules():
-        if isinstance(module, RUNNING) and module.track_running_stats:
-            continue
-        kept = module._non_persistent_buffers_set
-        tensors = [*module._parameters.items(), *module._buffers.items()]
-        for name, tensor in tensors:
-            if tensor is not None and tensor.is_floating_point() and name not in kept:
-                tensor.data = tensor.data.to(dtype)
 
-    def cast(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(dtype) if value.is_floating_point() else value
-        if isinstance(value, dict):
-            return {key: cast(entry) for key, entry in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(cast(entry) for entry in value)
-        return value
+    def __init__(self, plan: Plan, verbose: bool = True) -> None:
+        self.plan, self.verbose = plan, verbose
+        self.takes = ("meta",) if plan.weights is not None else ()
 
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: (cast(args), cast(kwargs)), prepend=True, with_kwargs=True
-    )
+    def choices(self, ranks: int, precision: str = "none") -> Plan:
+        """The plan."""
+        check_plan(self.plan, ranks)
+        device = current_world().device.type
+        if self.plan.mesh.device != device:
+            raise GulliverError(f"{self.plan.told('mesh.device')}, and ranks run on {device}")
+        if precision not in ("none", self.plan.precision.autocast):
+            raise GulliverError(
+                f"{self.plan.told('precision.autocast')}, and Booster(mixed_precision="
+                f"{precision!r}): say it in the plan alone"
+            )
+        return self.plan
 
-
-class _DDP(DistributedDataParallel):
-    """DDP that lets the attributes of its module through, so that a loop need not know of it."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-
-class _DDPOptimizer(BoostedOptimizer):
-    """The user's optimizer beside a DDP model."""
-
-    def __init__(self, inner: torch.optim.Optimizer, names: Any, model: nn.Module) -> None:
-        super().__init__(inner, names)
-        self._model = model
-
-    def no_sync(self):  # type: ignore[override]
-        return self._model.no_sync() if isinstance(self._model, _DDP) else super().no_sync()
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's module."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _broadcast_any(tensor: torch.Tensor) -> None:
-    """Sends rank 0's values, whatever their layout in memory and dtype."""
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.numel():
-        broadcast(flat.view(torch.uint8))  # backends do not know every dtype
-        tensor.detach().copy_(flat.view(tensor.shape))
-
-
-def _whole_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryPlan:
-    trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-    state = sum(
-        state_tensors(optimizer, group) * sum(p.nbytes for p in group["params"] if p.requires_grad)
-        for group in optimizer.param_groups
-    )
-    everything = sum(p.nbytes for p in model.parameters())
-    return MemoryPlan(everything, sum(p.nbytes for p in trained), state)
-
-
-def _plan(
-    plugin: Plugin,
-    model: nn.Module,
-    names: Any,
-    optimizer: torch.optim.Optimizer,
-    world: World,
-    precision: str,
-    stage: int | None,
-    memory: MemoryPlan,
-    chunks: tuple[ChunkPlan, ...],
-) -> Plan:
-    return Plan(
-        plugin=type(plugin).__name__,
-        mesh={"data": world.size},
-        device=world.device.type,
-        stage=stage,
-        mixed_precision=precision,
-        optimizer=type(optimizer).__name__,
-        parameters=sum(p.numel() for p in model.parameters()),
-        trainable=sum(p.numel() for p in names),
-        memory=memory,
-        chunks=chunks,
-    )
+    def data_place(self) -> tuple[int, int]:
+        """This rank's number among those that read different samples, and how many there are."""
+        mesh, rank = self.plan.mesh, current_world().rank
+        return rank // (mesh.of("sequence") * mesh.of("tensor")) % mesh.of("data"), mesh.of("data")

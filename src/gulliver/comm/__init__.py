@@ -30,7 +30,17 @@ from gulliver.comm._launch import default_ranks, launch, under_launcher
 from gulliver.comm._layout import ChosenAxes, choose_axes
 from gulliver.comm._ledger import Purpose
 from gulliver.comm._line import ALONE, Line
+from gulliver.comm._messages import Messages
+from gulliver.comm._point_to_point import (
+    Flight,
+    exchange,
+    gather_integers,
+    operations,
+    post,
+    shift,
+)
 from gulliver.comm._watchdog import Watchdog
+from gulliver.comm._wire import IDENTITY, WireFormat
 from gulliver.comm._world import (
     World,
     adopt_world,
@@ -43,17 +53,21 @@ from gulliver.comm._world import (
 
 __all__ = [
     "ALONE",
+    "IDENTITY",
     "Axes",
     "Choice",
     "Chooser",
     "ChosenAxes",
+    "Flight",
     "Group",
     "Handle",
     "Line",
+    "Messages",
     "Purpose",
     "ReduceChoice",
     "Torus",
     "Watchdog",
+    "WireFormat",
     "World",
     "adopt_world",
     "all_gather",
@@ -68,6 +82,8 @@ __all__ = [
     "choose_axes",
     "current_world",
     "default_ranks",
+    "exchange",
+    "gather_integers",
     "gather_objects",
     "group_rank",
     "group_size",
@@ -75,10 +91,13 @@ __all__ = [
     "init_world",
     "launch",
     "make_axes",
+    "operations",
+    "post",
     "reduce_choices",
     "reduce_scatter",
     "release_groups",
     "shared_line",
+    "shift",
     "shutdown",
     "together",
     "under_launcher",

@@ -21,7 +21,8 @@ from gulliver.comm._choice import choose_all_reduce
 from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
 from gulliver.comm._ledger import ANY, Purpose
 from gulliver.comm._line import line_of
-from gulliver.comm._progress import Exchange, start
+from gulliver.comm._progress import Exchange, Steps, start
+from gulliver.comm._wire import IDENTITY, WireFormat, check_wire
 from gulliver.errors import GulliverError, nearest
 
 Op = Literal["sum", "mean", "max"]
@@ -70,6 +71,7 @@ def all_reduce(
     group: Group = None,
     async_op: bool = False,
     any_order: bool = False,
+    wire: WireFormat = IDENTITY,
 ) -> Handle:
     """Replaces `tensor` on every rank by the reduction over all ranks.
 
@@ -78,13 +80,15 @@ def all_reduce(
         op: sum, mean or max.
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
-        any_order: over gloo and more than two ranks too, its own ring may be used, where
+        any_order: gloo's own ring may be used among more than two ranks too, where
             `choose_all_reduce` finds it faster. It takes less of the processor, and adds each
             element's terms in an order that depends on its place in the tensor: all ranks, and all
             runs that choose alike, get the same bits, but not the same as when the elements travel
             in other pieces.
+        wire: format that the elements travel in.
     """
     _check(tensor, op)
+    check_wire(wire)
     _check_sum(tensor.dtype)
     size = group_size(group)
     if size == 1:
@@ -120,6 +124,7 @@ def reduce_scatter(
     async_op: bool = False,
     accumulate_dtype: torch.dtype | None = None,
     purpose: Purpose = ANY,
+    wire: WireFormat = IDENTITY,
 ) -> Handle:
     """Writes this rank's part of the reduction of `input` to `output`.
 
@@ -131,9 +136,11 @@ def reduce_scatter(
         op: sum, mean or max.
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
-        accumulate_dtype: of the sum and of `output`, where it is wider than what travels.
+        accumulate_dtype: dtype of the sum and of `output`, where it is wider than what travels.
         purpose: all ranks pass the same; those that differ are told, over gloo.
+        wire: format that the elements travel in.
     """
+    check_wire(wire)
     _check(output, op)
     _check(input, op)
     _check_sum(output.dtype)
@@ -151,8 +158,8 @@ def reduce_scatter(
         queued = _chained.run(tensors, lambda: _chained.reduce_scatter(output, input, op, lines))
         return _finished(Handle(_Several(queued)), async_op)
     if sends_directly(group, input):
-        step = direct_reduce_scatter(output, input, op, group, purpose=purpose)
-        return _finished(Handle(start(step)), async_op)
+        steps = direct_reduce_scatter(output, input, op, group, purpose)
+        return _finished(Handle(start(steps)), async_op)
     if output.dtype != input.dtype:
         started = _exchanged(output, input, op, group)
         return _finished(Handle(*started), async_op)
@@ -166,6 +173,7 @@ def all_gather(
     group: Group = None,
     async_op: bool = False,
     purpose: Purpose = ANY,
+    wire: WireFormat = IDENTITY,
 ) -> Handle:
     """Writes the inputs of all ranks, one after the other, to `output`.
 
@@ -176,7 +184,9 @@ def all_gather(
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
         purpose: all ranks pass the same; those that differ are told, over gloo.
+        wire: format that the elements travel in.
     """
+    check_wire(wire)
     _check(output, "sum")
     _check(input, "sum")
     size = group_size(group)
@@ -193,8 +203,8 @@ def all_gather(
         queued = _chained.run(tensors, lambda: _chained.all_gather(output, input, lines))
         return _finished(Handle(_Several(queued)), async_op)
     if sends_directly(group, input):
-        step = direct_all_gather(output, input, group, purpose=purpose)
-        return _finished(Handle(start(step)), async_op)
+        steps = direct_all_gather(output, input, group, purpose)
+        return _finished(Handle(start(steps)), async_op)
     return _finished(Handle(all_gather_flat(output, input, group=group, async_op=True)), async_op)
 
 
@@ -240,7 +250,7 @@ def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
     return line.group, line.group_order().index(rank)
 
 
-def _sent(collectives: list[_steps.Steps], async_op: bool) -> Handle:
+def _sent(collectives: list[Steps], async_op: bool) -> Handle:
     """Begins collectives that go in steps of our own."""
     return _finished(Handle(_Several(_steps.run(collectives, not async_op))), async_op)
 
@@ -305,12 +315,17 @@ def _all_reduce_directly(
         padded[: flat.numel()] = flat
     own = padded.view(size, -1)[group_rank(group)]
 
-    def finished() -> None:
+    # Both take their tags now.
+    gather = direct_all_gather(padded, own, group)
+    reduce = direct_reduce_scatter(own, padded, op, group)
+
+    def steps() -> Steps:
+        yield from reduce
+        yield from gather
         if ragged:
             flat.copy_(padded[: flat.numel()])
 
-    gather = direct_all_gather(padded, own, group, finished)
-    return start(direct_reduce_scatter(own, padded, op, group, lambda: gather))
+    return start(steps())
 
 
 class _Several:

@@ -11,19 +11,14 @@ may be kept in a wider dtype than what travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch.distributed as dist
 from torch import Tensor
 
 from gulliver._compat import is_gloo
 from gulliver.comm._ledger import ANY, Purpose
-from gulliver.comm._messages import Messages, give_buffer, next_tag, others, take_buffer
-from gulliver.comm._messages import post as post_messages
-from gulliver.comm._progress import Step
+from gulliver.comm._messages import exchange_parts, give_buffer, next_tag, others, take_buffer
+from gulliver.comm._progress import Steps
 from gulliver.comm._steps import add_up
-
-After = Callable[[], Step | None] | None
 
 
 def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
@@ -32,74 +27,60 @@ def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
 
 
 def direct_all_gather(
-    output: Tensor,
-    input: Tensor,
-    group: dist.ProcessGroup | None,
-    after: After = None,
-    purpose: Purpose = ANY,
-) -> Step:
+    output: Tensor, input: Tensor, group: dist.ProcessGroup | None, purpose: Purpose = ANY
+) -> Steps:
     """An all-gather; every part is received where it belongs.
 
     Args:
         output: one part for each rank.
         input: this rank's part, perhaps in its place in `output`.
-        group: of ranks.
-        after: names the step that follows.
+        group: process group of the ranks.
         purpose: all ranks pass the same.
     """
-    rank, ranks, tag = dist.get_rank(group), _ranks(group), next_tag(group, 1, purpose)
-    parts = output.view(len(ranks), input.numel())
-    order = others(rank, len(ranks))
-
-    def post() -> Messages:
-        if parts[rank].data_ptr() != input.data_ptr():
-            parts[rank].copy_(input.view(-1))
-        own = parts[rank]
-        incoming, outgoing = ((ranks[p], parts[p]) for p in order), ((ranks[p], own) for p in order)
-        return post_messages(incoming, outgoing, group, tag)
-
-    return Step(post, after or (lambda: None))
+    # Tags are taken when the collective is handed in, not when it is begun.
+    return _all_gather(output, input, group, next_tag(group, 1, purpose))
 
 
 def direct_reduce_scatter(
-    output: Tensor,
-    input: Tensor,
-    op: str,
-    group: dist.ProcessGroup | None,
-    after: After = None,
-    purpose: Purpose = ANY,
-) -> Step:
+    output: Tensor, input: Tensor, op: str, group: dist.ProcessGroup | None, purpose: Purpose = ANY
+) -> Steps:
     """A reduce-scatter.
 
     Args:
         output: this rank's part, perhaps of a wider dtype than the input.
         input: one part for each rank.
         op: sum, mean or max.
-        group: of ranks.
-        after: names the step that follows.
+        group: process group of the ranks.
         purpose: all ranks pass the same.
     """
-    rank, ranks, tag = dist.get_rank(group), _ranks(group), next_tag(group, 1, purpose)
-    size = len(ranks)
+    return _reduce_scatter(output, input, op, group, next_tag(group, 1, purpose))
+
+
+def _all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None, tag: int) -> Steps:
+    rank, ranks = dist.get_rank(group), _ranks(group)
+    parts = output.view(len(ranks), input.numel())
+    if parts[rank].data_ptr() != input.data_ptr():
+        parts[rank].copy_(input.view(-1))
+    own, order = parts[rank], others(rank, len(ranks))
+    incoming, outgoing = ((ranks[p], parts[p]) for p in order), ((ranks[p], own) for p in order)
+    yield exchange_parts(incoming, outgoing, group, tag)
+
+
+def _reduce_scatter(
+    output: Tensor, input: Tensor, op: str, group: dist.ProcessGroup | None, tag: int
+) -> Steps:
+    rank, ranks = dist.get_rank(group), _ranks(group)
+    size, order = len(ranks), others(rank, len(ranks))
     parts = input.view(size, output.numel())
-    order = others(rank, size)
-    received: list[Tensor] = []
-
-    def post() -> Messages:
-        buffer = take_buffer((size - 1) * parts.shape[1], input.dtype)
-        received.append(buffer.view(size - 1, parts.shape[1]))
-        incoming = ((ranks[p], received[0][p - (p > rank)]) for p in order)
-        outgoing = ((ranks[p], parts[p]) for p in order)
-        return post_messages(incoming, outgoing, group, tag)
-
-    def finish() -> Step | None:
-        add_up(output, parts[rank], received[0], rank, op)
-        if op == "mean":
-            output.div_(size)
-        give_buffer(received.pop().view(-1))
-        return after() if after else None
-
-    return Step(post, finish)
+    buffer = take_buffer((size - 1) * parts.shape[1], input.dtype)
+    received = buffer.view(size - 1, parts.shape[1])
+    incoming = ((ranks[p], received[p - (p > rank)]) for p in order)
+    outgoing = ((ranks[p], parts[p]) for p in order)
+    yield exchange_parts(incoming, outgoing, group, tag)
+    add_up(output, parts[rank], received, rank, op)
+    if op == "mean":
+        output.div_(size)
+    give_buffer(buffer)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

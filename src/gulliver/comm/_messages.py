@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gulliver.comm._ledger import ANY, Purpose, ledger
+from gulliver.comm._wire import as_bytes
 
 _TAGS = 1 << 20
 """Tags of one purpose; the first so many are left to others. Those of gloo have 31 bits."""
@@ -46,15 +47,15 @@ class Messages:
 
 def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
     """Begins to receive from a rank of the world."""
-    return dist.irecv(_wire(tensor), peer, group=group, tag=tag)
+    return dist.irecv(_content(tensor), peer, group=group, tag=tag)
 
 
 def send(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
     """Begins to send to a rank of the world."""
-    return dist.isend(_wire(tensor), peer, group=group, tag=tag)
+    return dist.isend(_content(tensor), peer, group=group, tag=tag)
 
 
-def post(
+def exchange_parts(
     incoming: Iterable[tuple[int, Tensor]],
     outgoing: Iterable[tuple[int, Tensor]],
     group: dist.ProcessGroup | None,
@@ -119,6 +120,6 @@ def give_buffer(buffer: Tensor) -> None:
             _kept_bytes -= _buffers[oldest].pop().nbytes
 
 
-def _wire(tensor: Tensor) -> Tensor:
-    """As bytes: backends do not know every dtype."""
-    return tensor.view(torch.uint8) if tensor.numel() else tensor.new_zeros(1).view(torch.uint8)
+def _content(tensor: Tensor) -> Tensor:
+    """What travels of a tensor: a message of no elements is of one byte."""
+    return as_bytes(tensor if tensor.numel() else tensor.new_zeros(1))

@@ -1,24 +1,35 @@
-"""Lets exchanges go on while Python computes: one thread posts messages, one finishes what arrived.
+"""The one engine that lets collectives over gloo go on while Python computes.
 
-An exchange is a chain of steps. A step posts messages, and when they have arrived does something
-with them and may name the next step. Steps are posted in the order in which they are handed in, and
-finished in that order too; a step waits for no other exchange than those before it.
+A collective is a generator: it posts messages, yields them, and is resumed when they have arrived;
+then it uses them, and may post the next ones. Posting copies into sockets and what follows adds up,
+and both leave the interpreter meanwhile, so neither takes time from the thread that trains, as long
+as there is a core for them.
 
-Posting copies into sockets and finishing adds up, and both leave the interpreter meanwhile, so
-neither takes time from the thread that trains, as long as there is a core for them.
+[Note: two lanes] A collective waits only for its own messages, and collectives are begun in the
+order in which they are handed in, which is the same on all ranks of a group. Those of at most two
+exchanges go *in turn*: one thread begins them, whatever else is under way, another waits for what
+arrives, in that order, and resumes them. So the link serves first who came first, and sums do not
+run beside each other. It cannot block: each exchange is posted as soon as the one before it has
+arrived, and the first ones unconditionally. Of three exchanges it could: a rank that waits for an
+old collective before it begins a new one blocks those that wait for the new one, and have the third
+exchange of the old one still to post. So collectives along several axes go *apart*, in a thread
+each: the oldest unfinished one has a thread on every rank, and always goes on.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, Protocol
 from weakref import WeakSet
 
 from gulliver.comm._ledger import wait_for
+
+THREADS = 8
+"""Collectives that go apart at once; more wait for their turn."""
 
 
 class Arriving(Protocol):
@@ -28,16 +39,12 @@ class Arriving(Protocol):
         """Returns when all have arrived."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """A step of an exchange: `post` starts its messages, `finish` uses them and names the next."""
-
-    post: Callable[[], Arriving]
-    finish: Callable[[], Step | None]
+Steps = Generator[Arriving, None, None]
+"""A collective: it yields messages to wait for."""
 
 
 class Exchange:
-    """An exchange under way, or failed."""
+    """A collective under way, done or failed."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -66,50 +73,78 @@ class Exchange:
 
 
 class _Threads:
-    """The two threads of this process."""
+    """The threads of this process."""
 
     def __init__(self) -> None:
-        self.posts: SimpleQueue[tuple[Step, Exchange]] = SimpleQueue()
-        self.arrivals: SimpleQueue[tuple[Arriving, Step, Exchange]] = SimpleQueue()
-        for loop in (self._post, self._finish):
-            threading.Thread(target=loop, name=f"gulliver-comm{loop.__name__}", daemon=True).start()
+        self.begun: SimpleQueue[tuple[Steps, Exchange]] = SimpleQueue()
+        self.apart: SimpleQueue[tuple[Steps, Exchange]] = SimpleQueue()
+        self._arriving: SimpleQueue[tuple[Steps, Exchange, Arriving]] = SimpleQueue()
+        self._lock, self._drivers, self._driven = threading.Lock(), 0, 0
+        _serve("post", self.begun, self._resume)
+        _serve("finish", self._arriving, self._finish)
 
-    def _post(self) -> None:
-        while True:
-            step, exchange = self.posts.get()
-            _guarded(exchange, lambda s=step, e=exchange: self.arrivals.put((s.post(), s, e)))
+    def drive(self, steps: Steps, exchange: Exchange) -> None:
+        """Hands in a collective that goes apart; threads are started when they are needed."""
+        with self._lock:
+            self._driven += 1
+            more = self._drivers < min(THREADS, self._driven)
+            self._drivers += more
+            self.apart.put((steps, exchange))
+        if more:
+            _serve(f"apart-{self._drivers}", self.apart, self._drive)
 
-    def _finish(self) -> None:
-        while True:
-            arriving, step, exchange = self.arrivals.get()
-            _guarded(exchange, lambda a=arriving, s=step, e=exchange: self._finished(a, s, e))
+    def _resume(self, steps: Steps, exchange: Exchange) -> None:
+        with _errors_of(exchange):
+            messages = next(steps, None)
+            if messages is None:
+                exchange.end()
+            else:
+                self._arriving.put((steps, exchange, messages))
 
-    def _finished(self, arriving: Arriving, step: Step, exchange: Exchange) -> None:
-        arriving.wait()
-        following = step.finish()
-        if following is None:
+    def _finish(self, steps: Steps, exchange: Exchange, messages: Arriving) -> None:
+        with _errors_of(exchange):
+            messages.wait()
+            self._resume(steps, exchange)
+
+    def _drive(self, steps: Steps, exchange: Exchange) -> None:
+        with _errors_of(exchange):
+            drive(steps)
             exchange.end()
-        else:
-            self.posts.put((following, exchange))
+        with self._lock:
+            self._driven -= 1
 
 
 _threads: _Threads | None = None
 _under_way: WeakSet[Exchange] = WeakSet()
 
 
-def start(step: Step) -> Exchange:
-    """Hands in an exchange."""
+def start(steps: Steps, apart: bool = False) -> Exchange:
+    """Hands in a collective.
+
+    Args:
+        steps: not begun.
+        apart: whether it has more than two exchanges.
+    """
     global _threads
     if _threads is None:
         _threads = _Threads()
     exchange = Exchange()
     _under_way.add(exchange)
-    _threads.posts.put((step, exchange))
+    if apart:
+        _threads.drive(steps, exchange)
+    else:
+        _threads.begun.put((steps, exchange))
     return exchange
 
 
+def drive(steps: Steps) -> None:
+    """Takes a collective to its end, in this thread."""
+    for messages in steps:
+        messages.wait()
+
+
 def drain(until: float) -> None:
-    """Lets exchanges that are under way end, whether or not anybody waits for them.
+    """Lets collectives that are under way end, whether or not anybody waits for them.
 
     Args:
         until: moment of `time.monotonic` at which no more is waited for.
@@ -118,8 +153,18 @@ def drain(until: float) -> None:
         exchange._done.wait(max(0.0, until - time.monotonic()))
 
 
-def _guarded(exchange: Exchange, run: Callable[[], Any]) -> None:
+@contextmanager
+def _errors_of(exchange: Exchange) -> Iterator[None]:
     try:
-        run()
+        yield
     except BaseException as error:
         exchange.end(error)
+
+
+def _serve(name: str, queue: SimpleQueue[Any], work: Callable[..., None]) -> None:
+    def loop() -> None:
+        while True:
+            # What it was handed is let go at once: the next may be long in coming.
+            work(*queue.get())
+
+    threading.Thread(target=loop, name=f"gulliver-comm-{name}", daemon=True).start()

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,9 +45,8 @@ from gulliver.comm._messages import (
     send,
     take_buffer,
 )
-from gulliver.comm._workers import submit
+from gulliver.comm._progress import Steps, drive, start
 
-Steps = Generator[Messages, None, None]
 ROW_BYTES = 32 << 10
 """Rows from this size on travel as they lie."""
 DIRECT_BYTES = 32 << 10
@@ -64,9 +63,9 @@ class Exchange:
     """One exchange of blocks ``[rows, length]`` along a line.
 
     Attributes:
-        line: of ranks.
+        line: ranks.
         tag: the first of as many as there are rows.
-        receives: that were posted and not waited for.
+        receives: those that were posted and not waited for.
         sends: the same.
         keep: what must live until it is sent.
     """
@@ -112,16 +111,16 @@ def run(collectives: Sequence[Steps], at_once: bool) -> list[Any]:
     """Drives collectives to their end.
 
     Args:
-        collectives: that were not begun.
+        collectives: those that were not begun.
         at_once: there is nothing else to do meanwhile: a single one is driven right here.
 
     Returns:
         What to wait for.
     """
     if at_once and len(collectives) == 1:
-        _drive(collectives[0])
+        drive(collectives[0])
         return []
-    return [submit(lambda steps=steps: _drive(steps)) for steps in collectives]
+    return [start(steps, apart=True) for steps in collectives]
 
 
 def reduce_scatter(
@@ -280,9 +279,9 @@ class _Level:
     Args:
         tensor: flat.
         line: the ranks along the axis.
-        interval: of the tensor, summed along the inner axes.
+        interval: part of the tensor, summed along the inner axes.
         whole: everybody sends all of it to everybody, and nothing comes back.
-        tags: for the way out and the way back.
+        tags: numbers of the messages on the way out and the way back.
     """
 
     def __init__(
@@ -359,11 +358,6 @@ def add_up(total: Tensor, own: Tensor, slots: Tensor, rank: int, op: str) -> Non
             add(before if number > 1 else terms[0], term, out=into)
         else:
             add(into if number > 1 else terms[0], term, out=into)
-
-
-def _drive(steps: Steps) -> None:
-    for messages in steps:
-        messages.wait()
 
 
 def _along(parts: Tensor, lines: Sequence[Line], depth: int) -> Tensor:

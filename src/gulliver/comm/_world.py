@@ -1,4 +1,4 @@
-"""Who takes part: one process alone, or the ranks that torchrun started."""
+"""The world: one process alone, or the ranks that torchrun started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gulliver.comm import _progress, _workers
+from gulliver.comm import _progress
 from gulliver.comm._ledger import READING_S, ledger
 from gulliver.comm._watchdog import Watchdog
 from gulliver.errors import GulliverError
@@ -129,7 +129,6 @@ def _leave() -> None:
         _leave_failed(error)
     until = time.monotonic() + LEAVING_S
     _progress.drain(until)
-    _workers.drain(until)
     shutdown()
 
 

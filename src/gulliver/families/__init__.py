@@ -25,6 +25,7 @@ from gulliver.families._loss import (
     has_known_forward,
     hugging_face_of,
     own_loss,
+    router_loss,
 )
 from gulliver.families._record import (
     AUTO,
@@ -58,5 +59,6 @@ __all__ = [
     "is_hugging_face",
     "own_loss",
     "register",
+    "router_loss",
     "type_of",
 ]

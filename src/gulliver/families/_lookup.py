@@ -24,7 +24,7 @@ from torch import nn
 
 from gulliver.errors import GulliverError
 from gulliver.families._loss import hugging_face_of
-from gulliver.families._record import Family
+from gulliver.families._record import SHARED_BY_SEQUENCE, SHARED_BY_TENSOR, Family
 from gulliver.families.hugging_face import HUGGING_FACE
 
 UNKNOWN = Family("unknown")
@@ -61,8 +61,15 @@ def register(family: Family) -> None:
         family: the record; it goes before one of the package for the same names.
 
     Raises:
-        GulliverError: a record for one of its names was registered before.
+        GulliverError: a record for one of its names was registered before, or lists modes that
+            need an adapter of its attention.
     """
+    known = family.sequences
+    if family.classes and not family.types and known and {*known.modes} & {*SHARED_BY_SEQUENCE}:
+        raise GulliverError(
+            f"family {family.name!r} lists modes of ranks of their own, which reach into attention "
+            f"as transformers calls it: list {' and '.join(SHARED_BY_TENSOR)} at most"
+        )
     for other in _added:
         shared = {*family.kinds, *family.classes} & {*other.kinds, *other.classes}
         if shared and other != family:

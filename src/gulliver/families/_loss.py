@@ -13,11 +13,14 @@ refuses it.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from gulliver.families._record import Experts
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,19 @@ def hugging_face_of(model: nn.Module) -> nn.Module:
     return inner() if inner is not None else model
 
 
-def own_loss(model: nn.Module) -> OwnLoss | None:
-    """The loss that a model computes of its labels; None where that is not known."""
+def own_loss(model: nn.Module, routers: bool = False) -> OwnLoss | None:
+    """The loss that a model computes of its labels; None where that is not known.
+
+    Args:
+        model: of any kind.
+        routers: leave the routers' loss out, for a caller that adds it.
+    """
     model = hugging_face_of(model)
     owner, code = _known_forward(model)
     if code is None:
         return None
     names = {n for n in code.co_names if "loss" in n.lower() or n == "cross_entropy"}
-    if names & ROUTERS and asks_routers(model, {}):
+    if names & ROUTERS and not routers and asks_routers(model, {}):
         return None
     names -= ROUTERS
     if names == {"loss_function"}:
@@ -93,6 +101,22 @@ def asks_routers(model: nn.Module, given: Mapping[str, Any]) -> bool:
     known = getattr(getattr(model, "config", None), "output_router_logits", False)
     asked = given.get("output_router_logits")
     return bool(known if asked is None else asked)
+
+
+def router_loss(
+    model: nn.Module, experts: Experts, logits: tuple[Tensor, ...], mask: Tensor | None
+) -> Tensor:
+    """The load-balancing loss of a mixture of experts, by the function that its class uses.
+
+    Args:
+        model: with its head.
+        experts: of its family.
+        logits: of the routers of all layers, ``[batch x length, experts]`` each.
+        mask: 0 for padding, ``[batch, length]``; None where all tokens count.
+    """
+    modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
+    function = next(f for m in modules if (f := getattr(m, experts.loss, None)) is not None)
+    return function(logits, getattr(model, experts.count), getattr(model, experts.chosen), mask)
 
 
 def _known_forward(model: nn.Module) -> tuple[str, Any]:

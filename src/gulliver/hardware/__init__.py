@@ -52,6 +52,15 @@ from gulliver.hardware._links import (
     proposed_axes,
 )
 from gulliver.hardware._probe import probe_device, probe_disk
+from gulliver.hardware._step import (
+    ChunkSize,
+    Message,
+    StepCosts,
+    layer_seconds,
+    predict_step,
+    update_seconds,
+    zero_bytes,
+)
 from gulliver.hardware._torus import torus_links, torus_seconds
 from gulliver.hardware._transfers import IN_A_ROW, Transfers, probe_transfers
 
@@ -64,12 +73,15 @@ __all__ = [
     "AttentionSeconds",
     "AttentionShape",
     "Axis",
+    "ChunkSize",
     "Cluster",
     "Curve",
     "Device",
     "Disk",
     "Link",
+    "Message",
     "SequenceSplit",
+    "StepCosts",
     "Transfers",
     "all_gather_seconds",
     "all_reduce_seconds",
@@ -86,12 +98,14 @@ __all__ = [
     "fit_line",
     "group_into_nodes",
     "kept_path",
+    "layer_seconds",
     "linear_flops",
     "linear_seconds",
     "matmul_seconds",
     "memory_seconds",
     "pair_rounds",
     "point_to_point_seconds",
+    "predict_step",
     "probe_collectives",
     "probe_device",
     "probe_disk",
@@ -105,6 +119,8 @@ __all__ = [
     "torus_links",
     "torus_seconds",
     "two_ring_bytes",
+    "update_seconds",
     "wire_bytes",
+    "zero_bytes",
     "zero_collectives",
 ]

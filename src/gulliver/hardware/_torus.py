@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from gulliver.errors import GulliverError
 from gulliver.hardware._cluster import Cluster, Link
-from gulliver.hardware._costs import Collective, collective_seconds
+from gulliver.hardware._costs import collective_seconds
 
-Collectives = Sequence[tuple[Collective, int]]
+Collectives = Sequence[tuple[str, int]]
 """Names of collectives, and bytes of the whole tensor of each."""
 
 
@@ -26,7 +26,7 @@ def torus_seconds(cluster: Cluster, sizes: Sequence[int], collectives: Collectiv
     Args:
         cluster: measured or described.
         sizes: ranks along each axis of the torus, outer to inner; one size is all ranks at once.
-        collectives: to run.
+        collectives: names and bytes of what is run.
 
     Raises:
         GulliverError: the sizes do not make the cluster.

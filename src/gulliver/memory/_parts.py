@@ -20,11 +20,14 @@ class Region:
         shape: of the whole tensor.
         dim: that is sliced.
         runs: first and one past the last index of each slice, ascending and apart.
+        copies: ranks that hold these slices alike, where fewer things are shared than ranks share
+            them, such as key-value heads.
     """
 
     shape: tuple[int, ...]
     dim: int
     runs: tuple[tuple[int, int], ...]
+    copies: int = 1
 
     def __post_init__(self) -> None:
         assert 0 <= self.dim < len(self.shape), "a region has a dim of its whole"

@@ -11,11 +11,19 @@ from torch import Tensor, nn
 from gulliver.models._embeddings import rotate, working_precision
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries, keys and values to what they give."""
+"""An attention function: queries, keys and values [R, heads, N, head size] to outputs alike."""
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm whose statistics are taken in float32 (float64 for float64)."""
+    """Root-mean-square norm over the last dim, with a learnt scale and no shift.
+
+    Statistics are taken in float32 (float64 for float64 inputs): the sum of squares of a bfloat16
+    row would lose most of its digits. Source: Zhang and Sennrich, 2019 (arXiv 1910.07467).
+
+    Args:
+        size: width of the last dim.
+        eps: number added to the mean square, so that a row of zeros stays finite.
+    """
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -28,7 +36,14 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention among the tokens of each row of [R, N, C]."""
+    """Multi-head attention among the tokens of each row of [R, N, C].
+
+    Args:
+        hidden_size: width C of the tokens.
+        num_heads: attention heads; they divide C.
+        qk_norm: whether queries and keys are RMS-normed per head before the rotation, which keeps
+            logits bounded in low precision (Dehghani et al., 2023, arXiv 2302.05442).
+    """
 
     def __init__(self, hidden_size: int, num_heads: int, qk_norm: bool) -> None:
         super().__init__()
@@ -45,12 +60,16 @@ class SelfAttention(nn.Module):
         rotation: tuple[Tensor, Tensor] | None = None,
         mix: Mix = F.scaled_dot_product_attention,
     ) -> Tensor:
-        """Attends; queries and keys are turned by `rotation` after their norm.
+        """Attends; queries and keys are rotated by `rotation` after their norm.
 
         Args:
-            x: [R, N, C].
-            rotation: cosine and sine.
-            mix: softmax attention of q, k and v [R, heads, N, head size].
+            x: tokens [R, N, C].
+            rotation: cosine and sine of the angles, each [N, head size / 2]; None: no rotation.
+            mix: softmax attention of q, k and v [R, heads, N, head size]. It is an argument so that
+                a wrapper can attend over tokens that lie on other ranks.
+
+        Returns:
+            Tokens [R, N, C].
         """
         heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = heads.unbind(0)
@@ -61,7 +80,12 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention from a clip's tokens [B, N, C] to its caption's [B, L, C]."""
+    """Multi-head attention from a clip's tokens [B, N, C] to its caption's [B, L, C].
+
+    Args:
+        hidden_size: width C of tokens and captions.
+        num_heads: attention heads; they divide C.
+    """
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
@@ -71,7 +95,11 @@ class CrossAttention(nn.Module):
         self.proj = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
-        """Attends to the caption tokens that `mask` [B, 1, 1, L] allows; None allows all."""
+        """Attends to the caption tokens that `mask` [B, 1, 1, L] allows; None allows all.
+
+        Returns:
+            Tokens [B, N, C], without the residual.
+        """
         q = self.q_linear(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         pairs = self.kv_linear(y).unflatten(-1, (2, self.num_heads, -1))
         k, v = pairs.permute(2, 0, 3, 1, 4).unbind(0)

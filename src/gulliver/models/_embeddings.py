@@ -1,4 +1,8 @@
-"""How positions, times, frame rates and captions become vectors."""
+"""Embeddings of positions, noise levels, frame rates and captions.
+
+Angles are computed in float32 or wider, whatever the model's dtype: in bfloat16 neighbouring
+positions beyond 256 would round to the same angle. They are cast when they meet the tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,15 @@ from gulliver.errors import GulliverError
 
 
 def working_precision(dtype: torch.dtype) -> torch.dtype:
-    """Where angles are computed: float64 for float64 models, float32 for all others."""
+    """The dtype of angles and statistics: float64 for float64 models, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def sinusoid(values: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
-    """Cos | sin of `values` [B] at channels / 2 frequencies, 1 to 1/10000: [B, channels]."""
+    """Returns cos | sin of `values` [B] at channels / 2 frequencies, 1 to 1/10000: [B, channels].
+
+    Source: Vaswani et al., 2017 (arXiv 1706.03762), in the order of DiT (Peebles and Xie, 2022).
+    """
     precision = working_precision(dtype)
     half = channels // 2
     exponents = torch.arange(half, dtype=precision, device=values.device) / half
@@ -26,7 +33,7 @@ def sinusoid(values: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
 
 
 class ScalarEmbedder(nn.Module):
-    """A two-layer MLP over the sinusoids of a scalar [B], giving [B, hidden_size]."""
+    """A two-layer MLP over the sinusoids of a scalar: [B] to [B, hidden_size]."""
 
     CHANNELS = 256
 
@@ -42,7 +49,7 @@ class ScalarEmbedder(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear, GELU (tanh form), Linear."""
+    """Linear, GELU in its tanh form, Linear: [..., inputs] to [..., outputs]."""
 
     def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
@@ -54,8 +61,19 @@ class Mlp(nn.Module):
 
 
 class CaptionEmbedder(nn.Module):
-    """Captions to the model's width; a dropped caption becomes the null caption `y_embedding`."""
+    """Projects captions to the model's width; dropped ones become the null caption `y_embedding`.
 
+    Dropping trains the unconditional model that classifier-free guidance needs (Ho and Salimans,
+    2022, arXiv 2207.12598).
+
+    Args:
+        channels: width of the text encoder's vectors.
+        hidden_size: width of the model.
+        drop: probability that a caption is dropped in training.
+        length: longest caption, in tokens.
+    """
+
+    # A buffer, as in the public weights: the null caption is drawn once and not trained.
     y_embedding: Tensor
 
     def __init__(self, channels: int, hidden_size: int, drop: float, length: int) -> None:
@@ -65,7 +83,19 @@ class CaptionEmbedder(nn.Module):
         self.drop = drop
 
     def forward(self, y: Tensor, drop_caption: Tensor | None) -> Tensor:
-        """Embeds `y` [B, L, channels]; `drop_caption` [B] is drawn in training where not given."""
+        """Embeds captions.
+
+        Args:
+            y: caption vectors [B, L, channels].
+            drop_caption: whether to drop each caption, [B] bool; None: drawn in training, none is
+                dropped in evaluation. Ranks that share a sample must be given the same.
+
+        Returns:
+            Caption tokens [B, L, hidden_size].
+
+        Raises:
+            GulliverError: captions are longer than the null caption.
+        """
         if y.shape[1] > len(self.y_embedding):
             raise GulliverError(
                 f"a caption of {y.shape[1]} tokens is longer than model_max_length = "
@@ -81,11 +111,19 @@ class CaptionEmbedder(nn.Module):
 def spatial_positions(
     height: int, width: int, channels: int, scale: float, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Sinusoids of the places of a height x width grid, row by row: [height * width, channels].
+    """Sinusoidal codes of a height x width grid, row by row: [height * width, channels].
 
     The first half of the channels encodes the column, the second the row, each as sin | cos. The
-    grid is stretched to the square of equal area and divided by `scale`, so that a picture's middle
-    keeps its code over resolutions and aspect ratios.
+    grid is stretched to the square of equal area and divided by `scale`, so that the codes span the
+    same range over resolutions and aspect ratios.
+
+    Args:
+        height: rows of the grid, in tokens.
+        width: columns of the grid, in tokens.
+        channels: width of the codes, a multiple of 4.
+        scale: resolution over the resolution at which positions are unscaled.
+        device: device of the result.
+        dtype: dtype of the result.
     """
     precision = working_precision(dtype)
     quarter = channels // 4
@@ -104,7 +142,11 @@ def spatial_positions(
 
 
 class RotaryFrequencies(nn.Module):
-    """Frequencies of the rotary embedding along time, theta 10000; a fixed parameter `freqs`."""
+    """Frequencies of the rotary embedding along time, theta 10000.
+
+    `freqs` [head_size / 2] is a parameter without a gradient because the public weights hold it as
+    one. Source: Su et al., RoFormer, 2021 (arXiv 2104.09864).
+    """
 
     def __init__(self, head_size: int) -> None:
         super().__init__()
@@ -112,7 +154,7 @@ class RotaryFrequencies(nn.Module):
         self.freqs = nn.Parameter(10_000.0**-exponents, requires_grad=False)
 
     def forward(self, frames: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each frame's angles, each [frames, head_size / 2]."""
+        """Returns cosine and sine of each frame's angles, each [frames, head_size / 2]."""
         frequencies = self.freqs.to(working_precision(self.freqs.dtype))
         places = torch.arange(frames, device=frequencies.device, dtype=frequencies.dtype)
         angles = places[:, None] * frequencies
@@ -120,7 +162,13 @@ class RotaryFrequencies(nn.Module):
 
 
 def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns neighbouring pairs of the last dim of `x` [..., T, D] by the angles of its frame."""
+    """Rotates neighbouring pairs of the last dim of `x` [..., T, D] by the angles of its frame.
+
+    Args:
+        x: queries or keys, D even.
+        cos_sin: cosine and sine, each [T, D / 2].
+    """
+    # Pairs (0, 1), (2, 3), ... as the public weights have it, not halves as Llama's rotate_half.
     cos, sin = cos_sin
     even, odd = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)

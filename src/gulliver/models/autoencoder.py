@@ -1,8 +1,9 @@
 """A small causal 3-D autoencoder: video to latents 4 x 4 x 4 times smaller, and back.
 
 The first frame stands alone: it is put before itself three times, so that blocks of four frames
-become one latent frame, and the first latent frame knows the first frame only. All convolutions
-work on the small grid and look at earlier frames, never at later ones.
+become one latent frame, and the first latent frame depends on the first frame only. A picture is
+then a clip of one frame. All convolutions work on the small grid and look at earlier frames, never
+at later ones.
 
 Shapes: videos [B, 3, T, H, W] in [-1, 1] with T = 4 k + 1; latents [B, C, k + 1, H / 4, W / 4].
 """
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError
 
 BLOCK = 4
+"""Frames, rows and columns of a block that becomes one latent vector."""
 
 
 class CausalConv3d(nn.Module):
@@ -27,7 +29,7 @@ class CausalConv3d(nn.Module):
     Args:
         inputs: channels in.
         outputs: channels out.
-        taps: frames seen, the present one last.
+        taps: frames that an output frame sees, the present one last.
     """
 
     def __init__(self, inputs: int, outputs: int, taps: int = 3) -> None:
@@ -36,9 +38,10 @@ class CausalConv3d(nn.Module):
         self.conv = nn.Conv2d(inputs * taps, outputs, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolves [B, T, C, H, W]."""
+        """Convolves [B, T, inputs, H, W] to [B, T, outputs, H, W]."""
         batch, frames = x.shape[:2]
         if self.taps > 1:
+            # Not zeros: a border that repeats the first frame looks like a video that stands still.
             first = x[:, :1].expand(-1, self.taps - 1, -1, -1, -1)
             padded = torch.cat([first, x], dim=1)
             x = torch.cat([padded[:, tap : tap + frames] for tap in range(self.taps)], dim=2)
@@ -46,7 +49,7 @@ class CausalConv3d(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions beside the identity, the first of them over time."""
+    """A residual block of two convolutions, the first of them over time, with SiLU before each."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -54,17 +57,20 @@ class Residual(nn.Module):
         self.second = CausalConv3d(channels, channels, taps=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds what the convolutions find to [B, T, C, H, W]."""
+        """Adds the convolutions' output to `x` [B, T, C, H, W]."""
         return x + self.second(F.silu(self.first(F.silu(x))))
 
 
 class VideoAutoencoder(nn.Module):
     """Encodes clips to normalised latents and decodes them.
 
+    `mean` and `std` [C] are statistics of the raw latents, measured after training; diffusion
+    expects latents of about unit variance.
+
     Args:
-        latent_channels: channels of the latent.
+        latent_channels: channels C of the latent.
         width: channels of the convolutions.
-        depth: residual blocks of the encoder and of the decoder.
+        depth: residual blocks of the encoder, and of the decoder.
     """
 
     compression = (BLOCK, BLOCK, BLOCK)
@@ -92,7 +98,12 @@ class VideoAutoencoder(nn.Module):
         self.register_buffer("std", torch.ones(latent_channels))
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Channels, frames, rows and columns of the latent of such a clip.
+        """Returns channels, frames, rows and columns of the latent of a clip.
+
+        Args:
+            frames: frames of the clip, 4 k + 1.
+            height: rows of the clip in pixels, a multiple of 4.
+            width: columns of the clip in pixels, a multiple of 4.
 
         Raises:
             GulliverError: the sizes do not fit; the nearest that do are named.
@@ -117,21 +128,25 @@ class VideoAutoencoder(nn.Module):
         )
 
     def pixel_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Frames, height and width of the clip that such a latent decodes to."""
+        """Returns frames, height and width of the clip that a latent of these sizes decodes to."""
         return (frames - 1) * BLOCK + 1, height * BLOCK, width * BLOCK
 
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes [B, 3, T, H, W] to latents of about zero mean and unit variance."""
+        """Encodes [B, 3, T, H, W] to latents of about zero mean and unit variance.
+
+        Raises:
+            GulliverError: the sizes do not fit, as in `latent_shape`.
+        """
         self.latent_shape(*video.shape[2:])
         raw = self.encode_raw(video)
         return (raw - self._column(self.mean)) / self._column(self.std)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decodes what `encode` gave."""
+        """Decodes latents of `encode`, [B, C, k + 1, H / 4, W / 4], to [B, 3, 4 k + 1, H, W]."""
         return self.decode_raw(latents * self._column(self.std) + self._column(self.mean))
 
     def encode_raw(self, video: Tensor) -> Tensor:
-        """Encodes without normalising."""
+        """Encodes without normalising, as training does: its statistics are not known yet."""
         return self.encoder(fold(video)).transpose(1, 2)
 
     def decode_raw(self, latents: Tensor) -> Tensor:
@@ -143,7 +158,10 @@ class VideoAutoencoder(nn.Module):
 
 
 def fold(video: Tensor) -> Tensor:
-    """[B, 3, 4 k + 1, H, W] to blocks of 4 x 4 x 4 as channels: [B, k + 1, 192, H/4, W/4]."""
+    """Folds blocks of 4 x 4 x 4 into channels: [B, 3, 4 k + 1, H, W] to [B, k + 1, 192, H/4, W/4].
+
+    Time comes before channels, so that `CausalConv3d` merges batch and time without a copy.
+    """
     first = video[:, :, :1].expand(-1, -1, BLOCK - 1, -1, -1)
     video = torch.cat([first, video], dim=2)
     batch, colours, frames, height, width = video.shape
@@ -153,7 +171,7 @@ def fold(video: Tensor) -> Tensor:
 
 
 def unfold(blocks: Tensor) -> Tensor:
-    """The inverse of `fold`: the three copies of the first frame fall away."""
+    """Inverts `fold` and drops the three copies of the first frame."""
     batch, frames, _, rows, columns = blocks.shape
     split = blocks.view(batch, frames, 3, BLOCK, BLOCK, BLOCK, rows, columns)
     video = split.permute(0, 2, 1, 3, 6, 4, 7, 5)

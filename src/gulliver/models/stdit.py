@@ -1,13 +1,18 @@
 """STDiT3, the spatial-temporal diffusion transformer of Open-Sora 1.2.
 
 Read `STDiT3.forward` first, then `Block.forward`. Attention alternates between the tokens of one
-frame (spatial blocks) and the frames of one place (temporal blocks); each block then looks at the
-caption. Parameter names are those of the public weights, which load strictly and compute the same:
-two quirks that trained weights depend on are marked where they stand.
+frame (spatial blocks) and the frames at one spatial position (temporal blocks); each block then
+attends to the caption. Parameter names are those of the public weights, which load strictly and
+compute the same: two quirks that trained weights depend on are marked where they stand.
 
-Shapes: B clips, T frames, S places of a frame, C channels, L caption tokens. What it does not know:
-autoencoders, noise, parallelism. But blocks and the final layer are told the grid, the frames and
-places of the whole clip, so that others may hand them a part of its tokens.
+Shapes: B clips, T frames (temporal), S tokens of a frame (spatial), C channels, L caption tokens.
+What it does not know: autoencoders, noise, parallelism. But blocks and the final layer are told the
+grid, T and S of the whole clip, so that sequence parallelism may hand them a part of its tokens.
+
+[Note: factored attention] Attention over all T x S tokens at once would cost (T S)^2; spatial and
+temporal attention in turn cost T S^2 + S T^2, and any two tokens are connected after one pair of
+blocks. It is also what makes dynamic sequence parallelism possible: each block needs only one of
+the two axes whole.
 """
 
 from __future__ import annotations
@@ -56,8 +61,12 @@ REFUSED_WHEN_SET = {
 def stdit3(size: str, **overrides: Any) -> STDiT3:
     """Builds a named size of STDiT3, with any field of its configuration changed.
 
+    Args:
+        size: name in `STDIT3_SIZES`.
+        overrides: arguments of `STDiT3`.
+
     Raises:
-        GulliverError: for an unknown size or field, naming the nearest.
+        GulliverError: the size or a field is unknown; the nearest is named.
     """
     if size not in STDIT3_SIZES:
         raise GulliverError(f"unknown model size {size!r}: {nearest(size, STDIT3_SIZES)}")
@@ -65,21 +74,29 @@ def stdit3(size: str, **overrides: Any) -> STDiT3:
 
 
 def layer_norm(x: Tensor) -> Tensor:
-    """Layer norm without weights, eps 1e-6."""
+    """Normalises the last dim, without weights (the modulation has them), eps 1e-6."""
     return F.layer_norm(x, x.shape[-1:], eps=1e-6)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """X * (1 + scale) + shift."""
+    """Returns x * (1 + scale) + shift, the adaptive part of AdaLN (Peebles and Xie, DiT, 2022)."""
     return torch.addcmul(shift, x, scale + 1)
 
 
 Grid = tuple[int, int]
-"""Frames and places of a whole clip in tokens."""
+"""T and S of a whole clip, in tokens."""
 
 
 class Block(nn.Module):
-    """Attention over space or over time, then over the caption, then an MLP."""
+    """A transformer block: spatial or temporal attention, attention to the caption, an MLP.
+
+    Args:
+        hidden_size: width C.
+        num_heads: attention heads.
+        mlp_ratio: hidden width of the MLP over C.
+        qk_norm: whether queries and keys are RMS-normed.
+        temporal: whether attention runs along T; else along S.
+    """
 
     def __init__(
         self, hidden_size: int, num_heads: int, mlp_ratio: float, qk_norm: bool, temporal: bool
@@ -100,20 +117,21 @@ class Block(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         grid: Grid,
     ) -> Tensor:
-        """One block.
+        """Computes one block.
 
         Args:
             x: tokens [B, T, S, C].
             y: caption tokens [B, L, C].
-            y_mask: caption tokens to look at [B, 1, 1, L], or None for all.
+            y_mask: caption tokens to attend to [B, 1, 1, L], or None for all.
             modulation: shift, scale and gate of attention and of the MLP, [6, B, 1 or T, 1, C]
                 before this block's own table is added.
-            rotation: cosine and sine for the temporal blocks.
+            rotation: cosine and sine for the temporal blocks, each [T, head size / 2].
             grid: T and S of the whole clip.
 
         Returns:
             Tokens [B, T, S, C].
         """
+        # AdaLN-single: one projection of time for all blocks, plus a small table for each.
         table = self.scale_shift_table.view(6, 1, 1, 1, -1) + modulation
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = table.unbind(0)
         attended = self.attend(modulate(layer_norm(x), shift_msa, scale_msa), rotation, grid)
@@ -128,7 +146,17 @@ class Block(nn.Module):
         grid: Grid,
         mix: Mix = F.scaled_dot_product_attention,
     ) -> Tensor:
-        """Attention among the places of each frame, or among the frames of each place."""
+        """Attends along S within each frame, or along T at each spatial position.
+
+        Args:
+            x: modulated tokens [B, T, S, C].
+            rotation: cosine and sine, for temporal attention.
+            grid: T and S of the whole clip; for wrappers that hold a part of it.
+            mix: attention function, as in `SelfAttention.forward`.
+
+        Returns:
+            Tokens [B, T, S, C].
+        """
         if not self.temporal:
             return self.attn(x.flatten(0, 1), None, mix).view_as(x)
         by_place = x.transpose(1, 2)
@@ -137,7 +165,7 @@ class Block(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Modulated norm and the projection to patches."""
+    """The modulated norm and the projection of tokens to patches."""
 
     def __init__(self, hidden_size: int, outputs: int) -> None:
         super().__init__()
@@ -147,7 +175,18 @@ class FinalLayer(nn.Module):
     def forward(
         self, x: Tensor, t: Tensor, t0: Tensor | None, x_mask: Tensor | None, grid: Grid
     ) -> Tensor:
-        """Projects tokens [B, T, S, C]; given frames are modulated with the embedding of time 0."""
+        """Projects tokens to patches; given frames are modulated with the embedding of time 0.
+
+        Args:
+            x: tokens [B, T, S, C].
+            t: embedding of the noise level [B, C].
+            t0: embedding of noise level 0 [B, C]; None without `x_mask`.
+            x_mask: True for frames to generate, False for given ones [B, T]; None: all True.
+            grid: T and S of the whole clip; for wrappers that hold a part of it.
+
+        Returns:
+            Patches [B, T, S, outputs].
+        """
         out = modulate(layer_norm(x), *self._table(t))
         if x_mask is not None and t0 is not None:
             # Quirk of the public model: given frames are normed after their first modulation.
@@ -161,7 +200,7 @@ class FinalLayer(nn.Module):
 
 
 class STDiT3(nn.Module):
-    """The spatial-temporal diffusion transformer, third form.
+    """The spatial-temporal diffusion transformer, third version.
 
     Args:
         input_size: accepted as public configurations have it; sizes are read off each input.
@@ -289,8 +328,9 @@ class STDiT3(nn.Module):
             mask: caption tokens that are there [B, L]; None: all.
             x_mask: True for frames to generate, False for given ones [B, T]; None: all True.
             fps: frames per second [B].
-            height: of the clip in pixels [B]; as in the public model the first decides for all.
-            width: of the clip in pixels [B].
+            height: rows of the clip in pixels [B]; as in the public model the first decides for
+                the whole batch.
+            width: columns of the clip in pixels [B].
             drop_caption: captions to replace by the null caption [B]; None: drawn with
                 class_dropout_prob in training, none in evaluation.
 
@@ -322,6 +362,7 @@ class STDiT3(nn.Module):
             modulation = torch.where(x_mask[:, :, None, None, None], modulation, still)
         modulation = modulation.permute(2, 0, 1, 3, 4)
         captions = self.y_embedder(y.to(dtype).squeeze(1), drop_caption)
+        # Without a mask scaled_dot_product_attention may choose its fastest kernel.
         y_mask = None if mask is None or bool(mask.all()) else mask.bool()[:, None, None]
         whole = (grid[0], grid[1] * grid[2])
         rotation = self.rope(whole[0])
@@ -359,7 +400,7 @@ class STDiT3(nn.Module):
                 raise GulliverError("x_mask needs a patch of one frame: patch_size = (1, h, w)")
 
     def _embed_patches(self, x: Tensor, side: float) -> tuple[Tensor, tuple[int, int, int]]:
-        """Latents to tokens [B, T', S, C], zero-padded at the end to whole patches."""
+        """Embeds latents as tokens [B, T', S, C], zero-padded at the end to whole patches."""
         padding = [
             (-size) % patch for size, patch in zip(x.shape[2:], self.patch_size, strict=True)
         ]
@@ -377,7 +418,7 @@ class STDiT3(nn.Module):
         return x.flatten(3).permute(0, 2, 3, 1) + positions, (frames, rows, columns)
 
     def _join_patches(self, tokens: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        """Patches [B, T', S, pt * ph * pw * channels] to [B, channels, T, H, W]."""
+        """Joins patches [B, T', S, pt * ph * pw * channels] to [B, channels, T, H, W]."""
         split = tokens.view(len(tokens), *grid, *self.patch_size, self.out_channels)
         sizes = (n * p for n, p in zip(grid, self.patch_size, strict=True))
         return split.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(len(tokens), self.out_channels, *sizes)

@@ -115,6 +115,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
     written_elsewhere: Collection[str] = ()
     whole_groups: list[list[str]] | None = None
     spreads_state = False
+    pipeline: Any = None
+    """What runs batches through the stages of a model; None where it is not cut into stages."""
+    gives_back = False
+    """Whether whole parameters that were gathered are given back after use."""
 
     def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
         # Deliberately without super().__init__: groups and state are the inner optimizer's.

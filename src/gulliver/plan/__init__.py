@@ -1,5 +1,51 @@
-"""The plan: how a model runs, explained and saved."""
+"""The plan: how a model runs, as values that are read, edited, checked and compared."""
 
-from gulliver.plan._plan import ChunkPlan, MemoryPlan, Plan
+from gulliver.plan._checks import check_plan
+from gulliver.plan._compare import Comparison, Row
+from gulliver.plan._plan import VERSION, Plan
+from gulliver.plan._reading import join
+from gulliver.plan._tree import (
+    AXES,
+    MODEL_AXES,
+    SHARED_BY_SEQUENCE,
+    SHARED_BY_TENSOR,
+    ChunkPlan,
+    DDPPlan,
+    MemoryPlan,
+    Mesh,
+    Model,
+    PipelineLayout,
+    Precision,
+    Predicted,
+    Seconds,
+    SequenceLayout,
+    TensorLayout,
+    Work,
+    ZeroPlan,
+)
 
-__all__ = ["ChunkPlan", "MemoryPlan", "Plan"]
+__all__ = [
+    "AXES",
+    "MODEL_AXES",
+    "SHARED_BY_SEQUENCE",
+    "SHARED_BY_TENSOR",
+    "VERSION",
+    "ChunkPlan",
+    "Comparison",
+    "DDPPlan",
+    "MemoryPlan",
+    "Mesh",
+    "Model",
+    "PipelineLayout",
+    "Plan",
+    "Precision",
+    "Predicted",
+    "Row",
+    "Seconds",
+    "SequenceLayout",
+    "TensorLayout",
+    "Work",
+    "ZeroPlan",
+    "check_plan",
+    "join",
+]

@@ -1,6 +1,10 @@
-"""The plan: all there is to say about how a model runs, readable and editable.
+"""The plan: all there is to say about how a model runs, as values that can be read and edited.
 
-Saved as YAML. Writing needs nothing; reading back goes through PyYAML.
+    plan = Plan.load("plan.yaml")          # checked, with the line of every value
+    booster = Booster(plan=plan)           # runs it
+
+The values themselves stand in `_tree.py`, how a file is read in `_reading.py`, which of them
+contradict each other in `_checks.py`. Writing needs nothing; reading goes through PyYAML.
 """
 
 from __future__ import annotations
@@ -10,32 +14,26 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from gulliver.errors import GulliverError, nearest
-from gulliver.io import named_errors, to_yaml, write_text
+from gulliver.errors import GulliverError
+from gulliver.io import to_yaml, write_text
+from gulliver.plan._reading import LINES, Reader, parse, read_text
+from gulliver.plan._tree import (
+    ChunkPlan,
+    DDPPlan,
+    MemoryPlan,
+    Mesh,
+    Model,
+    PipelineLayout,
+    Precision,
+    Predicted,
+    SequenceLayout,
+    TensorLayout,
+    Work,
+    ZeroPlan,
+    choice,
+)
 
-
-@dataclass(frozen=True)
-class ChunkPlan:
-    """A chunk: its tensors by name, and its size in bytes with padding."""
-
-    tensors: tuple[str, ...]
-    bytes: int
-    padding_bytes: int
-    dtype: str
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes of model state that each rank holds, predicted from the layout."""
-
-    parameters: int
-    gradients: int
-    optimizer_state: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.parameters + self.gradients + self.optimizer_state
+VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -43,84 +41,113 @@ class Plan:
     """How a model runs.
 
     Attributes:
-        plugin: what made the plan.
-        mesh: ranks on each named axis.
-        device: kind of device.
-        stage: of ZeRO; None where nothing is sharded.
-        mixed_precision: dtype of autocast, or none.
-        optimizer: its class.
-        parameters: elements of the model.
-        trainable: elements that are trained.
-        memory: bytes per rank.
-        chunks: in the order of the model.
-        tensor: how each module lies over the tensor axis; of this plan's first stage.
-        sequence: how sequences lie over ranks, in words; empty where they are whole.
-        stages: of the pipeline, first to last, in words.
-        schedule: of the pipeline and its micro-batches; empty without one.
+        version: version of this tree.
+        plugin: name of what made the plan.
+        mesh: the ranks as a grid.
+        zero: sharding over the replicas; None where DDP runs.
+        ddp: torch's DDP; None where ZeRO runs.
+        precision: number formats.
+        tensor: how modules lie over the tensor axis.
+        sequence: how sequences lie over ranks.
+        pipeline: how blocks are dealt to stages.
+        recompute: paths of the blocks that backward computes again instead of keeping.
+        max_norm: global norm that gradients are clipped to in every step; 0 does not clip.
+        dropout: how masks are drawn: ``exact`` by position, as in one process, ``alike`` as torch
+            does on each rank, ``auto`` by position where ranks share a model.
+        check_batches: whether ranks of one model compare what they read, at every step.
+        weights: folder of a Hugging Face checkpoint that a model on meta is filled from.
+        model: what the plan is of; a result.
+        work: what a batch costs in one process; seconds are predicted from it.
+        predicted: seconds of a step and bytes of a rank; a result.
+        reasons: why, by the name of a choice; a result.
+        lines: line of each value in the file that the plan was read from.
     """
 
-    plugin: str
-    mesh: dict[str, int]
-    device: str
-    stage: int | None
-    mixed_precision: str
-    optimizer: str
-    parameters: int
-    trainable: int
-    memory: MemoryPlan
-    chunks: tuple[ChunkPlan, ...] = ()
-    tensor: dict[str, str] = field(default_factory=dict)
-    sequence: str = ""
-    stages: tuple[str, ...] = ()
-    schedule: str = ""
+    version: int = choice(VERSION, VERSION)
+    plugin: str = ""
+    mesh: Mesh = field(default_factory=Mesh)
+    zero: ZeroPlan | None = None
+    ddp: DDPPlan | None = None
+    precision: Precision = field(default_factory=Precision)
+    tensor: TensorLayout = field(default_factory=TensorLayout)
+    sequence: SequenceLayout = field(default_factory=SequenceLayout)
+    pipeline: PipelineLayout = field(default_factory=PipelineLayout)
+    recompute: tuple[str, ...] = ()
+    max_norm: float = choice(0.0, least=0)
+    dropout: str = choice("auto", "auto", "exact", "alike")
+    check_batches: bool = True
+    weights: str | None = None
+    model: Model = field(default_factory=Model)
+    work: Work = field(default_factory=Work)
+    predicted: Predicted = field(default_factory=Predicted)
+    reasons: dict[str, str] = field(default_factory=dict)
+    lines: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def stage(self) -> int | None:
+        """Stage of ZeRO; None without it."""
+        return None if self.zero is None else self.zero.stage
+
+    @property
+    def chunks(self) -> tuple[ChunkPlan, ...]:
+        """Chunks of the first rank, in the order of use."""
+        return () if self.zero is None else self.zero.chunks
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """Bytes that each rank holds, as predicted."""
+        return self.predicted.bytes
+
+    @property
+    def mixed_precision(self) -> str:
+        """Number formats, in a word or two."""
+        if self.precision.parameters != "none":
+            return f"{self.precision.parameters} with float32 copies"
+        return self.precision.autocast
+
+    def told(self, name: str) -> str:
+        """A value by its name, with its line where it was read from a file: for messages."""
+        value: Any = self
+        for part in name.split("."):
+            value = value.get(part, 1) if isinstance(value, dict) else getattr(value, part)
+        shown = list(value) if isinstance(value, tuple) else value
+        shown = "null" if shown is None else shown
+        place = f" (line {self.lines[name]})" if name in self.lines else ""
+        return f"{name}: {shown}{place}"
+
+    def to_values(self) -> dict[str, Any]:
+        """Plain dicts and lists, as they stand in a file."""
+        values = asdict(self)
+        del values[LINES]
+        return values
 
     def to_yaml(self) -> str:
         """The plan as YAML."""
-        return to_yaml(asdict(self))
+        return to_yaml(self.to_values())
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Writes the plan as YAML, whole or not at all."""
         write_text(Path(path), self.to_yaml())
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: Path | str) -> Self:
         """Reads a plan, perhaps edited.
 
         Raises:
-            GulliverError: PyYAML is not installed; the file is missing, broken or has unknown keys.
+            GulliverError: PyYAML is not installed; the file is missing or broken; a key is unknown
+                or a value is none of its kind.
         """
-        try:
-            import yaml
-        except ImportError:
-            raise GulliverError("reading a plan needs PyYAML: install gulliver[train]") from None
-        path = Path(path)
-        if not path.is_file():
-            raise GulliverError(f"plan {path} does not exist")
-        try:
-            with named_errors(path):
-                values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise GulliverError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
-        return cls._from_values(values, path)
+        return cls.from_yaml(read_text(Path(path)), str(path))
 
     @classmethod
-    def _from_values(cls, values: Any, path: Path) -> Self:
-        known = cls.__dataclass_fields__
-        if not isinstance(values, dict):
-            raise GulliverError(f"{path} holds no plan")
-        for key in values:
-            if key not in known:
-                raise GulliverError(f"{path} has an unknown key {key!r}: {nearest(key, known)}")
-        try:
-            memory = MemoryPlan(**values.pop("memory"))
-            chunks = tuple(
-                ChunkPlan(**{**chunk, "tensors": tuple(chunk["tensors"])})
-                for chunk in values.pop("chunks", ())
-            )
-            stages = tuple(values.pop("stages", ()))
-            return cls(**values, memory=memory, chunks=chunks, stages=stages)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise GulliverError(f"{path} is no complete plan: {error}") from error
+    def from_yaml(cls, text: str, where: str = "the plan") -> Self:
+        """Reads the text of a plan; `where` it is from stands in errors."""
+        values, lines = parse(text, where)
+        if isinstance(values, dict) and "version" not in values:
+            raise GulliverError(f"{where} has no version: begin it with version: {VERSION}")
+        read = Reader(where, lines).read(cls, values)
+        object.__setattr__(read, LINES, lines)
+        return read
 
     def show(self) -> None:
         """Prints the summary to stderr."""
@@ -130,21 +157,16 @@ class Plan:
 
     def summary(self) -> str:
         """The plan in a few lines, for the start of a run."""
-        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
+        axes = " x ".join(f"{n} {s}" for n, s in self.mesh.axes.items() if s > 1) or "data 1"
+        if self.mesh.torus:
+            axes = " x ".join(f"{name} {size}" for name, size in self.mesh.torus.items())
         stage = "" if self.stage is None else f", stage {self.stage}"
         lines = [
-            f"plan: {self.plugin}{stage} on {axes} ({self.device}), {self.optimizer}, "
+            f"plan: {self.plugin}{stage} on {axes} ({self.mesh.device}), {self.model.optimizer}, "
             f"mixed precision {self.mixed_precision}",
-            f"  {self.parameters:,} parameters, {self.trainable:,} trained",
+            f"  {self.model.parameters:,} parameters, {self.model.trainable:,} trained",
+            *self._axes_lines(),
         ]
-        if self.tensor:
-            kinds = Counter(self.tensor.values())
-            told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-            lines.append(f"  tensor axis: {told}")
-        if self.sequence:
-            lines.append(f"  sequences: {self.sequence}")
-        if self.stages:
-            lines.append(f"  {self.schedule}; stages: {' | '.join(self.stages)}")
         if self.chunks:
             padding = sum(chunk.padding_bytes for chunk in self.chunks)
             whole = sum(chunk.bytes for chunk in self.chunks)
@@ -157,7 +179,46 @@ class Plan:
             f"  predicted per rank: {_mib(memory.total)} = parameters {_mib(memory.parameters)} + "
             f"gradients {_mib(memory.gradients)} + optimizer {_mib(memory.optimizer_state)}"
         )
+        lines += self._seconds_lines()
+        lines += [f"  {name}: {reason}" for name, reason in self.reasons.items()]
         return "\n".join(lines)
+
+    def _axes_lines(self) -> list[str]:
+        lines, line, sequence = [], self.pipeline, self.sequence
+        if self.mesh.of("tensor") > 1:
+            kinds = Counter(self.tensor.modules.values())
+            told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            lines.append(f"  tensor axis: {told}")
+        if sequence.mode is not None:
+            lines.append(
+                f"  sequences: {sequence.mode}, Ulysses {sequence.ulysses} x ring "
+                f"{sequence.outer} x {sequence.inner}, {sequence.layout}"
+            )
+        if self.mesh.of("pipeline") > 1:
+            stages = " | ".join(
+                f"{count} blocks ({100 * share:.0f} % of the work)"
+                for count, share in zip(line.cut, line.shares, strict=False)
+            )
+            lines.append(
+                f"  pipeline {line.schedule} of {line.micro_batches} micro-batches; "
+                f"stages: {stages}"
+            )
+        if self.recompute:
+            lines.append(f"  backward recomputes {len(self.recompute)} blocks")
+        return lines
+
+    def _seconds_lines(self) -> list[str]:
+        seconds = self.predicted.seconds
+        if not self.work.samples:
+            return []
+        parts = ", ".join(
+            f"{name} {1e3 * value:.1f}"
+            for name, value in asdict(seconds).items()
+            if value and name != "step"
+        )
+        return [
+            f"  predicted step on {self.predicted.cluster}: {1e3 * seconds.step:.1f} ms ({parts})"
+        ]
 
 
 def _mib(count: int) -> str:

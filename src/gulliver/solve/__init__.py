@@ -1,4 +1,9 @@
-"""Pure algorithms on plain numbers: no torch, no files, no clocks."""
+"""Pure algorithms on plain numbers: no torch, no files, no clocks.
+
+Each file is an answer to one question: where to cut a pipeline (`_chain.py`), where a block of
+memory goes (`_extents.py`), how long a step of ZeRO takes (`_timeline.py`), which sizes to try
+(`_unimodal.py`).
+"""
 
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._extents import PAGE, Extents, size_class

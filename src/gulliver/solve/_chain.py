@@ -1,13 +1,17 @@
 """Cutting a chain of costs into consecutive parts whose largest is as small as can be.
 
-The layers of a network over the stages of a pipeline: the slowest stage sets the pace. The answer
-is exact, by dynamic programming over (parts so far, costs so far):
+A pipeline cuts the layers of a network over its stages, and the slowest stage sets the pace. The
+answer is exact, by dynamic programming over (parts so far, costs so far):
 
     best[k][j] = min over i of max(best[k - 1][i], time of part k from i to j)
 
-in O(parts x costs^2). Of all cuts that reach the best value, the one whose parts are most even
-(least sum of squared times) is returned. Source: the linear partition problem, e.g. Skiena, The
-Algorithm Design Manual, 10.7; times of parts and limits on them are as PipeDream's, 2.2.
+in O(parts x costs^2). Source: the linear partition problem, e.g. Skiena, The Algorithm Design
+Manual, 10.7; times of parts and limits on them are as in PipeDream (Harlap et al., 2018), 2.2.
+
+[Note: two passes] Many cuts reach the least maximum, and some leave the other parts needlessly
+uneven. So a second pass looks, among the cuts whose parts all keep within that maximum, for the
+least sum of squared times. One pass that minimised the sum of squares from the start could end with
+a larger maximum.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from itertools import accumulate
 from gulliver.errors import GulliverError
 
 _SLACK = 1e-12
-"""Relative: sums of floats that should be equal differ by so much."""
+"""Relative tolerance: sums of floats that should be equal differ by so much."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,12 @@ class ChainPartition:
     """Consecutive parts of a chain.
 
     Attributes:
-        bounds: part k is of the costs from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
-        times: of the parts.
-        value: the largest of them.
-        lower: no partition can be below this: the mean over all speeds, or the largest cost alone.
+        bounds: first cost of each part, and the count of all costs at the end: part k has the costs
+            from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
+        times: time of each part, in the unit of the costs over that of the speeds.
+        value: largest of the times.
+        lower: bound that no partition can be below: all costs over all speeds, or the largest cost
+            on the fastest machine.
     """
 
     bounds: tuple[int, ...]
@@ -41,7 +47,7 @@ class ChainPartition:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Costs in each part."""
+        """Number of costs in each part."""
         return tuple(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
 
 
@@ -57,20 +63,21 @@ def partition_chain(
     """Cuts `costs` into `parts` consecutive, non-empty parts; the largest time is least.
 
     Args:
-        costs: not negative, in the order of the chain.
-        parts: how many to make.
-        speeds: of the parts' machines; the time of a part is the sum of its costs over its speed.
-            None: all 1.
-        crossing: what a cut before each cost adds to the times of both its sides; the first is
-            not used.
-        memory: that each cost takes.
-        limits: largest sum of memory of each part.
+        costs: costs in the order of the chain, finite and not negative, in any unit.
+        parts: number of parts.
+        speeds: speed of each part's machine; the time of a part is the sum of its costs over its
+            speed. None: all 1.
+        crossing: time that a cut before each cost adds to both its sides; the first entry is not
+            used.
+        memory: memory that each cost takes, in any unit.
+        limits: largest sum of memory of each part, in the same unit.
 
     Returns:
-        The best cut.
+        The best cut: the least maximum, and of those the most even.
 
     Raises:
-        GulliverError: fewer costs than parts, sizes that do not fit, or limits that nothing meets.
+        GulliverError: there are fewer costs than parts, lists have other lengths than asked for,
+            numbers are out of range, or no cut meets the limits.
     """
     _check(costs, parts, speeds, crossing, memory, limits)
     speeds = list(speeds or [1.0] * parts)
@@ -95,7 +102,14 @@ def chain_times(
     speeds: Sequence[float] | None = None,
     crossing: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
-    """Times of the parts of a given cut; arguments as of `partition_chain`."""
+    """Returns the times of the parts of a given cut.
+
+    Args:
+        costs: costs in the order of the chain.
+        bounds: cut, as in `ChainPartition`.
+        speeds: speed of each part's machine; None: all 1.
+        crossing: time that a cut before each cost adds to both its sides.
+    """
     parts = len(bounds) - 1
     time = _times(costs, list(speeds or [1.0] * parts), crossing)
     return tuple(time(k, bounds[k], bounds[k + 1]) for k in range(parts))
@@ -137,14 +151,17 @@ def _best(
     join: Callable[[float, float], float],
     limit: float,
 ) -> tuple[float, list[int]]:
-    """The least value of ``join(value of the parts before, time)``, with the cut that has it.
+    """Returns the least value of ``join(value of the parts before, time)``, and a cut that has it.
 
-    Only parts that fit, of times up to `limit`, are looked at.
+    Only parts that fit, of times up to `limit`, are considered. The value is infinite where no cut
+    is made of such parts.
     """
+    # best[j]: value of the first j costs in the parts so far; choices lead back to the cut.
     best = [0.0] + [math.inf] * count
     choices: list[list[int]] = []
     for part in range(parts):
         reached, chosen = [math.inf] * (count + 1), [0] * (count + 1)
+        # Every part before and after this one holds at least one cost.
         for stop in range(part + 1, count - (parts - part - 1) + 1):
             for start in range(part, stop):
                 if best[start] == math.inf or not fits(part, start, stop):

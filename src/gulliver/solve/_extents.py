@@ -1,4 +1,4 @@
-"""Placing blocks in slabs: best fit by size class, holes that touch become one.
+"""Placing blocks in slabs: best fit by size class; holes that touch become one.
 
 Sizes are rounded up to classes of eight steps per doubling, so that a block wastes less than an
 eighth of what was asked for, besides the rest of a page, and blocks of nearly the same size can
@@ -6,6 +6,10 @@ take each other's place. Of the holes that are large enough the smallest is take
 them if several are; what is left over stays a hole.
 
 It does not know what a slab is made of, nor when a block is no longer needed.
+
+[Note: best fit] Taking the first hole that is large enough would break up the large ones for small
+blocks. The smallest that is large enough is, with few size classes, most often one that a block of
+the same class has left: it is filled whole.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ STEPS = 8
 
 
 def size_class(size: int) -> int:
-    """The bytes of a block for `size` > 0 bytes: less than ``size * 9 / 8 + PAGE``."""
+    """Returns the bytes of a block for `size` > 0 bytes: less than ``size * 9 / 8 + PAGE``."""
     step = max(PAGE, (1 << (size.bit_length() - 1)) // STEPS)
     return -(-size // step) * step
 
@@ -27,19 +31,20 @@ def size_class(size: int) -> int:
 class Extents:
     """The holes of a set of slabs.
 
-    Time is logarithmic in the number of holes, apart from shifting a list of as many entries.
+    Each call takes time logarithmic in the number of holes, apart from shifting a list of as many
+    entries.
     """
 
     def __init__(self) -> None:
         self._slabs: dict[int, int] = {}
-        # The same holes three times: by size, by where they begin and by where they end.
+        # The same holes three times: by size to find one, by start and by end to join neighbours.
         self._by_size: list[tuple[int, int, int]] = []
         self._size_from: dict[tuple[int, int], int] = {}
         self._start_before: dict[tuple[int, int], int] = {}
 
     @property
     def slabs(self) -> dict[int, int]:
-        """Bytes of each slab."""
+        """Slab to its bytes, a copy."""
         return dict(self._slabs)
 
     @property
@@ -66,10 +71,10 @@ class Extents:
         """Places a block in the smallest hole that holds it.
 
         Args:
-            size: bytes, as `size_class` gave them.
+            size: bytes of the block, as `size_class` gave them.
 
         Returns:
-            The slab and the offset in it; None where no hole is large enough.
+            The slab and the byte offset in it; None where no hole is large enough.
         """
         place = bisect_left(self._by_size, (size, -1, -1))
         if place == len(self._by_size):
@@ -81,7 +86,13 @@ class Extents:
         return slab, start
 
     def give(self, slab: int, start: int, size: int) -> None:
-        """Makes a block, or a part of one, a hole; joined with the holes at its ends."""
+        """Makes a block, or a part of one, a hole, and joins it with the holes at its ends.
+
+        Args:
+            slab: slab of the block.
+            start: byte offset in the slab.
+            size: bytes to give back.
+        """
         after = self._size_from.get((slab, start + size))
         if after is not None:
             self._close(slab, start + size, after)

@@ -1,8 +1,12 @@
-"""How long a step of ZeRO takes, from the times of its parts: one computing unit and one link.
+"""The time of a ZeRO step, simulated from the times of its parts: one computing unit and one link.
 
 The computing unit does forward, backward and update in their order and waits where it must. The
 link does one transfer at a time, in the order in which they are handed in. Steps repeat until the
 time from one to the next is that of a step; nothing else is assumed.
+
+[Note: why a simulation] No formula such as max(compute, transfer) holds here: what a transfer hides
+behind depends on the order of the chunks, and what one step's gathers leave over delays the next
+step's first use. Going through a few steps event by event costs microseconds for each chunk.
 """
 
 from __future__ import annotations
@@ -13,16 +17,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What a step's computation takes when nothing is in its way, in seconds.
+    """Seconds that a step's computation takes when no communication is in its way.
 
     Attributes:
-        forward: from the beginning of forward to the first use of each tensor, in order of use.
-        backward: from the beginning of backward until each tensor's gradient is there.
-        forward_s: the whole forward.
-        backward_s: the whole backward.
-        update_s_per_byte: of the optimizer, per byte of a whole tensor, on this rank's share.
-        overhead_s: of handling one chunk in a step.
-        rest_s: whatever else a loop does between two steps.
+        forward: seconds from the beginning of forward to the first use of each tensor, in order of
+            use.
+        backward: seconds from the beginning of backward until each tensor's gradient is ready.
+        forward_s: seconds of the whole forward.
+        backward_s: seconds of the whole backward.
+        update_s_per_byte: seconds of the optimizer on this rank's share, per byte of the whole
+            tensor.
+        overhead_s: seconds of handling one chunk in a step.
+        rest_s: seconds of whatever else a loop does between two steps.
     """
 
     forward: tuple[float, ...]
@@ -35,6 +41,7 @@ class StepTimes:
 
 
 Cost = Callable[[int], float]
+"""Seconds of the link for a number of bytes."""
 
 
 @dataclass
@@ -59,18 +66,20 @@ def step_seconds(
     ahead: int = 2,
     repeats: int = 4,
 ) -> float:
-    """Seconds from one step to the next.
+    """Returns the seconds from one step to the next.
 
     Args:
-        times: of the computation.
+        times: seconds of the computation.
         sizes: bytes of the tensors, in order of use.
-        chunks: tensors of each chunk, by their places in `sizes`.
-        reduce: seconds that the link needs to reduce and scatter so many bytes.
-        gather: and to gather them.
-        latency_s: from the end of a transfer until its result is there; the link is free then.
-        sharded: parameters are gathered in forward and in backward, not after the update.
-        ahead: chunks that are gathered ahead then.
-        repeats: steps to go through; the last one counts.
+        chunks: tensors of each chunk, by their indices in `sizes`.
+        reduce: seconds that the link needs to reduce-scatter a number of bytes.
+        gather: seconds that the link needs to all-gather a number of bytes.
+        latency_s: seconds from the end of a transfer until its result can be read; the link is
+            free meanwhile.
+        sharded: whether parameters are gathered in forward and in backward (ZeRO-3), not after the
+            update (ZeRO-1 and 2).
+        ahead: chunks that are prefetched, with `sharded`.
+        repeats: steps to simulate; the last one counts.
     """
     found = [_chunk(times, sizes, members, reduce, gather) for members in chunks]
     if not found:
@@ -117,6 +126,7 @@ def _step(
     clock = begun + times.backward_s
     for chunk in chunks:
         clock = max(clock, chunk.reduced) + chunk.update_s
+        # Gathered under the other chunks' updates and the next step's forward.
         link = max(link, clock) + chunk.gather_s
         chunk.there = link + latency_s
     return clock + times.rest_s, link

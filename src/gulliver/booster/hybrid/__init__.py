@@ -1,26 +1,75 @@
-"""Hybrid parallelism: tensor, sequence, pipeline and data axes over one model.
+"""Hybrid parallelism: tensor, sequence and pipeline axes over one model.
 
-Read `_plugin.py`, which treats a model in five steps; `_mesh.py` says who works with whom, and
-`_capability.py` what may be combined.
+Read `_steps.py`, which cuts a model in place, step by step; `_checks.py` refuses what cannot be
+cut, `_mesh.py` says who works with whom, and `_capability.py` what may be combined.
 """
 
-from gulliver.booster.hybrid._capability import DTYPES, HEADER, MODES, table
-from gulliver.booster.hybrid._lazy import lazy_parameters
-from gulliver.booster.hybrid._mesh import size_axes
+from gulliver.booster.hybrid._batches import Vocabulary
+from gulliver.booster.hybrid._capability import (
+    DTYPES,
+    HEADER,
+    MODES,
+    Wanted,
+    check,
+    families,
+    family_of,
+    table,
+)
+from gulliver.booster.hybrid._checks import NO_BLOCKS, check_cut, check_new, check_recompute
+from gulliver.booster.hybrid._choice import choose_plan
+from gulliver.booster.hybrid._dropout import drops_by_position
+from gulliver.booster.hybrid._inside import HooksLast
+from gulliver.booster.hybrid._lazy import fill, lazy_parameters
+from gulliver.booster.hybrid._mesh import HybridMesh, check_size, size_axes
 from gulliver.booster.hybrid._optimizer import HybridOptimizer
-from gulliver.booster.hybrid._plugin import HybridParallelPlugin
 from gulliver.booster.hybrid._stdit import wire_stdit
+from gulliver.booster.hybrid._steps import (
+    SHORT,
+    WholeModel,
+    cut_stages,
+    cut_tensors,
+    finish,
+    grid,
+    recompute,
+    rewrite_groups,
+    say,
+    wire_sequences,
+)
 from gulliver.booster.hybrid._transformers import keep_logits
 
 __all__ = [
     "DTYPES",
     "HEADER",
     "MODES",
+    "NO_BLOCKS",
+    "SHORT",
+    "HooksLast",
+    "HybridMesh",
     "HybridOptimizer",
-    "HybridParallelPlugin",
+    "Vocabulary",
+    "Wanted",
+    "WholeModel",
+    "check",
+    "check_cut",
+    "check_new",
+    "check_recompute",
+    "check_size",
+    "choose_plan",
+    "cut_stages",
+    "cut_tensors",
+    "drops_by_position",
+    "families",
+    "family_of",
+    "fill",
+    "finish",
+    "grid",
     "keep_logits",
     "lazy_parameters",
+    "recompute",
+    "rewrite_groups",
+    "say",
     "size_axes",
     "table",
+    "wire_sequences",
     "wire_stdit",
 ]

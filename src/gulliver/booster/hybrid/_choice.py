@@ -8,7 +8,7 @@ from torch import nn
 
 from gulliver.comm import World, use_links
 from gulliver.errors import GulliverError
-from gulliver.hardware import current_cluster
+from gulliver.hardware import Cluster, current_cluster
 from gulliver.parallel.sequence import Chosen, Shape, choose
 
 LENGTHS = ("max_position_embeddings", "n_positions")
@@ -23,6 +23,7 @@ def choose_plan(
     tp_size: int,
     causal: bool,
     length: int | None = None,
+    cluster: Cluster | None = None,
 ) -> Chosen:
     """The plan with the least predicted seconds for a model's attention; every rank calls it.
 
@@ -32,7 +33,8 @@ def choose_plan(
         sp_size: ranks that share a sequence.
         tp_size: ranks that share its tensors, and so its heads.
         causal: whether tokens see only those before them.
-        length: of sequences; None is the longest that the model's configuration names.
+        length: tokens of a sequence; None is the longest that the model's configuration names.
+        cluster: machines to choose for; None for those at hand.
 
     Raises:
         GulliverError: the configuration does not say what is needed.
@@ -43,7 +45,7 @@ def choose_plan(
     width = getattr(config, "head_dim", None)
     dim = width or _field(config, WIDTHS, "sequence_parallelism_mode=") // heads
     grouped = getattr(config, "num_key_value_heads", None) or heads
-    cluster = current_cluster(world_size)
+    cluster = cluster or current_cluster(world_size)
     dtype = str(next(p.dtype for p in model.parameters() if p.is_floating_point()))
     known = dtype.removeprefix("torch.")
     shape = Shape(

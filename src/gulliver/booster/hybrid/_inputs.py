@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from gulliver.booster.hybrid._cache import ShardedCache
 from gulliver.booster.hybrid._call import Call
-from gulliver.booster.hybrid._loss import Counting, Tail, scale_gradient
+from gulliver.booster.hybrid._loss import Counting, scale_gradient
 from gulliver.errors import GulliverError
 from gulliver.families import OwnLoss, Sequences
-from gulliver.parallel.sequence import Mask, SequenceGroups, position_ids, shard
+from gulliver.parallel.sequence import Mask, SequenceGroups, Tail, position_ids, shard
 
 ALONG_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 MASKS = ("attention_mask", "document_ids", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -55,6 +55,7 @@ class Opened:
         hold: the logits stay where they are.
         as_tuple: the user asked for a tuple.
         shared: whether the sequence is cut at all.
+        balances: the routers' loss of all tokens is added.
     """
 
     call: Call
@@ -63,6 +64,7 @@ class Opened:
     hold: bool = False
     as_tuple: bool = False
     shared: bool = True
+    balances: bool = False
 
 
 @dataclass

@@ -137,7 +137,8 @@ class HybridOptimizer(ZeroOptimizer):
 
     def _weight(self, name: str, parameter: nn.Parameter) -> float:
         """What this rank's values count in a sum over all shards."""
-        ranks = 1 if region_of(parameter) is not None else self.mesh.tensor.size
+        region = region_of(parameter)
+        ranks = self.mesh.tensor.size if region is None else region.copies
         return 1.0 / (ranks * self._copies.get(name, ALONE).size)
 
     def _settle(self) -> set[str]:

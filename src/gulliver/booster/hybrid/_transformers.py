@@ -49,7 +49,6 @@ from gulliver.booster.hybrid._inputs import (
 )
 from gulliver.booster.hybrid._loss import (
     NotGathered,
-    Tail,
     leave,
     leave_tail,
     mean_over_ranks,
@@ -58,6 +57,7 @@ from gulliver.booster.hybrid._loss import (
 from gulliver.comm import ALONE, Line
 from gulliver.errors import GulliverError
 from gulliver.families import (
+    Experts,
     OwnLoss,
     Sequences,
     all_families,
@@ -65,9 +65,10 @@ from gulliver.families import (
     family_of,
     has_known_forward,
     own_loss,
+    router_loss,
     type_of,
 )
-from gulliver.parallel.sequence import SequenceGroups, shard
+from gulliver.parallel.sequence import SequenceGroups, Tail, shard
 
 TASKS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 """Ends of the names of classes whose head works token by token."""
@@ -104,10 +105,11 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: Line = ALONE
         if hasattr(head, "gather_output"):
             head.gather_output = True
         return
-    task = task and (not shared or own_loss(model) is not None)
+    experts = family_of(model).experts if shared else None
+    task = task and (not shared or own_loss(model, experts is not None) is not None)
     _check_unwired(model)
     known = check_sequence(model) if shared else Sequences()
-    wiring = Wiring(groups, tensor, known, task)
+    wiring = Wiring(groups, tensor, known, task, experts)
     region = model if task else _base_of(model)
     region.register_forward_pre_hook(wiring.enter, with_kwargs=True)
     region.register_forward_hook(wiring.leave, with_kwargs=True, always_call=True)
@@ -169,8 +171,16 @@ def gathered_logits(model: nn.Module, wanted: bool) -> Iterator[None]:
 class Wiring:
     """What the hooks of one model share; copies of the model share it, too."""
 
-    def __init__(self, groups: SequenceGroups, tensor: Line, known: Sequences, task: bool) -> None:
+    def __init__(
+        self,
+        groups: SequenceGroups,
+        tensor: Line,
+        known: Sequences,
+        task: bool,
+        experts: Experts | None,
+    ) -> None:
         self.groups, self.tensor, self.known, self.task = groups, tensor, known, task
+        self.experts = experts
         self.keeps_logits = False
         # Of the forward that runs now. Blocks, which may run again later, have theirs as argument.
         self.opened: Opened | None = None
@@ -209,6 +219,7 @@ class Wiring:
             self._keep_tail(batch, opened)
             batch.kwargs[KEY] = opened.call
         opened.hold = opened.targets is not None and module.training and not self.keeps_logits
+        opened.balances = opened.shared and self.task and asks_routers(module, batch.kwargs)
         self._switch_head(module, opened)
         self.opened = opened
         return (), {**batch.kwargs, "return_dict": True}
@@ -221,6 +232,8 @@ class Wiring:
         fields = dict(output)
         if opened.targets is not None:
             fields = {"loss": self._loss(module, fields["logits"], opened), **fields}
+        if opened.balances:
+            self._balance(module, fields, opened)
         if opened.hold:
             fields["logits"] = NotGathered()
         if opened.shared:
@@ -251,7 +264,9 @@ class Wiring:
         if not self.task:
             return None
         # It is asked at every call: a loss_function may be put in after boost.
-        known = None if asks_routers(module, batch.kwargs) else own_loss(module)
+        added = self.experts is not None
+        asked = asks_routers(module, batch.kwargs) and not added
+        known = None if asked else own_loss(module, added)
         if known is None and self.shared and batch.kwargs.get("labels") is not None:
             raise GulliverError(
                 f"{type(module).__name__} has had a loss of its own since boost, which would see a "
@@ -268,6 +283,17 @@ class Wiring:
         ignored = targets.counting.ignore_index
         losses = token_losses(logits, targets.labels, self.tensor, columns, ignored)
         return mean_over_ranks(losses, targets.labels, self.groups, targets.counting)
+
+    def _balance(self, module: nn.Module, fields: dict[str, Any], opened: Opened) -> None:
+        """Adds the loss of the routers of all tokens, as one process has it."""
+        assert self.experts is not None, "the routers of others are refused"
+        count, call = len(fields["logits"]), opened.call
+        pieces = [piece.unflatten(0, (count, -1)) for piece in fields["router_logits"]]
+        whole = tuple(leave(piece, self.groups, call.length).flatten(0, 1) for piece in pieces)
+        fields["router_logits"] = whole
+        fields["aux_loss"] = added = router_loss(module, self.experts, whole, call.keys)
+        if opened.targets is not None:
+            fields["loss"] = fields["loss"] + getattr(module, self.experts.coefficient) * added
 
     def _gather(self, fields: dict[str, Any], opened: Opened) -> None:
         length = opened.call.length

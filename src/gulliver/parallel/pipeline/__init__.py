@@ -18,6 +18,7 @@ from gulliver.parallel.pipeline._stage import (
     checkpoint_blocks,
     idle_places,
     make_stage,
+    names_held,
 )
 from gulliver.solve import Prediction
 
@@ -38,6 +39,7 @@ __all__ = [
     "family_name",
     "idle_places",
     "make_stage",
+    "names_held",
     "predict",
     "split",
     "stack_of",

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gulliver.comm import Line
+from gulliver.comm import Line, operations, post
+from gulliver.comm import Messages as UnderWay
 from gulliver.errors import GulliverError
 
 HEADER = 64
@@ -86,15 +86,15 @@ class Messages:
     Args:
         line: ranks of the pipeline.
         stage: number of the stage.
-        places: of all stages in the line.
-        micro_batches: of a run, at most.
+        places: place of each stage in the line.
+        micro_batches: most micro-batches of a run.
     """
 
     def __init__(self, line: Line, stage: int, places: Sequence[int], micro_batches: int) -> None:
         self.line, self.stage, self.places = line, stage, places
         self.micro_batches = micro_batches
         self._known: dict[tuple[int, str], tuple[Meta, ...]] = {}
-        self._headers: list[tuple[Any, Tensor]] = []
+        self._headers: list[UnderWay] = []
 
     def metas(self, cut: int, kind: str) -> tuple[Meta, ...] | None:
         """What crosses the cut before stage `cut` for micro-batches of a kind, if it is known."""
@@ -126,7 +126,7 @@ class Messages:
             peer = self._peer(self.stage - 1)
             assert peer is not None, "stages of one rank tell each other by `hand_over`"
             header = torch.empty(HEADER, dtype=torch.int64)
-            dist.recv(header, peer, self.line.group, tag=self._tag(self.stage, 2, micro, 0))
+            post([(peer, header)], [], self.line.group, self._tag(self.stage, 2, micro, 0)).wait()
             known = self._known[self.stage, kind] = _decode(header)
         return known
 
@@ -136,39 +136,37 @@ class Messages:
 
     def _tell(self, metas: Sequence[Meta], micro: int) -> None:
         peer = self._peer(self.stage + 1)
-        header = _encode(metas)
         tag = self._tag(self.stage + 1, 2, micro, 0)
         assert peer is not None
-        work = dist.isend(header, peer, self.line.group, tag=tag)
-        # Kept until the run is over: a buffer may not be freed while it is sent.
-        self._headers.append((work, header))
+        self._headers.append(post([], [(peer, _encode(metas))], self.line.group, tag))
 
     def finish(self) -> None:
         """Waits for headers that are still under way."""
         while self._headers:
-            work, _ = self._headers.pop()
-            work.wait()
+            self._headers.pop().wait()
 
     def sends(self, cut: int, tensors: Sequence[Tensor | None], micro: int) -> list[dist.P2POp]:
         """Operations that send tensors over the cut before stage `cut`, forward or backward."""
-        return self._ops(dist.isend, cut, tensors, micro)
+        return self._operations(True, cut, tensors, micro)
 
     def receives(self, cut: int, tensors: Sequence[Tensor | None], micro: int) -> list[dist.P2POp]:
         """Operations that receive into tensors what comes over the cut before stage `cut`."""
-        return self._ops(dist.irecv, cut, tensors, micro)
+        return self._operations(False, cut, tensors, micro)
 
-    def _ops(
-        self, op: Any, cut: int, tensors: Sequence[Tensor | None], micro: int
+    def _operations(
+        self, sends: bool, cut: int, tensors: Sequence[Tensor | None], micro: int
     ) -> list[dist.P2POp]:
-        forward = (op is dist.isend) == (cut == self.stage + 1)
+        forward = sends == (cut == self.stage + 1)
         peer = self._peer(cut if cut == self.stage + 1 else cut - 1)
         if peer is None:
             return []
-        return [
-            dist.P2POp(op, t, peer, self.line.group, self._tag(cut, int(not forward), micro, i))
-            for i, t in enumerate(tensors)
-            if t is not None
-        ]
+        found = []
+        for entry, tensor in enumerate(tensors):
+            messages = [] if tensor is None else [(peer, tensor)]
+            ways = ([], messages) if sends else (messages, [])
+            tag = self._tag(cut, int(not forward), micro, entry)
+            found += operations(*ways, self.line.group, tag)
+        return found
 
     def _peer(self, stage: int) -> int | None:
         """Rank of a neighbouring stage; None where it is this rank's own."""

@@ -50,6 +50,7 @@ class Pipeline:
         readers: ranks that must read the same batch; None: those of the pipeline.
         check_batch: compare what they read, at every run.
         look: is called with each batch when all ranks have the same, and may refuse it.
+        before: is told, before each forward, the number of its first sample and how many it has.
 
     Raises:
         GulliverError: an unknown style, or a number of micro-batches that it cannot order.
@@ -65,11 +66,12 @@ class Pipeline:
         readers: Line | None = None,
         check_batch: bool = True,
         look: Callable[[Any], None] | None = None,
+        before: Callable[[int, int], None] | None = None,
     ) -> None:
         style_of(style, len(stage.own))
         self.stage, self.style, self.call = stage, style, call
         self.micro_batches = micro_batches or 2 * stage.cut.stages
-        self.look = look
+        self.look, self.before = look, before
         self.readers, self.check_batch = readers or stage.line, check_batch
         check_counts(style, stage.cut.stages, stage.line.size, self.micro_batches)
         self._runners: list[Runner] = []
@@ -135,6 +137,7 @@ class Pipeline:
             kinds = [_short(f"{states}|{micro.shapes()}") for micro in micros]
             added = self._added(batch)
             run = Run(micros, kinds, self.call or self.model, return_outputs, added)
+            run.before = self.before
             run.weights = [p for p in self.model.parameters() if p.requires_grad]
             self._failed = True
             with together():

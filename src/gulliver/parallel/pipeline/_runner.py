@@ -36,6 +36,7 @@ class Run:
         call: the model, or what wraps its forward.
         keep: whether outputs of the last stage are wanted.
         added: keyword arguments beside those of the batch.
+        before: is told, before each forward, the number of its first sample and how many it has.
         outputs: of the last stage, by micro-batch.
         weights: parameters that want gradients.
     """
@@ -45,11 +46,15 @@ class Run:
     call: Callable[..., Any]
     keep: bool
     added: dict[str, Any] = field(default_factory=dict)
+    before: Callable[[int, int], None] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     weights: list[nn.Parameter] = field(default_factory=list)
 
     def arguments(self, micro: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Of the model, for a micro-batch."""
+        """Of the model, for a forward of a micro-batch that follows."""
+        if self.before is not None:
+            start = sum(earlier.samples for earlier in self.micros[:micro])
+            self.before(start, self.micros[micro].samples)
         return self.micros[micro].args, {**self.micros[micro].kwargs, **self.added}
 
 

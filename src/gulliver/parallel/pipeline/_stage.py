@@ -14,10 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from gulliver.comm import Line, all_reduce
+from gulliver.comm import Line, all_reduce, post
 from gulliver.errors import GulliverError
 from gulliver.parallel.pipeline._cut import Cut
 from gulliver.parallel.pipeline._placeholders import Placeholder, PlaceholderBlock, own, own_memory
@@ -136,12 +135,17 @@ def make_stage(
     return Stage(model, stack, cut, line, held, stage_forward, tied, aliases)
 
 
-def checkpoint_blocks(stage: Stage, recomputed: bool = True) -> None:
-    """Recomputes the stage's blocks in backward instead of keeping what they computed.
+def checkpoint_blocks(stage: Stage, paths: Collection[str] | None = None) -> None:
+    """Recomputes blocks of the stage in backward instead of keeping what they computed.
 
     The result is the same to the last bit, random choices included.
+
+    Args:
+        stage: stage of this rank.
+        paths: paths of the blocks; None for all.
     """
-    stage.stage_forward.recomputed = recomputed
+    blocks = enumerate(stage.stack.blocks)
+    stage.stage_forward.recomputed = {n for n, path in blocks if paths is None or path in paths}
 
 
 def check_stages(model: nn.Module, stack: Stack) -> None:
@@ -191,6 +195,20 @@ def idle_places(
         for place, paths in enumerate(kept)
         if not everywhere and not any(_holds(paths, name) for name in trained)
     ]
+
+
+def names_held(
+    model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[Sequence[int]], place: int
+) -> dict[str, nn.Parameter]:
+    """Parameters that a place of a pipeline will hold, by the first names of the whole model."""
+    paths, roots = _kept(model, stack, cut, numbers[place]), set(around(model, stack))
+    first: dict[nn.Parameter, str] = {}
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own_name = first.setdefault(parameter, name)
+        if name.rpartition(".")[0] in roots or _holds(paths, name):
+            found.setdefault(own_name, parameter)
+    return found
 
 
 def _rows(stack: Stack) -> list[tuple[int, range]]:
@@ -293,11 +311,8 @@ def _sum(value: Tensor, places: Sequence[int], line: Line) -> None:
     others = [place for place in places if place != line.place]
     found = {place: torch.empty_like(own) for place in others}
     found[line.place] = own.clone()
-    works = [dist.isend(found[line.place], line.ranks[p], line.group) for p in others]
-    works += [dist.irecv(found[p], line.ranks[p], line.group) for p in others]
-    for work in works:
-        assert work is not None
-        work.wait()
+    incoming = [(line.ranks[p], found[p]) for p in others]
+    post(incoming, [(line.ranks[p], found[line.place]) for p in others], line.group, 0).wait()
     total = found[places[0]]
     for place in places[1:]:
         total = total + found[place]
@@ -307,7 +322,6 @@ def _sum(value: Tensor, places: Sequence[int], line: Line) -> None:
 def _send_first(value: Tensor, places: Sequence[int], line: Line) -> None:
     """Gives the others the value of the first."""
     if line.place == places[0]:
-        for place in places[1:]:
-            dist.send(value, line.ranks[place], line.group)
+        post([], [(line.ranks[p], value) for p in places[1:]], line.group, 0).wait()
     else:
-        dist.recv(value, line.ranks[places[0]], line.group)
+        post([(line.ranks[places[0]], value)], [], line.group, 0).wait()

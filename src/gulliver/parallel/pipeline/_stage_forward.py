@@ -23,7 +23,7 @@ What it does not know: ranks, messages, micro-batches.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class StageForward:
         self.stack, self.bounds = stack, bounds
         self.state: ForwardState | None = None
         self.extra = stack.extra
-        self.recomputed = False
+        self.recomputed: Collection[int] = ()
 
     @property
     def stages(self) -> int:
@@ -158,7 +158,7 @@ class StageForward:
     ) -> Any:
         """What block `number` does; `call` is what it would do by itself."""
         if self.state is None and self.stages == 1:
-            return self._run(call, args, kwargs)
+            return self._run(number, call, args, kwargs)
         state = self.running(self.stack.blocks[number])
         if not state.start <= number < state.stop:
             return self.pass_by(block, self.stack.blocks[number], args, kwargs)
@@ -166,7 +166,7 @@ class StageForward:
             args, kwargs = self._enter(state, block, args, kwargs)
         if state.look:
             self._refuse_leaks(state, number, hidden_of(block, args, kwargs), args, kwargs)
-        output = self._run(call, args, kwargs)
+        output = self._run(number, call, args, kwargs)
         self._check_form(output, number)
         leaves = number == state.stop - 1 and not state.last
         if leaves and state.stop != self.stack.border:
@@ -183,8 +183,8 @@ class StageForward:
             return args, kwargs
         return with_hidden(block, args, kwargs, state.hidden)
 
-    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self.recomputed or not torch.is_grad_enabled():
+    def _run(self, number: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if number not in self.recomputed or not torch.is_grad_enabled():
             return call(*args, **kwargs)
         return checkpoint(call, *args, use_reentrant=False, **kwargs)
 

@@ -17,7 +17,7 @@ from gulliver.hardware import two_ring_bytes as two_ring_volume
 from gulliver.parallel.sequence._attention import attention
 from gulliver.parallel.sequence._choose import Chosen, Predicted, choose, predict, volume
 from gulliver.parallel.sequence._decode import decode
-from gulliver.parallel.sequence._layout import Layout
+from gulliver.parallel.sequence._layout import Layout, Tail
 from gulliver.parallel.sequence._mask import Mask
 from gulliver.parallel.sequence._plan import SequenceGroups, SequencePlan, make_groups
 from gulliver.parallel.sequence._shard import (
@@ -26,6 +26,7 @@ from gulliver.parallel.sequence._shard import (
     shard,
     shard_labels,
     unshard,
+    unshard_tail,
 )
 from gulliver.parallel.sequence._swap import swap_sharded_dim
 from gulliver.parallel.sequence._tiles import imbalance
@@ -39,6 +40,7 @@ __all__ = [
     "SequenceGroups",
     "SequencePlan",
     "Shape",
+    "Tail",
     "Volume",
     "attention",
     "choose",
@@ -54,5 +56,6 @@ __all__ = [
     "two_ring_attention",
     "two_ring_volume",
     "unshard",
+    "unshard_tail",
     "volume",
 ]

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from gulliver.comm import gather_integers
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.sequence._choose import Shape, volume
 from gulliver.parallel.sequence._core import Call, Circulate, RingAttention
@@ -25,7 +26,6 @@ from gulliver.parallel.sequence._layout import Layout
 from gulliver.parallel.sequence._mask import Mask
 from gulliver.parallel.sequence._partial import How
 from gulliver.parallel.sequence._plan import SequenceGroups
-from gulliver.parallel.sequence._wire import gather_integers
 
 
 def attention(

@@ -24,10 +24,10 @@ class Predicted:
 
     Attributes:
         plan: considered.
-        seconds: of a forward and a backward.
-        compute: of that, if nothing had to be sent.
-        exchanges: of heads.
-        sent: bytes of each rank.
+        seconds: seconds of a forward and a backward.
+        compute: seconds of both if nothing had to be sent.
+        exchanges: seconds of the exchanges of heads.
+        sent: bytes that each rank sends.
     """
 
     plan: SequencePlan
@@ -42,12 +42,19 @@ class Chosen:
     """The plan with the least predicted seconds, and the others.
 
     Attributes:
-        plan: to use.
+        plan: plan to use.
         predicted: all that were considered, the best first.
     """
 
     plan: SequencePlan
     predicted: tuple[Predicted, ...]
+
+    @property
+    def reason(self) -> str:
+        """Why this one, in a few words."""
+        best, *others = self.predicted
+        told = [f"{p.plan}: {1e3 * p.seconds:.3g} ms" for p in others[:1]]
+        return " against ".join([f"{best.plan}: {1e3 * best.seconds:.3g} ms", *told])
 
     def __str__(self) -> str:
         head = f"{'plan':<34} {'ms':>9} {'compute':>9} {'heads':>9} {'MB sent':>9}"
@@ -71,7 +78,7 @@ def choose(
 
     Args:
         cluster: measured or described.
-        shape: of the attention.
+        shape: sizes of the attention.
         degree: ranks of a sequence; None is the whole cluster.
         layout: None is zigzag for a causal shape, and contiguous else.
         stride: a sequence lies on every so many-th rank; those between share its tensors.

@@ -11,13 +11,13 @@ import math
 import torch
 from torch import Tensor
 
+from gulliver.comm import exchange
 from gulliver.errors import GulliverError
 from gulliver.parallel.sequence._heads import deal_heads
 from gulliver.parallel.sequence._kernels import Block, Kernel, asked_of, precise, readable, select
 from gulliver.parallel.sequence._mask import Mask
 from gulliver.parallel.sequence._partial import Partial
 from gulliver.parallel.sequence._plan import SequenceGroups
-from gulliver.parallel.sequence._wire import exchange
 
 
 def decode(

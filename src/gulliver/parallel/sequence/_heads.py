@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gulliver.comm import Line
+from gulliver.comm import Line, exchange
 from gulliver.errors import GulliverError
 from gulliver.parallel.sequence._layout import Interval, split_sizes
-from gulliver.parallel.sequence._wire import exchange
 
 Run = tuple[slice, slice]
 """Heads of queries, and the KV heads that they use in equal numbers."""

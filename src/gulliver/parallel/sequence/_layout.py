@@ -127,3 +127,46 @@ def part_of(intervals: tuple[Interval, ...], first: int, last: int) -> tuple[Int
             found.append((start + low, start + high))
         at += stop - start
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Where the last tokens of a sequence lie, numbered from the first of them.
+
+    Attributes:
+        whole: layout of the sequence.
+        count: of the tokens, at most its length.
+    """
+
+    whole: Layout
+    count: int
+
+    @property
+    def degree(self) -> int:
+        """Ranks."""
+        return self.whole.degree
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return self.count
+
+    def of_rank(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Which of them a rank holds."""
+        first = self.whole.length - self.count
+        held = ((max(a, first), b) for a, b in self.whole.of_rank(rank) if b > first)
+        return tuple((a - first, b - first) for a, b in held)
+
+    def sizes(self) -> list[int]:
+        """How many each rank holds."""
+        return [sum(b - a for a, b in self.of_rank(rank)) for rank in range(self.degree)]
+
+    def order(self) -> Tensor:
+        """Their numbers, rank after rank."""
+        runs = [torch.arange(a, b) for rank in range(self.degree) for a, b in self.of_rank(rank)]
+        return torch.cat(runs)
+
+    def local(self, rank: int) -> Tensor:
+        """Where they stand among the tokens that a rank holds."""
+        positions = self.whole.positions(rank)
+        return (positions >= self.whole.length - self.count).nonzero().squeeze(1)

@@ -32,10 +32,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gulliver.comm import Line
+from gulliver.comm import Flight, Line, shift
 from gulliver.parallel.sequence._plan import SequenceGroups
-from gulliver.parallel.sequence._wire import BLOCK_TAG, GATHERED_TAG, Flight, shift
 
+BLOCK_TAG, GATHERED_TAG = 100, 200
+"""Of the blocks that go round and of what is gathered for them, plus the piece."""
 Count = Callable[[int, int], int]
 """Elements of a piece of a place's block."""
 
@@ -127,7 +128,7 @@ def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterato
 
 def _turn(road: _Road, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
     """Of one piece of each block. What is waited for is waited for when it is its turn again."""
-    ahead: Flight | None = Flight((), own)
+    ahead: Flight | None = Flight(None, own)
     del own
     for a in range(groups.outer.size):
         assert ahead is not None

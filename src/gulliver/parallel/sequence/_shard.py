@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gulliver.comm import all_reduce
+from gulliver.comm import all_reduce, exchange, gather_integers
 from gulliver.errors import GulliverError, nearest
-from gulliver.parallel.sequence._layout import Layout
+from gulliver.parallel.sequence._layout import Layout, Tail
 from gulliver.parallel.sequence._plan import SequenceGroups
-from gulliver.parallel.sequence._wire import exchange, gather_integers
 
 ShardGradient = Literal["gather", "own"]
 UnshardGradient = Literal["own", "sum"]
@@ -72,6 +71,17 @@ def unshard(
     _check(gradient, get_args(UnshardGradient))
     layout = checked_layout(x, groups, dim, length)
     return _Unshard.apply(x, groups, layout, dim % x.dim(), gradient)
+
+
+def unshard_tail(x: Tensor, groups: SequenceGroups, tail: Tail) -> Tensor:
+    """The last tokens of a sequence, of which each rank has those that lie with it.
+
+    Args:
+        x: this rank's part, ``[batch, tokens, ...]``; its gradient is that of its own tokens.
+        groups: ranks that share the sequence.
+        tail: places of the tokens.
+    """
+    return _Unshard.apply(x, groups, tail, 1, "own")
 
 
 def shard_labels(labels: Tensor, groups: SequenceGroups, ignore_index: int = -100) -> Tensor:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gulliver.comm import exchange
 from gulliver.errors import GulliverError
 from gulliver.parallel.sequence._layout import Layout
 from gulliver.parallel.sequence._plan import SequenceGroups
 from gulliver.parallel.sequence._shard import checked_layout, natural, take
-from gulliver.parallel.sequence._wire import exchange
 
 
 def swap_sharded_dim(

@@ -1,16 +1,17 @@
-"""A plan becomes a model: modules are replaced by ones that hold this rank's part.
+"""Applies a plan to a model: modules are replaced by ones that hold this rank's shard.
 
     apply_tensor(model, plan, line)                              # in place
     apply_tensor(model, plan, line, sequence="split_gather")     # sequence cut between blocks
 
 The model stays the same object, with the same module paths and parameter names. A parameter that is
-cut says which region of the whole it holds (`memory.region_of`); tied ones stay one. Parameters on
-meta stay there. Read `apply_tensor`, then `_Applied`.
+sharded says which region of the whole it holds (`memory.region_of`), which is what checkpoints and
+optimizers go by; tied ones stay one. Parameters on meta stay there. Read `apply_tensor`, then
+`_Applied`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from gulliver.comm import Line
 from gulliver.errors import GulliverError, nearest
 from gulliver.families import family_of, type_of
 from gulliver.memory import Region, region_of, set_region
-from gulliver.parallel.tensor._collectives import copy, summed
+from gulliver.parallel.tensor._collectives import copy, copy_region, summed
 from gulliver.parallel.tensor._convolution import (
     CONVOLUTIONS,
     ColumnConvolution,
@@ -42,7 +43,7 @@ from gulliver.parallel.tensor._sites import (
     refuse_outputs,
     take_in_once,
 )
-from gulliver.parallel.tensor._table import SCALED
+from gulliver.parallel.tensor._table import REPEATED, SCALED
 
 SequenceMode = Literal["split_gather", "ring"]
 MODES = ("split_gather", "ring")
@@ -51,16 +52,16 @@ MODES = ("split_gather", "ring")
 def apply_tensor(
     model: nn.Module, plan: TensorPlan, line: Line, sequence: SequenceMode | None = None
 ) -> None:
-    """Cuts a model over the ranks of a line, in place; every rank of it calls this.
+    """Shards a model over a rank group, in place; every rank of the group calls it.
 
     Args:
-        model: that the plan was made of, the same on all ranks.
-        plan: of `plan_tensor`.
-        line: of as many ranks as the plan; of one, nothing is changed.
-        sequence: how the sequence is cut between blocks, over the same ranks; None not at all.
+        model: model that the plan was made for, the same on all ranks.
+        plan: plan that `plan_tensor` made.
+        line: rank group of as many ranks as the plan; with one rank nothing is changed.
+        sequence: how the sequence is sharded between blocks, over the same ranks; None: not at all.
 
     Raises:
-        GulliverError: the line has another size, the mode is unknown, or the model has no blocks
+        GulliverError: the group has another size, the mode is unknown, or the model has no blocks
             that take hidden states of shape ``[batch, length, width]``.
     """
     if line.size != plan.size:
@@ -74,18 +75,17 @@ def apply_tensor(
 def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None:
     """Refuses a sequence mode that a model cannot have.
 
+    Args:
+        model: model that the plan was made for.
+        plan: plan that `plan_tensor` made.
+        sequence: mode that is asked for; None is always possible.
+
     Raises:
-        GulliverError: naming one that it can.
+        GulliverError: the model cannot have it; one that it can is named.
     """
     if sequence is None:
         return
     family = family_of(model)
-    known = family.sequences
-    if known is not None and sequence not in known.modes:
-        raise GulliverError(
-            f"{family.name} does not run under sequence_parallelism_mode={sequence!r}: "
-            f"{known.why}; take {known.modes[0]!r}"
-        )
     if not plan.stacks:
         raise GulliverError(
             f"sequence_parallelism_mode={sequence!r} needs a list of blocks "
@@ -102,6 +102,12 @@ def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None
             f"sequence_parallelism_mode={sequence!r} would hand pieces of a sequence to "
             f"{', '.join(plan.whole[:3])}{more}, of which it is not known that tokens are computed "
             "one by one (experts, mixers, attention cut without heads): use None"
+        )
+    known = family.sequences
+    if known is not None and sequence not in known.modes:
+        raise GulliverError(
+            f"{family.name} does not run under sequence_parallelism_mode={sequence!r}: "
+            f"{known.why}; take {known.modes[0]!r}"
         )
 
 
@@ -133,7 +139,7 @@ class _Applied:
             setattr(self.model.get_submodule(parent), name, self.replaced[id(module)])
         self._tie()
         for path, groups in self.plan.attention.items():
-            scale_heads(self.modules[path], deal(groups, self.line.size)[self.line.place], groups)
+            scale_heads(self.modules[path], self.line, groups)
         self._hook(shared)
 
     def _cut_inside(self, path: str, module: nn.Module, placed: Placed) -> None:
@@ -154,7 +160,7 @@ class _Applied:
     ) -> nn.Module:
         runs = placed.runs(self.line.size, self.line.place)
         parameters = {
-            name: None if p is None else self._part(p, placed.dims.get(name), runs)
+            name: None if p is None else self._part(p, placed.dims.get(name), runs, placed.copies)
             for name, p in module._parameters.items()
         }
         new = self._module(module, placed, runs, parameters, _stack_of(path, shared))
@@ -189,16 +195,18 @@ class _Applied:
             return VocabularyEmbedding(weight, line, runs[0], placed.total, padding)
         return ColumnEmbedding(weight, line, runs[0], placed.total, padding, how.gather)
 
-    def _part(self, whole: Any, dim: int | None, runs: tuple[Interval, ...]) -> nn.Parameter:
-        """This rank's part of a parameter, the same object for tied ones."""
+    def _part(
+        self, whole: Any, dim: int | None, runs: tuple[Interval, ...], copies: int = 1
+    ) -> nn.Parameter:
+        """Returns this rank's shard of a parameter, the same object for tied ones."""
         if dim is None:
             return whole
         if id(whole) not in self.local:
-            self.local[id(whole)] = cut_parameter(whole, dim, runs)
+            self.local[id(whole)] = cut_parameter(whole, dim, runs, copies)
         return self.local[id(whole)]
 
     def _tie(self) -> None:
-        """Modules that hold a parameter for another one take its part."""
+        """Gives modules that hold a parameter of another module its shard."""
         for module in self.model.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and id(parameter) in self.local:
@@ -233,12 +241,18 @@ class _Applied:
         for path in {path: None for stack in shared for path in _above(stack)}:
             gather_outputs(self.model.get_submodule(path), line)
         refuse_outputs(self.model, bool(shared))
-        sum_gradients(self.model, inside + summed_up, line)
+        copied = [
+            module
+            for module in self.replaced.values()
+            if any((r := region_of(p)) and r.copies > 1 for p in module.parameters(recurse=False))
+        ]
+        sum_gradients(self.model, inside + summed_up + copied, line)
 
     def _in_site(self, path: str) -> bool:
-        """Whether a module works on what is whole again, past the columns of a site.
+        """Whether a module works on the whole sequence again, past the columns of a site.
 
-        Not what adapts rows: it gets what they have scattered.
+        The second factor of an adapter beside a row layer does not: it adds to what the rows have
+        scattered.
         """
         layer, factor = layer_of(path)
         if factor == "lora_B" and isinstance(self.modules.get(f"{layer}.base_layer"), nn.Module):
@@ -249,13 +263,13 @@ class _Applied:
 
 
 def _above(stack: str) -> list[str]:
-    """Paths of the modules that a list of blocks lies in, innermost first."""
+    """Returns the paths of the modules around a list of blocks, innermost first."""
     parts = stack.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
 
 
 def _rotary_width(attention: Any) -> int:
-    """Features of keys that go through the rotary embedding, of an attention with latent keys."""
+    """Returns how many features of latent attention's keys go through the rotary embedding."""
     width = getattr(attention, "qk_rope_head_dim", None)
     return width if isinstance(width, int) else attention.config.qk_rope_head_dim
 
@@ -264,9 +278,11 @@ def _stack_of(path: str, shared: Mapping[str, SharedSequence]) -> SharedSequence
     return next((s for stack, s in shared.items() if path.startswith(f"{stack}.")), None)
 
 
-def cut_parameter(whole: nn.Parameter, dim: int, runs: tuple[Interval, ...]) -> nn.Parameter:
-    """A new parameter that holds a region of one."""
-    region = Region(tuple(whole.shape), dim, runs)
+def cut_parameter(
+    whole: nn.Parameter, dim: int, runs: tuple[Interval, ...], copies: int
+) -> nn.Parameter:
+    """Returns a new parameter that holds a region of one, as do others of the `copies` ranks."""
+    region = Region(tuple(whole.shape), dim, runs, copies)
     with torch.no_grad():
         part = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim)
     local = nn.Parameter(part.contiguous(), requires_grad=whole.requires_grad)
@@ -274,16 +290,27 @@ def cut_parameter(whole: nn.Parameter, dim: int, runs: tuple[Interval, ...]) -> 
     return local
 
 
-def scale_heads(attention: nn.Module, local: int, groups: int) -> None:
-    """Lets an attention module count the heads of this rank."""
-    for name in SCALED:
+def scale_heads(attention: nn.Module, line: Line, groups: int) -> None:
+    """Scales an attention module's counts of heads to this rank's share, as it reshapes by them."""
+    copied = line.size > groups
+    local, of = (1, line.size) if copied else (deal(groups, line.size)[line.place], groups)
+    for name in (*SCALED, REPEATED) if copied else SCALED:
         count = vars(attention).get(name)
         if isinstance(count, int):
-            setattr(attention, name, count * local // groups)
+            # How often a head of keys is repeated: once for each query head of this rank.
+            count *= groups if name == REPEATED else 1
+            setattr(attention, name, max(1, count * local // of))
 
 
 def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Interval) -> None:
-    """Lets a module have its heads' part of arguments ``[batch * heads, ...]``, by name."""
+    """Hooks a module to get its heads' part of arguments ``[batch * heads, ...]``.
+
+    Args:
+        module: attention module.
+        names: keyword arguments that are sliced.
+        groups: heads of the whole.
+        own: first of this rank's heads and one past the last.
+    """
 
     def cut(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         for name in names:
@@ -297,26 +324,37 @@ def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Int
 
 
 def sum_gradients(model: nn.Module, modules: list[nn.Module], line: Line) -> None:
-    """Lets each rank have the sum of the ranks' gradients of the whole parameters of some modules.
+    """Sums the gradients of whole (replicated) parameters of some modules over the ranks.
 
-    It is summed where a module uses its parameter, not where the parameter's gradient is added up:
-    what else a loss does with a parameter, as a penalty does, every rank does with the whole of it,
-    and a sum would count that once for each rank. A parameter that a module's own forward does not
-    read, but others do, has a hook instead; one that is frozen, or comes from meta, gets it when
-    the model runs.
+    Of a region that several ranks hold, each of these has the sum of their gradients.
+
+    [Note: summed at use] A norm between blocks sees this rank's tokens only, one of queries or keys
+    this rank's heads only, so their gradients are partial. They are summed where a module uses its
+    parameter, not where the parameter's gradient is accumulated: what else a loss does with a
+    parameter, as a penalty does, every rank does with the whole of it, and a sum would count that
+    once for each rank. A parameter that a module's own forward does not read, but others do, has a
+    hook instead; one that is frozen, or comes from meta, gets it when the model runs.
+
+    Args:
+        model: model whose calls find parameters that came later.
+        modules: modules whose whole parameters have partial gradients.
+        line: rank group to sum over.
     """
     # By name: a copy of a module has parameters that know of no region.
-    names = {
-        module: tuple(n for n, p in module._parameters.items() if p is None or region_of(p) is None)
-        for module in modules
-    }
+    names: dict[nn.Module, dict[str, Region | None]] = {}
+    for module in modules:
+        held = {n: None if p is None else region_of(p) for n, p in module._parameters.items()}
+        names[module] = {n: r for n, r in held.items() if r is None or r.copies > 1}
 
-    def enter(own: tuple[str, ...], module: nn.Module, *_: Any) -> None:
+    def enter(own: dict[str, Region | None], module: nn.Module, *_: Any) -> None:
         for name, parameter in _trained(module, own) if torch.is_grad_enabled() else ():
             vars(parameter)["_summed_at_use"] = True
             # An attribute of the instance goes before a parameter. A view is an operation, for
             # which a parameter that is gathered on demand waits.
-            vars(module)[name] = copy(parameter.view_as(parameter), line)
+            used, region = parameter.view_as(parameter), own[name]
+            vars(module)[name] = (
+                copy(used, line) if region is None else copy_region(used, line, region)
+            )
 
     def leave(module: nn.Module, *_: Any) -> None:
         for name in module._parameters:
@@ -324,8 +362,8 @@ def sum_gradients(model: nn.Module, modules: list[nn.Module], line: Line) -> Non
 
     def watch(*_: Any) -> None:
         for module in modules:
-            for _name, parameter in _trained(module, names[module]):
-                if "_summed" not in vars(parameter):
+            for name, parameter in _trained(module, names[module]):
+                if names[module][name] is None and "_summed" not in vars(parameter):
                     parameter.register_hook(partial(_summed_once, parameter, line))
                     vars(parameter)["_summed"] = True
 
@@ -336,8 +374,8 @@ def sum_gradients(model: nn.Module, modules: list[nn.Module], line: Line) -> Non
     model.register_forward_pre_hook(watch)
 
 
-def _trained(module: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Parameter]]:
-    """Those of a module's own parameters that are trained."""
+def _trained(module: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Parameter]]:
+    """Returns those of a module's own parameters that are trained."""
     found = ((name, module._parameters[name]) for name in names)
     return [(name, p) for name, p in found if p is not None and p.requires_grad]
 
@@ -347,9 +385,13 @@ def _summed_once(parameter: nn.Parameter, line: Line, grad: Tensor) -> Tensor:
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Gives parameters that are on meta memory of their own, not written to; in place.
+    """Allocates parameters that are on meta, in place; the memory is not initialised.
 
     Ties and regions stay. Buffers on meta are left alone.
+
+    Args:
+        model: model with parameters on meta.
+        device: device to allocate on.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

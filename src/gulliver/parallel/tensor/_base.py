@@ -1,4 +1,4 @@
-"""What the modules of this room share."""
+"""The base class of sharded modules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from gulliver.comm import ALONE, Line
 
 
 class OnLine(nn.Module):
-    """A module that holds one rank's part of something.
+    """A module that holds one rank's shard of a layer.
 
     Attributes:
-        line: of ranks.
+        line: rank group that the layer is sharded over.
     """
 
     def __init__(self, line: Line = ALONE) -> None:
@@ -22,7 +22,7 @@ class OnLine(nn.Module):
         self.line = line
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A process group cannot be copied: a copy is of the same ranks.
+        # A process group cannot be copied: a copy of the module shares it.
         memo[id(self.line)] = self.line
         memo[id(self)] = copied = type(self).__new__(type(self))
         vars(copied).update(deepcopy(vars(self), memo))

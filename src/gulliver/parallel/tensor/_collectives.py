@@ -1,16 +1,25 @@
-"""Collectives that gradients pass through, each with its opposite in the backward pass.
+"""Differentiable collectives, each with its adjoint in the backward pass.
 
 | forward | backward | where |
 |---|---|---|
 | `copy`: nothing | all-reduce | a whole tensor goes into columns |
+| `copy_region`: nothing | all-reduce over copies | several ranks hold the same columns |
 | `reduce`: all-reduce | nothing | partial sums become a whole tensor |
 | `gather`: all-gather | keep the own piece | columns, or a sequence, become whole for all |
 | `split`: keep the own piece | all-gather | a whole tensor is cut, its rest not needed here |
 | `gather_partial`: all-gather | reduce-scatter | a piece is used by all, each in its own way |
 | `reduce_split`: reduce-scatter | all-gather | partial sums become pieces |
 
-The first four keep to one rule: what is whole is the same on all ranks, and so is its gradient.
-A line of one rank changes nothing.
+[Note: replicated or partial] A collective alone does not say what its backward is; how the ranks
+use the result does. The first four keep to one rule: what is whole is the same on all ranks,
+computed by all alike, and so is its gradient. So the backward of an all-gather (`gather`) takes
+this rank's piece and sends nothing: summing would count one loss once for each rank. Likewise the
+gradient of a replicated sum (`reduce`) is replicated already. `gather_partial` is for ranks that
+each do something else with the whole: their gradients are partial, and have to be summed.
+
+In a group of one rank all of them return their input. Compilers leave them as they are: what is
+sent cannot be traced. Source: f and g of Megatron-LM (Shoeybi et
+al., 2019, arXiv 1909.08053); g-bar of Korthikanti et al., 2022 (arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -20,50 +29,70 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
+from torch.compiler import disable
 
 from gulliver.comm import Line, all_reduce
+from gulliver.memory import Region
 from gulliver.parallel.tensor._pieces import pieces_of, start_gather, start_reduce
 
 
+@disable
 def copy(x: Tensor, line: Line) -> Tensor:
-    """The same tensor; its gradient is summed over the ranks."""
+    """Returns the same tensor; its gradient is summed over the ranks."""
     return x if line.size == 1 else _Copy.apply(x, line)
 
 
+@disable
+def copy_region(x: Tensor, line: Line, region: Region) -> Tensor:
+    """The same tensor; its gradient is summed over the ranks that hold the same region.
+
+    Args:
+        x: region of one run, which `region.copies` ranks have alike.
+        line: of all ranks that share the whole.
+        region: that it is.
+    """
+    return _CopyRegion.apply(x, line, region)
+
+
+@disable
 def reduce(x: Tensor, line: Line) -> Tensor:
-    """The sum over the ranks; its gradient goes to each as it is."""
+    """Returns the sum over the ranks; its gradient goes to each as it is."""
     return x if line.size == 1 else _Reduce.apply(x, line)
 
 
+@disable
 def gather(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
-    """The whole of which each rank has a piece; of the gradient each keeps its piece.
+    """Gathers the whole of which each rank has a piece; of the gradient each keeps its piece.
 
     Args:
         x: this rank's piece.
-        dim: that is cut.
-        lengths: of the pieces, by place.
-        line: of ranks.
+        dim: dimension that is sharded.
+        lengths: length of each rank's piece along `dim`.
+        line: rank group to gather over.
     """
     return x if line.size == 1 else _Gather.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
+@disable
 def split(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
-    """This rank's piece of a whole that all have; the gradient is gathered."""
+    """Returns this rank's piece of a whole that all have; the gradient is gathered."""
     return x if line.size == 1 else _Split.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
+@disable
 def gather_partial(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
-    """The whole of which each rank has a piece; gradients are summed, each keeps its piece."""
+    """Gathers the whole of which each rank has a piece; gradients are reduce-scattered."""
     return x if line.size == 1 else _GatherPartial.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
+@disable
 def reduce_split(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
-    """This rank's piece of the sum over the ranks; the gradient is gathered."""
+    """Returns this rank's piece of the sum over the ranks; the gradient is gathered."""
     return x if line.size == 1 else _ReduceSplit.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
 def summed(x: Tensor, line: Line) -> Tensor:
-    """The sum over the ranks, in a new tensor; not differentiable."""
+    """Returns the sum over the ranks in a new tensor; not differentiable."""
     total = x.detach().clone().contiguous()
     all_reduce(total, group=line.group, any_order=True)
     return total
@@ -78,6 +107,22 @@ class _Copy(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return summed(grads[0], ctx.line), None
+
+
+class _CopyRegion(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line, region: Region) -> Tensor:
+        ctx.how = line, region
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        line, region = ctx.how
+        ((start, stop),) = region.runs
+        # All regions at once: it is small, and needs no groups of the ranks that share one.
+        whole = grads[0].new_zeros(region.shape)
+        whole.narrow(region.dim, start, stop - start).copy_(grads[0])
+        return summed(whole, line).narrow(region.dim, start, stop - start).contiguous(), None, None
 
 
 class _Reduce(Function):

@@ -1,4 +1,8 @@
-"""Convolutions of which each rank holds some output (column) or input (row) channels."""
+"""Convolutions sharded by output (column) or input (row) channels.
+
+A convolution is a linear map of its channels at each offset of the kernel, so it is cut as a linear
+layer is (`_linear.py`): dim 0 of the weight are its outputs, dim 1 its inputs.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ class _Convolution(OnLine):
 
     @property
     def _channels(self) -> int:
-        """Dim of channels, from the end: before the dims of space."""
+        """Dim of channels, counted from the end because the batch dim is optional."""
         return 1 - self.weight.dim()
 
 
@@ -47,10 +51,10 @@ class ColumnConvolution(_Convolution):
 
     Args:
         like: the whole layer, for stride, padding and dilation.
-        weight: of this rank, cut along dim 0.
-        bias: of this rank, or None.
-        line: of ranks.
-        gather_output: all ranks get all channels.
+        weight: shard of the weight along dim 0.
+        bias: shard of the bias, or None.
+        line: rank group that the layer is sharded over.
+        gather_output: whether all ranks get all channels.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class ColumnConvolution(_Convolution):
         self.total, self.gather_output = int(like.out_channels), gather_output  # pyright: ignore[reportArgumentType]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Some or all output channels of an input that is whole on all ranks."""
+        """Returns some or all output channels of an input that is whole on all ranks."""
         y = self._apply_weight(copy(x, self.line), self.bias)
         if not self.gather_output:
             return y
@@ -77,10 +81,10 @@ class RowConvolution(_Convolution):
 
     Args:
         like: the whole layer, for stride, padding and dilation.
-        weight: of this rank, cut along dim 1.
-        bias: whole, or None; added once.
-        line: of ranks.
-        split_input: the input is whole on all ranks, of which each takes its channels.
+        weight: shard of the weight along dim 1.
+        bias: whole bias, or None; added once, after the sum.
+        line: rank group that the layer is sharded over.
+        split_input: whether the input is whole on all ranks, and each takes its channels.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class RowConvolution(_Convolution):
         self.total, self.split_input = int(like.in_channels), split_input  # pyright: ignore[reportArgumentType]
 
     def forward(self, x: Tensor) -> Tensor:
-        """All output channels, the same on all ranks, of an input of this rank's channels."""
+        """Returns all output channels, the same on all ranks, from this rank's input channels."""
         if self.split_input:
             x = split(x, self._channels, deal(self.total, self.line.size), self.line)
         y = reduce(self._apply_weight(x, None), self.line)

@@ -1,8 +1,9 @@
-"""How many of a row of things each rank gets, and which regions of parameters that makes.
+"""Uneven sharding: how many units each rank gets, and which regions of parameters that makes.
 
-Things are dealt as evenly as can be, the first ranks getting one more. A thing may be several
+Units are dealt as evenly as can be, the first ranks getting one more. A unit may be several
 features wide: an attention head is never cut, and with grouped heads it is a key-value head with
-all the query heads that belong to it.
+all the query heads that belong to it. Nothing is padded: padded features would change norms, the
+number of parameters and what is saved.
 """
 
 from __future__ import annotations
@@ -13,33 +14,36 @@ from itertools import accumulate
 from gulliver.memory import Region
 
 Interval = tuple[int, int]
-"""From the first up to, without, the second."""
+"""First index and one past the last."""
 
 
 def deal(count: int, size: int) -> tuple[int, ...]:
-    """How many of `count` things each of `size` ranks gets."""
+    """Returns how many of `count` units each of `size` ranks gets."""
     each, more = divmod(count, size)
     return tuple(each + (rank < more) for rank in range(size))
 
 
 def intervals(sizes: Sequence[int]) -> tuple[Interval, ...]:
-    """The places of parts that lie one after the other."""
+    """Returns the intervals of parts of some sizes that lie one after the other."""
     ends = tuple(accumulate(sizes))
     return tuple((end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
 def share(total: int, units: int, size: int, place: int, blocks: int = 1) -> tuple[Interval, ...]:
-    """What one rank holds of features that come in blocks of equal units.
+    """Returns what one rank holds of features that come in blocks of equal units.
+
+    A fused projection ``[q; k; v]`` is three blocks: cut as one, a rank would get queries without
+    their keys, so each block is dealt by itself.
 
     Args:
-        total: features.
-        units: indivisible things in each block; `total` for features one by one.
+        total: features of all blocks.
+        units: indivisible units in each block; `total` for features one by one.
         size: ranks.
-        place: of the rank.
-        blocks: one after the other, each dealt alike: 3 for ``[q; k; v]``.
+        place: rank in the group.
+        blocks: number of blocks that lie one after the other, each dealt alike.
 
     Returns:
-        The rank's part of each block.
+        The rank's interval of each block.
     """
     width, block = total // (units * blocks), total // blocks
     start, stop = intervals(deal(units, size))[place]
@@ -47,5 +51,5 @@ def share(total: int, units: int, size: int, place: int, blocks: int = 1) -> tup
 
 
 def region(shape: Sequence[int], dim: int, runs: Sequence[Interval]) -> Region:
-    """The region of a parameter that lies in some runs along a dim."""
+    """Returns the region of a parameter that lies in some intervals along a dim."""
     return Region(tuple(shape), dim, tuple(runs))

@@ -1,4 +1,4 @@
-"""Embeddings of which each rank holds some rows (of the vocabulary) or some columns."""
+"""Embeddings sharded by rows (vocabulary-parallel) or by columns."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gulliver.parallel.tensor._deal import Interval, deal
 
 
 class UnknownTokenError(GulliverError, IndexError):
-    """An id is out of the vocabulary."""
+    """Raised for a token id outside of the vocabulary."""
 
 
 class _Embedding(OnLine):
-    """An embedding without the options that are refused, which adapters ask for."""
+    """A sharded embedding; the options that are refused stand at their defaults for adapters."""
 
     weight: nn.Parameter
     max_norm: None = None
@@ -31,24 +31,26 @@ class _Embedding(OnLine):
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of this rank."""
+        """Number of rows on this rank."""
         return self.weight.shape[0]
 
     @property
     def embedding_dim(self) -> int:
-        """Columns of this rank."""
+        """Number of columns on this rank."""
         return self.weight.shape[1]
 
 
 class VocabularyEmbedding(_Embedding):
     """An embedding of which this rank holds some rows; all ranks get whole vectors.
 
+    Each id is in one rank's rows; the others contribute zeros to a sum, which is therefore exact.
+
     Args:
-        weight: this rank's rows.
-        line: of ranks.
-        rows: first and one past the last of them.
+        weight: this rank's rows, ``[rows, width]``.
+        line: rank group that the vocabulary is sharded over.
+        rows: first of this rank's rows and one past the last.
         total: rows of the whole.
-        padding_idx: a row that never has a gradient, counted in the whole.
+        padding_idx: index in the whole of a row that never has a gradient.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class VocabularyEmbedding(_Embedding):
         self.total, self.padding_idx = total or weight.shape[0], padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Vectors of ids, ``[...]`` to ``[..., width]``.
+        """Looks up the vectors of ids, ``[...]`` to ``[..., width]``.
 
         Raises:
             UnknownTokenError: an id is out of the whole vocabulary (on a GPU its usual assertion).
@@ -79,7 +81,8 @@ class VocabularyEmbedding(_Embedding):
                 f"token {int(ids[nowhere][0])} is not in the vocabulary, which has {self.total} "
                 f"(0 to {self.total - 1})"
             )
-        # Elsewhere one would have to wait: what nobody has stays out of range, and is asserted.
+        # On a GPU a check would have to wait for it: an id that no rank has stays out of range, so
+        # that the kernel's own assertion finds it.
         own = (ids - start).masked_fill(~here, 0).masked_fill(nowhere, self.total)
         vectors = F.embedding(own, self.weight, padding)
         return reduce(vectors.masked_fill(~here.unsqueeze(-1), 0), self.line)
@@ -89,12 +92,13 @@ class ColumnEmbedding(_Embedding):
     """An embedding of which this rank holds some columns of every row.
 
     Args:
-        weight: this rank's columns.
-        line: of ranks.
-        columns: first and one past the last of them.
+        weight: this rank's columns, ``[vocabulary, columns]``.
+        line: rank group that the columns are sharded over.
+        columns: first of this rank's columns and one past the last.
         total: columns of the whole.
-        padding_idx: a row that never has a gradient.
-        gather_output: all ranks get whole vectors; else each its own columns, such as its heads'.
+        padding_idx: index of a row that never has a gradient.
+        gather_output: whether all ranks get whole vectors; else each gets its own columns, such as
+            those of its heads.
     """
 
     def __init__(
@@ -112,7 +116,7 @@ class ColumnEmbedding(_Embedding):
         self.gather_output = gather_output
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Vectors of ids, ``[...]`` to ``[..., columns]``."""
+        """Looks up the vectors of ids, ``[...]`` to ``[..., columns]``, gathered if so asked."""
         vectors = F.embedding(ids, self.weight, self.padding_idx)
         if not self.gather_output:
             return vectors

@@ -1,23 +1,28 @@
-"""How a tensor enters columns: once for all the columns that it goes into.
+"""The input of column layers: communicated once for all the columns that it goes into.
 
 [Note: one entry, many columns] Queries, keys and values are three products of one input. What its
 entry costs on the links is paid once for all of them, and hidden where it can be:
 
 - *whole*: all ranks have the input. Forward nothing is sent; the columns' gradients of it are added
-  up here and then over the ranks, in one all-reduce that runs under the last weight gradient.
+  up here and then over the ranks, in one all-reduce that overlaps the last weight gradient.
 - *cut*: each rank has a piece of the sequence. Forward the pieces are gathered while the module
   that was called comes to its first product ("split_gather"), or go round the ring, each being
   multiplied while the next one travels ("ring"). Only the piece is kept for the backward pass,
   where it is gathered again under the input gradient's product, for the weights' gradients; the
-  input gradient is reduced and scattered under the last weight gradient's product.
+  input gradient is reduce-scattered under the last weight gradient's product.
 
-The input's own place in the graph is `_Enter`: the columns hand their gradients to the `Entry`, not
-to autograd, and `_Enter.backward`, which autograd runs after all of them, ends what was begun. So a
-column whose output is not used, or not differentiated, changes nothing.
+One all-reduce instead of three is exact because the sum over ranks and the sum over columns
+commute; only rounding differs from one process.
 
-What a cut input looks like before it is gathered is an `Arriving` tensor: it has the shape of the
-whole, and any operation that looks further than that waits for it first. As everywhere, what such
-an operation sees is whole, and so is the gradient that it gives: each rank keeps its piece of it.
+[Note: gradients past autograd] The input's node in the graph is `_Enter`. The columns hand their
+gradients to the `Entry`, not to autograd, which would add up finished tensors and could not begin
+to send the sum before the last column's weight gradient. `_Enter.backward`, which autograd runs
+after all of them, ends what was begun. So a column whose output is not used, or not differentiated,
+changes nothing.
+
+Until it is gathered a cut input is an `Arriving` tensor: it has the shape of the whole, and any
+operation that reads more than that waits for it first. As everywhere, what such an operation sees
+is whole, and so is the gradient that it gives: each rank keeps its piece of it.
 
 Read `enter`, `Arrival`, `Entry`, then `Arriving`.
 """
@@ -50,12 +55,12 @@ from gulliver.parallel.tensor._products import (
 
 @dataclass(frozen=True)
 class Cut:
-    """How a sequence lies over ranks.
+    """The sharding of a sequence over ranks.
 
     Attributes:
-        dim: that is cut.
-        lengths: of the pieces, by place.
-        ring: piece by piece instead of at once.
+        dim: dimension that is sharded.
+        lengths: length of each rank's piece.
+        ring: whether pieces are communicated one by one instead of in one collective.
     """
 
     dim: int
@@ -68,17 +73,17 @@ class Cut:
         return sum(self.lengths)
 
     def pieces(self, x: Tensor) -> list[Tensor]:
-        """Views of the pieces of a whole."""
+        """Returns views of the pieces of a whole tensor, by rank."""
         return list(x.split(list(self.lengths), self.dim))
 
 
 def enter(x: Tensor, line: Line, cut: Cut | None) -> Tensor:
-    """Takes a tensor into columns; pass what is returned to all of them.
+    """Begins to communicate the input of columns; pass what is returned to all of them.
 
     Args:
         x: the whole, or this rank's piece of it; cast to what autocast computes in.
-        line: of ranks.
-        cut: how the pieces lie; None where `x` is whole.
+        line: rank group that the columns are sharded over.
+        cut: sharding of the pieces; None where `x` is whole.
 
     Returns:
         A tensor of the whole's shape, with the gradient that belongs to `x`.
@@ -96,7 +101,8 @@ def enter(x: Tensor, line: Line, cut: Cut | None) -> Tensor:
 
 
 def enter_whole(x: Tensor, line: Line) -> Tensor:
-    """Takes a whole tensor into columns, once for all that are given this very object."""
+    """Enters a whole tensor, once for all columns that are given this very object."""
+    # Noted on the tensor, as nothing tells a column which others read its input.
     before = vars(x).get("_entered")
     recorded = x.requires_grad and torch.is_grad_enabled()
     if before is not None:
@@ -110,19 +116,24 @@ def enter_whole(x: Tensor, line: Line) -> Tensor:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """What an operation under autocast would make of its input."""
+    """Casts an input as an operation under autocast does; what is sent then has that dtype, too."""
     if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 
 
 def arrival_of(x: Tensor) -> Arrival | None:
-    """What `enter` attached to a tensor."""
+    """Returns what `enter` attached to a tensor."""
     return vars(x).get("_arrival")
 
 
 class Arrival:
-    """The whole input, in the forward pass; it is gone when the module that was called returns."""
+    """The gathered input in the forward pass; freed when the module that was called returns.
+
+    Args:
+        entry: counterpart in the backward pass.
+        own: the whole, or this rank's piece, detached.
+    """
 
     def __init__(self, entry: Entry, own: Tensor) -> None:
         self.entry, self.own = entry, own
@@ -138,7 +149,7 @@ class Arrival:
             self._wait = start_gather(own, cut.dim, cut.lengths, line)
 
     def data(self) -> Tensor:
-        """The whole, when it is here."""
+        """Waits for the whole and returns it."""
         if self._wait is not None:
             self._data, self._wait = self._wait(), None
         if self._ring is not None:
@@ -148,7 +159,7 @@ class Arrival:
         return self._data
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """The pieces as they come; afterwards `data` has them all."""
+        """Yields each rank and its piece as they come; afterwards `data` has them all."""
         ring, self._ring = self._ring, None
         assert ring is not None
         cut, own = self.entry.cut, self.own
@@ -162,7 +173,7 @@ class Arrival:
             yield place, piece
 
     def multiply(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-        """The product with a weight, which hides what is still on its way."""
+        """Returns the product with a weight, piece by piece where pieces are still on their way."""
         if self._ring is None:
             return product(self.data(), weight, bias, transposed)
         cut = self.entry.cut
@@ -172,11 +183,13 @@ class Arrival:
 
 
 class Entry:
-    """What the columns of one input share in the backward pass.
+    """The gradient of one input, shared by its columns in the backward pass.
+
+    Each column calls `begin`, `add`, `weight_gradient` and `leave`, as far as it needs them.
 
     Attributes:
-        line: of ranks.
-        cut: how the input is cut, None where it is whole.
+        line: rank group that the columns are sharded over.
+        cut: sharding of the input, None where it is whole.
     """
 
     def __init__(self, line: Line, cut: Cut | None) -> None:
@@ -193,11 +206,15 @@ class Entry:
         self._ring: Iterator[tuple[int, Tensor]] | None = None
 
     def join(self) -> None:
-        """A column that will have a gradient."""
+        """Counts a column that will have a gradient."""
         self._columns += 1
 
     def begin(self, own: Tensor) -> None:
-        """Begins to gather the input again, unless another column did."""
+        """Begins to gather the input again, unless another column did.
+
+        Keeping the gathered input from the forward would cost the memory that cutting the sequence
+        saves; gathering it twice costs an all-gather that the input gradient's product hides.
+        """
         cut = self.cut
         if cut is None:
             self._again = own
@@ -208,7 +225,7 @@ class Entry:
                 self._wait = start_gather(own, cut.dim, cut.lengths, self.line)
 
     def add(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
-        """Adds a column's input gradient; the last column's begins the sum over the ranks."""
+        """Adds a column's input gradient; the last column begins the sum over the ranks."""
         last = self._done + 1 == self._columns
         if last and self.cut is not None and self.cut.ring:
             self._add_in_pieces(grad, weight, transposed)
@@ -218,6 +235,7 @@ class Entry:
             self._reduced, self._sum = self._reduce(self._sum), None
 
     def _add_in_pieces(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
+        # Other ranks' pieces first: each is on its way while the next is computed.
         cut, line = self.cut, self.line
         assert cut is not None
         grads = cut.pieces(grad)
@@ -236,7 +254,7 @@ class Entry:
         self._reduced = lambda: reduction.finish(own)
 
     def weight_gradient(self, grad: Tensor, own: Tensor, transposed: bool) -> Tensor:
-        """Of the column whose output's gradient this is; `begin` came before."""
+        """Returns a column's weight gradient from that of its output, after `begin`."""
         if self._ring is None:
             if self._wait is not None:
                 self._again, self._wait = self._wait(), None
@@ -254,14 +272,15 @@ class Entry:
         return total.value(grad.dtype)
 
     def leave(self) -> None:
-        """A column is through; the last one drops what was gathered."""
+        """Counts a column that is done; the last one drops what was gathered."""
         self._done += 1
         if self._done >= self._columns:
             self._again, self._done = None, 0
 
     def end(self) -> Tensor | None:
-        """The input's gradient, of all columns that were differentiated."""
+        """Returns the input's gradient from all columns that were differentiated."""
         found = self._reduced() if self._reduced is not None else None
+        # What is left where some columns had no gradient, so that none was the last.
         if self._sum is not None:
             rest = self._reduce(self._sum)()
             found = rest if found is None else found + rest
@@ -272,6 +291,7 @@ class Entry:
         line, cut = self.line, self.cut
         if cut is not None:
             return start_reduce(grad, cut.dim, cut.lengths, line)
+        # Summed in place: it was made here, by `input_gradient`, and nobody else reads it.
         grad = grad.contiguous()
         handle = all_reduce(grad, group=line.group, async_op=True, any_order=True)
 
@@ -283,7 +303,11 @@ class Entry:
 
 
 def _begun(ring: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """The same pieces, the first hop being under way."""
+    """Returns the same pieces, with the first hop under way.
+
+    A generator does nothing until it is asked: without this the hop would begin with the product
+    that is meant to hide it.
+    """
     first = next(ring)
 
     def pieces() -> Iterator[tuple[int, Tensor]]:
@@ -312,7 +336,7 @@ class _Enter(Function):
 
 
 class _Look(Function):
-    """The gathered tensor, for operations that are no columns."""
+    """Returns the gathered tensor, for operations that are no columns."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, arrival: Arrival) -> Tensor:
@@ -339,11 +363,11 @@ SHAPES = (
     Tensor.is_floating_point,
     Tensor.__len__,
 )
-"""What may be asked of an input that is still on its way."""
+"""Attributes that an input has before it is gathered."""
 
 
 class Arriving(Tensor):
-    """A whole that is being gathered; everything but its shape waits for it."""
+    """A whole tensor that is being gathered; everything but its `SHAPES` waits for it."""
 
     @classmethod
     def __torch_function__(
@@ -356,7 +380,7 @@ class Arriving(Tensor):
 
 
 def token_of(x: Tensor) -> Tensor:
-    """An entered tensor as autograd knows it."""
+    """Returns an entered tensor as autograd knows it."""
     return vars(x).get("_token", x)
 
 

@@ -1,11 +1,14 @@
-"""Experts whose weights are one tensor: each rank has some of the features inside of every expert.
+"""Mixture-of-experts layers over tensor ranks: each rank has some inner features of every expert.
 
 transformers keeps the weights of all experts of a layer together, ``[experts, out, in]`` (or the
-two last dims in turn), and an experts module loops over them, or multiplies them in one grouped
+last two dims in turn), and an experts module loops over them, or multiplies them in one grouped
 product. Cut by inner features, it stays the module that it is: it computes a part of the sum that
 the experts' outputs are. What goes in is copied (the gradients of hidden states and of the routers'
-weights are summed over the ranks), what comes out is summed. Biases of the output are divided by
-the number of ranks, each of which adds one.
+weights are summed over the ranks), what comes out is summed.
+
+[Note: features, not experts] Giving whole experts to ranks (expert parallelism) would need an
+all-to-all of tokens, and ranks would wait for whoever has the popular experts. Cut by features,
+every rank has the same work whatever the router says, at the price of narrower products.
 
 Latent attention is here, too: of what its first projection of keys and values returns, the rotary
 part goes to each head as it is, so its gradient is summed.
@@ -26,18 +29,18 @@ from gulliver.parallel.tensor._collectives import copy, reduce
 INTO = ("gate_up_proj", "gate_proj", "up_proj")
 OUT = "down_proj"
 ADDED = "down_proj_bias"
-"""Names of the parameters: into the experts' features, out of them, and added at the end."""
+"""Names of the parameters: those into the experts' features, out of them, and the last bias."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """How one parameter is dealt.
+    """The sharding of one parameter.
 
     Attributes:
-        dim: that is cut.
+        dim: dimension that is sharded.
         total: features along it.
-        units: indivisible things that they are, in each block.
-        blocks: that are dealt alike, one after the other.
+        units: indivisible units in each block of features.
+        blocks: number of blocks that lie one after the other, each dealt alike.
     """
 
     dim: int
@@ -47,10 +50,16 @@ class Part:
 
 
 def parts_of_experts(path: str, module: Any, size: int) -> dict[str, Part]:
-    """How the parameters of an experts module are dealt.
+    """Returns how the parameters of an experts module are sharded, by name.
+
+    Args:
+        path: path of the module, for errors.
+        module: experts module with whole parameters.
+        size: ranks.
 
     Raises:
-        GulliverError: it is not understood.
+        GulliverError: the module is not understood, or its experts have fewer inner features than
+            there are ranks.
     """
     held = {n: p for n, p in module._parameters.items() if p is not None}
     into = [n for n in INTO if n in held]
@@ -67,6 +76,7 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, Part]:
             f"{path} is a {type(module).__name__} with parameters {', '.join(held) or 'inside'}: "
             "experts of this kind cannot be cut; give it the rule 'replicate'"
         )
+    # Dim of a weight's inputs; 3 - inputs is that of its outputs.
     inputs = 1 if module.is_transposed else 2
     features = held[OUT].shape[inputs]
     if features < size:
@@ -76,6 +86,7 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, Part]:
         )
     found = {OUT: Part(inputs, features, features)}
     for name in into:
+        # Gate and up in one: as [gate; up], or in turn, feature by feature.
         fused = held[name].shape[3 - inputs] // features
         blocks = fused if fused > 1 and module.is_concatenated else 1
         found[name] = Part(3 - inputs, fused * features, features, blocks)
@@ -85,12 +96,13 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, Part]:
 
 
 def share_experts(module: nn.Module, line: Line) -> None:
-    """Lets a module of cut experts take whole tensors and return them."""
+    """Adds hooks with which a module of sharded experts takes whole tensors and returns them."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         added = module._parameters.get(ADDED)
         if added is not None:
-            # Found before the parameter of this name, as long as the module runs.
+            # Every rank adds the output's bias before the sum, so each adds its share of it. As an
+            # attribute it is found before the parameter of this name, while the module runs.
             vars(module)[ADDED] = copy(added, line) / line.size
         given = {name: _copied(value, line) for name, value in kwargs.items()}
         return tuple(_copied(value, line) for value in args), given
@@ -104,7 +116,11 @@ def share_experts(module: nn.Module, line: Line) -> None:
 
 
 def share_rotary(module: nn.Module, width: int, line: Line) -> None:
-    """Sums the gradient of the last `width` features of what a module returns over the ranks."""
+    """Sums the gradient of the last `width` features of a module's output over the ranks.
+
+    All heads read these features as they are, and each rank has some of the heads: the gradient on
+    a rank is partial. The others go through a column layer, which sums theirs.
+    """
 
     def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         latent, rotary = output.split([output.shape[-1] - width, width], -1)

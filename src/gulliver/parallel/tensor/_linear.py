@@ -2,11 +2,16 @@
 
 A *column* layer holds some of the outputs: its input is whole on all ranks, its output is the
 rank's own. A *row* layer holds some of the inputs: its input is what a column layer left on this
-rank, its output the sum over the ranks, to which the bias is added once. A pair of them costs one
-all-reduce forward and one backward; where the sequence between blocks is cut over the same ranks,
-an all-gather and a reduce-scatter each way in their place (Korthikanti et al., 2022).
+rank, its output the sum over the ranks, to which the bias is added once.
 
-Parameters are plain, hold the rank's own part, and keep the names of the layer they replace. Read
+[Note: column, then row] Between the two each rank works on features that no other has, so an
+element-wise activation, or attention by heads, needs no communication: a pair of layers costs one
+all-reduce forward (of the row's output) and one backward (of the column's input gradient). Source:
+Megatron-LM, Shoeybi et al., 2019 (arXiv 1909.08053). Where the sequence between blocks is sharded
+over the same ranks, an all-gather and a reduce-scatter each way stand in their place; they carry
+the same bytes (Korthikanti et al., 2022, arXiv 2205.05198).
+
+Parameters are plain, hold the rank's shard, and keep the names of the layer they replace. Read
 `ColumnLinear`, `RowLinear`, then the two functions.
 """
 
@@ -44,11 +49,11 @@ from gulliver.parallel.tensor._shared import SharedSequence
 
 
 class _Sharded(OnLine):
-    """A linear layer of which this rank holds a part.
+    """A linear layer of which this rank holds a shard.
 
     Attributes:
-        weight: ``[outputs, inputs]`` of this rank, or the other way round where `transposed`.
-        bias: or None.
+        weight: shard ``[outputs, inputs]``, or the other way round where `transposed`.
+        bias: bias, or None.
     """
 
     weight: nn.Parameter
@@ -64,16 +69,16 @@ class _Sharded(OnLine):
 
     @property
     def out_features(self) -> int:
-        """Of this rank."""
+        """Number of outputs on this rank."""
         return self.weight.shape[1 if self.transposed else 0]
 
     @property
     def in_features(self) -> int:
-        """Of this rank."""
+        """Number of inputs on this rank."""
         return self.weight.shape[0 if self.transposed else 1]
 
     def extra_repr(self) -> str:
-        """What `print` shows."""
+        """Returns what `print` shows."""
         shape = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{shape}, bias={self.bias is not None}, rank {self.line.place} of {self.line.size}"
 
@@ -82,15 +87,16 @@ class ColumnLinear(_Sharded):
     """A linear layer of which this rank holds some of the outputs.
 
     Args:
-        weight: this rank's.
-        bias: this rank's, or None.
-        line: of ranks.
-        runs: this rank's outputs in the whole layer; several where projections are fused.
+        weight: this rank's rows of the weight matrix.
+        bias: this rank's entries of the bias, or None.
+        line: rank group that the layer is sharded over.
+        runs: intervals of this rank's outputs in the whole layer; several where projections are
+            fused.
         total: outputs of the whole layer.
-        transposed: the weight is ``[inputs, outputs]``.
-        gather_output: all ranks get all outputs, the same on each; for one run only.
-        shared: the sequence that the input is a piece of; None where it is whole. Inside of a
-            module that took its input in for all its columns, other inputs are whole.
+        transposed: whether the weight is ``[inputs, outputs]``.
+        gather_output: whether all ranks get all outputs, the same on each; for one run only.
+        shared: sequence that the input is a piece of; None where it is whole. Inside of a module
+            that entered its input for all its columns, other inputs are whole.
     """
 
     def __init__(
@@ -111,15 +117,16 @@ class ColumnLinear(_Sharded):
 
     @property
     def columns(self) -> Interval:
-        """This rank's outputs, first and one past the last; of a layer that is not fused."""
+        """First of this rank's outputs and one past the last, of a layer that is not fused."""
         (run,) = self.runs
         return run
 
+    @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
     def forward(self, x: Tensor) -> Tensor:
-        """The outputs of this rank, or all of them.
+        """Returns the outputs of this rank, ``[..., outputs]``, or those of all.
 
         Args:
-            x: ``[..., inputs]``, whole or entered; with `shared` a piece of the sequence.
+            x: input ``[..., inputs]``, whole or entered; with `shared` a piece of the sequence.
         """
         weight, bias = _autocast(x, self.weight, self.bias)
         if self.line.size == 1:
@@ -142,13 +149,13 @@ class RowLinear(_Sharded):
     """A linear layer of which this rank holds some of the inputs.
 
     Args:
-        weight: this rank's.
-        bias: whole, or None.
-        line: of ranks.
-        transposed: the weight is ``[inputs, outputs]``.
-        split_input: the input is whole on all ranks, of which each takes its part.
+        weight: this rank's columns of the weight matrix.
+        bias: whole bias, or None.
+        line: rank group that the layer is sharded over.
+        transposed: whether the weight is ``[inputs, outputs]``.
+        split_input: whether the input is whole on all ranks, and each takes its features.
         total: inputs of the whole layer, for `split_input`.
-        shared: the sequence that the output becomes a piece of; None for a whole output.
+        shared: sequence that the output becomes a piece of; None for a whole output.
     """
 
     def __init__(
@@ -164,11 +171,12 @@ class RowLinear(_Sharded):
         super().__init__(weight, bias, line, transposed)
         self.split_input, self.total, self.shared = split_input, total, shared
 
+    @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
     def forward(self, x: Tensor) -> Tensor:
-        """The output, whole on all ranks or this rank's piece of the sequence.
+        """Returns the output, whole on all ranks or this rank's piece of the sequence.
 
         Args:
-            x: ``[..., inputs of this rank]``, of the whole sequence.
+            x: input ``[..., inputs of this rank]``, of the whole sequence.
         """
         weight, bias = _autocast(x, self.weight, self.bias)
         x = autocast(x)
@@ -187,7 +195,10 @@ def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 
 class _Column(Function):
-    """[Note: what is kept] This rank's piece and the weight; never the gathered input."""
+    """The product of a column layer, whose input gradient goes to the `Entry`.
+
+    [Note: what is kept] This rank's piece and the weight are saved, never the gathered input.
+    """
 
     @staticmethod
     def forward(
@@ -201,7 +212,7 @@ class _Column(Function):
         ctx.entry, ctx.transposed = arrival.entry, transposed
         if any(ctx.needs_input_grad[:3]):
             ctx.entry.join()
-        # A frozen weight needs no input, and a bias needs neither.
+        # A frozen weight needs no input for its gradient, and a bias needs neither.
         kept = arrival.own if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(kept, weight if ctx.needs_input_grad[0] else None)
         return arrival.multiply(weight, bias, transposed)
@@ -211,6 +222,8 @@ class _Column(Function):
         own, weight = ctx.saved_tensors
         entry: Entry = ctx.entry
         grad, of_weight = grads[0].contiguous(), None
+        # In this order: the gather overlaps the input gradient, whose sum over the ranks overlaps
+        # the weight gradient.
         if ctx.needs_input_grad[1]:
             entry.begin(own)
         if ctx.needs_input_grad[0]:
@@ -244,6 +257,7 @@ class _Row(Function):
                 all_reduce(y, group=line.group, any_order=True)
             else:
                 y = start_reduce(y, cut.dim, cut.lengths, line)()
+        # After the sum: before it the bias would be added once for each rank.
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -264,7 +278,7 @@ class _Row(Function):
 
 
 def _reduced_in_pieces(x: Tensor, weight: Tensor, line: Line, cut: Cut, transposed: bool) -> Tensor:
-    """Each piece of the output goes to its owner while the next one is computed."""
+    """Returns this rank's piece of the output; the others go out while the next is computed."""
     pieces = cut.pieces(x)
     shape = (*pieces[line.place].shape[:-1], weight.shape[1 if transposed else 0])
     reduction = Reduction(shape, cut.dim, cut.lengths, line, x)
@@ -281,7 +295,7 @@ def _gradients_in_pieces(
     cut: Cut,
     transposed: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of input and weight, from each piece of the output's gradient as it comes."""
+    """Returns the gradients of input and weight, made from pieces of the output's as they come."""
     parts: dict[int, Tensor] = {}
     inputs = cut.pieces(x) if x is not None else []
     total = Sum()

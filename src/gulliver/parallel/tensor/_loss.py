@@ -1,9 +1,13 @@
-"""Cross-entropy of logits of which each rank has some columns.
+"""Vocabulary-parallel cross-entropy: each rank has some columns of the logits.
 
 With ``m`` the largest logit of a token and ``s`` the sum of ``exp(logit - m)``, both taken over all
-ranks, the loss is ``m + log(s) - target``. Two small all-reduces carry ``m``, then ``s`` and the
-target's logit; the logits themselves never travel, and the gradient, ``softmax - one-hot``, is each
-rank's own.
+ranks, the loss is ``m + log(s) - target``. Source: Megatron-LM, Shoeybi et al., 2019, section 3.
+
+[Note: two reductions] Two small all-reduces carry ``m``, then ``s`` and the target's logit. They
+cannot be one: the terms of ``s`` are taken relative to ``m``, without which ``exp`` overflows, so
+``m`` has to be known first, and a maximum and a sum are different reductions. The logits themselves
+never travel (four numbers for each token instead of the vocabulary), and the gradient,
+``softmax - one-hot``, needs no communication: each rank has ``m + log(s)`` and its own columns.
 """
 
 from __future__ import annotations
@@ -25,21 +29,21 @@ def cross_entropy(
     vocabulary: tuple[int, int],
     ignore_index: int = -100,
 ) -> Tensor:
-    """The loss of each token, the same on all ranks of the line.
+    """Returns the loss of each token, the same on all ranks.
 
     Args:
-        logits: ``[..., stop - start]``, this rank's columns.
-        labels: ``[...]``, of the whole vocabulary, the same on all ranks.
-        line: of ranks, each of which has other columns.
-        vocabulary: first and one past the last of this rank's columns.
-        ignore_index: of labels whose loss and gradient are 0.
+        logits: this rank's columns, ``[..., stop - start]``.
+        labels: token ids in the whole vocabulary, ``[...]``, the same on all ranks.
+        line: rank group that the vocabulary is sharded over.
+        vocabulary: first of this rank's columns and one past the last.
+        ignore_index: label whose loss and gradient are 0.
 
     Returns:
-        ``[...]`` in float32 (float64 for float64).
+        Losses ``[...]`` in float32 (float64 for float64).
 
     Raises:
         GulliverError: shapes do not fit; no rank has a label, which is found on the CPU alone: on
-            a GPU, which a check would make wait, the loss of that token is not a number.
+            a GPU, which a check would make wait, the loss of that token is NaN.
     """
     start, stop = vocabulary
     if logits.shape != (*labels.shape, stop - start):
@@ -96,7 +100,7 @@ class _CrossEntropy(Function):
 
 
 def _own(labels: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-    """Whether a label is among this rank's columns, and which it is, or any where it is not."""
+    """Returns whether each label is among this rank's columns, and its column (0 where not)."""
     column = labels - start
     here = (column >= 0) & (column < count)
     return here, column.masked_fill(~here, 0)

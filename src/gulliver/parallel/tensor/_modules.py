@@ -12,7 +12,7 @@ from torch import nn
 
 from gulliver.errors import GulliverError
 from gulliver.parallel.tensor._convolution import CONVOLUTIONS
-from gulliver.parallel.tensor._table import DRAWN_ALIKE, HEADS, KV_HEADS, STYLES, How
+from gulliver.parallel.tensor._table import DRAWN_ALIKE, HEADS, KV_HEADS, REPEATED, STYLES, How
 
 DROPOUTS = (
     nn.Dropout,
@@ -35,7 +35,7 @@ def dropouts_of(model: nn.Module) -> list[str]:
         names += [
             f"{path}.{name} = {value}"
             for name, value in vars(module).items()
-            if "drop" in name and isinstance(value, float) and value > 0
+            if ("drop" in name or "jitter" in name) and isinstance(value, float) and value > 0
         ]
     return names
 
@@ -81,6 +81,17 @@ def head_groups(module: nn.Module) -> int:
         counts = (getattr(config, name, None) for name in (KV_HEADS[0], "num_attention_heads"))
         return next((count for count in counts if isinstance(count, int)), 0)
     return 0
+
+
+def query_heads(attention: nn.Module, groups: int) -> tuple[int, int]:
+    """How many query heads an attention module has, and their width; 0 where it is not seen.
+
+    Args:
+        attention: that repeats its key-value heads as its `num_key_value_groups` says.
+        groups: its key-value heads.
+    """
+    each, width = (vars(attention).get(name) for name in (REPEATED, "head_dim"))
+    return (groups * each, width) if isinstance(each, int) and isinstance(width, int) else (0, 0)
 
 
 def is_transposed(module: nn.Module) -> bool:

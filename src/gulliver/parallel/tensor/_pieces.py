@@ -1,12 +1,13 @@
-"""Gathering and reducing tensors that are cut along one dim, at once or piece by piece.
+"""All-gather and reduce-scatter of uneven pieces along one dim, at once or piece by piece.
 
-A whole tensor is cut along `dim` into pieces of the lengths that the ranks hold; lengths differ by
-at most one when they were dealt evenly, and then a collective of padded pieces carries them.
+A whole tensor is cut along `dim` into one piece for each rank. Lengths differ by at most one when
+they were dealt evenly, so a collective of padded pieces carries them almost without waste.
 
 *At once*: `start_gather` and `start_reduce` begin one collective and return what to wait for.
-*Piece by piece*: `ring_gather` hands out each piece as it comes round the ring, so that a product
+*Piece by piece*: `ring_gather` yields each piece as it comes round the ring, so that a product
 with it hides the next hop; `Reduction` sends each piece to its owner as soon as it is computed, and
-the owner adds what it gets in the order of the ranks, in float32 or wider.
+the owner adds what it gets in the order of the ranks, in float32 or wider: in the order of arrival
+the bits would change from run to run.
 
 All ranks call the same functions in the same order. Nothing here is differentiable.
 """
@@ -14,32 +15,32 @@ All ranks call the same functions in the same order. Nothing here is differentia
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gulliver.comm import Line, all_gather, reduce_scatter
+from gulliver.comm import Line, Messages, all_gather, post, reduce_scatter
 from gulliver.parallel.tensor._deal import intervals
 
 RING_TAG, PIECE_TAG, SIZE_TAG = 500, 600, 700
-"""Of the pieces that go round, and of those that go to their owner, plus the step."""
+"""Message tags: of pieces that go round and of those that go to their owner, plus the step; of
+sizes."""
 
 Wait = Callable[[], Tensor]
+"""Waits for a collective and returns its result."""
 
 
 def start_gather(own: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Wait:
     """Begins to gather the pieces of all ranks.
 
     Args:
-        own: this rank's piece; `lengths` at its place along `dim`.
-        dim: that is cut.
-        lengths: of the pieces.
-        line: of ranks.
+        own: this rank's piece.
+        dim: dimension that is sharded, counted from the front.
+        lengths: length of each rank's piece along `dim`.
+        line: rank group to gather over.
 
     Returns:
-        What returns the whole.
+        A function that waits and returns the whole.
     """
     longest, size, slots = max(lengths), line.size, _slots(line)
     padded = _padded(own, dim, longest)
@@ -59,7 +60,11 @@ def start_gather(own: Tensor, dim: int, lengths: Sequence[int], line: Line) -> W
 
 
 def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Wait:
-    """Begins to add up a tensor over the ranks; each gets its piece of the sum."""
+    """Begins to reduce-scatter a tensor; arguments are as those of `start_gather`.
+
+    Returns:
+        A function that waits and returns this rank's piece of the sum.
+    """
     longest = max(lengths)
     parts = whole.detach().split(list(lengths), dim)
     stacked = torch.stack([_padded(parts[place], dim, longest) for place in line.group_order()])
@@ -80,42 +85,43 @@ def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], line: Line) ->
 def ring_gather(
     own: Tensor, dim: int, lengths: Sequence[int], line: Line
 ) -> Iterator[tuple[int, Tensor]]:
-    """Hands out the place and the piece of every rank, the own one first, while the next travels.
+    """Yields every rank and its piece, this rank's first, while the next piece travels.
 
     Every piece is passed on to the next rank, so each link carries one piece at a time.
     """
     place, piece = line.place, own.detach().contiguous()
     after, before = (line.ranks[(place + step) % line.size] for step in (1, -1))
     for step in range(line.size):
-        works, coming = [], piece
+        messages, coming = None, piece
         if step < line.size - 1:
             shape = list(own.shape)
             shape[dim] = lengths[(place - 1) % line.size]
             coming = own.new_empty(shape)
-            works = _post([(before, coming)], [(after, piece)], line.group, RING_TAG + step)
+            messages = post([(before, coming)], [(after, piece)], line.group, RING_TAG + step)
         yield place, piece
-        for work in works:
-            work.wait()
+        if messages is not None:
+            messages.wait()
         place, piece = (place - 1) % line.size, coming
 
 
 class Reduction:
-    """A sum over ranks of a tensor whose pieces are computed one by one.
+    """A reduce-scatter of a tensor whose pieces are computed one by one.
 
-    Call `send` for every place of `order`, then `finish` with the own piece.
+    Call `send` for every rank of `order`, then `finish` with the own piece.
 
     Args:
-        shape: of the own piece.
-        dim: that is cut.
-        lengths: of the pieces.
-        line: of ranks.
-        like: of what dtype and device.
+        shape: shape of the own piece.
+        dim: dimension that is sharded.
+        lengths: length of each rank's piece.
+        line: rank group to sum over.
+        like: tensor of the dtype and device of the pieces.
     """
 
     def __init__(
         self, shape: Sequence[int], dim: int, lengths: Sequence[int], line: Line, like: Tensor
     ) -> None:
-        self._line, self._works, self._sent = line, [], []
+        self._line = line
+        self._messages: list[Messages] = []
         self._shape = tuple(shape)
         self._arrived = {
             place: like.new_empty(self._shape) for place in range(line.size) if place != line.place
@@ -123,7 +129,7 @@ class Reduction:
 
     @property
     def order(self) -> list[int]:
-        """In which pieces are computed: all send to different ranks at any time."""
+        """Order in which pieces are computed: at any time all ranks send to different ones."""
         place, size = self._line.place, self._line.size
         return [(place + step) % size for step in range(1, size)]
 
@@ -132,19 +138,14 @@ class Reduction:
         line, piece = self._line, piece.detach().contiguous()
         step = (place - line.place) % line.size
         source = (line.place - step) % line.size
-        self._works += _post(
-            [(line.ranks[source], self._arrived[source])],
-            [(line.ranks[place], piece)],
-            line.group,
-            PIECE_TAG + step,
-        )
-        self._sent.append(piece)
+        incoming = [(line.ranks[source], self._arrived[source])]
+        sent = [(line.ranks[place], piece)]
+        self._messages.append(post(incoming, sent, line.group, PIECE_TAG + step))
 
     def finish(self, own: Tensor) -> Tensor:
-        """The sum of all ranks' pieces for this one, in the order of the ranks."""
-        for work in self._works:
-            work.wait()
-        self._sent.clear()
+        """Returns the sum of all ranks' pieces for this one, added in the order of the ranks."""
+        while self._messages:
+            self._messages.pop(0).wait()
         wide = own.dtype if own.dtype.itemsize > 2 else torch.float32
         total: Tensor | None = None
         for place in range(self._line.size):
@@ -155,12 +156,12 @@ class Reduction:
 
 
 def pieces_of(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """First and one past the last index of each piece."""
+    """Returns first and one past the last index of each piece."""
     return intervals(lengths)
 
 
 def gather_sizes(size: int, line: Line, device: torch.device) -> tuple[int, ...]:
-    """The numbers that all ranks of a line passed; one small message."""
+    """Returns the numbers that all ranks of the group passed; one small all-gather."""
     own = torch.tensor([size], device=device)
     sizes = own.new_empty(line.size)
     all_gather(sizes, own, group=line.group)
@@ -169,7 +170,7 @@ def gather_sizes(size: int, line: Line, device: torch.device) -> tuple[int, ...]
 
 
 def _slots(line: Line) -> list[int]:
-    """Where the group's collectives put each place of a line."""
+    """Returns where the group's collectives put the piece of each rank of a line."""
     order = line.group_order()
     return [order.index(place) for place in range(line.size)]
 
@@ -184,19 +185,3 @@ def _padded(piece: Tensor, dim: int, length: int) -> Tensor:
     padded = piece.new_zeros(shape)
     padded.narrow(dim, 0, piece.shape[dim]).copy_(piece)
     return padded
-
-
-def _post(
-    incoming: Sequence[tuple[int, Tensor]],
-    outgoing: Sequence[tuple[int, Tensor]],
-    group: dist.ProcessGroup | None,
-    tag: int,
-) -> list[Any]:
-    # Both sides know the sizes, so a message without content is sent by neither.
-    calls = [
-        dist.P2POp(call, tensor.view(-1).view(torch.uint8), peer, group, tag)
-        for call, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
-        for peer, tensor in messages
-        if tensor.numel()
-    ]
-    return dist.batch_isend_irecv(calls) if calls else []

@@ -23,6 +23,7 @@ class Placed:
         dims: parameter to the dim that is cut; those that are whole are not named.
         total: features along it.
         units: indivisible things that they are, in each block.
+        copies: ranks that hold each of them alike.
         parts: parameter to how it is dealt, where those of a module are dealt differently.
     """
 
@@ -31,6 +32,7 @@ class Placed:
     dims: Mapping[str, int]
     total: int = 0
     units: int = 0
+    copies: int = 1
     parts: Mapping[str, Part] = field(default_factory=dict)
 
     def runs(self, size: int, place: int, name: str = "") -> tuple[Interval, ...]:
@@ -38,7 +40,8 @@ class Placed:
         part = self.parts.get(name)
         if part is not None:
             return share(part.total, part.units, size, place, part.blocks)
-        return share(self.total, self.units, size, place, self.how.blocks)
+        of, number = size // self.copies, place // self.copies
+        return share(self.total, self.units, of, number, self.how.blocks)
 
 
 @dataclass(frozen=True)

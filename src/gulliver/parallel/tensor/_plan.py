@@ -25,6 +25,7 @@ from gulliver.parallel.tensor._modules import (
     head_groups,
     is_scaled,
     layer_of,
+    query_heads,
 )
 from gulliver.parallel.tensor._placed import Placed, TensorPlan
 from gulliver.parallel.tensor._table import GATHERED, HEADS, HUGGING_FACE, KV_HEADS, STYLES
@@ -297,32 +298,51 @@ class _Planner:
             parts = parts_of_experts(path, module, self.size)
             return Placed(style, how, {n: part.dim for n, part in parts.items()}, parts=parts)
         if how.kind == "parameters":
-            units = self._attention(f"{path}.")[1]
-            parts = {
-                n: Part(0, p.shape[0], units)
-                for n, p in module._parameters.items()
-                if p is not None
-            }
-            self._check_units(path, units, "heads (key-value heads where grouped)")
+            held = {n: p.shape[0] for n, p in module._parameters.items() if p is not None}
+            units = self._units(f"{path}.", max(held.values()))[0]
+            parts = {n: Part(0, count, units) for n, count in held.items()}
             return Placed(style, how, dict.fromkeys(parts, 0), parts=parts)
         dims = cut_dims(path, module, how)
         total = module._parameters["weight"].shape[dims["weight"]]  # pyright: ignore[reportOptionalMemberAccess]
-        units = self._attention(path)[1] if how.heads else total // how.blocks
-        what = "heads (key-value heads where grouped)" if how.heads else "features"
+        units, copies = total // how.blocks, 1
+        if how.heads:
+            units, copies = self._units(path, total, how.blocks)
         if total % (units * how.blocks):
             raise GulliverError(
                 f"{path} has {total} features, which are not {how.blocks} x {units} equal parts: "
                 "give it another rule"
             )
-        self._check_units(path, units, what)
-        return Placed(style, how, dims, total, units)
-
-    def _check_units(self, path: str, units: int, what: str) -> None:
-        if units < self.size:
+        if not how.heads and units < self.size:
             raise GulliverError(
-                f"{path} has {units} {what}, fewer than {self.size} tensor ranks: "
+                f"{path} has {units} features, fewer than {self.size} tensor ranks: "
                 f"tp_size from 1 to {units} would do"
             )
+        return Placed(style, how, dims, total, units, copies)
+
+    def _units(self, path: str, total: int, blocks: int = 0) -> tuple[int, int]:
+        """In how many heads features are dealt, and how many ranks hold each of these alike.
+
+        Without blocks of features, there is one number for each query head.
+
+        [Note: copies of key-value heads] With more ranks than key-value heads, each of these heads
+        is held by several ranks, which share its query heads. A rank's gradient of it is that of
+        its own query heads, so the gradients are summed over the copies where the layer uses its
+        weights (`sum_gradients`); the optimizer steps the copies alike, and a norm counts each once
+        (`Region.copies`).
+        """
+        name, groups = self._attention(path)
+        if self.size <= groups:
+            return groups, 1
+        heads, width = query_heads(self.modules[name], groups)
+        more = [n for n in range(2 * groups, heads + 1, groups) if heads % n == 0]
+        whole = {groups * width: groups, heads * width: heads} if blocks else {heads: heads}
+        if self.size not in more or blocks > 1 or total not in whole:
+            others = f", or {' or '.join(map(str, more))}" if more and blocks < 2 else ""
+            raise GulliverError(
+                f"{path} has {groups} heads (key-value heads where grouped), fewer than "
+                f"{self.size} tensor ranks: tp_size from 1 to {groups} would do{others}"
+            )
+        return whole[total], self.size // groups if whole[total] == groups else 1
 
     def _attention(self, path: str) -> tuple[str, int]:
         """The attention module that a module belongs to, and how many head groups it has."""

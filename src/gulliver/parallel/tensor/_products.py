@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """``x @ weight.T + bias``: [rows, outputs]."""
+    """Returns ``x @ weight.T + bias``: [rows, outputs]."""
     return F.linear(x, weight.t() if transposed else weight, bias)
 
 
 def input_gradient(
     grad: Tensor, weight: Tensor, transposed: bool, into: Tensor | None = None
 ) -> Tensor:
-    """``grad @ weight``: [rows, inputs]; added to `into` where that is given."""
+    """Returns ``grad @ weight``: [rows, inputs]; added to `into` where that is given."""
     matrix = weight.t() if transposed else weight
     if into is None:
         return grad @ matrix
@@ -28,22 +28,22 @@ def input_gradient(
 
 
 def weight_gradient(grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    """``grad.T @ x``, in the weight's layout."""
+    """Returns ``grad.T @ x`` in the weight's layout."""
     return rows(x).t() @ rows(grad) if transposed else rows(grad).t() @ rows(x)
 
 
 def bias_gradient(grad: Tensor) -> Tensor:
-    """The sum of the rows."""
+    """Returns the sum of the rows: [outputs]."""
     return rows(grad).sum(0)
 
 
 def rows(x: Tensor) -> Tensor:
-    """All dims but the last as one."""
+    """Flattens all dims but the last into one."""
     return x.reshape(-1, x.shape[-1])
 
 
 class Sum:
-    """A sum of terms in float32 or wider, so that parts are not rounded one by one."""
+    """A sum of terms in float32 or wider, so that partial sums are not rounded to 16 bits."""
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
@@ -56,6 +56,6 @@ class Sum:
             self._total.add_(term)
 
     def value(self, dtype: torch.dtype) -> Tensor:
-        """The sum; at least one term was added."""
+        """Returns the sum in a dtype; at least one term was added."""
         assert self._total is not None
         return self._total.to(dtype)

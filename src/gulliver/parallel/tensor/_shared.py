@@ -1,7 +1,10 @@
-"""The sequence that the blocks of a stack share, cut over the tensor ranks.
+"""The sequence that the blocks of a stack share, sharded over the tensor ranks.
 
-Between blocks each rank has a piece of the hidden states along dim 1; inside, columns gather it and
-rows scatter it. How long the whole is cannot be told from a piece, so the first block notes it
+Between blocks each rank has a piece of the hidden states along dim 1, so that norms, dropout and
+residuals are neither computed nor kept on every rank; inside, columns gather the sequence and rows
+reduce-scatter it (Korthikanti et al., 2022, arXiv 2205.05198).
+
+How long the whole is cannot be told from a piece, as pieces are uneven, so the first block notes it
 (`SharedSequence.lengths`) for as long as a block runs. Where a block is computed again for its
 gradient by a checkpoint inside of it, nothing was noted, and the ranks ask each other.
 """
@@ -19,17 +22,17 @@ from gulliver.parallel.tensor._entry import Cut
 from gulliver.parallel.tensor._pieces import gather_sizes
 
 UNCUT: tuple[int, ...] = ()
-"""Lengths of a pass whose sequence is not cut: it is shorter than there are ranks."""
+"""Lengths of a pass whose sequence is not cut: it has fewer tokens than there are ranks."""
 
 
 class SharedSequence:
-    """What a stack's blocks know of the sequence that they are in.
+    """The sharding of the sequence that the blocks of a stack are in.
 
     Attributes:
-        line: of ranks.
-        ring: gather and scatter piece by piece.
-        lengths: of the pieces, by place, while a block runs; None where it is not known.
-        inside: how many modules are running that took their input in.
+        line: rank group that the sequence is sharded over.
+        ring: whether it is gathered and scattered piece by piece.
+        lengths: length of each rank's piece while a block runs; None where it is not known.
+        inside: number of running modules that entered their input.
     """
 
     def __init__(self, line: Line, ring: bool) -> None:
@@ -43,7 +46,7 @@ class SharedSequence:
         return memo.setdefault(id(self), SharedSequence(self.line, self.ring))
 
     def deal(self, length: int, training: bool) -> tuple[int, ...]:
-        """The lengths of the pieces of a sequence.
+        """Returns the lengths of the pieces of a sequence; `UNCUT` for one that is too short.
 
         Raises:
             GulliverError: in training, there are fewer tokens than ranks.
@@ -58,11 +61,15 @@ class SharedSequence:
         return UNCUT
 
     def ask(self, piece: Tensor) -> tuple[int, ...]:
-        """The lengths of all ranks' pieces; one small message."""
+        """Returns the lengths of all ranks' pieces; one small all-gather."""
         return gather_sizes(piece.shape[1], self.line, piece.device)
 
     def cut_of(self, piece: Tensor) -> Cut | None:
-        """How a tensor is cut of which this rank has a piece: ``[B, length, ...]`` or rows."""
+        """Returns the sharding of a tensor of which this rank has a piece.
+
+        Args:
+            piece: piece ``[B, length, ...]``, or rows ``[B * length, ...]``.
+        """
         lengths = self.lengths
         if lengths == UNCUT:
             return None
@@ -77,7 +84,11 @@ class SharedSequence:
         return Cut(dim, lengths, self.ring)
 
     def cut_for(self, whole: Tensor) -> Cut | None:
-        """How a tensor is to be cut that is whole, ``[B, length, ...]``, or of `cut_of`'s rows."""
+        """Returns the sharding that a whole tensor is to get.
+
+        Args:
+            whole: tensor ``[B, length, ...]``, or the rows that `cut_of` gathered.
+        """
         if self.lengths == UNCUT:
             return None
         if whole.dim() > 2:

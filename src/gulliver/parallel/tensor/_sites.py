@@ -1,10 +1,12 @@
-"""Hooks on modules of the model: where an input is taken in once, and where the sequence is cut.
+"""Hooks on modules of the model: where an input is entered once, and where the sequence is cut.
 
 *Sites* are modules whose input goes into several columns, such as attention and gated MLPs: where
-the sequence is cut, `take_in_once` lets all of them share one entry. *Stacks* are lists of blocks:
-`guard_stack` cuts the sequence at the entry of the first block and joins it at the exit of the
-last, and says inside how long it is. A block that is not here, because it belongs to another stage
-of a pipeline, does neither; what its neighbours get is then a piece already.
+the sequence is sharded, `take_in_once` lets all of them share one entry. *Stacks* are lists of
+blocks: `guard_stack` cuts the sequence at the entry of the first block and joins it at the exit of
+the last, and says inside how long it is. A block of another pipeline stage does neither; what its
+neighbours get is then a piece already.
+
+Hooks, not subclasses: the model keeps its own classes, which its code may ask for.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from gulliver.parallel.tensor._table import HIDDEN
 
 
 def take_in_once(site: nn.Module, shared: SharedSequence) -> None:
-    """Takes a module's hidden states in, for all its columns; it sees the shape of the whole.
+    """Enters a module's hidden states once for all its columns; it sees the shape of the whole.
 
     Args:
         site: parent of columns.
-        shared: the sequence that hidden states are a piece of.
+        shared: sequence that hidden states are a piece of.
     """
 
     def entered(value: Any) -> Any:
@@ -56,6 +58,11 @@ def expect_whole(path: str, module: nn.Module, shared: SharedSequence) -> None:
     """Refuses a piece as the input of a module that is taken to work on the whole sequence.
 
     Such a module stands past gathered columns, so its gradients are not summed over the ranks.
+
+    Args:
+        path: path of the module, for errors.
+        module: module whose parameters stay whole.
+        shared: sequence that its input must not be a piece of.
     """
 
     def before(module: nn.Module, args: Any) -> None:
@@ -75,10 +82,10 @@ def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool
     """Cuts the sequence at the first block, and joins it at the last.
 
     Args:
-        path: of the stack, for errors.
-        stack: a list of blocks; those without parameters are left alone.
-        shared: what the blocks know of the sequence.
-        known: which other arguments blocks have is known; else differentiable ones are refused.
+        path: path of the stack, for errors.
+        stack: list of blocks; those without parameters are left alone.
+        shared: sharding of the sequence, as the blocks know it.
+        known: whether the blocks' other arguments are known; else differentiable ones are refused.
     """
     blocks = list(stack.children())
     for number, block in enumerate(blocks):
@@ -91,7 +98,12 @@ def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool
 
 
 def gather_outputs(module: nn.Module, line: Line) -> None:
-    """Lets what a module around a stack returns be whole: hidden states between its blocks, too."""
+    """Gathers the hidden states in a module's outputs, such as ``output_hidden_states``.
+
+    Args:
+        module: module around a stack.
+        line: rank group that the sequence is sharded over.
+    """
 
     def whole(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -114,11 +126,11 @@ def gather_outputs(module: nn.Module, line: Line) -> None:
 
 
 def refuse_outputs(model: nn.Module, shared: bool) -> None:
-    """Refuses to return what each rank has its own part of.
+    """Refuses to return tensors of which each rank has a shard and no rank the whole.
 
     Args:
-        model: that is cut.
-        shared: whether its sequences are cut between blocks.
+        model: model that is sharded.
+        shared: whether its sequences are sharded between blocks.
     """
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -135,7 +147,7 @@ def refuse_outputs(model: nn.Module, shared: bool) -> None:
 
 
 class _Guard:
-    """What happens at the edges of one block."""
+    """The hooks at the entry and the exit of one block."""
 
     first = last = False
 
@@ -143,7 +155,7 @@ class _Guard:
         self.path, self.shared, self.known = path, shared, known
 
     def before(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Cuts the hidden states, or finds out how they were cut."""
+        """Cuts the hidden states at the first block, or finds out how they were cut."""
         name = next((n for n in HIDDEN if n in kwargs), None)
         hidden = kwargs[name] if name else args[0] if args else None
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
@@ -176,7 +188,7 @@ class _Guard:
         return hidden
 
     def after(self, block: nn.Module, args: Any, output: Any) -> Any:
-        """Joins the hidden states, or notes how they are cut."""
+        """Joins the hidden states at the last block, or notes on them how they are cut."""
         shared, lengths = self.shared, self.shared.lengths
         shared.lengths = None
         if output is None or lengths is None:

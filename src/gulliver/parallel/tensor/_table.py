@@ -96,6 +96,9 @@ HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 SCALED = (*KV_HEADS, *HEADS, "split_size", "inner_dim", "all_head_size", "embed_dim")
 """Attributes of attention modules that a rank has its heads' part of."""
 
+REPEATED = "num_key_value_groups"
+"""Attribute of attention modules: query heads of each key-value head."""
+
 HIDDEN = ("hidden_states",)
 """Names of a module's input, where it is not its first argument."""
 

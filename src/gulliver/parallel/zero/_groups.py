@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gulliver.comm import Group, gather_objects
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, first_difference
 
 DIGEST = 8
 """Bytes that stand for all options."""
@@ -81,16 +81,18 @@ class GroupWatch:
         if any(a + b != 255 for a, b in zip(digest, complement, strict=True)):
             raise GulliverError(_difference(gather_objects(self._options(), self._group)))
 
-    def _options(self) -> list[dict[str, str]]:
-        """The numbers among the options, by group.
+    def _options(self) -> dict[str, str]:
+        """The numbers among the options, by name and group.
 
         Options on a device are left out: the host would have to wait for them.
         """
         known = self._inner.defaults
-        return [
-            {key: repr(_numbers(value)) for key, value in group.items() if key in known}
-            for group in self._inner.param_groups
-        ]
+        return {
+            f"{key} of the optimizer's group {number}": repr(_numbers(value))
+            for number, group in enumerate(self._inner.param_groups)
+            for key, value in group.items()
+            if key in known
+        }
 
 
 def _numbers(value: Any) -> Any:
@@ -101,14 +103,12 @@ def _numbers(value: Any) -> Any:
     return value if isinstance(value, Number) else None
 
 
-def _difference(every: Sequence[Sequence[dict[str, str]]]) -> str:
-    for rank, groups in enumerate(every):
-        for number, (first, other) in enumerate(zip(every[0], groups, strict=True)):
-            for key in [*first, *other]:
-                if first.get(key) != other.get(key):
-                    return (
-                        f"{key} of the optimizer's group {number} is {first.get(key)} on rank 0 "
-                        f"and {other.get(key)} on rank {rank}: give schedulers the same numbers "
-                        "on all ranks, such as a loss averaged over them"
-                    )
-    return "the options of the optimizer differ between ranks: set the same on all"
+def _difference(every: Sequence[dict[str, str]]) -> str:
+    found = first_difference(every)
+    if found is None:
+        return "the options of the optimizer differ between ranks: set the same on all"
+    rank, name, first, other = found
+    return (
+        f"{name} is {first} on rank 0 and {other} on rank {rank}: give schedulers the same "
+        "numbers on all ranks, such as a loss averaged over them"
+    )

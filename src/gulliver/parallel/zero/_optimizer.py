@@ -26,13 +26,13 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from gulliver._compat import step_hooks, step_without_hooks
 from gulliver.comm import Group, all_gather, all_reduce, broadcast, group_rank, group_size
 from gulliver.errors import GulliverError
+from gulliver.hardware import ChunkSize, zero_bytes
 from gulliver.memory import (
     ASKS,
     BufferPool,
     Chunk,
     ChunkLayout,
     before_write,
-    plan_chunks,
     reduced_gradient,
 )
 from gulliver.parallel._optimizer import BoostedOptimizer, Leaf, Saved, State
@@ -50,6 +50,7 @@ from gulliver.parallel.zero._saved import (
 )
 from gulliver.parallel.zero._scaler import LossScaler
 from gulliver.parallel.zero._sharded import ShardedChunk
+from gulliver.parallel.zero._sizes import TensorSize, chunk_layouts, shard_dtype
 from gulliver.parallel.zero._state import gather_state, scatter_state
 from gulliver.parallel.zero._statistics import BufferSync
 
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from gulliver.parallel.zero._tuner import BucketTuner
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-HALVES = (torch.bfloat16, torch.float16)
 
 
 class ZeroOptimizer(BoostedOptimizer):
@@ -141,6 +141,11 @@ class ZeroOptimizer(BoostedOptimizer):
         self._watch_inner()
 
     @property
+    def gives_back(self) -> bool:  # type: ignore[override]
+        """With stage 3, which keeps shards only."""
+        return self.stage == 3
+
+    @property
     def parts(self) -> int:
         """Shards of a chunk."""
         return self.size if self.stage else 1
@@ -152,22 +157,16 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def home_dtype(self, dtype: torch.dtype, trained: bool) -> torch.dtype:
         """Of the shards of parameters of a dtype."""
-        return torch.float32 if trained and dtype in HALVES else dtype
+        return shard_dtype(dtype, trained)
 
     def layouts(
         self, names: Mapping[nn.Parameter, str], chunk_bytes: int
     ) -> Iterator[tuple[ChunkLayout, dict[str, nn.Parameter]]]:
         """Cuts parameters in their order into chunks of one dtype and device each."""
-        kinds: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
-        for parameter, name in names.items():
-            kinds.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
-        for (dtype, _), parameters in kinds.items():
-            sizes = [(name, p.numel()) for name, p in parameters.items()]
-            # An all-reduce goes in parts, too: a chunk that has them needs no padding on the way.
-            align = 16 if self.parts > 1 else 16 * self.size
-            capacity = max(1, chunk_bytes // dtype.itemsize)
-            for layout in plan_chunks(sizes, capacity, self.parts, align):
-                yield layout, parameters
+        sizes = [TensorSize(n, p.numel(), p.dtype, p.device) for p, n in names.items()]
+        parameters = {name: parameter for parameter, name in names.items()}
+        for layout, _ in chunk_layouts(sizes, chunk_bytes, self.stage, self.size):
+            yield layout, parameters
 
     def _placed(
         self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], trained: bool
@@ -555,28 +554,17 @@ class ZeroOptimizer(BoostedOptimizer):
     def memory(self) -> dict[str, int]:
         """Bytes that this rank will hold of ``parameters``, ``gradients`` and ``optimizer_state``.
 
-        At their peak. Parameters: the whole chunks, or with stage 3 the shards and the chunks that
-        are gathered at once. Gradients: the shards, with stage 1 the whole buffers, from stage 2 on
-        those under way and the one being filled. A float32 copy of 16-bit parameters counts as
-        state of the optimizer.
+        At their peak, as `gulliver.hardware.zero_bytes` predicts.
         """
-        sizes = [sharded.chunk.nbytes for sharded in self.everything]
-        whole = sum(sizes)
-        trained = [sharded.chunk.nbytes for sharded in self.chunks]
-        if self.stage == 3:
-            homes = sum(c.chunk.home.nbytes for c in self.everything if not _is_master(c))
-            whole = homes + _most(sizes, self.ahead + 2)
-        buffers = sum(trained) if self.stage < 2 else _most(trained, IN_FLIGHT + 1)
-        shards = sum(c.chunk.home.nbytes for c in self.chunks)
-        if self.parts == 1:
-            shards = sum(c.chunk.home.nbytes for c in self.chunks if _is_master(c))
-            buffers = sum(trained)
+        chunks = [
+            ChunkSize(c.chunk.nbytes, c.chunk.home.nbytes, c.trained, _is_master(c))
+            for c in self.everything
+        ]
         state = sum(
             state_tensors(self.inner, group) * sum(owned.nbytes for owned in group["params"])
             for group in self.inner.param_groups
         )
-        state += sum(c.chunk.home.nbytes for c in self.chunks if _is_master(c))
-        return {"parameters": whole, "gradients": buffers + shards, "optimizer_state": state}
+        return zero_bytes(chunks, self.stage, self.parts, self.ahead, IN_FLIGHT, state)
 
 
 def is_boosted(parameter: Tensor) -> bool:
@@ -600,12 +588,6 @@ def check_trainable(names: Mapping[nn.Parameter, str]) -> None:
             raise GulliverError(
                 f"parameter {name!r} is trained by another boosted optimizer: give it to one"
             )
-
-
-def _most(sizes: Sequence[int], neighbours: int) -> int:
-    """The largest sum of so many chunks that follow each other."""
-    count = max(1, len(sizes) - neighbours + 1)
-    return max(sum(sizes[start : start + neighbours]) for start in range(count))
 
 
 def _is_master(sharded: ShardedChunk) -> bool:

@@ -1,30 +1,50 @@
 """The plugin for hybrid parallelism: few arguments, checked before anything is done.
 
-What is done with the model is in `_apply.py`.
+What is done with the model is told by `gulliver.booster._apply.apply_plan`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from gulliver.booster._plugins import HALVES, STAGES, Plugin
-from gulliver.booster.hybrid._apply import apply, check_new
-from gulliver.booster.hybrid._capability import Wanted, check, families, family_of
-from gulliver.booster.hybrid._choice import choose_plan
-from gulliver.booster.hybrid._mesh import check_size, size_axes
-from gulliver.comm import World, current_world
+from gulliver.booster._model import HALVES
+from gulliver.booster._plugins import MIB, STAGES, Plugin
+from gulliver.booster._resolve import recomputable
+from gulliver.booster.hybrid import (
+    NO_BLOCKS,
+    SHORT,
+    Wanted,
+    check,
+    check_size,
+    choose_plan,
+    families,
+    family_of,
+    size_axes,
+)
+from gulliver.comm import current_world
 from gulliver.errors import GulliverError, nearest
 from gulliver.families import AUTO, SHARED_BY_TENSOR, is_hugging_face
-from gulliver.parallel import BoostedOptimizer, check_optimizer, check_unshared
+from gulliver.hardware import Cluster
 from gulliver.parallel.pipeline import STYLES
 from gulliver.parallel.sequence import SequencePlan
-from gulliver.plan import Plan
+from gulliver.plan import (
+    Mesh,
+    PipelineLayout,
+    Plan,
+    Precision,
+    SequenceLayout,
+    TensorLayout,
+    ZeroPlan,
+)
+
+DROPOUT = ("exact", "alike")
+"""Ways to draw masks."""
 
 
 class HybridParallelPlugin(Plugin):
@@ -61,9 +81,12 @@ class HybridParallelPlugin(Plugin):
         tensor_rules: how modules lie over the tensor axis, by pattern of their names, for models
             without a plan of their own; see `gulliver.parallel.tensor`.
         replicate_rest: keep modules that no rule knows whole on every rank, instead of refusing.
-        allow_dropout: train with dropout though ranks that share a model draw other masks than one
-            process. Ranks that share tensors or a sequence take one seed at each call, stages draw
-            by themselves.
+        allow_dropout: the same as ``dropout="alike"``.
+        dropout: how masks are drawn. ``exact``: by the position of each element, so that any grid
+            and one process drop the same. None: so where ranks share a model, else as torch does.
+            ``alike``: as torch does, which is cheaper, but other masks than one process draws:
+            ranks that share tensors or a sequence take one seed at each call, stages draw by
+            themselves.
         checkpoint_activations: recompute blocks in backward instead of keeping what they computed.
         max_norm: clip gradients to this norm of the whole model in every step; 0 does not.
         chunk_mb: size of ZeRO's chunks in MiB.
@@ -76,7 +99,7 @@ class HybridParallelPlugin(Plugin):
         verbose: print the plan when the model is boosted.
 
     Raises:
-        GulliverError: an argument or a combination that is not supported; see `_capability.py`.
+        GulliverError: an argument or a combination that is not supported.
     """
 
     takes = ("meta",)
@@ -111,6 +134,7 @@ class HybridParallelPlugin(Plugin):
         weights: Path | str | None = None,
         check_batches: bool = True,
         verbose: bool = True,
+        dropout: str | None = None,
     ) -> None:
         self.tp_size, self.pp_size = tp_size, pp_size
         self.mode, self.zero_stage = sequence_parallelism_mode, zero_stage
@@ -122,7 +146,12 @@ class HybridParallelPlugin(Plugin):
         self.num_model_chunks, self.cut = num_model_chunks, cut
         self.blocks, self.extra = blocks, extra
         self.everywhere, self.after = _paths("everywhere", everywhere), _paths("after", after)
-        self.allow_dropout = allow_dropout
+        self.dropout = "alike" if allow_dropout and dropout is None else dropout
+        if self.dropout not in (None, *DROPOUT) or (allow_dropout and self.dropout != "alike"):
+            raise GulliverError(
+                f"dropout={dropout!r} with allow_dropout={allow_dropout}: "
+                f"{nearest(str(dropout), DROPOUT)} (or None); allow_dropout=True is 'alike'"
+            )
         self.inner_ring_size, self.ulysses_size = inner_ring_size, ulysses_size
         self.tensor_rules, self.replicate_rest = tensor_rules, replicate_rest
         self.checkpoint_activations, self.gather_ahead = checkpoint_activations, gather_ahead
@@ -216,45 +245,69 @@ class HybridParallelPlugin(Plugin):
             )
         return SequencePlan(ulysses, self.sp_size // (ulysses * inner), inner, layout)
 
-    def check(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
-    ) -> None:
-        """Refuses models that were cut, and optimizers that would see a part of what they step."""
-        check_new(self, model)
-        super().check(model, optimizer, precision)
-        if optimizer is not None:
-            sizes = self.tp_size, self.pp_size
-            check_optimizer(optimizer, self.zero_stage, self.assume_elementwise, *sizes)
-            check_unshared(model, optimizer)
+    def choices(self, ranks: int, precision: str = "none") -> Plan:
+        """The axes, and how a model lies over them."""
+        sizes = size_axes(ranks, self.pp_size, self.sp_size, self.tp_size)
+        device = current_world().device.type
+        sequence = self.sequence_plan(causal=False)
+        return Plan(
+            plugin=type(self).__name__,
+            mesh=Mesh(device, {SHORT[name]: size for name, size in sizes.items()}),
+            zero=ZeroPlan(
+                stage=self.zero_stage,
+                chunk_bytes=int(self.chunk_mb * MIB),
+                gather_ahead=self.gather_ahead,
+                broadcast_buffers=False,
+                assume_elementwise=self.assume_elementwise,
+            ),
+            precision=Precision(precision, self.precision or "none"),
+            tensor=TensorLayout(dict(self.tensor_rules or {}), self.replicate_rest),
+            sequence=SequenceLayout(
+                self.mode, sequence.ulysses, sequence.outer, sequence.inner, sequence.layout
+            ),
+            pipeline=PipelineLayout(
+                schedule=self.pp_style,
+                micro_batches=self.num_microbatches or 0,
+                chunks_per_rank=self.num_model_chunks or 0,
+                cut=tuple(self.cut or ()),
+                blocks=self.blocks,
+                everywhere=self.everywhere,
+                after=self.after,
+                extra=self.extra,
+            ),
+            max_norm=float(self.max_norm),
+            dropout=self.dropout or "auto",
+            check_batches=self.check_batches,
+            weights=None if self.weights is None else str(self.weights),
+        )
 
-    def configure(
+    def for_model(
         self,
+        plan: Plan,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        world: World,
-        precision: str,
-    ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
-        """Cuts the model and its optimizer; the model stays the object that it was."""
-        sizes = size_axes(world.size, self.pp_size, self.sp_size, self.tp_size)
-        if self.precision and precision != "none":
-            raise GulliverError(
-                f"Booster(mixed_precision={precision!r}) and HybridParallelPlugin(precision="
-                f"{self.precision!r}) exclude each other: the first computes in 16 bits and keeps "
-                "float32 parameters, the second keeps 16"
-            )
+        cluster: Cluster | None,
+    ) -> Plan:
+        """Layout and mode of sequences, and the blocks that are recomputed."""
         family = family_of(model)
         dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
         check(self._wanted(family, dtypes))
         known = families().get(family or "")
-        causal = known.causal if known else False
-        plan = self.sequence_plan(causal)
+        chosen, reasons = self.sequence_plan(known.causal if known else False), {}
+        mode = self.mode
+        if mode == AUTO:
+            mode = "all_to_all"
         if self.mode == AUTO and is_hugging_face(model):
-            ranks = world.size, self.sp_size, self.tp_size
-            chosen = choose_plan(model, *ranks, causal, self.sequence_length)
-            plan = chosen.plan
-            if self.verbose and world.is_main:
-                print(chosen, file=sys.stderr)
-        return apply(self, model, optimizer, world, precision, sizes, plan, family)
+            ranks = plan.mesh.size, self.sp_size, self.tp_size
+            layout = chosen.layout == "zigzag"
+            found = choose_plan(model, *ranks, layout, self.sequence_length, cluster)
+            chosen, mode = found.plan, "all_to_all" if found.plan.ring == 1 else "ring_attn"
+            reasons["sequence"] = found.reason
+        sequence = SequenceLayout(mode, chosen.ulysses, chosen.outer, chosen.inner, chosen.layout)
+        blocks = recomputable(plan, model) if self.checkpoint_activations else ()
+        if self.checkpoint_activations and not blocks:
+            raise GulliverError(NO_BLOCKS)
+        return replace(plan, sequence=sequence, recompute=blocks, reasons=reasons)
 
     def data_place(self) -> tuple[int, int]:
         """This rank's number among those that read different samples, and how many there are."""

@@ -1,0 +1,169 @@
+"""`apply_plan`: a plan becomes a running model. Read it top to bottom.
+
+Every plugin and every loaded plan runs through it. The steps that cut one model over several ranks
+stand in `hybrid/_steps.py`, and do nothing where their axis has one rank; how replicas share the
+rest stands in `_replicas.py`. What cannot be run is refused first, with nothing done.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.booster._checkpoint import agreed
+from gulliver.booster._model import HALVES, broadcast_all, check_unstepped, convert, no_optimizer
+from gulliver.booster._replicas import share_ddp, share_zero, tune
+from gulliver.booster._resolve import Stages, plan_stages, plan_tensors, recomputable
+from gulliver.booster.hybrid import (
+    HooksLast,
+    Vocabulary,
+    WholeModel,
+    check_cut,
+    check_new,
+    check_recompute,
+    cut_stages,
+    cut_tensors,
+    drops_by_position,
+    fill,
+    finish,
+    grid,
+    recompute,
+    rewrite_groups,
+    wire_sequences,
+)
+from gulliver.comm import World
+from gulliver.errors import GulliverError
+from gulliver.parallel import (
+    BoostedOptimizer,
+    check_optimizer,
+    check_trainable,
+    check_unshared,
+    is_boosted,
+    named_trainables,
+)
+from gulliver.parallel.tensor import TensorPlan
+from gulliver.plan import Plan
+
+
+def apply_plan(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    world: World,
+    verbose: bool = True,
+) -> tuple[nn.Module, BoostedOptimizer]:
+    """Runs a plan: the model is changed in place, and its optimizer wrapped.
+
+    Every rank calls it with the same plan and the same model.
+
+    Args:
+        plan: plan that is resolved for this model; see `gulliver.booster._resolve.resolve`.
+        model: whole model, perhaps boosted before with another optimizer.
+        optimizer: optimizer of its parameters; None runs the model without training it.
+        world: ranks that run it.
+        verbose: tell what is chosen on the way.
+
+    Returns:
+        The model and the boosted optimizer.
+
+    Raises:
+        GulliverError: something that cannot be run so, on all ranks, with nothing done.
+    """
+    if plan.ddp is not None:
+        return share_ddp(plan, model, optimizer, world)
+    # While the model is whole, and on all ranks, so that none goes on where another cannot.
+    tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
+    agreed(lambda: _check_whole(plan, model, optimizer, tensor, stages))
+    inner = optimizer or no_optimizer()
+    if plan.precision.parameters != "none":
+        convert(model, HALVES[plan.precision.parameters], plan.precision.kept)
+    if world.size > 1:
+        broadcast_all(_unequal(plan, model, inner))
+    whole = WholeModel(
+        model,
+        inner,
+        Vocabulary.of(model),
+        recomputable(plan, model),
+        drops_by_position(plan, model),
+    )
+    mesh = grid(plan) if plan.mesh.names_model else None
+
+    hooks = HooksLast(model)
+    stage = cut_stages(model, stages, mesh)
+    cut_tensors(plan, model, tensor, mesh)
+    wire_sequences(plan, model, mesh, verbose)
+    recompute(plan, model, stage, whole.recomputable)
+    if mesh is not None:
+        hooks.restore()
+    if plan.weights is not None:
+        fill(model, Path(plan.weights), whole.aliases, world.device)
+    names = rewrite_groups(inner, model, whole) if mesh is not None else whole.trained
+
+    boosted = share_zero(plan, model, inner, names, whole, mesh, stage)
+    finish(plan, model, boosted, mesh, tensor, stage, whole)
+    tune(plan, model, boosted, verbose)
+    return model, boosted
+
+
+def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuses what a plan cannot run, before it is known that all ranks have the same model.
+
+    Raises:
+        GulliverError: naming what is wrong.
+    """
+    if plan.mesh.names_model:
+        check_new(model)
+    if optimizer is not None:
+        named_trainables(model, optimizer)
+    half = plan.precision.parameters
+    if half != "none" and plan.precision.autocast != "none":
+        raise GulliverError(
+            f"Booster(mixed_precision={plan.precision.autocast!r}) and "
+            f"{plan.plugin}(precision={half!r}) exclude each other: the first computes in 16 bits "
+            "and keeps float32 parameters, the second keeps 16"
+        )
+    if plan.zero is None:
+        return
+    if not plan.mesh.names_model:
+        _check_second(plan, model, optimizer)
+    if optimizer is not None:
+        sizes = plan.mesh.of("tensor"), plan.mesh.of("pipeline")
+        check_optimizer(optimizer, plan.zero.stage, plan.zero.assume_elementwise, *sizes)
+        if not plan.mesh.names_model:
+            check_trainable(named_trainables(model, optimizer))
+        check_unshared(model, optimizer)
+
+
+def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuses a second optimizer where the first one has all of the model."""
+    half = plan.precision.parameters
+    if any(is_boosted(p) for p in model.parameters()) and (plan.stage == 3 or half == "fp16"):
+        what = "stage 3 has sharded all of" if plan.stage == 3 else "fp16 has one loss scale for"
+        raise GulliverError(
+            f"a parameter is trained by another boosted optimizer, and {what} the model: make "
+            "one optimizer with a group for each part"
+        )
+    if half != "none" and optimizer is not None:
+        check_unstepped(optimizer)
+
+
+def _check_whole(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    tensor: TensorPlan | None,
+    stages: Stages | None,
+) -> None:
+    if plan.mesh.names_model:
+        check_cut(plan, model, optimizer, tensor, stages)
+    check_recompute(plan, model)
+
+
+def _unequal(plan: Plan, model: nn.Module, inner: torch.optim.Optimizer) -> list[Tensor]:
+    """What may differ between ranks; parameters that are trained whole travel with their chunks."""
+    stepped = {p for group in inner.param_groups for p in group["params"] if p.requires_grad}
+    cut = plan.mesh.names_model
+    rest = [p for p in model.parameters() if cut or not (p in stepped or is_boosted(p))]
+    return [*model.buffers(), *rest]

@@ -1,0 +1,95 @@
+"""What is done to a model of the user before it is shared: one dtype, equal values on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gulliver.comm import broadcast
+from gulliver.errors import GulliverError
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+RUNNING = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""Normalizations that may keep running statistics."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's module."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def no_optimizer() -> torch.optim.Optimizer:
+    """An optimizer of nothing, for models that are not trained."""
+    return torch.optim.SGD([{"params": []}], lr=0.0)
+
+
+def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer with state, which would be of another dtype than the parameters.
+
+    Raises:
+        GulliverError: it has stepped.
+    """
+    if optimizer.state:
+        raise GulliverError(
+            "the optimizer has stepped before boost: precision converts the model, so boost first"
+        )
+
+
+def broadcast_all(tensors: Iterable[Tensor]) -> None:
+    """Gives all ranks rank 0's values, whatever layout in memory and dtype the tensors have."""
+    with torch.no_grad():
+        for tensor in tensors:
+            flat = tensor.detach().contiguous().view(-1)
+            if flat.numel() and not tensor.is_meta:
+                broadcast(flat.view(torch.uint8))  # backends do not know every dtype
+                tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def modules_kept(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the modules that keep their dtype: averages of 16 bits stop moving."""
+    return tuple(
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, RUNNING) and module.track_running_stats
+    )
+
+
+def convert(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None:
+    """Turns a model and what it is called with to `dtype`.
+
+    Parameters and persistent buffers are turned. As with Hugging Face's ``from_pretrained(dtype=)``
+    buffers that are no part of the state dict keep their dtype: tables that modules compute from,
+    such as rotary frequencies, which 16 bits would spoil.
+
+    Args:
+        model: whole model.
+        dtype: dtype of 16 bits.
+        kept: paths of modules that are left alone.
+    """
+    for path, module in model.named_modules():
+        if path in kept:
+            continue
+        tables = module._non_persistent_buffers_set
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and tensor.is_floating_point() and name not in tables:
+                tensor.data = tensor.data.to(dtype)
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        if isinstance(value, dict):
+            return {key: cast(entry) for key, entry in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(cast(entry) for entry in value)
+        return value
+
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: (cast(args), cast(kwargs)), prepend=True, with_kwargs=True
+    )

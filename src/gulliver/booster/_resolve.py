@@ -1,0 +1,343 @@
+"""Fills in what follows from the choices of a plan, given a model: nothing is changed by it.
+
+`resolve` is asked by every plugin and for every plan that was read from a file, with the same
+answer in one process as in a world of ranks. What a file says of a result is not used; where the
+file differs from the result, that is told in a line (`differences`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+
+import torch
+from torch import nn
+
+from gulliver.booster._model import HALVES, modules_kept, no_optimizer, unwrapped
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware import ChunkSize, zero_bytes
+from gulliver.parallel import is_boosted, named_trainables, state_tensors
+from gulliver.parallel.pipeline import Cut, Stack, cut, deal, names_held, stack_of, style_of
+from gulliver.parallel.tensor import TensorPlan, plan_tensor
+from gulliver.parallel.zero import IN_FLIGHT, TensorSize, ordered_layouts, shard_dtype
+from gulliver.plan import ChunkPlan, MemoryPlan, Model, Plan, join
+
+Stages = tuple[Stack, Cut, tuple[tuple[int, ...], ...]]
+"""Blocks of a model, how they are cut, and the numbers of the stages on each rank."""
+
+
+def resolve(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Plan:
+    """A plan with all that follows from its choices for a model.
+
+    Args:
+        plan: choices.
+        model: whole model, perhaps on meta.
+        optimizer: optimizer of its parameters; None where it is not trained.
+
+    Raises:
+        GulliverError: the model does not have what the plan names.
+    """
+    model = unwrapped(model)
+    plan = replace(plan, model=_model(plan, model, optimizer))
+    reasons: dict[str, str] = {}
+    tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
+    if tensor is not None:
+        layout = replace(plan.tensor, modules=styles_of(tensor))
+        plan = replace(plan, tensor=layout)
+        reasons["tensor"] = f"{tensor.share_of(model):.0%} of the parameters of the blocks are cut"
+    if stages is not None:
+        plan = _with_stages(plan, stages)
+        how = "as given" if plan.pipeline.cut == stages[1].sizes else "by predicted cost"
+        reasons["pipeline.cut"] = f"{how}: {stages[1]}"
+    if plan.precision.parameters != "none" and not plan.lines:
+        plan = replace(plan, precision=replace(plan.precision, kept=modules_kept(model)))
+    sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
+    if plan.zero is not None:
+        plan = _with_chunks(plan, model, sizes)
+    memory = predict_memory(plan, model, sizes)
+    predicted = replace(plan.predicted, bytes=memory)
+    return replace(plan, predicted=predicted, reasons={**plan.reasons, **reasons})
+
+
+def _model(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Model:
+    trained = named_trainables(model, optimizer) if optimizer is not None else {}
+    found = Model(
+        type(model).__name__,
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in trained),
+        type(optimizer or no_optimizer()).__name__,
+    )
+    if plan.lines and plan.model.parameters not in (0, found.parameters):
+        raise GulliverError(
+            f"{plan.told('model.parameters')}, and the model has {found.parameters}: the plan is "
+            "of another model; without its section model it is taken for any"
+        )
+    return found
+
+
+def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
+    """How tensors are cut over the tensor axis; None where they are not.
+
+    Styles that differ from what is known of the model are a person's, and become rules.
+    """
+    size, layout = plan.mesh.of("tensor"), plan.tensor
+    if size == 1:
+        return None
+    # Dropout is refused, or drawn, by the steps that follow: see `check_positions`.
+    rest = layout.replicate_rest, True
+    found = plan_tensor(model, size, layout.rules, *rest)
+    known = styles_of(found)
+    edited = {path: style for path, style in layout.modules.items() if known.get(path) != style}
+    if not edited:
+        return found
+    paths = dict(model.named_modules())
+    for path, style in edited.items():
+        line = plan.lines.get(join("tensor.modules", path))
+        place = f" (line {line})" if line else ""
+        if path not in paths:
+            raise GulliverError(
+                f"tensor.modules names {path!r}{place}, which the model does not have: "
+                f"{nearest(path, paths)}"
+            )
+        try:
+            found = plan_tensor(model, size, {**layout.rules, path: style}, *rest)
+        except GulliverError as error:
+            axis = plan.told("mesh.axes.tensor")
+            raise GulliverError(
+                f"{axis} and {join('tensor.modules', path)}: {style!r}{place}: {error}"
+            ) from error
+    found = plan_tensor(model, size, {**layout.rules, **edited}, *rest)
+    _check_edited(plan, styles_of(found), edited)
+    return found
+
+
+def _check_edited(plan: Plan, found: dict[str, str], edited: dict[str, str]) -> None:
+    for path, style in edited.items():
+        if found.get(path) != style:
+            line = plan.lines.get(join("tensor.modules", path))
+            raise GulliverError(
+                f"tensor.modules[{path!r}]: {style!r}{f' (line {line})' if line else ''} is not "
+                f"possible beside the others: it would be {found.get(path)!r}"
+            )
+
+
+def styles_of(plan: TensorPlan) -> dict[str, str]:
+    """Style of each path with parameters."""
+    cut = {path: placed.style for path, placed in plan.modules.items()}
+    return cut | {path: "replicate" for path in plan.replicated if path not in cut}
+
+
+def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
+    """The blocks of a model and their cut; None without a pipeline."""
+    size, line = plan.mesh.of("pipeline"), plan.pipeline
+    if size == 1:
+        return None
+    chunks = line.chunks_per_rank or style_of(line.schedule, line.chunks_per_rank or None).chunks
+    stack = stack_of(
+        model, line.blocks, extra=line.extra, after=line.after, everywhere=line.everywhere
+    )
+    numbers, count = deal(line.schedule, size, chunks), len(stack.blocks)
+    if plan.lines and len(line.cut) == size * chunks and sum(line.cut) != count:
+        raise GulliverError(
+            f"{plan.told('pipeline.cut')} sums to {sum(line.cut)}, the model has {count} blocks"
+        )
+    return stack, cut(model, stack, size * chunks, at=line.cut or None), numbers
+
+
+def _with_stages(plan: Plan, stages: Stages) -> Plan:
+    _, found, numbers = stages
+    whole = sum(found.times) or 1.0
+    pipeline = replace(
+        plan.pipeline,
+        cut=found.sizes,
+        shares=tuple(round(time / whole, 4) for time in found.times),
+        chunks_per_rank=len(numbers[0]),
+        micro_batches=plan.pipeline.micro_batches or 2 * found.stages,
+    )
+    return replace(plan, pipeline=pipeline)
+
+
+def tensor_sizes(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    tensor: TensorPlan | None,
+    stages: Stages | None,
+) -> list[TensorSize]:
+    """The parameters that the first rank will have, in the model's order, before any sharding."""
+    groups = (optimizer or no_optimizer()).param_groups
+    states = {
+        p: state_tensors(optimizer or no_optimizer(), group)
+        for group in groups
+        for p in group["params"]
+    }
+    if stages is None:
+        named = {name: p for name, p in model.named_parameters() if not is_boosted(p)}
+    else:
+        named = names_held(model, *stages, 0)
+    sizes = []
+    for name, parameter in named.items():
+        trained = parameter in states and parameter.requires_grad
+        dtype = _dtype_in(plan, name, parameter)
+        count = _cut_numel(name, parameter, tensor)
+        kept = states[parameter] if trained else 0
+        sizes.append(TensorSize(name, count, dtype, parameter.device, trained, kept))
+    return sizes
+
+
+def _dtype_in(plan: Plan, name: str, parameter: nn.Parameter) -> torch.dtype:
+    half = HALVES.get(plan.precision.parameters)
+    kept = name.rpartition(".")[0] in plan.precision.kept
+    return parameter.dtype if half is None or kept or not parameter.is_floating_point() else half
+
+
+def _cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None) -> int:
+    path, _, own = name.rpartition(".")
+    placed = None if tensor is None else tensor.modules.get(path)
+    if tensor is None or placed is None or own not in placed.dims:
+        return parameter.numel()
+    whole = parameter.shape[placed.dims[own]]
+    part = sum(end - start for start, end in placed.runs(tensor.size, 0, own))
+    return parameter.numel() // whole * part
+
+
+def _with_chunks(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Plan:
+    zero = plan.zero
+    assert zero is not None, "there are chunks"
+    known = dict(model.named_parameters())
+    order = [name for chunk in zero.chunks for name in chunk.tensors]
+    for number, chunk in enumerate(zero.chunks):
+        for name in chunk.tensors:
+            where = f"zero.chunks[{number}].tensors"
+            if name not in known:
+                raise GulliverError(
+                    f"{_lined(plan, where)} names {name!r}, which is no parameter of the model: "
+                    f"{nearest(name, known)}"
+                )
+            if order.count(name) > 1:
+                raise GulliverError(f"{_lined(plan, where)} names {name!r}, which is named twice")
+    found = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
+    chunks = tuple(
+        ChunkPlan(
+            tuple(slot.name for slot in layout.slots),
+            layout.size * dtype.itemsize,
+            layout.padding * dtype.itemsize,
+            str(dtype).removeprefix("torch."),
+        )
+        for layout, dtype, _ in found
+    )
+    _check_ends(plan, chunks, {t.name: t.numel * t.dtype.itemsize for t in sizes})
+    return replace(plan, zero=replace(zero, chunks=chunks))
+
+
+def _check_ends(plan: Plan, found: tuple[ChunkPlan, ...], sizes: Mapping[str, int]) -> None:
+    """Refuses chunks that end where no size of a chunk would end them: a person has moved tensors.
+
+    Chunks that another `chunk_bytes`, or another mesh, has made are cut anew, as is told.
+    """
+    given = plan.chunks
+    if not plan.lines or [c.tensors for c in given] == [c.tensors for c in found]:
+        return
+    used = [sum(sizes.get(name, -1) for name in chunk.tensors) for chunk in given]
+    if used != [chunk.bytes - chunk.padding_bytes for chunk in given]:
+        return
+    least = max((u for u, c in zip(used, given, strict=True) if len(c.tensors) > 1), default=0)
+    for number, (chunk, after) in enumerate(itertools.pairwise(given)):
+        fits = used[number] + sizes[after.tensors[0]] <= least
+        if chunk.dtype == after.dtype and fits:
+            raise GulliverError(
+                f"{_lined(plan, f'zero.chunks[{number}].tensors')} ends before "
+                f"{after.tensors[0]!r}, and {plan.told('zero.chunk_bytes')}: where a chunk ends "
+                "follows from its size; change the size, or the order of tensors"
+            )
+
+
+def _lined(plan: Plan, name: str) -> str:
+    return f"{name} (line {plan.lines[name]})" if name in plan.lines else name
+
+
+def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> MemoryPlan:
+    """Bytes of model state that the first rank holds at the peak."""
+    trained = [t for t in sizes if t.trained]
+    zero = plan.zero
+    if zero is None:
+        held = sum(p.nbytes for p in model.parameters())
+        gradients = sum(t.numel * t.dtype.itemsize for t in trained)
+        state = sum(t.states * t.numel * t.dtype.itemsize for t in trained)
+        return MemoryPlan(held, gradients, state)
+    parts = plan.mesh.replicas if zero.stage else 1
+    order = [name for chunk in zero.chunks for name in chunk.tensors]
+    states = {t.name: t.states for t in trained}
+    chunks, state = [], 0
+    layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
+    for layout, dtype, is_trained in layouts:
+        home = shard_dtype(dtype, is_trained)
+        whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
+        chunks.append(ChunkSize(whole, shard, is_trained, home != dtype))
+        if is_trained:
+            pieces = layout.pieces(0)
+            state += sum(states[piece.name] * piece.numel * home.itemsize for piece in pieces)
+    found = zero_bytes(chunks, zero.stage, parts, zero.gather_ahead, IN_FLIGHT, state)
+    beside = 0
+    if zero.stage < 3:
+        # What is not in chunks: frozen parameters, and those of another optimizer.
+        inside = {t.name for t in trained}
+        held = {t.name: t.numel * t.dtype.itemsize for t in sizes}
+        others = [p.nbytes for p in model.parameters() if is_boosted(p)]
+        beside = sum(count for name, count in held.items() if name not in inside) + sum(others)
+    found["parameters"] += beside
+    return MemoryPlan(**found)
+
+
+RESULTS = ("model", "predicted", "reasons")
+
+
+def differences(given: Plan, found: Plan) -> str | None:
+    """What a file says of results that are others, in a line; None where it says the same."""
+    if not given.lines:
+        return None
+    names = [name for name in RESULTS if _says(given, name) and _differ(given, found, name)]
+    if given.pipeline.shares and given.pipeline.shares != found.pipeline.shares:
+        names.append("pipeline.shares")
+    if given.chunks and given.chunks != found.chunks:
+        names.append("zero.chunks")
+    if not names:
+        return None
+    told = ", ".join(_lined(given, name) for name in names)
+    return f"plan: results follow from the choices and were computed anew: {told}"
+
+
+def _says(plan: Plan, name: str) -> bool:
+    return name in plan.lines
+
+
+def _differ(given: Plan, found: Plan, name: str) -> bool:
+    one, other = getattr(given, name), getattr(found, name)
+    if name == "predicted":
+        # Seconds are of the machines at hand.
+        return one.bytes != other.bytes
+    if isinstance(one, dict):
+        return one != other
+    return any(getattr(one, f.name) != getattr(other, f.name) for f in fields(one))
+
+
+def recomputable(plan: Plan, model: nn.Module) -> tuple[str, ...]:
+    """Paths of the blocks that backward can be made to compute again.
+
+    Those of a pipeline, or the innermost ones of transformers that offer it; ``""`` is a model that
+    does by itself what its ``gradient_checkpointing_enable`` says.
+    """
+    stages = plan_stages(plan, model)
+    if stages is not None:
+        return stages[0].blocks
+    offering = [p for p, m in model.named_modules() if hasattr(m, "gradient_checkpointing")]
+    if not offering and hasattr(model, "gradient_checkpointing_enable"):
+        return ("",)
+    return tuple(p for p in offering if not _inside(p, offering))
+
+
+def _inside(path: str, others: Iterable[str]) -> bool:
+    """Whether some other path lies inside this one."""
+    start = f"{path}." if path else ""
+    return any(other != path and other.startswith(start) for other in others)

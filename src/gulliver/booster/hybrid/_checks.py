@@ -1,0 +1,166 @@
+"""What of a model cannot be cut as a plan says: refused while the model is whole, by name."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gulliver.booster._resolve import Stages, recomputable
+from gulliver.booster._states import CUT
+from gulliver.booster.hybrid._capability import Wanted, check, family_of
+from gulliver.booster.hybrid._compiled import check_compiled
+from gulliver.booster.hybrid._dropout import check_positions, drops_by_position
+from gulliver.booster.hybrid._inside import (
+    check_batch_norms,
+    check_embeddings,
+    check_hooks,
+    check_virtual_tokens,
+)
+from gulliver.booster.hybrid._lazy import check_lazy
+from gulliver.booster.hybrid._steps import aliases_of
+from gulliver.booster.hybrid._transformers import check_sequence
+from gulliver.comm import current_world
+from gulliver.errors import GulliverError, nearest
+from gulliver.families import SHARED_BY_TENSOR, asks_routers, hugging_face_of, is_hugging_face
+from gulliver.parallel import named_trainables
+from gulliver.parallel.pipeline import check_counts, check_stages, idle_places
+from gulliver.parallel.tensor import TensorPlan, check_mode
+from gulliver.plan import Plan
+
+LEAST_SHARE = 0.5
+"""Least share of the parameters of the blocks that is cut without a warning."""
+NO_BLOCKS = (
+    "checkpoint_activations needs a model with gradient_checkpointing_enable, or a pipeline: wrap "
+    "the blocks with torch.utils.checkpoint before boost"
+)
+
+
+def check_new(model: nn.Module) -> None:
+    """Refuses what was boosted before, while all ranks still have the same.
+
+    Raises:
+        GulliverError: it was.
+    """
+    if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
+        raise GulliverError("the model is boosted already: boost each model once, or build it anew")
+
+
+def check_cut(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    tensor: TensorPlan | None,
+    stages: Stages | None,
+) -> None:
+    """Refuses what cannot be done, before anything is; it looks only.
+
+    Raises:
+        GulliverError: naming what cannot, and what would be right.
+    """
+    family, mode = family_of(model), plan.sequence.mode
+    dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
+    tensor_size, pipeline_size, sequence_size = (
+        plan.mesh.of(name) for name in ("tensor", "pipeline", "sequence")
+    )
+    sizes = tensor_size, pipeline_size, sequence_size
+    check(Wanted(family, *sizes, mode, dtypes, anonymous=not dtypes))
+    if plan.mesh.cuts_model:
+        check_virtual_tokens(model)
+    check_batch_norms(model, plan.mesh.of("pipeline"), mode)
+    check_embeddings(model, plan.sequence.degree, plan.mesh.of("pipeline"))
+    if optimizer is not None and optimizer.state:
+        raise GulliverError(
+            "the optimizer has stepped before boost: boost cuts the model, so boost first"
+        )
+    if optimizer is not None:
+        named_trainables(model, optimizer)  # refuses an optimizer of another model
+    weights = None if plan.weights is None else Path(plan.weights)
+    check_lazy(model, weights)
+    if weights is not None and not weights.is_dir():
+        raise GulliverError(f"weights={plan.weights!r} is no folder")
+    _check_outputs(plan, model)
+    if tensor is not None or stages is not None:
+        lists = (*(stages[0].lists if stages else ()), *(tensor.stacks if tensor else ()))
+        check_compiled(model, tensor, lists, plan.pipeline.schedule, mode)
+    if drops_by_position(plan, model):
+        check_positions(model, tensor)
+    check_hooks(model, tensor, mode)
+    if tensor is not None:
+        _check_share(plan, model, tensor)
+        check_mode(model, tensor, mode if mode in SHARED_BY_TENSOR else None)
+    if stages is not None:
+        _check_stages(plan, model, optimizer, stages)
+    if family != "STDiT3" and is_hugging_face(model) and plan.sequence.degree > 1:
+        check_sequence(hugging_face_of(model))
+
+
+def check_recompute(plan: Plan, model: nn.Module) -> None:
+    """Refuses blocks that cannot be recomputed.
+
+    Raises:
+        GulliverError: naming the first, and the nearest that can.
+    """
+    known = recomputable(plan, model) if plan.recompute else ()
+    if plan.recompute and not known:
+        raise GulliverError(NO_BLOCKS)
+    for number, path in enumerate(plan.recompute):
+        if path not in known:
+            line = plan.lines.get(f"recompute[{number}]", plan.lines.get("recompute"))
+            raise GulliverError(
+                f"recompute names {path!r}{f' (line {line})' if line else ''}, which is no block "
+                f"of the model: {nearest(path, known)}"
+            )
+
+
+def _check_share(plan: Plan, model: nn.Module, tensor: TensorPlan) -> None:
+    """Refuses a cut that leaves the blocks whole; says where it leaves most of them so."""
+    share, size = tensor.share_of(model), tensor.size
+    if share == 0 and not plan.tensor.rules:
+        raise GulliverError(
+            f"tp_size={size} would cut nothing of the blocks of {type(model).__name__}: "
+            "give tensor_rules, or take pp_size"
+        )
+    if share < LEAST_SHARE and current_world().is_main:
+        kept = 1 - share * (1 - 1 / size)
+        warnings.warn(
+            f"tp_size={size} cuts {share:.0%} of the parameters of the blocks of "
+            f"{type(model).__name__}, so each rank keeps {kept:.0%} of them: give tensor_rules "
+            "for the rest, or take pp_size",
+            stacklevel=2,
+        )
+
+
+def _check_outputs(plan: Plan, model: nn.Module) -> None:
+    """Refuses losses of routers that each rank would have a part of."""
+    if plan.sequence.mode not in SHARED_BY_TENSOR and plan.mesh.of("pipeline") == 1:
+        return
+    if asks_routers(model, {}):
+        raise GulliverError(
+            "output_router_logits=True adds a loss of all tokens of all blocks, and a rank has "
+            "some of them: set it to False in the configuration, or leave pp_size and "
+            "sequence_parallelism_mode out"
+        )
+
+
+def _check_stages(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, stages: Stages
+) -> None:
+    """Refuses blocks that cannot be run in stages, and stages with nothing to train."""
+    stack, found, numbers = stages
+    check_stages(model, stack)
+    line = plan.pipeline
+    check_counts(line.schedule, found.stages, len(numbers), line.micro_batches)
+    if optimizer is None:
+        return
+    trained, first = set(named_trainables(model, optimizer).values()), aliases_of(model)
+    names = [name for name in first if first[name] in trained]
+    idle = idle_places(model, stack, found, numbers, names)
+    if idle:
+        places = " and ".join(str(place) for place in idle)
+        raise GulliverError(
+            f"place {places} of the pipeline (counted from 0) has no trainable parameter: cut it "
+            "otherwise, or use fewer stages"
+        )

@@ -1,0 +1,128 @@
+"""Messages between ranks that know each other's sizes: to the next one of a line, and to each.
+
+[Note: gloo and NCCL] Everything goes through `torch.distributed.batch_isend_irecv`. Over gloo its
+messages are posted one after the other, so the receives stand first: a message that finds its
+receive posted needs no further round trip. Over NCCL a batch is one grouped call, so that no rank's
+send waits for another's. All ranks post in the same order, which is what NCCL goes by; gloo goes by
+the tags too. What arrives is waited for before it is read or sent on: NCCL would keep that order by
+itself, gloo does not.
+
+Tags below `_messages._TAGS` are the callers' own; collectives count theirs from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gulliver.comm._line import Line
+from gulliver.comm._messages import Messages
+from gulliver.comm._wire import IDENTITY, WireFormat, as_bytes, check_wire
+
+EXCHANGE_TAG = 300
+Addressed = Iterable[tuple[int, Tensor]]
+"""Ranks of the world, and the tensor that comes from or goes to each; contiguous, of any dtype."""
+
+
+class Flight:
+    """Messages under way; `wait` returns what arrives, when it and what was sent are done."""
+
+    def __init__(self, messages: Messages | None, arriving: Tensor) -> None:
+        self._messages, self._arriving = messages, arriving
+
+    def wait(self) -> Tensor:
+        """What arrived; nothing that was sent is needed any more."""
+        if self._messages is not None:
+            self._messages.wait()
+        self._messages = None
+        return self._arriving
+
+
+def operations(
+    incoming: Addressed,
+    outgoing: Addressed,
+    group: dist.ProcessGroup | None,
+    tag: int,
+    wire: WireFormat = IDENTITY,
+) -> list[dist.P2POp]:
+    """Torch's operations for messages, receives first; for schedules that post them themselves.
+
+    Args:
+        incoming: ranks to receive from, and where to.
+        outgoing: ranks to send to, and what.
+        group: process group that they all belong to.
+        tag: number that both ends give to a message.
+        wire: format that the elements travel in.
+
+    Raises:
+        GulliverError: an unknown wire format.
+    """
+    check_wire(wire)
+    # Both sides know the sizes, so a message without content is sent by neither.
+    return [
+        dist.P2POp(call, as_bytes(tensor), peer, group, tag)
+        for call, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
+        for peer, tensor in messages
+        if tensor.numel()
+    ]
+
+
+def post(
+    incoming: Addressed,
+    outgoing: Addressed,
+    group: dist.ProcessGroup | None,
+    tag: int,
+    wire: WireFormat = IDENTITY,
+) -> Messages:
+    """Begins to receive and to send; arguments as of `operations`."""
+    kept = list(incoming), list(outgoing)
+    calls = operations(*kept, group, tag, wire)
+    return Messages(dist.batch_isend_irecv(calls) if calls else [], kept)
+
+
+def shift(
+    line: Line, outgoing: Tensor, incoming: Tensor, tag: int, wire: WireFormat = IDENTITY
+) -> Flight:
+    """Begins to send to the next of a line, and to receive from the one before.
+
+    Args:
+        line: ranks, more than one.
+        outgoing: contiguous tensor, not to be written to before it was waited for.
+        incoming: contiguous tensor, as long as what the one before sends.
+        tag: number of the messages; those with one tag arrive in the order they were sent in.
+        wire: format that the elements travel in.
+    """
+    before, after = (line.ranks[(line.place + step) % line.size] for step in (-1, 1))
+    return Flight(post([(before, incoming)], [(after, outgoing)], line.group, tag, wire), incoming)
+
+
+def exchange(
+    line: Line, outgoing: Sequence[Tensor], counts: Sequence[int], wire: WireFormat = IDENTITY
+) -> list[Tensor]:
+    """An all-to-all of parts of any size, the sizes being known.
+
+    Args:
+        line: ranks.
+        outgoing: flat tensors, one for each rank; the own one is returned as it is.
+        counts: elements that come from each rank.
+        wire: format that the elements travel in.
+    """
+    own = outgoing[line.place]
+    order = [(line.place + step) % line.size for step in range(1, line.size)]
+    arriving = [own if p == line.place else own.new_empty(n) for p, n in enumerate(counts)]
+    # Each begins with its neighbour, so that not all send to one.
+    incoming = [(line.ranks[p], arriving[p]) for p in reversed(order)]
+    sent = [(line.ranks[p], outgoing[p]) for p in order]
+    post(incoming, sent, line.group, EXCHANGE_TAG, wire).wait()
+    return arriving
+
+
+def gather_integers(line: Line, values: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Every rank's whole numbers; as many from each."""
+    own = torch.tensor(values, dtype=torch.int64, device=device)
+    if line.size == 1:
+        return [list(values)]
+    return [t.tolist() for t in exchange(line, [own] * line.size, [len(values)] * line.size)]

@@ -1,0 +1,142 @@
+"""Which values of a plan contradict each other, or the world: told with both lines.
+
+Only the plan is looked at. What a model does not allow is refused where there is one, in `booster`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.plan._plan import Plan
+from gulliver.plan._tree import AXES, SHARED_BY_SEQUENCE, SHARED_BY_TENSOR
+
+
+def check_plan(plan: Plan, ranks: int) -> None:
+    """Refuses a plan that cannot be run by so many ranks, whatever the model is.
+
+    Raises:
+        GulliverError: the values that contradict each other, with their lines where they have some.
+    """
+    for contradictions in (_mesh(plan, ranks), _shards(plan), _sequence(plan), _pipeline(plan)):
+        for text in contradictions:
+            raise GulliverError(text)
+
+
+def _mesh(plan: Plan, ranks: int) -> Iterator[str]:
+    mesh = plan.mesh
+    for name in mesh.axes:
+        if name not in AXES:
+            yield f"mesh.axes has no axis {name!r}: {nearest(name, AXES)}"
+    if list(mesh.axes) != [name for name in AXES if name in mesh.axes]:
+        yield f"mesh.axes are out of order: name them outer to inner, as in {', '.join(AXES)}"
+    if mesh.size != ranks:
+        yield (
+            f"{_product(plan, 'mesh.axes')} make {mesh.size} ranks, and there are {ranks}: change "
+            "an axis, or the number of ranks"
+        )
+    if mesh.torus and math.prod(mesh.torus.values()) != mesh.size:
+        yield (
+            f"{_product(plan, 'mesh.torus')} and {_product(plan, 'mesh.axes')} differ: a torus is "
+            "all ranks of the mesh"
+        )
+    order = f"{plan.told('mesh.rank_order')}"
+    if mesh.rank_order and sorted(mesh.rank_order) != list(range(mesh.size)):
+        yield f"{order} must name each of the {mesh.size} ranks of mesh.axes once"
+    if mesh.rank_order and not mesh.torus:
+        yield f"{order} is of a torus, and mesh.torus is empty: name its axes"
+
+
+def _shards(plan: Plan) -> Iterator[str]:
+    if (plan.zero is None) == (plan.ddp is None):
+        yield (
+            f"{_section(plan, 'zero')} and {_section(plan, 'ddp')}: one of them shares the work of "
+            "the replicas, the other one is null"
+        )
+    cutting = [f"mesh.axes.{name}" for name in ("pipeline", "sequence", "tensor")]
+    cutting = [name for name in cutting if plan.mesh.of(name.rpartition(".")[2]) > 1]
+    alone = {
+        "ddp": plan.ddp is not None,
+        "zero.tuning": plan.zero is not None and plan.zero.tuning != "off",
+        "zero.broadcast_buffers": plan.zero is not None and plan.zero.broadcast_buffers,
+        "mesh.torus": bool(plan.mesh.torus),
+    }
+    rights = {
+        "ddp": "zero with stage 0 does as DDP does",
+        "zero.tuning": "off, with zero.chunk_bytes",
+        "zero.broadcast_buffers": "false",
+        "mesh.torus": "{}",
+    }
+    for name, given in alone.items():
+        if cutting and given:
+            first = _section(plan, name) if name == "ddp" else plan.told(name)
+            yield (
+                f"{plan.told(cutting[0])} and {first}: the second is for whole models only; right "
+                f"would be {rights[name]}"
+            )
+    if plan.ddp is not None and plan.precision.parameters != "none":
+        yield (
+            f"{_section(plan, 'ddp')} and {plan.told('precision.parameters')}: DDP has no float32 "
+            "copies; take zero, or precision.autocast"
+        )
+    if plan.ddp is not None and plan.max_norm:
+        yield (
+            f"{_section(plan, 'ddp')} and {plan.told('max_norm')}: under DDP the loop clips; take "
+            "zero, or max_norm: 0.0"
+        )
+
+
+def _sequence(plan: Plan) -> Iterator[str]:
+    sequence, size, tensor = plan.sequence, plan.mesh.of("sequence"), plan.mesh.of("tensor")
+    mode, axis = plan.told("sequence.mode"), plan.told("mesh.axes.sequence")
+    if sequence.degree != size:
+        yield (
+            f"{axis} and {plan.told('sequence.ulysses')}, {plan.told('sequence.outer')}, "
+            f"{plan.told('sequence.inner')}: their product must be {size}"
+        )
+    if sequence.mode is None and size > 1:
+        yield f"{axis} and {mode}: name a mode, one of {', '.join(SHARED_BY_SEQUENCE)}"
+    if sequence.mode in (*SHARED_BY_SEQUENCE, "auto") and size == 1:
+        yield f"{axis} and {mode}: this mode needs at least 2 ranks of a sequence, or be null"
+    if sequence.mode in SHARED_BY_TENSOR and tensor == 1:
+        yield (
+            f"{plan.told('mesh.axes.tensor')} and {mode}: this mode needs at least 2 ranks of the "
+            f"tensor axis; with ranks of its own take one of {', '.join(SHARED_BY_SEQUENCE)}"
+        )
+    if sequence.mode in SHARED_BY_TENSOR and size > 1:
+        yield f"{axis} and {mode}: this mode has no ranks of its own"
+    if sequence.mode == "all_to_all" and sequence.outer * sequence.inner > 1:
+        yield (
+            f"{mode} and {plan.told('sequence.inner')}: it has no ring; take mode ring_attn, or "
+            "ulysses instead of inner and outer"
+        )
+
+
+def _pipeline(plan: Plan) -> Iterator[str]:
+    pipeline, axis = plan.pipeline, plan.told("mesh.axes.pipeline")
+    size = plan.mesh.of("pipeline")
+    if size == 1:
+        for name in ("cut", "blocks", "everywhere", "after"):
+            if getattr(pipeline, name):
+                yield f"{axis} and {plan.told(f'pipeline.{name}')}: the second is of a pipeline"
+        return
+    stages = size * pipeline.chunks_per_rank
+    if pipeline.cut and stages and len(pipeline.cut) not in (stages, stages - 1):
+        yield (
+            f"{plan.told('pipeline.cut')} deals {len(pipeline.cut)} stages, {axis} and "
+            f"{plan.told('pipeline.chunks_per_rank')} make {stages}"
+        )
+
+
+def _product(plan: Plan, name: str) -> str:
+    sizes = plan.mesh.axes if name == "mesh.axes" else plan.mesh.torus
+    line = plan.lines.get(name)
+    shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return f"{name}: {shown}" + (f" (line {line})" if line else "")
+
+
+def _section(plan: Plan, name: str) -> str:
+    line = plan.lines.get(name)
+    given = "given" if getattr(plan, name) is not None else "null"
+    return f"{name}: {given}" + (f" (line {line})" if line else "")

@@ -1,0 +1,322 @@
+"""The values of a plan: frozen dataclasses, one for each idea, all of them written to YAML.
+
+Choices and results stand side by side. A choice is what a person may edit, and takes effect; a
+result (`MemoryPlan`, `Seconds`, `Model`, the bytes of a chunk, shares, reasons) follows from the
+choices, and is computed anew when a plan is applied.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+AXES = ("pipeline", "data", "sequence", "tensor")
+"""Axes of a mesh, outer to inner: the tensor axis sends most and often, so neighbours have it."""
+MODEL_AXES = ("pipeline", "sequence", "tensor")
+SHARED_BY_TENSOR = ("split_gather", "ring")
+"""Sequence modes in which the tensor axis shares the sequences, too."""
+SHARED_BY_SEQUENCE = ("all_to_all", "ring_attn")
+"""Sequence modes with ranks of their own."""
+
+
+def choice(default: Any, *known: Any, least: float | None = None) -> Any:
+    """A field with the values that it may have, or the least of them."""
+    return field(default=default, metadata={"known": known, "least": least})
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks as a grid.
+
+    Attributes:
+        device: kind of device, ``cpu`` or ``cuda``.
+        axes: number of ranks along each axis, of `AXES`, outer to inner.
+        torus: number of ranks along each axis that collectives go along step by step, slowest
+            links first; empty sends straight from rank to rank.
+        rank_order: ranks in the order of their places on the torus; empty for 0, 1, 2 ...
+    """
+
+    device: str = "cpu"
+    axes: dict[str, int] = field(default_factory=lambda: {"data": 1}, metadata={"least": 1})
+    torus: dict[str, int] = field(default_factory=dict, metadata={"least": 1})
+    rank_order: tuple[int, ...] = field(default=(), metadata={"least": 0})
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.axes.values())
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that hold the same parameters: those of the data and sequence axes."""
+        return self.of("data") * self.of("sequence")
+
+    @property
+    def names_model(self) -> bool:
+        """Whether the mesh has axes that one model is spread over, be it of one rank."""
+        return any(name in self.axes for name in MODEL_AXES)
+
+    @property
+    def cuts_model(self) -> bool:
+        """Whether one model is spread over several ranks."""
+        return any(self.of(name) > 1 for name in MODEL_AXES)
+
+    def of(self, name: str) -> int:
+        """Number of ranks along an axis; 1 where it has none."""
+        return self.axes.get(name, 1)
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """A chunk of ZeRO: tensors that are gathered and reduced together.
+
+    Attributes:
+        tensors: names of its parameters, in order.
+        bytes: size with padding.
+        padding_bytes: size of the padding.
+        dtype: dtype of the parameters.
+        tier: memory that it lives in.
+    """
+
+    tensors: tuple[str, ...]
+    bytes: int
+    padding_bytes: int
+    dtype: str
+    tier: str = choice("device", "device")
+
+
+@dataclass(frozen=True)
+class ZeroPlan:
+    """ZeRO over the data and sequence axes.
+
+    Attributes:
+        stage: what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+        chunk_bytes: size of a chunk; a larger tensor gets a chunk of its own.
+        tuning: ``auto`` tunes the size in the first steps, ``again`` although an earlier job did.
+        gather_ahead: number of chunks that stage 3 gathers ahead of the one in use.
+        overlap: whether collectives travel while the ranks compute.
+        broadcast_buffers: whether all ranks take rank 0's running statistics at every step.
+        assume_elementwise: whether an optimizer that is not known may be sharded.
+        report: folder that tuning writes ``chunks.json`` and a picture to.
+        chunks: chunks of the first rank, in the order of use. The order of their tensors is a
+            choice; where one ends follows from `chunk_bytes`.
+    """
+
+    stage: int = choice(1, 0, 1, 2, 3)
+    chunk_bytes: int = choice(4 * 2**20, least=1)
+    tuning: str = choice("off", "off", "auto", "again")
+    gather_ahead: int = choice(2, least=0)
+    overlap: bool = True
+    broadcast_buffers: bool = True
+    assume_elementwise: bool = False
+    report: str | None = None
+    chunks: tuple[ChunkPlan, ...] = ()
+
+
+@dataclass(frozen=True)
+class DDPPlan:
+    """torch's DistributedDataParallel over the data axis.
+
+    Attributes:
+        find_unused_parameters: whether parameters may have no gradient in a backward.
+        bucket_mb: size of a gradient bucket in MiB.
+        static_graph: promise that the graph never changes.
+    """
+
+    find_unused_parameters: bool = False
+    bucket_mb: int = choice(25, least=1)
+    static_graph: bool = False
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """How modules lie over the tensor axis.
+
+    Attributes:
+        rules: style of each module whose path ends in a pattern, before what is known of the model.
+        replicate_rest: whether modules that no rule knows stay whole, instead of being refused.
+        modules: style of each path with parameters.
+    """
+
+    rules: dict[str, str] = field(default_factory=dict)
+    replicate_rest: bool = False
+    modules: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """How sequences lie over ranks.
+
+    Attributes:
+        mode: name of the way; None keeps sequences whole.
+        ulysses: number of ranks that exchange heads.
+        outer: number of inner rings on the outer ring.
+        inner: number of ranks of an inner ring.
+        layout: order of positions over the ranks.
+    """
+
+    mode: str | None = choice(None, None, *SHARED_BY_TENSOR, *SHARED_BY_SEQUENCE, "auto")
+    ulysses: int = choice(1, least=1)
+    outer: int = choice(1, least=1)
+    inner: int = choice(1, least=1)
+    layout: str = choice("contiguous", "contiguous", "zigzag")
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks that share a sequence, beside those of the tensor axis."""
+        return self.ulysses * self.outer * self.inner
+
+
+@dataclass(frozen=True)
+class PipelineLayout:
+    """How blocks are dealt to stages, and in which order micro-batches run.
+
+    Attributes:
+        schedule: name of the order of forwards and backwards.
+        micro_batches: number of parts of a batch; 0 for two to a stage.
+        chunks_per_rank: number of stages on each rank; 0 for what the schedule has.
+        cut: number of blocks of each stage, first to last; empty cuts by predicted cost.
+        shares: share of the work of each stage; a result.
+        blocks: path of the list of blocks; None where it is found.
+        everywhere: paths of modules that every stage keeps.
+        after: paths of modules that run after the blocks, though registered before.
+        extra: number of entries that a block returns after the hidden state; -1 finds it out.
+    """
+
+    schedule: str = "1f1b"
+    micro_batches: int = choice(0, least=0)
+    chunks_per_rank: int = choice(0, least=0)
+    cut: tuple[int, ...] = field(default=(), metadata={"least": 1})
+    shares: tuple[float, ...] = ()
+    blocks: str | None = None
+    everywhere: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    extra: int | None = choice(-1, least=-1)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Number formats.
+
+    Attributes:
+        autocast: dtype of autocast, or none: parameters keep their own.
+        parameters: dtype that parameters are turned to, with float32 copies in the shards; or none.
+        kept: paths of modules that keep their own dtype.
+    """
+
+    autocast: str = choice("none", "none", "bf16")
+    parameters: str = choice("none", "none", "bf16", "fp16")
+    kept: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model that a plan is of; a result.
+
+    Attributes:
+        kind: class of the model.
+        parameters: number of elements.
+        trainable: number of elements that are trained.
+        optimizer: class of the optimizer.
+    """
+
+    kind: str = ""
+    parameters: int = 0
+    trainable: int = 0
+    optimizer: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one model computes for one batch in one process, from which seconds are predicted.
+
+    Attributes:
+        samples: number of samples of the batch; 0 where none was measured.
+        tokens: number of rows that the widest layers multiply.
+        forward_s: seconds of a forward.
+        backward_s: seconds of a backward.
+        update_s: seconds of the optimizer's step of all parameters.
+        hidden_bytes: size of what a block hands to the next.
+        activations: size of what forward keeps for backward.
+        reduced_forward: sizes of outputs that tensor ranks add up in a forward.
+        reduced_backward: sizes of gradients of inputs that they add up in a backward.
+    """
+
+    samples: int = choice(0, least=0)
+    tokens: int = choice(0, least=0)
+    forward_s: float = choice(0.0, least=0)
+    backward_s: float = choice(0.0, least=0)
+    update_s: float = choice(0.0, least=0)
+    hidden_bytes: int = choice(0, least=0)
+    activations: int = choice(0, least=0)
+    reduced_forward: tuple[int, ...] = ()
+    reduced_backward: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that each rank holds at the peak; of the first rank where ranks differ.
+
+    Attributes:
+        parameters: size of the parameters, of those gathered at once where they are sharded.
+        gradients: size of gradients, shards and those under way.
+        optimizer_state: size of the optimizer's state, float32 copies included.
+        activations: size of what forward keeps for backward; 0 where it was not measured.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of the model's state."""
+        return self.parameters + self.gradients + self.optimizer_state
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of a step of the first rank.
+
+    Attributes:
+        compute: seconds of forward and backward.
+        recompute: seconds of forwards that backward repeats.
+        all_gather: seconds of gathers, hidden or not; likewise the next four.
+        reduce_scatter: seconds of reduce-scatters.
+        all_reduce: seconds of all-reduces.
+        all_to_all: seconds of exchanges of heads.
+        sends: seconds of messages between stages and in rings.
+        exposed: seconds of all these in which the rank does not compute.
+        bubble: seconds that it waits for other stages.
+        update: seconds of the optimizer.
+        step: seconds of the whole step.
+    """
+
+    compute: float = 0.0
+    recompute: float = 0.0
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    all_reduce: float = 0.0
+    all_to_all: float = 0.0
+    sends: float = 0.0
+    exposed: float = 0.0
+    bubble: float = 0.0
+    update: float = 0.0
+    step: float = 0.0
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a step should take and hold; a result.
+
+    Attributes:
+        cluster: name of the machines that seconds are of.
+        seconds: seconds of a step, by kind.
+        bytes: bytes of a rank, by kind.
+    """
+
+    cluster: str = ""
+    seconds: Seconds = field(default_factory=Seconds)
+    bytes: MemoryPlan = field(default_factory=MemoryPlan)
