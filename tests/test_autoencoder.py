@@ -9,11 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from gulliver.comm import World
-from gulliver.data import Bucket, MovingDigits
+from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
 from gulliver.models.autoencoder import CausalConv3d, fold, unfold
-from gulliver.video import AutoencoderConfig, load_autoencoder, save_autoencoder, train_autoencoder
+from gulliver.video import (
+    AutoencoderConfig,
+    MovingDigits,
+    load_autoencoder,
+    save_autoencoder,
+    train_autoencoder,
+)
 
 
 def test_the_folded_convolution_is_conv3d_forward_and_backward() -> None:

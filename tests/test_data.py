@@ -1,4 +1,4 @@
-"""Moving digits, tables of real files, word vectors, and reading ahead."""
+"""Moving digits, tables of real files, and word vectors."""
 
 from __future__ import annotations
 
@@ -13,25 +13,21 @@ import pytest
 import torch
 
 from gulliver.data import (
-    DIRECTIONS,
     BrokenClip,
     Bucket,
     Clip,
     ClipDataset,
     ClipTable,
-    MovingDigits,
     Probe,
-    WordEncoder,
     choose_bucket,
     collate,
-    prefetch,
     probe_file,
     resize_and_crop,
-    unknown_words,
 )
 from gulliver.data._clips import WindowedDataset
 from gulliver.data._table import decode
 from gulliver.errors import GulliverError
+from gulliver.video import DIRECTIONS, MovingDigits, WordEncoder, unknown_words
 from tests.patience import patient
 
 SHAPES = {
@@ -418,7 +414,7 @@ def test_scaling_keeps_the_middle() -> None:
     assert (resize_and_crop(frames, Bucket(1, 10, 10)) == 1).all()
 
 
-# --- words and reading ahead ----------------------------------------------------------------------
+# --- words --------------------------------------------------------------------------------------
 
 
 def test_words_have_the_same_vectors_in_every_process_and_place_codes() -> None:
@@ -435,7 +431,7 @@ def test_words_have_the_same_vectors_in_every_process_and_place_codes() -> None:
 
 def test_word_vectors_do_not_depend_on_the_process() -> None:
     code = (
-        "from gulliver.data import WordEncoder\n"
+        "from gulliver.video import WordEncoder\n"
         "print(float(WordEncoder(16, 6).encode(['the'])[0].sum()))"
     )
     found = subprocess.run(
@@ -455,34 +451,3 @@ def test_prompts_that_cannot_be_read_are_refused() -> None:
     with pytest.raises(GulliverError, match="4 words are more than this model reads"):
         encoder.encode(["one two three four"])
     assert unknown_words("The digit X moving!", MovingDigits.vocabulary) == ["x"]
-
-
-def test_prefetch_keeps_order_and_hands_errors_on() -> None:
-    def numbers():
-        yield from range(10)
-        raise KeyError("end of the tape")
-
-    seen = []
-    with prefetch(numbers(), 3) as ahead:
-        items = iter(ahead)
-        seen.extend(next(items) for _ in range(10))
-        with pytest.raises(KeyError, match="end of the tape"):
-            next(items)
-    assert seen == list(range(10))
-
-
-def test_prefetch_ends_its_thread_when_it_is_left_early() -> None:
-    closed = []
-
-    def endless():
-        try:
-            while True:
-                yield 1
-        finally:
-            closed.append(True)
-
-    source = endless()
-    with prefetch(source, 2) as ahead:
-        assert next(iter(ahead)) == 1
-    source.close()
-    assert closed == [True]

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from gulliver.checkpoint import read_json, write_tensors
-from gulliver.data import Bucket, MovingDigits
+from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
 from gulliver.video import (
     AutoencoderConfig,
     DataConfig,
     DemoConfig,
+    MovingDigits,
     OptimizerConfig,
     Request,
     SamplingConfig,

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from gulliver.comm import World
-from gulliver.data import Bucket, MovingDigits
+from gulliver.data import Bucket
 from gulliver.models import VideoAutoencoder, stdit3
+from gulliver.video import MovingDigits
 from tests import parity
 from tests.parity import CELLS, Cell, largest_error
 

@@ -22,6 +22,7 @@ REACHING = {
 }
 """Who imports a private module of a package that he is not in, and which."""
 CIRCLES = (
+    {"gulliver.booster.hybrid._dropout", "gulliver.booster.hybrid._parts"},
     {
         f"gulliver.parallel.zero.{name}"
         for name in ("_hooks", "_optimizer", "_relayout", "_saved", "_tuner")

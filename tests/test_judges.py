@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gulliver.data import Bucket, MovingDigits
-from gulliver.video import Judges, train_judges
+from gulliver.data import Bucket
+from gulliver.video import Judges, MovingDigits, train_judges
 from gulliver.video._judges import ceiling
 from tests.references import computed_once
 

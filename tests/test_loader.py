@@ -823,6 +823,31 @@ def test_the_generator_of_another_rank_is_refused() -> None:
         loaders[0].load_state_dict({"model": 1})
 
 
+def test_a_thread_makes_the_same_batches_and_leaves_the_generators_alone() -> None:
+    def loader(threaded: bool) -> DataLoader:
+        sampler = BucketSampler([Bucket(1 + n % 2, 8, 8) for n in range(23)], 4, seed=3)
+        return DataLoader(Numbers(), batch_sampler=sampler, threaded=threaded)
+
+    usual = loader(False)
+    wanted = [batch for _ in range(2) for batch in usual]
+    threaded, before = loader(True), torch.get_rng_state()
+    found, states = [], []
+    for _ in range(2):
+        for batch in threaded:
+            found.append(batch)
+            states.append(threaded.state_dict())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(map(torch.equal, found, wanted))
+    assert len(found) == len(wanted)
+    resumed = loader(True)
+    resumed.load_state_dict(states[2])
+    rest = list(resumed)
+    assert all(map(torch.equal, rest, wanted[3 : 3 + len(rest)]))
+    assert len(rest) == len(wanted) // 2 - 3
+    with pytest.raises(GulliverError, match="a stream is read in order"):
+        DataLoader(Lines(), 4, threaded=True)
+
+
 # --- randomness ---
 
 

@@ -497,7 +497,7 @@ def test_a_batch_without_a_sample_is_no_step(tmp_path: Path, autoencoder: Path) 
     table = _ramps(tmp_path / "clips", 4)
     data = DataConfig(table=table, shapes=("5x32x32",), batch_size=2, unreadable_limit=1.0)
     trainer = _trainer(small(tmp_path / "run", autoencoder, data=data), autoencoder)
-    batches = trainer.maker.batches(depth=1)
+    batches = trainer.maker.batches()
     trainer.step(next(batches))
     before = {n: p.detach().clone() for n, p in trainer.plain_model.named_parameters()}
     shadow = {n: v.clone() for n, v in trainer.average.shadow.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
-from gulliver.checkpoint import read_tensors, write_tensors
+from gulliver.checkpoint import load, read_tensors, split_state, verify, write_json, write_tensors
 from gulliver.comm import World, adopt_world
 from gulliver.errors import GulliverError
 from tests.pool import Pool
@@ -132,20 +131,20 @@ def test_the_saved_state_is_that_of_a_plain_optimizer(pool: Pool, tmp_path: Path
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    saved = read_tensors(tmp_path / "optimizer" / "state.safetensors")
+    saved = load(tmp_path / "optimizer").values["optimizer"]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             for key, value in optimizer.state[parameter].items():
-                (found,) = [v for k, v in saved.items() if k.endswith(f".{name}.{key}")]
+                found = saved["state"][name][key]
+                found = found if isinstance(found, Tensor) else torch.tensor(found["value"])
                 torch.testing.assert_close(found, value, rtol=1e-11, atol=1e-16)
-    groups = json.loads((tmp_path / "optimizer" / "state.json").read_text())
-    assert f"{optimizer.param_groups[1]['lr']!r}" in json.dumps(groups)
+    assert saved["groups"][1]["options"]["lr"] == optimizer.param_groups[1]["lr"]
     assert (tmp_path / "optimizer" / "plan.yaml").is_file()
 
 
-def _saved(folder: Path, stage: int = 1) -> tuple[Booster, Any]:
+def _saved(folder: Path, stage: int = 1, steps: int = 2) -> tuple[Booster, Any]:
     job = Job(World(0, 1, 0, torch.device("cpu")), stage)
-    job.steps(0, 2)
+    job.steps(0, steps)
     job.save(folder)
     return job.booster, job.optimizer
 
@@ -164,25 +163,19 @@ def _truncate(path: Path) -> None:
 
 def _mix(folder: Path) -> None:
     (folder / "again").mkdir()
-    _saved(folder / "again")
+    _saved(folder / "again", steps=3)
     shutil.copy(folder / "again/optimizer/state.json", folder / "optimizer/state.json")
-
-
-def _rename(folder: Path) -> None:
-    path = folder / "optimizer" / "state.json"
-    path.write_text(path.read_text().replace('"2.bias"', '"7.bias"'))
 
 
 @pytest.mark.parametrize(
     ("spoil", "changes", "message"),
     [
         (lambda f: shutil.rmtree(f / "optimizer"), {}, "does not exist"),
-        (lambda f: (f / "optimizer/state.safetensors").unlink(), {}, "does not exist"),
-        (lambda f: _truncate(f / "optimizer/state.safetensors"), {}, "truncated"),
+        (lambda f: (f / "optimizer/manifest.json").unlink(), {}, "holds no"),
+        (lambda f: (f / "optimizer/optimizer.safetensors").unlink(), {}, "does not exist"),
+        (lambda f: _truncate(f / "optimizer/optimizer.safetensors"), {}, "truncated"),
         (lambda f: _truncate(f / "optimizer/state.json"), {}, "truncated"),
-        (lambda f: shutil.copy(f / "scheduler.json", f / "optimizer/state.json"), {}, "holds no"),
-        (_mix, {}, "not of one save"),
-        (_rename, {}, r"1 missing \(2.bias\).*1 left over \(7.bias\)"),
+        (_mix, {}, "or another file"),
         (lambda f: None, {"make": "SGD"}, "is of AdamW, the optimizer is SGD"),
         (lambda f: None, {"width": 9}, r"does not fit.*\(7, 5\).*\(9, 5\)"),
         (lambda f: None, {"double": False}, "does not fit.*float64.*float32"),
@@ -199,6 +192,74 @@ def test_a_wrong_checkpoint_is_one_clear_line_and_changes_nothing(
     assert "\n" not in str(caught.value)
     for name, entries in optimizer.export_state().items():
         assert all(torch.equal(before[name][key], value) for key, value in entries.items())
+
+
+def write_old_files(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As `save_optimizer` wrote them before it wrote steps."""
+    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    content = {
+        "state": {name: dict(optimizer.state[p]) for p, name in names.items()},
+        "groups": [
+            {
+                "names": [names[p] for p in group["params"] if p in names],
+                "options": {k: v for k, v in group.items() if k != "params"},
+            }
+            for group in optimizer.param_groups
+        ],
+        "others": {},
+        "parameters": {name: [list(p.shape), p.dtype] for p, name in names.items()},
+    }
+    tensors, skeleton = split_state(content)
+    shutil.rmtree(folder)
+    write_tensors(folder / "state.safetensors", tensors, {"mark": "one"})  # type: ignore[arg-type]
+    write_json(folder / "state.json", {"optimizer": "AdamW", "mark": "one", "state": skeleton})
+
+
+def _load_spoiled(world: World, folder: Path) -> str:
+    """What is said of old files of other parameters, which leave everything as it was."""
+    job = Job(world, 1)
+    with pytest.raises(GulliverError) as caught:
+        job.booster.load_optimizer(job.optimizer, folder / "optimizer")
+    assert not job.optimizer.export_state()
+    return str(caught.value)
+
+
+def test_files_of_earlier_versions_are_read_at_any_world_size_and_stage(
+    pool: Pool, tmp_path: Path
+) -> None:
+    expected = pool.run(run_and_save, 2, tmp_path, 2, "AdamW")[0]
+    model, optimizer = build()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for step in range(4):
+        model(batch(step, World(0, 1, 0, torch.device("cpu")))).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    write_old_files(tmp_path / "optimizer", model, optimizer)
+    for size, stage in ((1, 1), (2, 0), (2, 2), (3, 1)):
+        for found in pool.run(load_and_run, size, tmp_path, stage, 0.0002, "AdamW"):
+            for name in expected:
+                torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-14)
+    skeleton = tmp_path / "optimizer" / "state.json"
+    skeleton.write_text(skeleton.read_text().replace('"2.bias"', '"7.bias"'))
+    for said in pool.run(_load_spoiled, 2, tmp_path):
+        assert "1 missing (2.bias)" in said
+        assert "1 left over (7.bias)" in said
+    skeleton.write_text(skeleton.read_text().replace('"mark": "one"', '"mark": "two"'))
+    for said in pool.run(_load_spoiled, 2, tmp_path):
+        assert "not of one save" in said
+
+
+def test_an_optimizer_takes_no_folder_with_other_files(tmp_path: Path) -> None:
+    booster, optimizer = _saved(tmp_path)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "model.safetensors").write_bytes(b"kept")
+    with pytest.raises(GulliverError, match=r"other files, such as model\.safetensors: give"):
+        booster.save_optimizer(optimizer, tmp_path / "shared")
+    assert [p.name for p in (tmp_path / "shared").iterdir()] == ["model.safetensors"]
+    booster.save_optimizer(optimizer, tmp_path / "optimizer")
+    assert not verify(tmp_path / "optimizer")
+    assert not list(tmp_path.glob(".*"))
 
 
 class PerTensor(torch.optim.SGD):
@@ -251,5 +312,5 @@ def test_numbers_in_the_state_are_saved_too(tmp_path: Path) -> None:
 def test_the_state_folder_holds_plain_safetensors_and_no_pickle(tmp_path: Path) -> None:
     _saved(tmp_path)
     names = {path.name for path in (tmp_path / "optimizer").iterdir()}
-    assert names == {"state.safetensors", "state.json", "plan.yaml"}
+    assert names == {"manifest.json", "optimizer.safetensors", "state.json", "plan.yaml"}
     write_tensors(tmp_path / "copy.safetensors", read_tensors(tmp_path / "model.safetensors"))

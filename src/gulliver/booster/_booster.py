@@ -27,6 +27,8 @@ from gulliver.booster._checkpoint import (
     restore_random,
 )
 from gulliver.booster._model import unwrapped
+from gulliver.booster._old_files import OldFiles, is_old
+from gulliver.booster._optimizer_files import read_optimizer, write_optimizer
 from gulliver.booster._pipelined import run_whole
 from gulliver.booster._plugins import PlanPlugin, Plugin, TorchDDPPlugin
 from gulliver.booster._running import Running
@@ -34,10 +36,8 @@ from gulliver.booster._states import (
     check_whole,
     on_main,
     read_model,
-    read_optimizer,
     read_scheduler,
     whole_model,
-    write_optimizer,
     write_scheduler,
 )
 from gulliver.checkpoint import (
@@ -547,19 +547,14 @@ class Booster:
         """Writes the optimizer state by parameter name, and the plan, to a folder.
 
         Every rank calls it. It loads at any world size, stage and chunk size, and with any plugin.
+        The folder is a step of the checkpoint format with the entry ``optimizer``; it appears, or
+        is replaced, whole or not at all.
+
+        Raises:
+            GulliverError: the folder holds other files, or cannot be written.
         """
-        spread = not _boosted(optimizer).has_whole_model
-        if spread:
-            _spread.write_optimizer(optimizer, Path(path))
-        state = {} if spread else optimizer.export_state(keep=init_world().is_main)
-
-        def write() -> None:
-            if not spread:
-                write_optimizer(optimizer, state, Path(path))
-            if self._last is not None:
-                self.plan.save(Path(path) / "plan.yaml")
-
-        on_main(write)
+        plan = None if self._last is None else self.plan
+        write_optimizer(_boosted(optimizer), Path(path), plan)
 
     def load_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
         """Reads what `save_optimizer` wrote; every rank calls it.
@@ -567,10 +562,14 @@ class Booster:
         Raises:
             GulliverError: missing, broken, of another optimizer or other parameters.
         """
-        if not _boosted(optimizer).has_whole_model:
-            _spread.read_optimizer(optimizer, Path(path))
+        optimizer = _boosted(optimizer)
+        old: list[OldFiles] = []
+        agreed(lambda: old.extend([OldFiles(Path(path))] if is_old(Path(path)) else []))
+        if old:
+            read_optimizer(optimizer, old[0])
             return
-        read_optimizer(optimizer, Path(path))
+        with self._open_step(Path(path), None) as reader:
+            read_optimizer(optimizer, reader)
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: Path | str) -> None:
         """Writes a scheduler's numbers as JSON; rank 0 writes, the others need not call it.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster._model import unwrapped
+from gulliver.booster._old_files import Source
 from gulliver.booster._states import (
     check_groups,
     fill_scheduler,
@@ -39,6 +40,7 @@ from gulliver.comm import gather_objects, group_rank, init_world
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, whole_shape
 from gulliver.parallel import BoostedOptimizer, Counter, ZeroOptimizer
+from gulliver.parallel.zero import import_leaves
 
 MODEL, OPTIMIZER, SCHEDULER, RANDOM = "model", "optimizer", "lr_scheduler", "random"
 RESERVED = (MODEL, OPTIMIZER, SCHEDULER, RANDOM)
@@ -71,17 +73,7 @@ def boosted_state(
         refuse_boosted(plain, "save")
         found[MODEL] = plain
     if optimizer is not None:
-        found[OPTIMIZER] = {
-            "optimizer": type(optimizer.inner).__name__,
-            "groups": saved_groups(optimizer),
-            "state": {
-                name: {key: _plain(value) for key, value in entries.items()}
-                for name, entries in optimizer.state_leaves().items()
-            },
-        }
-        others = optimizer.other_state()
-        if others:
-            found[OPTIMIZER]["others"] = others
+        found[OPTIMIZER] = optimizer_entry(optimizer, optimizer.state_leaves())
     if lr_scheduler is not None:
         kind = type(lr_scheduler).__name__
         found[SCHEDULER] = {"kind": kind, "state": scheduler_numbers(lr_scheduler)}
@@ -91,6 +83,27 @@ def boosted_state(
             raise GulliverError(f"state[{entry!r}] is taken: the booster saves that itself")
         found[entry] = value
     return found
+
+
+def optimizer_entry(
+    optimizer: BoostedOptimizer, leaves: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What is saved of an optimizer.
+
+    Args:
+        optimizer: boosted.
+        leaves: state by parameter, as far as this rank has it.
+    """
+    found: dict[str, Any] = {
+        "optimizer": type(optimizer.inner).__name__,
+        "groups": saved_groups(optimizer),
+        "state": {
+            name: {key: _plain(value) for key, value in entries.items()}
+            for name, entries in leaves.items()
+        },
+    }
+    others = optimizer.other_state()
+    return {**found, "others": others} if others else found
 
 
 def _plain(value: Any) -> Any:
@@ -147,7 +160,7 @@ def load_boosted(
             reader.check_fits(MODEL, wanted, prefix)
             reader.check_tied(MODEL, holder.canonical_names(unwrapped(model)), prefix)
         if optimizer is not None:
-            entries.update(_check_optimizer(reader, optimizer, groups or []))
+            entries.update(check_optimizer_entry(reader, optimizer, groups or []))
         if lr_scheduler is not None:
             _check_scheduler(reader, lr_scheduler)
         rest.update(plan_all(reader, state or {}, strict, "", loaded))
@@ -159,7 +172,7 @@ def load_boosted(
         holder.after_model_load()
     if optimizer is not None:
         boosted = optimizer
-        agreed(lambda: _fill_optimizer(reader, boosted, entries))
+        agreed(lambda: fill_optimizer(reader, boosted, entries))
     if lr_scheduler is not None:
         fill_scheduler(lr_scheduler, reader.value(SCHEDULER)["state"])
     agreed(lambda: fill_all(rest, loaded))
@@ -208,8 +221,8 @@ def _check_model(
         loaded.mismatches[MODEL] = odd
 
 
-def _check_optimizer(
-    reader: StepReader, optimizer: BoostedOptimizer, groups: list[list[str]]
+def check_optimizer_entry(
+    reader: Source, optimizer: BoostedOptimizer, groups: list[list[str]]
 ) -> dict[str, Any]:
     """The optimizer's entry, with stand-ins for tensors."""
     content = with_refs(reader.skeleton(OPTIMIZER), reader.tensors(OPTIMIZER))
@@ -221,29 +234,34 @@ def _check_optimizer(
             f"{reader.folder} is of {content['optimizer']}, the optimizer is {ours}"
         )
     check_groups(groups, content["groups"], reader.folder)
-    _check_shapes(reader, optimizer, content["state"])
+    _check_shapes(reader, optimizer, content)
     return content
 
 
-def _check_shapes(
-    reader: StepReader, optimizer: BoostedOptimizer, state: Mapping[str, Any]
-) -> None:
+def _stepped(reader: Source, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Shapes and dtypes of the parameters of a saved state, where the step tells them."""
+    if "parameters" in content:
+        return {n: (tuple(shape), dtype) for n, (shape, dtype) in content["parameters"].items()}
+    return {name: (t.shape, t.dtype) for name, t in reader.tensors(MODEL).items()}
+
+
+def _check_shapes(reader: Source, optimizer: BoostedOptimizer, content: Mapping[str, Any]) -> None:
     """Whether the state is of parameters of the same shapes.
 
-    Where every rank has all of it, it may have any shape itself: then the model of the same step
-    tells the parameters'.
+    Where every rank has all of it, it may have any shape itself: then the step tells the
+    parameters'.
     """
     shapes = {name: whole_shape(p) for p, name in optimizer.names.items()}
-    models = reader.tensors(MODEL) if optimizer.has_whole_state else {}
-    for name, entries in state.items():
+    known = _stepped(reader, content) if optimizer.has_whole_state else {}
+    for name, entries in content["state"].items():
         ours = shapes.get(name)
-        if ours is not None and name in models and models[name].shape != ours:
+        if ours is not None and name in known and known[name][0] != ours:
             raise GulliverError(
                 f"{reader.folder}: the optimizer state of {name!r} does not fit: the parameter was "
-                f"{models[name].shape}, it is {ours}"
+                f"{known[name][0]}, it is {ours}"
             )
         for key, value in entries.items():
-            if ours is None or name in models:
+            if ours is None or name in known:
                 continue
             refs = refs_in(value)
             if refs and (not isinstance(value, Ref) or value.shape != ours):
@@ -253,9 +271,8 @@ def _check_shapes(
                 )
 
 
-def _fill_optimizer(
-    reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
-) -> None:
+def fill_optimizer(reader: Source, optimizer: BoostedOptimizer, content: Mapping[str, Any]) -> None:
+    """Fills state and options from an entry that was checked."""
     if optimizer.spreads_state:
         _fill_shards(reader, optimizer, content["state"])
     else:
@@ -265,7 +282,9 @@ def _fill_optimizer(
 
 
 def _fill_shards(
-    reader: StepReader, optimizer: BoostedOptimizer, state: Mapping[str, Mapping[str, Any]]
+    reader: Source,
+    optimizer: BoostedOptimizer,
+    state: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Fills what this rank has of the state of each parameter."""
     assert isinstance(optimizer, ZeroOptimizer), "state is spread over ranks by ZeRO's kind"
@@ -276,14 +295,12 @@ def _fill_shards(
         }
         for name, found in state.items()
     }
-    targets = optimizer.make_state(entries)
+    targets = import_leaves(optimizer, entries)
     wanted = {state[name][key].name: leaf for (name, key), leaf in targets.items()}
     reader.read_into(OPTIMIZER, wanted)
 
 
-def _give_state(
-    reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
-) -> None:
+def _give_state(reader: Source, optimizer: BoostedOptimizer, content: Mapping[str, Any]) -> None:
     """Gives an optimizer its whole state, whatever that consists of."""
     found = _read(reader, {"state": content["state"], "others": content.get("others", {})})
     state = {
@@ -294,12 +311,12 @@ def _give_state(
         for name, entries in found["state"].items()
     }
     # Else numbers are turned to the parameter's dtype: ZeRO keeps those of 16 bits in 32.
-    models = reader.tensors(MODEL)
-    exact = [n for p, n in optimizer.names.items() if n in models and models[n].dtype == p.dtype]
+    known = _stepped(reader, content)
+    exact = [n for p, n in optimizer.names.items() if n in known and known[n][1] == p.dtype]
     optimizer.take_state(state, found["others"], exact)
 
 
-def _read(reader: StepReader, value: Any) -> Any:
+def _read(reader: Source, value: Any) -> Any:
     """Nested values, with tensors in place of what stands for them."""
     made = reader.whole(OPTIMIZER, [ref.name for ref in refs_in(value)])
     return replace_refs(value, made)

@@ -6,9 +6,6 @@ other wrote. Every rank calls every function here.
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +13,6 @@ import torch
 from torch import nn
 
 from gulliver.booster._checkpoint import agreed, names_of_all
-from gulliver.booster._states import (
-    SKELETON,
-    TENSORS,
-    check_groups,
-    read_skeleton,
-    saved_groups,
-    stepped,
-)
 from gulliver.checkpoint import (
     GatheredWeights,
     Mismatch,
@@ -31,22 +20,14 @@ from gulliver.checkpoint import (
     begin_huggingface,
     begin_single,
     gather_huggingface,
-    join_state,
     load_huggingface,
     match_huggingface,
-    merge_skeletons,
     on_gathered,
-    open_weights,
     refuse_existing,
-    split_state,
-    write_json,
     write_single,
 )
-from gulliver.comm import broadcast_object, gather_objects
-from gulliver.errors import GulliverError
-from gulliver.memory import Part, whole_shape
-from gulliver.parallel import BoostedOptimizer, Counter, ZeroOptimizer
-from gulliver.parallel.zero import export_leaves, import_leaves
+from gulliver.comm import gather_objects
+from gulliver.parallel import BoostedOptimizer
 
 
 def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
@@ -113,82 +94,3 @@ def read_model(holder: BoostedOptimizer, model: nn.Module, path: Path, strict: b
 
 def _ignored(_: object) -> None:
     """What was said before is not said again."""
-
-
-def write_optimizer(optimizer: BoostedOptimizer, folder: Path) -> None:
-    """Writes what `booster._states.write_optimizer` does, one tensor at a time."""
-    saved = {
-        name: {k: v.to_value() if isinstance(v, Counter) else v for k, v in found.items()}
-        for name, found in export_leaves(_zero(optimizer)).items()
-    }
-    content = {"state": saved, "groups": saved_groups(optimizer), "parameters": stepped(optimizer)}
-    tensors, skeleton = split_state(content)
-    merged = merge_skeletons(gather_objects(skeleton))
-    mark = broadcast_object(uuid.uuid4().hex)
-
-    def write(weights: GatheredWeights) -> None:
-        names = {name: name for name in weights.infos}
-        write_single(weights, names, folder / TENSORS, metadata={"mark": mark})
-        kind = type(optimizer.inner).__name__
-        write_json(folder / SKELETON, {"optimizer": kind, "mark": mark, "state": merged})
-
-    on_gathered(tensors, write)
-
-
-def _zero(optimizer: BoostedOptimizer) -> ZeroOptimizer:
-    assert isinstance(optimizer, ZeroOptimizer), "models are spread over ranks by ZeRO's kind"
-    return optimizer
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """Stands for a tensor of a file."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def read_optimizer(optimizer: BoostedOptimizer, folder: Path) -> None:
-    """Fills the state of what this rank trains from what `write_optimizer` wrote."""
-    ours = optimizer.all_group_names()
-    content: dict[str, Any] = {}
-    agreed(lambda: content.update(_checked(optimizer, folder, ours)))
-    entries = content["state"]
-    targets = import_leaves(_zero(optimizer), entries)
-    wanted = {entries[name][key].name: leaf for (name, key), leaf in targets.items()}
-    agreed(lambda: _ignored(wanted and load_huggingface(wanted, folder / TENSORS, strict=False)))
-    _zero(optimizer).publish_masters()
-    for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
-        group.update(saved["options"])
-
-
-def _checked(optimizer: BoostedOptimizer, folder: Path, ours: list[list[str]]) -> Mapping[str, Any]:
-    """Groups and state, with stand-ins for tensors that are to be read."""
-    skeleton = read_skeleton(optimizer, folder)
-    with open_weights(folder / TENSORS) as weights:
-        infos = weights.infos
-        stored: dict[str, Any] = {n: _Stored(n, i.shape, i.dtype) for n, i in infos.items()}
-        # Single values are counters and options: all ranks need them.
-        singles = {n: torch.empty(i.shape, dtype=i.dtype) for n, i in infos.items() if not i.shape}
-        weights.read({n: Part(value.view(1), ()) for n, value in singles.items()})
-    content = join_state(stored | singles, skeleton)
-    check_groups(ours, content["groups"], folder)
-    for found in content["groups"]:
-        for key, value in found["options"].items():
-            if isinstance(value, _Stored):
-                raise GulliverError(f"{folder} has a tensor for {key!r}: use booster.load")
-    shapes = {name: whole_shape(p) for p, name in optimizer.names.items()}
-    state = {name: _as_saved(found) for name, found in content["state"].items()}
-    for name, entries in state.items():
-        for key, value in entries.items():
-            if isinstance(value, _Stored) and value.shape != shapes.get(name, value.shape):
-                raise GulliverError(
-                    f"{folder} does not fit: the optimizer state of {name!r} does not fit: {key} "
-                    f"is {value.shape}, the parameter {shapes[name]}"
-                )
-    return {"groups": content["groups"], "state": state}
-
-
-def _as_saved(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v if isinstance(v, _Stored) else Counter.of(v) for k, v in entries.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,20 +12,16 @@ from torch import Tensor, nn
 from gulliver.checkpoint import (
     join_state,
     read_json,
-    read_metadata,
     read_tensors,
     split_state,
     write_json,
-    write_tensors,
 )
 from gulliver.comm import any_rank, barrier, init_world
 from gulliver.errors import GulliverError
-from gulliver.memory import whole_shape
 from gulliver.parallel import BoostedOptimizer
 
 LISTED = 4
 """Names shown of a list that does not match."""
-TENSORS, SKELETON = "state.safetensors", "state.json"
 
 
 def on_main(write: Callable[[], None]) -> None:
@@ -96,72 +91,6 @@ def read_model(model: nn.Module, path: Path, strict: bool) -> list[str]:
         )
     model.load_state_dict(state, strict=False)
     return missing + extra
-
-
-def write_optimizer(optimizer: BoostedOptimizer, state: Any, folder: Path) -> None:
-    """Writes a whole state and the groups to a folder; see `read_optimizer`."""
-    content = {"state": state, "groups": saved_groups(optimizer)}
-    content |= {"others": optimizer.other_state(), "parameters": stepped(optimizer)}
-    tensors, skeleton = split_state(content)
-    # Both files carry the mark, so that halves of two saves are never taken for one.
-    mark = uuid.uuid4().hex
-    values = {name: leaf for name, leaf in tensors.items() if isinstance(leaf, Tensor)}
-    write_tensors(folder / TENSORS, values, {"mark": mark})
-    name = type(optimizer.inner).__name__
-    write_json(folder / SKELETON, {"optimizer": name, "mark": mark, "state": skeleton})
-
-
-def read_optimizer(optimizer: BoostedOptimizer, folder: Path) -> None:
-    """Checks and takes over what `write_optimizer` wrote; nothing changes if it does not fit."""
-    skeleton = read_skeleton(optimizer, folder)
-    saved = join_state(read_tensors(folder / TENSORS), skeleton)
-    check_groups(optimizer.all_group_names(), saved["groups"], folder)
-    check_stepped(optimizer, saved, folder)
-    try:
-        optimizer.import_state(saved["state"], saved.get("others"), saved.get("parameters", ()))
-    except GulliverError as error:
-        raise GulliverError(f"{folder} does not fit: {error}") from error
-    for group, entry in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group.update(entry["options"])
-
-
-def stepped(optimizer: BoostedOptimizer) -> dict[str, Any]:
-    """Shapes of the parameters by name, whole, and the dtypes of their state."""
-    return {
-        name: [list(whole_shape(p)), optimizer.state_dtype(p)]
-        for p, name in optimizer.names.items()
-    }
-
-
-def check_stepped(optimizer: BoostedOptimizer, saved: Mapping[str, Any], folder: Path) -> None:
-    """Refuses state of parameters of other shapes or dtypes, whatever shapes the state has."""
-    theirs = saved.get("parameters", {})
-    for name, ours in stepped(optimizer).items():
-        there = theirs.get(name, ours)
-        if there != ours:
-            raise GulliverError(
-                f"{folder} does not fit: the optimizer state of {name!r} does not fit: it is of "
-                f"{tuple(there[0])} {there[1]}, the parameter {tuple(ours[0])} {ours[1]}"
-            )
-
-
-def read_skeleton(optimizer: BoostedOptimizer, folder: Path) -> Any:
-    """Where the tensors of a saved optimizer belong.
-
-    Raises:
-        GulliverError: the files are missing, of two saves, or of another kind of optimizer.
-    """
-    content = read_json(folder / SKELETON)
-    if not isinstance(content, Mapping) or not {"optimizer", "mark", "state"} <= content.keys():
-        raise GulliverError(f"{folder / SKELETON} holds no optimizer state")
-    ours = type(optimizer.inner).__name__
-    if content["optimizer"] != ours:
-        raise GulliverError(f"{folder} is of {content['optimizer']}, the optimizer is {ours}")
-    if read_metadata(folder / TENSORS).get("mark") != content["mark"]:
-        raise GulliverError(
-            f"{TENSORS} and {SKELETON} in {folder} are not of one save: take another checkpoint"
-        )
-    return content["state"]
 
 
 def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:

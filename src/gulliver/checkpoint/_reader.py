@@ -111,11 +111,11 @@ class StepReader:
     def __init__(self, folder: Path | str, engine: Engine | None = None) -> None:
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
+        self._slots: dict[str, dict[str, Slot]] = {}
         content = self._checked_json(STATE)
         self._entries: dict[str, Any] = content["entries"]
         self._ranks: list[dict[str, Any]] = content["ranks"]
         self._kinds: dict[str, Any] = content.get("kinds", {})
-        self._slots: dict[str, dict[str, Slot]] = {}
         self._given, self._engine = engine, engine
         self.bytes_read = 0
         """From the disk, so far."""
@@ -394,6 +394,8 @@ class StepReader:
             for name, tensor in tensors.items()
             if any(part.file == file for part in tensor.parts)
         ]
+        if not names:
+            return ""
         try:
             slots = self._slots.get(file) or read_slots(self.folder / file)[0]
         except GulliverError:
@@ -406,6 +408,11 @@ class StepReader:
             and slot.offset + slot.nbytes > begin
         ]
         return f", in {_shown(touched)}" if touched else ", in the header"
+
+    def check_files(self) -> None:
+        """Refuses files that are missing, or shorter or longer than they were."""
+        for name in self.manifest.files:
+            self._file(name)
 
     def verify(self) -> Iterator[tuple[str, int]]:
         """Reads every page of every file and checks it.

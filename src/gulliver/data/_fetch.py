@@ -15,7 +15,7 @@ import base64
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -175,28 +175,39 @@ class Fetch(Dataset):
         dataset: of the user.
         collate: of the user.
         is_batched: whether `indices` of a work are many.
-        seed: and rank.
+        seed: and rank; None leaves the generators alone.
     """
 
     def __init__(
-        self, dataset: Any, collate: Callable[[Any], Any], is_batched: bool, seed: tuple[int, int]
+        self,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        is_batched: bool,
+        seed: tuple[int, int] | None,
     ) -> None:
         self.dataset, self._collate, self._is_batched = dataset, collate, is_batched
         self._seed = seed
 
     def __getitem__(self, work: Work) -> Any:
-        seed, rank = self._seed
-        with seeded(seed, BATCH, rank, work.epoch, work.number):
+        with self._seeded(work):
             try:
                 return self._collate(self._samples(work.indices))
             except StopIteration as error:
                 # It would end the epoch as if all were well.
                 raise RuntimeError(f"the data set raised StopIteration for {work}") from error
 
+    def _seeded(self, work: Work) -> AbstractContextManager[None]:
+        if self._seed is None:
+            return nullcontext()
+        seed, rank = self._seed
+        return seeded(seed, BATCH, rank, work.epoch, work.number)
+
     def _samples(self, indices: Any) -> Any:
         if not self._is_batched:
             return self.dataset[indices]
         if isinstance(indices, Step):
+            if hasattr(self.dataset, "read_step"):
+                return self.dataset.read_step(indices)
             indices = indices.indices
         if getattr(self.dataset, "__getitems__", None):
             return self.dataset.__getitems__(indices)

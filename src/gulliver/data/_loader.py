@@ -19,7 +19,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from gulliver.data._arena import DEFAULT_LIMIT, ArenaStatistics, PinnedArena, ba
 from gulliver.data._feed import Feed, Inline
 from gulliver.data._fetch import Fetch, Orders, Stream, WorkerStart, as_is, check_seed, length_of
 from gulliver.data._position import check_content, check_position, order_of
-from gulliver.data._transfer import CudaLane, Lane, Moved, Mover
+from gulliver.data._transfer import Moved, Mover, device_of, lane
 from gulliver.errors import GulliverError, nearest
 from gulliver.options import whole_number
 
@@ -90,6 +90,8 @@ class DataLoader(torch_data.DataLoader):
             memory is then taken now. Otherwise it is taken as batches come, up to `arena_limit`.
         arena_limit: most bytes of the arena that is made here; None: what `warm_up` needs, else
             1 GiB.
+        threaded: without workers, make batches in a thread, before their time. The generators are
+            left alone then: data set and collation must draw from none of the process.
         options: further arguments of torch's DataLoader, such as `num_workers`, `sampler`,
             `batch_sampler` (a `BucketSampler` too) and `collate_fn`.
 
@@ -111,6 +113,7 @@ class DataLoader(torch_data.DataLoader):
         arena: PinnedArena | None = None,
         warm_up: Iterable[Any] | None = None,
         arena_limit: int | None = None,
+        threaded: bool = False,
         **options: Any,
     ) -> None:
         _check_names(options)
@@ -126,7 +129,7 @@ class DataLoader(torch_data.DataLoader):
         self.world_size = world_size
         if not 0 <= self.rank < self.world_size:
             raise GulliverError(f"rank {self.rank} is not one of {self.world_size} ranks")
-        self.seed, self.ahead, self.device = check_seed(seed), ahead, _device(device)
+        self.seed, self.ahead, self.device = check_seed(seed), ahead, device_of(device)
         # One of our own is seeded anew for each epoch, see `Orders`.
         self._own = None if options.get("generator") is not None else torch.Generator()
         options["generator"] = options.get("generator") or self._own
@@ -135,6 +138,9 @@ class DataLoader(torch_data.DataLoader):
         except (ValueError, TypeError) as error:
             raise GulliverError(f"data loader: {error}") from error
         self._is_iterable = isinstance(dataset, torch_data.IterableDataset)
+        self._threaded = threaded and not self.num_workers
+        if self._threaded and self._is_iterable:
+            raise GulliverError("a stream is read in order: give threaded a map-style data set")
         self._stateful = self._find_stateful()
         self._inner, self._work = self._make_inner()
         self.arena = self._make_arena(arena, warm_up, arena_limit)
@@ -181,11 +187,11 @@ class DataLoader(torch_data.DataLoader):
         passed_over = self._begin()
         # Made in the caller's thread: workers are forked here, and torch's samplers draw here.
         # Past its last batch, what keeps a position may say where the next epoch begins already.
-        batches = iter(()) if self._is_over else iter(self._inner)
+        batches = iter(()) if self._is_over else self._made()
         if passed_over:
             _log.info("resuming: %d batches of the stream are loaded and passed over", passed_over)
             batches = _after(batches, passed_over, self._work)
-        if self.num_workers:
+        if self.num_workers or self._threaded:
             self._feed = Feed(batches, self._mover.move, self.ahead)
         else:
             # Without workers samples are made where the caller is, under seeds that must not meet
@@ -193,6 +199,14 @@ class DataLoader(torch_data.DataLoader):
             on_host = self.device is None or self.device.type == "cpu"
             self._feed = Inline(batches, self._mover.move, 0 if on_host else 1)
         return _Batches(self, self._feed)
+
+    def _made(self) -> Iterator[Any]:
+        if not self._threaded:
+            return iter(self._inner)
+        works = iter(self._work)
+        # The first index here: samplers draw their order with it, under seeds of the process.
+        first = list(islice(works, 1))
+        return map(self._inner.dataset.__getitem__, chain(first, works))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, after the last batch that it handed out; fit for JSON.
@@ -238,8 +252,9 @@ class DataLoader(torch_data.DataLoader):
                 )
         if self._stateful is None and state["inner"] is not None:
             raise GulliverError("the saved position is of a sampler that has one: this has none")
-        if self._stateful is not None and hasattr(self._stateful, "check_state"):
-            self._stateful.check_state(state["inner"])
+        check = getattr(self._stateful, "check_state", None)
+        if check is not None:
+            check(state["inner"])
         saved, here = len(state["generators"]), len(self._work.generator_states())
         if saved != here:
             raise GulliverError(
@@ -319,7 +334,8 @@ class DataLoader(torch_data.DataLoader):
             work: Orders | Stream = dataset
         else:
             is_batched = self.batch_sampler is not None
-            dataset = Fetch(self.dataset, collate, is_batched, seed)
+            seeds = None if self._threaded else seed
+            dataset = Fetch(self.dataset, collate, is_batched, seeds)
             work = given["sampler"] = Orders(
                 self._index_source,
                 self._stateful,
@@ -467,28 +483,6 @@ def _after(batches: Iterator[Any], count: int, work: Orders | Stream) -> Iterato
             "with what the run was started with"
         )
     yield from batches
-
-
-def lane(device: torch.device | None, ahead: int) -> Lane | None:
-    """The way to a device; None for the host."""
-    return CudaLane(device, ahead) if device is not None and device.type == "cuda" else None
-
-
-def _device(device: torch.device | str | None) -> torch.device | None:
-    if device is None:
-        return None
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise GulliverError(f"no device {device!r}: {str(error).splitlines()[0]}") from None
-    if found.type not in ("cpu", "cuda"):
-        raise GulliverError(f"batches go to 'cpu' or 'cuda', not to {found.type!r}")
-    if found.type == "cuda":
-        if not torch.cuda.is_available():
-            raise GulliverError("there is no CUDA device: leave `device` out, or choose 'cpu'")
-        index = torch.cuda.current_device() if found.index is None else found.index
-        found = torch.device("cuda", index)
-    return found
 
 
 def _check_names(options: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gulliver.data._arena import Event, PinnedArena
 from gulliver.data._nested import map_leaves
+from gulliver.errors import GulliverError
 
 
 class Lane(Protocol):
@@ -136,3 +137,30 @@ class Mover:
 
 def _is_moved(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) or hasattr(leaf, "pin_memory")
+
+
+def lane(device: torch.device | None, ahead: int) -> Lane | None:
+    """The way to a device; None for the host."""
+    return CudaLane(device, ahead) if device is not None and device.type == "cuda" else None
+
+
+def device_of(device: torch.device | str | None) -> torch.device | None:
+    """The device that is meant, if batches can go there.
+
+    Raises:
+        GulliverError: it is none, or not there.
+    """
+    if device is None:
+        return None
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise GulliverError(f"no device {device!r}: {str(error).splitlines()[0]}") from None
+    if found.type not in ("cpu", "cuda"):
+        raise GulliverError(f"batches go to 'cpu' or 'cuda', not to {found.type!r}")
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise GulliverError("there is no CUDA device: leave `device` out, or choose 'cpu'")
+        index = torch.cuda.current_device() if found.index is None else found.index
+        found = torch.device("cuda", index)
+    return found

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gulliver.data import BucketSampler, Step, WordEncoder, collate, prefetch
+from gulliver.data import BucketSampler, ClipBatch, DataLoader, Step, collate
 from gulliver.models import VideoAutoencoder
 from gulliver.video._config import FlowConfig
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._seeds import derive
+from gulliver.video._words import WordEncoder
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,25 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class _Steps:
+    """A data set of clips, read a step at a time: which frames are taken hangs on the epoch."""
+
+    dataset: Any
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read_step(self, step: Step) -> tuple[Step, ClipBatch]:
+        windows = [derive(self.seed, 8, step.epoch, index) for index in step.indices]
+        return step, collate(self.dataset, step.indices, windows)
+
+
+def _as_read(batch: tuple[Step, ClipBatch]) -> tuple[Step, ClipBatch]:
+    return batch
+
+
+@dataclass(frozen=True)
 class BatchMaker:
     """Makes a `Batch` of each step of a sampler."""
 
@@ -77,10 +97,19 @@ class BatchMaker:
     """Positions of a share's samples that could be read to those that all ranks could read that
     have the same share; None where no two ranks have."""
 
-    def batches(self, depth: int = 2) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Batch]:
         """Batches without end, epoch after epoch; clips are made ahead in a thread."""
-        with prefetch(self._clips(), depth=depth) as clips:
-            for step, videos, captions, fps, kept, state in clips:
+        loader = DataLoader(
+            _Steps(self.dataset, self.seed),
+            batch_sampler=self.sampler,
+            collate_fn=_as_read,
+            device=self.device,
+            threaded=True,
+        )
+        while True:
+            for step, (videos, captions, fps, kept, _) in loader:
+                # That of this batch: the thread is ahead of the training.
+                state = loader.state_dict()["inner"]
                 if self.agree is not None:
                     # A file may go between two ranks' looks at it.
                     common = self.agree(kept)
@@ -90,14 +119,6 @@ class BatchMaker:
                         captions, fps = [captions[row] for row in rows], fps[rows]
                         kept = [kept[row] for row in rows]
                 yield self._batch(step, videos, captions, fps, kept, state)
-
-    def _clips(self) -> Iterator[tuple]:
-        while True:
-            for step in self.sampler:
-                windows = [derive(self.seed, 8, step.epoch, index) for index in step.indices]
-                videos, captions, fps, kept, _ = collate(self.dataset, step.indices, windows)
-                # The state is taken here, with the step: the thread runs ahead of the training.
-                yield step, videos, captions, fps, kept, self.sampler.state_dict()
 
     @torch.no_grad()
     def _batch(

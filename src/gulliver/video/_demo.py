@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gulliver.checkpoint import read_json, write_json
 from gulliver.comm import launch
-from gulliver.data import Bucket, MovingDigits, sentence
+from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.io import write_text
 from gulliver.options import check_options
@@ -34,6 +34,7 @@ from gulliver.video._config import (
     TrainConfig,
     parse_shapes,
 )
+from gulliver.video._digits import MovingDigits, sentence
 from gulliver.video._display import console
 from gulliver.video._evaluate import Evaluation, evaluate
 from gulliver.video._generate import Request, VideoModel, extend

@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gulliver.data import DIGITS, DIRECTIONS, Bucket, MovingDigits, sentence
+from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.video._config import SamplingConfig, parse_shapes
+from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits, sentence
 from gulliver.video._generate import Request, VideoModel
 from gulliver.video._judges import Judges, Scores, ceiling, train_judges
 from gulliver.video._sources import parse_held_out

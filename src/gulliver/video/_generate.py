@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gulliver.checkpoint import StepReader, load
-from gulliver.data import Bucket, WordEncoder
+from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder
 from gulliver.options import check_options
@@ -39,6 +39,7 @@ from gulliver.video._seeds import derive
 from gulliver.video._shared import Shared, share, split_ranks
 from gulliver.video._sources import vocabulary
 from gulliver.video._training import build_model
+from gulliver.video._words import WordEncoder
 
 FPS = 8.0
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.data import DIGITS, DIRECTIONS, Bucket, MovingDigits
+from gulliver.data import Bucket
+from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits
 from gulliver.video._seeds import derive
 
 WINDOW = 16

@@ -20,6 +20,7 @@ from gulliver.video._config import (
     resolved,
 )
 from gulliver.video._demo import demonstrate
+from gulliver.video._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, sentence
 from gulliver.video._display import console
 from gulliver.video._evaluate import Evaluation, evaluate
 from gulliver.video._generate import Request, VideoModel, extend
@@ -28,8 +29,12 @@ from gulliver.video._media import check_output, read_frames, write_clip
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._shared import split_ranks
 from gulliver.video._training import Outcome, Trainer, check_ranks, train
+from gulliver.video._words import WordEncoder, unknown_words, words_of
 
 __all__ = [
+    "DIGITS",
+    "DIRECTIONS",
+    "FPS",
     "AutoencoderConfig",
     "DataConfig",
     "DemoConfig",
@@ -37,6 +42,7 @@ __all__ = [
     "FlowConfig",
     "Judges",
     "ModelConfig",
+    "MovingDigits",
     "OptimizerConfig",
     "Outcome",
     "RectifiedFlow",
@@ -46,6 +52,7 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "VideoModel",
+    "WordEncoder",
     "check_clip",
     "check_config",
     "check_output",
@@ -59,9 +66,12 @@ __all__ = [
     "read_frames",
     "resolved",
     "save_autoencoder",
+    "sentence",
     "split_ranks",
     "train",
     "train_autoencoder",
     "train_judges",
+    "unknown_words",
+    "words_of",
     "write_clip",
 ]

@@ -6,15 +6,7 @@ import math
 from typing import Any
 
 from gulliver.comm import World, barrier
-from gulliver.data import (
-    DIGITS,
-    DIRECTIONS,
-    Bucket,
-    BucketSampler,
-    ClipTable,
-    MovingDigits,
-    words_of,
-)
+from gulliver.data import Bucket, BucketSampler, ClipTable
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
 from gulliver.video._autoencoder_training import (
@@ -23,9 +15,11 @@ from gulliver.video._autoencoder_training import (
     train_autoencoder,
 )
 from gulliver.video._config import DataConfig, TrainConfig, parse_shapes
+from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits
 from gulliver.video._display import Display, console
 from gulliver.video._run import Run
 from gulliver.video._seeds import derive
+from gulliver.video._words import words_of
 
 
 def parse_held_out(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:

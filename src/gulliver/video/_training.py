@@ -29,7 +29,7 @@ from gulliver.booster import (
 from gulliver.booster.hybrid import HybridOptimizer, size_axes
 from gulliver.checkpoint import Mismatch, load
 from gulliver.comm import ALONE, Line, World, all_reduce, barrier, gather_objects, guard, init_world
-from gulliver.data import ClipTable, WordEncoder
+from gulliver.data import ClipTable
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder, stdit3
 from gulliver.video._batches import Batch, BatchMaker
@@ -42,6 +42,7 @@ from gulliver.video._seeds import derive
 from gulliver.video._skipped import SkippedClips, listing
 from gulliver.video._sources import make_dataset, make_sampler, ready_autoencoder
 from gulliver.video._stages import hide_targets, run_stages
+from gulliver.video._words import WordEncoder
 
 CHUNK_MB = 1.0
 

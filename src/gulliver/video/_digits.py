@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gulliver.data._clips import Bucket, Clip
+from gulliver.data import Bucket, Clip
 from gulliver.errors import GulliverError
 
 DIGITS = tuple("0123456789")
