@@ -30,11 +30,14 @@ AREAS = {
     "tensor": "Tensor parallelism beside DTensor, DDP and FSDP2",
     "sequence": "Sequence parallelism beside torch's ring",
     "pipeline": "Pipeline parallelism beside torch's schedules",
+    "tuner": "Sizes of ZeRO's chunks: tuned beside a sweep",
     "torus": "Collectives along a torus beside flat ones",
     "checkpoint": "Checkpoints beside torch.save and dcp.async_save",
     "io": "I/O engine beside raw loops, safetensors and torch.save",
     "loader": "Data loader",
     "cost": "Cost model: predicted beside measured",
+    "plan": "Plans: predicted beside measured",
+    "stdit": "Text to video: ranks that share a clip",
 }
 """First word of a claim to heading, in the order of the page; other claims follow."""
 

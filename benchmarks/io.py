@@ -31,7 +31,7 @@ import tyro
 from safetensors.torch import load_file, save_file
 
 from benchmarks._harness import Report, Spread, alternate, at_least, finish
-from gulliver.io import Engine, NativeEngine, TwinEngine
+from gulliver.io import Engine, NativeEngine, PythonEngine
 
 PAGE = 4 * 2**20
 POOL = 16 * PAGE
@@ -333,7 +333,7 @@ def main() -> None:
     """Measures in a folder of its own, and removes it."""
     options = tyro.cli(Options, description=__doc__)
     state = State(int(options.gib * GIB), options.tensors)
-    engines: dict[str, Engine] = {**native_engines(), "python threads": TwinEngine()}
+    engines: dict[str, Engine] = {**native_engines(), "python threads": PythonEngine()}
     folder = Path(tempfile.mkdtemp(prefix="io-benchmark-", dir=options.folder))
     try:
         check(state, engines, folder)

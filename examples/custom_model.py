@@ -72,7 +72,7 @@ def main(steps: int = 40) -> list[float]:
     booster = Booster(plugin=HybridParallelPlugin(tp_size=world.size, tensor_rules=rules))
     model, optimizer, *_ = booster.boost(model, optimizer)
     if world.is_main:
-        for path, style in booster.plan.tensor.items():
+        for path, style in booster.plan.tensor.modules.items():
             print(f"{path:28} {style}")
 
     losses = []

@@ -62,7 +62,7 @@ def main(steps: int = 30) -> list[float]:
         if world.is_main and step % 5 == 0:
             print(f"step {step:2}  loss {losses[-1]:.4f}")
     held = sum(p.numel() for p in model.parameters())
-    print(f"rank {world.rank} holds {held:,} of {booster.plan.parameters:,} parameters")
+    print(f"rank {world.rank} holds {held:,} of {booster.plan.model.parameters:,} parameters")
     return losses
 
 

@@ -59,17 +59,29 @@ def run_cells(world: World, cells: tuple[Cell, ...], steps: int) -> dict[str, fl
     return {cell.name: max(errors_of(world, cell, torch.float64, steps).values()) for cell in cells}
 
 
+BY_TURNS = tuple(
+    cell
+    for family, first in (("qwen3", 0), ("gemma2", 1), ("gemma3", 1), ("mixtral", 1))
+    for cell in [cell for cell in LATER_CELLS if cell.family == family][first::2]
+)
+"""By default each family runs in half of its modes, and each mode with some family."""
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "mixtral"])
+@pytest.mark.parametrize("modes", some(["half", "all"], ["half"]))
 @pytest.mark.deadline(300)
-def test_a_family_trains_as_one_process_in_all_modes_that_it_lists(pool: Any, family: str) -> None:
+def test_a_family_trains_as_one_process_in_all_modes_that_it_lists(
+    pool: Any, family: str, modes: str
+) -> None:
     pytest.importorskip("transformers")
-    cells = tuple(cell for cell in LATER_CELLS if cell.family == family)
+    of = BY_TURNS if modes == "half" else LATER_CELLS
+    cells = tuple(cell for cell in of if cell.family == family)
     for found in pool.run(run_cells, 2, cells, 1, deadline_s=280):
         assert max(found.values()) <= BARS[torch.float64], found
 
 
 @pytest.mark.parametrize(
-    "cell", some(COPIED_CELLS, COPIED_CELLS[:3]), ids=lambda cell: cell.grid.name
+    "cell", some(COPIED_CELLS, COPIED_CELLS[:3:2]), ids=lambda cell: cell.grid.name
 )
 def test_more_tensor_ranks_than_key_value_heads_hold_copies_of_them(pool: Any, cell: Cell) -> None:
     pytest.importorskip("transformers")

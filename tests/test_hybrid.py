@@ -194,15 +194,6 @@ def _refusals(world: World, family: str, plugin: dict[str, Any], change: dict[st
 @pytest.mark.parametrize(
     ("ranks", "family", "plugin", "change", "message"),
     [
-        (2, "gpt2", {"tp_size": 2}, {"transformer.drop": 0.1}, "transformer.drop"),
-        (
-            2,
-            "gpt2",
-            {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"},
-            {"transformer.h.1.mlp.dropout": 0.1},
-            "transformer.h.1.mlp.dropout.p = 0.1 drop at random",
-        ),
-        (2, "gpt2", {"pp_size": 2}, {"transformer.drop": 0.1}, "or pass allow_dropout=True"),
         (3, "llama", {"tp_size": 2}, {}, "does not divide the world of 3"),
         (3, "llama", {"tp_size": 3}, {}, ""),
         (4, "bert", {"pp_size": 4}, {}, "2 blocks"),

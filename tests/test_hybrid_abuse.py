@@ -456,16 +456,51 @@ def test_what_was_frozen_at_boost_is_not_left_alone_silently(pool: Pool, name: s
         assert "unfreeze before boost" in message
 
 
-def _compiled(world: World, plugin: dict[str, Any]) -> str:
+WHAT_IS_COMPILED = {
+    "": "the model is compiled with all its blocks",
+    "model": "model is compiled with all its blocks",
+    "model.layers.1": "",
+    "model.layers.1.mlp.up_proj": "is replaced where it is cut",
+}
+
+
+def _compiled(world: World, plugin: dict[str, Any]) -> list[str]:
+    found = []
+    for path in WHAT_IS_COMPILED:
+        model = build("llama", layers=4)
+        model.get_submodule(path).compile(backend="eager")
+        found.append("" if path.endswith(".1") else _said(_boost, plugin, model=model))
+    model = build("llama", layers=4)
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    return [*found, _said(_boost, plugin, model=model)]
+
+
+def test_compiled_modules_that_cannot_be_cut_are_refused_by_name(pool: Pool) -> None:
+    for *found, wrapped in pool.run(_compiled, 2, TENSOR):
+        for message, wanted in zip(found, WHAT_IS_COMPILED.values(), strict=True):
+            assert wanted in message
+        assert "model.layers.0 is what torch.compile(module) returned" in wrapped
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        {**TENSOR, "sequence_parallelism_mode": "split_gather"},
+        {**STAGES, "pp_style": "zero_bubble"},
+    ],
+    ids=["split gather", "zero bubble"],
+)
+def test_compiled_blocks_are_refused_where_they_cannot_be_exact(
+    pool: Pool, plugin: dict[str, Any]
+) -> None:
+    for message in pool.run(_block_compiled, 2, plugin):
+        assert "model.layers.0 is compiled" in message
+
+
+def _block_compiled(world: World, plugin: dict[str, Any]) -> str:
     model = build("llama", layers=4)
     model.model.layers[0].compile(backend="eager")
     return _said(_boost, plugin, model=model)
-
-
-@pytest.mark.parametrize("plugin", [STAGES, TENSOR], ids=["pipeline", "tensor"])
-def test_compiled_modules_are_refused_by_name(pool: Pool, plugin: dict[str, Any]) -> None:
-    for message in pool.run(_compiled, 2, plugin):
-        assert "model.layers.0 is compiled" in message
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,15 @@ CALLED = {"max_new_tokens", "output_attentions", "use_cache", "mixed_precision",
 OF_FUNCTIONS = {"causal", "window", "documents", "key_lengths", "keys", "ulysses"}
 """Arguments of the functions of sequence parallelism, which no plugin calls in a user's words."""
 
-OF_MODULES = {"groups", "padding_mode", "rules", "use_reentrant", "assign", "output_router_logits"}
+OF_MODULES = {
+    "groups",
+    "padding_mode",
+    "rules",
+    "use_reentrant",
+    "preserve_rng_state",
+    "assign",
+    "output_router_logits",
+}
 
 
 def test_every_remedy_that_a_message_names_is_one_that_the_plugin_takes() -> None:

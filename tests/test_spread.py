@@ -32,7 +32,7 @@ from gulliver.checkpoint import (
     step_folder,
     verify,
 )
-from gulliver.comm import World, adopt_world
+from gulliver.comm import World, adopt_world, barrier
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, Region, region_of, set_region
 from gulliver.parallel import ZeroOptimizer, named_groups
@@ -406,6 +406,76 @@ def test_files_of_one_model_are_whole(pool: Pool, tmp_path: Path, cut: Cut) -> N
     assert torch.equal(model.head.weight, wanted["embed.weight"])
     for other in (Cut(dtype=cut.dtype), Cut(slices=3, zero=3, dtype=cut.dtype)):
         pool.run(load_files, other.ranks, other, tmp_path)
+
+
+def save_files_and_train_on(world: World, cut: Cut, folder: Path) -> None:
+    """The optimizer changes what is being saved, which waits for its copy only."""
+    if world.rank == 0:
+        # Of a process that was killed in the middle of such a save.
+        (folder / ".model.safetensors.parts.999999999.partial" / "step-00000000").mkdir(
+            parents=True
+        )
+    barrier()
+    whole = folder / "model.safetensors"
+    for name in ("file", "folder"):
+        job = Job(world, cut, fill=True)
+        if name == "file":
+            job.booster.save_model(job.model, whole, use_async=True)
+        else:
+            job.booster.save_huggingface(
+                job.model, folder / "hf", use_async=True, max_shard_bytes=700
+            )
+        before = [p.detach().clone() for p in job.model.parameters()]
+        trained = [p for p in job.model.parameters() if p.requires_grad]
+        job.optimizer.backward(torch.stack([p.double().sum() for p in trained]).sum())
+        job.optimizer.step()
+        job.booster.wait()
+        now = list(job.model.parameters())
+        assert not before or any(not torch.equal(*pair) for pair in zip(before, now, strict=True))
+
+
+@pytest.mark.parametrize("cut", some(FILES, FILES[2:]), ids=str)
+def test_files_of_one_model_are_written_while_training_goes_on(
+    pool: Pool, tmp_path: Path, cut: Cut
+) -> None:
+    pool.run(save_files_and_train_on, cut.ranks, cut, tmp_path)
+    wanted = filled(cut.dtype).state_dict()
+    found = read_tensors(tmp_path / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+    model = Whole().to(cut.dtype)
+    assert not load_huggingface(model, tmp_path / "hf")
+    assert all(torch.equal(v, wanted[n]) for n, v in model.state_dict().items())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "model.safetensors"]
+
+
+def fail_behind_the_back(world: World, cut: Cut, folder: Path) -> list[str]:
+    job = Job(world, cut, fill=True)
+    said = []
+    # A folder is in the way, which rank 0 finds when it has all parts.
+    job.booster.save_model(job.model, folder / "taken", use_async=True)
+    under_a_file = folder / "taken" / "file" / "m"
+    for call in (
+        job.booster.wait,
+        lambda: job.booster.save_model(job.model, under_a_file, use_async=True),
+    ):
+        with pytest.raises(GulliverError) as info:
+            call()
+        said.append(str(info.value))
+    job.check()
+    return said
+
+
+def test_files_that_cannot_be_written_are_told_of_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("in the way")
+    first, second = pool.run(fail_behind_the_back, 2, Cut(slices=2), tmp_path)
+    assert "taken was not written: " in first[0]
+    assert "rank 0 failed" in second[0]
+    assert "rank 0" in second[1]
+    assert [p.name for p in tmp_path.rglob("*")] == ["taken", "file"]
 
 
 def load_slices(world: World, cut: Cut, folder: Path) -> None:

@@ -102,6 +102,10 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2 x sp 2, ZeRO 2": (4, {"tp_size": 2, "sp_size": 2, "stage": 2}),
     "sp 2 x data 2": (4, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
     "tp 2 x data 2, accumulating": (4, {"tp_size": 2, "accumulate": 2}),
+    "pp 2": (2, {"pp_size": 2}),
+    "pp 2 x data 2, ZeRO 2": (4, {"pp_size": 2, "stage": 2}),
+    "pp 2 x tp 2": (4, {"pp_size": 2, "tp_size": 2}),
+    "pp 2 x sp 2": (4, {"pp_size": 2, "sp_size": 2}),
 }
 
 
@@ -114,7 +118,11 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory, autoencoder: Pat
 
 
 @pytest.mark.parametrize(
-    "grid", some(list(GRIDS), ["tp 2 x sp 2, ZeRO 2", "tp 2 x data 2, accumulating"])
+    "grid",
+    some(
+        list(GRIDS),
+        ["tp 2 x sp 2, ZeRO 2", "tp 2 x data 2, accumulating", "pp 2 x data 2, ZeRO 2"],
+    ),
 )
 def test_a_grid_trains_the_model_of_one_rank(
     pool: Pool, tmp_path: Path, autoencoder: Path, alone: Path, grid: str
@@ -138,7 +146,7 @@ def test_a_run_goes_on_at_other_degrees(
     legs = [
         (4, 2, {"tp_size": 2, "sp_size": 2}),
         (2, 3, {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}),
-        (2, 4, {"tp_size": 2, "stage": 2}),
+        (2, 4, {"pp_size": 2, "stage": 2}),
         (2, STEPS, {}),
     ]
     log: list[dict] = []
@@ -241,7 +249,8 @@ def test_ranks_of_one_model_train_on_what_both_can_read(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pp_size": 2}, "--pp-size is 2: clips are trained without a pipeline"),
+        ({"pp_size": 7}, "--pp-size is 7: model 'tiny' has 6 blocks"),
+        ({"resume_step": 7}, "--resume-step 7 says where to continue: add --resume"),
         ({"tp_size": 8}, "model 'tiny' has 4 heads"),
         ({"tp_size": 0}, "--tp-size is 0: it must be between 1 and"),
         ({"sp_size": 2, "plugin": "ddp"}, "--plugin ddp keeps the whole model"),

@@ -276,6 +276,20 @@ def test_a_run_is_not_overwritten_nor_resumed_as_another(tmp_path: Path, autoenc
     assert train(replace(config, resume=True)).finished
 
 
+def test_a_run_goes_on_from_the_step_that_is_named(tmp_path: Path, autoencoder: Path) -> None:
+    config = small(tmp_path / "run", autoencoder, steps=3, save_every=1)
+    train(config)
+    first = final_tensors(config.out)
+    back = replace(config, resume=True, resume_step=1)
+    assert train(back).finished
+    # Three steps again, of which this call made two, to the same bytes.
+    assert [line["step"] for line in Run(config.out).read_log()] == [1, 2, 3]
+    for name, value in final_tensors(config.out).items():
+        assert torch.equal(value, first[name]), name
+    with pytest.raises(GulliverError, match=r"no complete step 7: it has \[1, 2, 3\]"):
+        train(replace(back, resume_step=7))
+
+
 def test_a_truncated_checkpoint_is_passed_over(tmp_path: Path, autoencoder: Path) -> None:
     config = small(tmp_path / "run", autoencoder, steps=6, save_every=3)
     train(config)

@@ -61,7 +61,7 @@ _PACKAGES = {
     "errors": ("GulliverError",),
     "hardware": ("Cluster", "current_cluster"),
     "plan": ("Plan",),
-    **dict.fromkeys(("io", "memory", "models", "parallel", "solve", "video"), ()),
+    **dict.fromkeys(("families", "io", "memory", "models", "parallel", "solve", "video"), ()),
 }
 """Public packages, and the names that this module hands on from each."""
 

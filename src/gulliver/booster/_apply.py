@@ -25,6 +25,7 @@ from gulliver.booster.hybrid import (
     check_recompute,
     cut_stages,
     cut_tensors,
+    drops_by_position,
     fill,
     finish,
     grid,
@@ -80,7 +81,13 @@ def apply_plan(
         convert(model, HALVES[plan.precision.parameters], plan.precision.kept)
     if world.size > 1:
         broadcast_all(_unequal(plan, model, inner))
-    whole = WholeModel(model, inner, Vocabulary.of(model), recomputable(plan, model))
+    whole = WholeModel(
+        model,
+        inner,
+        Vocabulary.of(model),
+        recomputable(plan, model),
+        drops_by_position(plan, model),
+    )
     mesh = grid(plan) if plan.mesh.names_model else None
 
     hooks = HooksLast(model)
@@ -95,7 +102,7 @@ def apply_plan(
     names = rewrite_groups(inner, model, whole) if mesh is not None else whole.trained
 
     boosted = share_zero(plan, model, inner, names, whole, mesh, stage)
-    finish(plan, model, boosted, mesh, stage, whole.vocabulary, world.device)
+    finish(plan, model, boosted, mesh, tensor, stage, whole)
     tune(plan, model, boosted, verbose)
     return model, boosted
 
@@ -107,7 +114,7 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
         GulliverError: naming what is wrong.
     """
     if plan.mesh.names_model:
-        check_new(plan, model)
+        check_new(model)
     if optimizer is not None:
         named_trainables(model, optimizer)
     half = plan.precision.parameters

@@ -44,6 +44,7 @@ from gulliver.checkpoint import (
     AsyncCheckpointer,
     FileSaver,
     Loaded,
+    PartsSaver,
     StepReader,
     step_folder,
     write_tensors,
@@ -95,6 +96,7 @@ class Booster:
         self.mixed_precision = mixed_precision
         self._last: Running | None = None
         self._file: FileSaver | None = None
+        self._parts: PartsSaver | None = None
         self._checkpointers: dict[str, AsyncCheckpointer] = {}
         self._options: dict[str, dict[str, Any]] = {}
         self._optimizers: WeakKeyDictionary[nn.Module, BoostedOptimizer] = WeakKeyDictionary()
@@ -172,7 +174,7 @@ class Booster:
         check_alike(unwrapped(model), optimizer)
         again = next((known for known in self._optimizers if unwrapped(known) is model), model)
         boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, precision)
-        self._last = Running(broadcast_object(plan), wrapped)
+        self._last = Running(broadcast_object(plan), wrapped, unwrapped(model))
         release_groups()
         wrapped.watch(unwrapped(model))
         if boosted in self._optimizers:
@@ -448,8 +450,8 @@ class Booster:
             model: boosted or not.
             path: of the file.
             use_async: write it while training goes on; `wait`, or the next save of a model, says
-                if that failed. Sharded parameters are gathered, and copied, before this returns.
-                A model that no rank has all of is written before this returns, in any case.
+                if that failed. Of a model that is sharded or cut each rank writes its parts, from
+                which rank 0 then makes the file: for that time the disk holds the model twice.
 
         Raises:
             GulliverError: it cannot be written; nothing is left behind then.
@@ -457,7 +459,11 @@ class Booster:
         plain, place = unwrapped(model), Path(path)
         self._await_file()
         holder = self._optimizers.get(model)
-        if holder is not None and not holder.has_whole_model:
+        whole = holder is None or holder.has_whole_model
+        if holder is not None and use_async and (holder.gives_back or not whole):
+            self._parts = _spread.begin_model(holder, plain, place)
+            return
+        if holder is not None and not whole:
             _spread.write_model(holder, plain, place)
             return
         if holder is None:
@@ -466,9 +472,6 @@ class Booster:
         if not use_async:
             on_main(lambda: write_tensors(place, state))
             return
-        if holder is not None and holder.gives_back:
-            # What was gathered is given back; rank 0 keeps a copy.
-            state = {n: v.clone() for n, v in state.items()} if init_world().is_main else {}
 
         def begin() -> None:
             self._file = FileSaver(place, state)
@@ -477,6 +480,9 @@ class Booster:
 
     def _await_file(self) -> None:
         """Lets a file of a model that is under way be finished; every rank calls it."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.close()
 
         def finish() -> None:
             saver, self._file = self._file, None
@@ -506,7 +512,9 @@ class Booster:
             return _spread.read_model(holder, unwrapped(model), Path(path), strict)
         return read_model(unwrapped(model), Path(path), strict)
 
-    def save_huggingface(self, model: nn.Module, folder: Path | str, **options: Any) -> None:
+    def save_huggingface(
+        self, model: nn.Module, folder: Path | str, use_async: bool = False, **options: Any
+    ) -> None:
         """Writes a boosted model as a Hugging Face folder; every rank calls it, rank 0 writes.
 
         What lies with several ranks is gathered one tensor at a time.
@@ -514,6 +522,7 @@ class Booster:
         Args:
             model: boosted by this booster.
             folder: to make; it must not exist.
+            use_async: write it while training goes on, as `save_model` does.
             options: ``max_shard_bytes``, ``config`` and ``dtype``, as of
                 `gulliver.checkpoint.save_huggingface`; a transformers model's own configuration is
                 written where none is given.
@@ -527,6 +536,11 @@ class Booster:
         config = getattr(unwrapped(model), "config", None)
         if hasattr(config, "to_dict"):
             options.setdefault("config", config.to_dict())  # type: ignore[union-attr]
+        self._await_file()
+        if use_async:
+            plain = unwrapped(model)
+            self._parts = _spread.begin_folder(holder, plain, Path(folder), **options)
+            return
         _spread.write_folder(holder, unwrapped(model), Path(folder), **options)
 
     def save_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:

@@ -43,6 +43,9 @@ from gulliver.plan import (
     ZeroPlan,
 )
 
+DROPOUT = ("exact", "alike")
+"""Ways to draw masks."""
+
 
 class HybridParallelPlugin(Plugin):
     """Tensor, pipeline and sequence parallelism over one model, ZeRO over its replicas.
@@ -78,9 +81,12 @@ class HybridParallelPlugin(Plugin):
         tensor_rules: how modules lie over the tensor axis, by pattern of their names, for models
             without a plan of their own; see `gulliver.parallel.tensor`.
         replicate_rest: keep modules that no rule knows whole on every rank, instead of refusing.
-        allow_dropout: train with dropout though ranks that share a model draw other masks than one
-            process. Ranks that share tensors or a sequence take one seed at each call, stages draw
-            by themselves.
+        allow_dropout: the same as ``dropout="alike"``.
+        dropout: how masks are drawn. ``exact``: by the position of each element, so that any grid
+            and one process drop the same. None: so where ranks share a model, else as torch does.
+            ``alike``: as torch does, which is cheaper, but other masks than one process draws:
+            ranks that share tensors or a sequence take one seed at each call, stages draw by
+            themselves.
         checkpoint_activations: recompute blocks in backward instead of keeping what they computed.
         max_norm: clip gradients to this norm of the whole model in every step; 0 does not.
         chunk_mb: size of ZeRO's chunks in MiB.
@@ -128,6 +134,7 @@ class HybridParallelPlugin(Plugin):
         weights: Path | str | None = None,
         check_batches: bool = True,
         verbose: bool = True,
+        dropout: str | None = None,
     ) -> None:
         self.tp_size, self.pp_size = tp_size, pp_size
         self.mode, self.zero_stage = sequence_parallelism_mode, zero_stage
@@ -139,7 +146,12 @@ class HybridParallelPlugin(Plugin):
         self.num_model_chunks, self.cut = num_model_chunks, cut
         self.blocks, self.extra = blocks, extra
         self.everywhere, self.after = _paths("everywhere", everywhere), _paths("after", after)
-        self.allow_dropout = allow_dropout
+        self.dropout = "alike" if allow_dropout and dropout is None else dropout
+        if self.dropout not in (None, *DROPOUT) or (allow_dropout and self.dropout != "alike"):
+            raise GulliverError(
+                f"dropout={dropout!r} with allow_dropout={allow_dropout}: "
+                f"{nearest(str(dropout), DROPOUT)} (or None); allow_dropout=True is 'alike'"
+            )
         self.inner_ring_size, self.ulysses_size = inner_ring_size, ulysses_size
         self.tensor_rules, self.replicate_rest = tensor_rules, replicate_rest
         self.checkpoint_activations, self.gather_ahead = checkpoint_activations, gather_ahead
@@ -264,7 +276,7 @@ class HybridParallelPlugin(Plugin):
                 extra=self.extra,
             ),
             max_norm=float(self.max_norm),
-            allow_dropout=self.allow_dropout,
+            dropout=self.dropout or "auto",
             check_batches=self.check_batches,
             weights=None if self.weights is None else str(self.weights),
         )

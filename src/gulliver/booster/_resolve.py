@@ -90,7 +90,8 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
     size, layout = plan.mesh.of("tensor"), plan.tensor
     if size == 1:
         return None
-    rest = layout.replicate_rest, plan.allow_dropout
+    # Dropout is refused, or drawn, by the steps that follow: see `check_positions`.
+    rest = layout.replicate_rest, True
     found = plan_tensor(model, size, layout.rules, *rest)
     known = styles_of(found)
     edited = {path: style for path, style in layout.modules.items() if known.get(path) != style}

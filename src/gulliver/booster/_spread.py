@@ -27,6 +27,9 @@ from gulliver.booster._states import (
 from gulliver.checkpoint import (
     GatheredWeights,
     Mismatch,
+    PartsSaver,
+    begin_huggingface,
+    begin_single,
     gather_huggingface,
     join_state,
     load_huggingface,
@@ -34,6 +37,7 @@ from gulliver.checkpoint import (
     merge_skeletons,
     on_gathered,
     open_weights,
+    refuse_existing,
     split_state,
     write_json,
     write_single,
@@ -58,12 +62,31 @@ def write_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> None:
     on_gathered(holder.model_leaves(model), write, _dtypes(model))
 
 
+def begin_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> PartsSaver:
+    """Begins to write what `write_model` writes, while training goes on."""
+    return begin_single(holder.model_leaves(model), model.buffers(), path, _of_all(_dtypes(model)))
+
+
 def write_folder(holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any) -> None:
     """Writes a model as a Hugging Face folder; tied weights are there once."""
-    every = gather_objects(holder.canonical_names(model))
-    aliases = {name: kept for found in every for name, kept in found.items()}
+    aliases = _of_all(holder.canonical_names(model))
     leaves = holder.model_leaves(model)
     gather_huggingface(leaves, folder, dtypes=_dtypes(model), aliases=aliases, **options)
+
+
+def begin_folder(
+    holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any
+) -> PartsSaver:
+    """Begins to write what `write_folder` writes, while training goes on."""
+    agreed(lambda: refuse_existing(folder))
+    aliases, dtypes = _of_all(holder.canonical_names(model)), _of_all(_dtypes(model))
+    leaves = holder.model_leaves(model)
+    return begin_huggingface(leaves, model.buffers(), folder, dtypes, aliases, **options)
+
+
+def _of_all(mine: dict[str, Any]) -> dict[str, Any]:
+    """What any rank has, by name; every rank calls it."""
+    return {name: value for found in gather_objects(mine) for name, value in found.items()}
 
 
 def read_model(holder: BoostedOptimizer, model: nn.Module, path: Path, strict: bool) -> list[str]:

@@ -30,13 +30,14 @@ from gulliver.checkpoint._interchange import (
 )
 from gulliver.checkpoint._loading import Loaded, fill_all, load, plan_all, step_folder
 from gulliver.checkpoint._manifest import Manifest, read_manifest
+from gulliver.checkpoint._parts_saving import PartsSaver, begin_huggingface, begin_single
 from gulliver.checkpoint._reader import Mismatch, StepReader
 from gulliver.checkpoint._refs import Ref, refs_in, replace_refs, with_refs
 from gulliver.checkpoint._saving import AsyncCheckpointer
 from gulliver.checkpoint._single import FileSaver
 from gulliver.checkpoint._tree import as_leaf, join_state, merge_skeletons, names_in, split_state
 from gulliver.checkpoint._weights import Weights, is_step_or_run, open_weights
-from gulliver.checkpoint._writing import write_single
+from gulliver.checkpoint._writing import refuse_existing, write_single
 
 __all__ = [
     "AsyncCheckpointer",
@@ -49,6 +50,7 @@ __all__ = [
     "Loaded",
     "Manifest",
     "Mismatch",
+    "PartsSaver",
     "PerRank",
     "Problem",
     "Ref",
@@ -57,6 +59,8 @@ __all__ = [
     "Weights",
     "any_step",
     "as_leaf",
+    "begin_huggingface",
+    "begin_single",
     "compare",
     "export_huggingface",
     "fill_all",
@@ -78,6 +82,7 @@ __all__ = [
     "read_tensors",
     "refs_in",
     "refuse_boosted",
+    "refuse_existing",
     "replace_refs",
     "run_steps",
     "save_huggingface",

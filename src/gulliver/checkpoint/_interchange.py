@@ -45,8 +45,10 @@ from gulliver.checkpoint._weights import (
     open_weights,
 )
 from gulliver.checkpoint._writing import (
+    DTypes,
     FilePlan,
     Progress,
+    dtype_of,
     new_folder,
     new_parents,
     plan_file,
@@ -133,16 +135,28 @@ def gather_huggingface(
     """
 
     def write(weights: GatheredWeights) -> None:
-        kept = aliases or {}
-        left = {
-            name: of for name, of in kept.items() if name in weights.infos and of in weights.infos
-        }
-        names = {name: name for name in weights.infos if name not in left}
-        place = Path(folder)
-        _write_huggingface(weights, names, place, max_shard_bytes, config, dtype, progress, left)
+        write_untied(weights, Path(folder), max_shard_bytes, config, dtype, progress, aliases)
 
     on_gathered(leaves, write, dtypes)
     return Path(folder)
+
+
+def write_untied(
+    weights: Weights,
+    folder: Path,
+    max_shard_bytes: float = 5e9,
+    config: Mapping[str, Any] | None = None,
+    dtype: DTypes = None,
+    progress: Progress | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> Path:
+    """Writes a folder with tied weights under one of their names; see `gather_huggingface`."""
+    infos, kept = weights.infos, aliases or {}
+    left = {name: of for name, of in kept.items() if name in infos and of in infos}
+    names = {name: name for name in infos if name not in left}
+    return _write_huggingface(
+        weights, names, folder, max_shard_bytes, config, dtype, progress, left
+    )
 
 
 def export_huggingface(
@@ -216,14 +230,17 @@ def _write_huggingface(
     folder: Path,
     max_shard_bytes: float,
     config: Mapping[str, Any] | None,
-    dtype: torch.dtype | None,
+    dtype: DTypes,
     progress: Progress | None,
     aliases: Mapping[str, str] | None = None,
 ) -> Path:
     refuse_existing(folder)
     if not max_shard_bytes > 0:
         raise GulliverError(f"files of {max_shard_bytes} bytes cannot be: give 1 or more")
-    infos = {name: weights.infos[source].as_dtype(dtype) for name, source in names.items()}
+    infos = {
+        name: weights.infos[source].as_dtype(dtype_of(dtype, source))
+        for name, source in names.items()
+    }
     shards = _shards(infos, max_shard_bytes)
     plans = []
     for number, shard in enumerate(shards):

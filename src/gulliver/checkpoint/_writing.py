@@ -45,6 +45,8 @@ _log = logging.getLogger("gulliver")
 
 Progress = Callable[[int, int], None]
 """Is told the bytes done so far, and all there are."""
+DTypes = torch.dtype | Mapping[str, torch.dtype] | None
+"""What floating-point tensors are converted to: all of them, some by name in the source, none."""
 
 
 class _FileWriter:
@@ -121,14 +123,14 @@ def plan_file(
     path: Path,
     weights: Weights,
     sources: Mapping[str, str],
-    dtype: torch.dtype | None,
+    dtype: DTypes,
     metadata: Mapping[str, str] | None = None,
 ) -> FilePlan:
     # Tensors without memory: the header and the places follow from dtypes and shapes.
     empty = {
         name: torch.empty(info.shape, dtype=info.dtype, device="meta")
         for name, source in sources.items()
-        for info in [weights.infos[source].as_dtype(dtype)]
+        for info in [weights.infos[source].as_dtype(dtype_of(dtype, source))]
     }
     return FilePlan(path, dict(sources), Image(empty, {"format": "pt", **(metadata or {})}))
 
@@ -136,7 +138,7 @@ def plan_file(
 def write_files(
     weights: Weights,
     plans: list[FilePlan],
-    dtype: torch.dtype | None,
+    dtype: DTypes,
     progress: Progress | None = None,
 ) -> dict[str, FileEntry]:
     """Writes files one after the other, each from its beginning to its end; their entries by name.
@@ -157,14 +159,19 @@ def write_files(
                 writer.put(plan.image.header)
                 done += plan.image.header.numel()
                 for runs in batches(wanted):
-                    for part in batch.read(weights, runs).values():
-                        value = _converted(part.value, dtype).view(torch.uint8)
+                    for source, part in batch.read(weights, runs).items():
+                        value = _converted(part.value, dtype_of(dtype, source)).view(torch.uint8)
                         writer.put(value)
                         done += value.numel()
                     if progress is not None:
                         progress(done, total)
                 entries[plan.path.name] = writer.finish()
     return entries
+
+
+def dtype_of(dtype: DTypes, source: str) -> torch.dtype | None:
+    """What a tensor is converted to; None: it stays as it is."""
+    return dtype.get(source) if isinstance(dtype, Mapping) else dtype
 
 
 def _converted(value: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -175,7 +182,7 @@ def write_single(
     weights: Weights,
     names: Mapping[str, str],
     target: Path,
-    dtype: torch.dtype | None = None,
+    dtype: DTypes = None,
     progress: Progress | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:

@@ -38,9 +38,9 @@ class Axes:
 
     Attributes:
         sizes: outer to inner.
-        ranks: of the world by their place along each axis; None in a world of one.
-        device_type: of the tensors.
-        lines: of this rank along each axis.
+        ranks: ranks of the world by their place along each axis; None in a world of one.
+        device_type: kind of device of the tensors.
+        lines: this rank's line along each axis.
     """
 
     sizes: Mapping[str, int]
@@ -67,7 +67,7 @@ class Axes:
         """The ranks along some axes; every rank of the world calls it, in one order.
 
         Args:
-            names: in the order of `sizes`; none for all.
+            names: names in the order of `sizes`; none for all.
             choose: see `Torus`.
         """
         names = names or tuple(self.sizes)
@@ -107,13 +107,13 @@ class Torus:
         axes: name and size of each, outer to inner; their product is the size of the world.
         order: ranks of the world in the order of their places, innermost axis fastest; None for
             0, 1, 2 and so on. With nodes numbered otherwise, list the ranks node by node.
-        device_type: of the tensors.
+        device_type: kind of device of the tensors.
         choose: flat or torus for a collective ("all_reduce", "reduce_scatter", "all_gather") and a
             number of bytes, such as a `Chooser`; None is always torus.
 
     Attributes:
         axes: name and size of each, outer to inner.
-        lines: of this rank along each axis that has more than one rank, outer to inner.
+        lines: this rank's line along each axis that has more than one rank, outer to inner.
         flat: all its ranks, numbered outer axis first.
 
     Raises:
@@ -154,7 +154,7 @@ class Torus:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Their ranks in the world."""
+        """The ranks in the world that they are."""
         return self.flat.ranks
 
     def ways(self, collective: str, nbytes: int) -> tuple[Line, ...]:
@@ -173,10 +173,11 @@ def make_axes(
     """Lays named axes over all ranks of the world; every rank calls it.
 
     Args:
-        sizes: of the axes, outer to inner; the links of the innermost are the fastest.
+        sizes: name and size of each axis, outer to inner; the innermost has the fastest links.
         order: the ranks of the world as they fill the axes, the innermost first; None for
             0, 1, 2 ... So ``[0, 2, 1, 3]`` says that ranks 0 and 2 are near each other.
-        device_type: of the tensors, "cpu" or "cuda"; None is "cuda" where NCCL is in use.
+        device_type: kind of device of the tensors, "cpu" or "cuda"; None is "cuda" where NCCL is
+            in use.
 
     Raises:
         GulliverError: the sizes do not make the world, or the order is not one of its ranks.

@@ -52,7 +52,7 @@ def run(tensors: Sequence[Tensor], steps: Callable[[], None]) -> list[Any]:
     """Runs steps, on a GPU on the side stream.
 
     Args:
-        tensors: that the steps read and write.
+        tensors: tensors that the steps read and write.
         steps: run on the current stream.
 
     Returns:
@@ -106,10 +106,10 @@ def exchange_and_add(
     """Parts go to their ranks as they are and are added up there, in `output`'s dtype.
 
     Args:
-        output: for the sum, of a wider dtype than the parts.
+        output: tensor for the sum, of a wider dtype than the parts.
         parts: contiguous, ``[ranks, ...]``.
         op: "max", or else the sum.
-        group: of ranks.
+        group: process group of the ranks.
 
     Returns:
         The messages under way, and what to do when they have arrived.

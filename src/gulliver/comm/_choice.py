@@ -23,11 +23,11 @@ class Choice:
     """What was chosen, and why.
 
     Attributes:
-        collective: its name.
-        nbytes: of the whole tensor.
+        collective: name of the collective.
+        nbytes: bytes of the whole tensor.
         kind: the faster of the two.
-        predicted_flat_s: over all ranks at once.
-        predicted_torus_s: axis by axis.
+        predicted_flat_s: seconds over all ranks at once.
+        predicted_torus_s: seconds axis by axis.
     """
 
     collective: str
@@ -48,7 +48,7 @@ def choose(nbytes: int, collective: str, flat: Predict, torus: Predict) -> Choic
     """The faster of flat and torus.
 
     Args:
-        nbytes: of the whole tensor.
+        nbytes: bytes of the whole tensor.
         collective: "all_reduce", "reduce_scatter" or "all_gather".
         flat: predicts it over all ranks at once.
         torus: predicts it axis by axis.
@@ -95,7 +95,7 @@ class Chooser:
         Flat, all of the payload is charged to the outermost link, which most of it crosses.
 
         Args:
-            links: as `gulliver.hardware.Cluster.links` gives them.
+            links: size and link of each axis, as `gulliver.hardware.Cluster.links` gives them.
             report: is given every new choice.
         """
         flat = [(math.prod(size for size, _ in links), links[0][1])]
@@ -138,8 +138,8 @@ def use_links(cluster: Cluster | None) -> None:
     """Takes the links of a cluster as those that all-reduces are chosen by.
 
     Args:
-        cluster: of the whole world, and the same on all ranks: those that choose differently wait
-            for each other for ever. None is of no known links.
+        cluster: links of the whole world, the same on all ranks: those that choose differently
+            wait for each other for ever. None forgets them.
     """
     global _cluster
     _cluster = cluster

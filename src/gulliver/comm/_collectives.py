@@ -82,7 +82,7 @@ def all_reduce(
         op: sum, mean or max.
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
-        any_order: over gloo and more than two ranks too, its own ring may be used, where
+        any_order: gloo's own ring may be used among more than two ranks too, where
             `choose_all_reduce` finds it faster. It takes less of the processor, and adds each
             element's terms in an order that depends on its place in the tensor: all ranks, and all
             runs that choose alike, get the same bits, but not the same as when the elements travel
@@ -141,7 +141,7 @@ def reduce_scatter(
         op: sum, mean or max.
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
-        accumulate_dtype: of the sum and of `output`, where it is wider than what travels.
+        accumulate_dtype: dtype of the sum and of `output`, where it is wider than what travels.
         purpose: all ranks pass the same; those that differ are told, over gloo.
         wire: format that the elements travel in.
     """

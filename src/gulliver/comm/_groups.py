@@ -34,10 +34,10 @@ class _Shared:
     """A group, or what torch gives to ranks that are not in it.
 
     Attributes:
-        group: of the ranks.
+        group: process group of the ranks.
         users: lines of this process that were given it; those that are gone are empty.
         wanted: since the ranks agreed the last time.
-        for_ever: its group was given out without a line, so nobody knows its users.
+        for_ever: the group was given out without a line, so nobody knows its users.
     """
 
     group: Any

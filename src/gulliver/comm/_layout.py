@@ -1,4 +1,4 @@
-"""Which torus the collectives of a step should follow, if any, by predicted seconds.
+"""Choice of the torus that the collectives of a step follow, if any, by predicted seconds.
 
 Every way to factorise the ranks into up to three axes is considered, on the links that a cluster
 has; what they cost is computed by `gulliver.hardware`. All ranks at once win where a torus is not
@@ -52,7 +52,7 @@ def choose_axes(
     """Chooses how collectives go; every rank of the world calls it and gets what rank 0 found.
 
     Args:
-        cluster: of the ranks, measured or described.
+        cluster: links of the ranks, measured or described.
         collectives: names ("all_reduce", "reduce_scatter", "all_gather") and bytes of the whole
             tensor of each, such as `gulliver.hardware.zero_collectives` lists for a step.
         size: ranks of the world, to be checked; None for what the cluster has.

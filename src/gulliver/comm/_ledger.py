@@ -34,7 +34,7 @@ CODES = 2047
 """Purposes that tags can tell apart; 0 is for those of no purpose."""
 
 Entries = dict[str, list[tuple[int, str]]]
-"""By the names of groups: numbers of collectives, and what they are for."""
+"""Numbers of collectives, and what they are for, by the names of groups."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Purpose:
 
     Attributes:
         text: continues "rank 1 ...".
-        code: of purposes that may meet, no two have the same; 1 to 2046.
+        code: number, 1 to 2046; no two purposes that may meet have the same.
     """
 
     text: str = ""
@@ -81,7 +81,7 @@ class Ledger:
     """What this process handed in to its groups.
 
     Attributes:
-        count: of entries.
+        count: number of entries.
         waiting: threads that have waited for long.
         difference: a line about what ranks do differently, once it is known.
         told: whether that has been raised.

@@ -12,9 +12,10 @@ class Line:
     """Ranks that follow each other, the last one followed by the first.
 
     Attributes:
-        ranks: of the world.
-        place: of this process among them.
-        group: that they all belong to; None for a line of one, and for the whole world.
+        ranks: ranks of the world.
+        place: number of this process among them.
+        group: process group that they all belong to; None for a line of one, and for the whole
+            world.
     """
 
     ranks: tuple[int, ...] = (0,)
@@ -39,4 +40,4 @@ def line_of(group: dist.ProcessGroup | None) -> Line:
 
 
 ALONE = Line()
-"""Of one rank."""
+"""A line of one rank."""

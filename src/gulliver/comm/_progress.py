@@ -123,7 +123,7 @@ def start(steps: Steps, apart: bool = False) -> Exchange:
 
     Args:
         steps: not begun.
-        apart: it has more than two exchanges.
+        apart: whether it has more than two exchanges.
     """
     global _threads
     if _threads is None:

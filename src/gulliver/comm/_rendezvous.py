@@ -41,7 +41,7 @@ class LocalRendezvous(RendezvousHandler):
             )
 
     def get_backend(self) -> str:
-        """Its name."""
+        """The name of the backend."""
         return BACKEND
 
     @property

@@ -63,9 +63,9 @@ class Exchange:
     """One exchange of blocks ``[rows, length]`` along a line.
 
     Attributes:
-        line: of ranks.
+        line: ranks.
         tag: the first of as many as there are rows.
-        receives: that were posted and not waited for.
+        receives: those that were posted and not waited for.
         sends: the same.
         keep: what must live until it is sent.
     """
@@ -111,7 +111,7 @@ def run(collectives: Sequence[Steps], at_once: bool) -> list[Any]:
     """Drives collectives to their end.
 
     Args:
-        collectives: that were not begun.
+        collectives: those that were not begun.
         at_once: there is nothing else to do meanwhile: a single one is driven right here.
 
     Returns:
@@ -281,9 +281,9 @@ class _Level:
     Args:
         tensor: flat.
         line: the ranks along the axis.
-        interval: of the tensor, summed along the inner axes.
+        interval: part of the tensor, summed along the inner axes.
         whole: everybody sends all of it to everybody, and nothing comes back.
-        tags: for the way out and the way back.
+        tags: numbers of the messages on the way out and the way back.
     """
 
     def __init__(

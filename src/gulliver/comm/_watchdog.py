@@ -46,13 +46,13 @@ class _Word:
     """What a rank says of itself in the store.
 
     Attributes:
-        beat: that it lives, in numbers that grow.
-        passage: that failed, by its number; 0 for none.
-        error: of that passage.
+        beat: sign that it lives, a number that grows.
+        passage: number of the passage that failed; 0 for none.
+        error: what that passage failed with.
         end: why it ends before its time; empty where it goes on or is done.
         done: whether it ended as it should.
         lost: another rank that was lost to it, and why it ends.
-        reason: of that rank.
+        reason: why that rank ends.
         differs: what ranks do differently.
     """
 
@@ -71,8 +71,8 @@ class Watchdog:
 
     Args:
         store: shared by the ranks and used by nobody else.
-        rank: of this process.
-        size: of the world.
+        rank: number of this process.
+        size: ranks of the world.
         silence_s: a rank whose count stood still for so long is lost.
     """
 
@@ -119,7 +119,7 @@ class Watchdog:
         self._inside = True
 
     def leave(self, error: BaseException | None) -> None:
-        """It has left it; an error is told to the others, unless it was one of theirs."""
+        """Leaves the passage; an error is told to the others, unless it was one of theirs."""
         self._inside = False
         if error is None or self._failure() is not None or ledger.told:
             return

@@ -1,4 +1,4 @@
-"""Who takes part: one process alone, or the ranks that torchrun started."""
+"""The world: one process alone, or the ranks that torchrun started."""
 
 from __future__ import annotations
 

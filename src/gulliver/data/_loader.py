@@ -238,7 +238,7 @@ class DataLoader(torch_data.DataLoader):
                 )
         if self._stateful is None and state["inner"] is not None:
             raise GulliverError("the saved position is of a sampler that has one: this has none")
-        if hasattr(self._stateful, "check_state"):
+        if self._stateful is not None and hasattr(self._stateful, "check_state"):
             self._stateful.check_state(state["inner"])
         saved, here = len(state["generators"]), len(self._work.generator_states())
         if saved != here:

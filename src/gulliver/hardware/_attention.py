@@ -182,8 +182,8 @@ def split_attention_bytes(
     """Bytes that each rank sends in one attention; see the top of the file.
 
     Args:
-        split: of the sequence.
-        shape: of the attention.
+        split: how the sequence lies over ranks.
+        shape: sizes of the attention.
         circulate: "kv" or "q", what goes round the ring.
     """
     forward, backward = _hop_bytes(split, shape, circulate)
@@ -226,12 +226,12 @@ def attention_seconds(
     """Seconds of softmax(Q K^T) V on one rank: 2 rows queries keys (D + E) FLOPs forward.
 
     Args:
-        device: to compute on.
+        device: device to compute on.
         rows: batch times heads.
         queries: tokens that attend.
         keys: tokens that are attended to.
-        dims: of queries and keys, and of values.
-        dtype: of the tensors.
+        dims: dims of queries and keys, and of values.
+        dtype: dtype of the tensors.
         backward: count the backward too: five products of matrices beside the forward's two.
     """
     forward = sum(matmul_seconds(device, queries, rows * dim, keys, dtype) for dim in dims)
@@ -263,7 +263,7 @@ def _hop_bytes(split: SequenceSplit, shape: AttentionShape, circulate: str) -> t
 
 
 def _block_seconds(device: Device, shape: AttentionShape, split: SequenceSplit) -> float:
-    """Of a place's queries and another's keys, forward, on the rank that has most to do."""
+    """Seconds of a place's queries and another's keys, forward, on the rank with most to do."""
     half = shape.causal and (split.balanced or split.ring == 1)
     rows = shape.batch * -(-shape.heads // split.ulysses)
     queries = max(1, shape.length // split.ring // (2 if half else 1))

@@ -25,10 +25,10 @@ class Device:
     """What one rank computes on.
 
     Attributes:
-        name: of the model.
+        name: name of the model.
         matmul: FLOP/s of large matrix products by dtype.
         memory_rate: bytes/s read and written by a large element-wise operation.
-        memory_bytes: of the device.
+        memory_bytes: size of its memory.
         launch_s: before an operation begins.
         to_device_rate: bytes/s of copies from pinned host memory.
         to_host_rate: and to it.
@@ -53,7 +53,7 @@ class Along:
     """Collectives as they were measured along a number of ranks.
 
     Attributes:
-        ranks: that took part.
+        ranks: number of ranks that took part.
         collectives: seconds by bytes of the whole tensor, by name.
     """
 
@@ -106,14 +106,14 @@ class Cluster:
     """Equal devices on named axes, slowest links first.
 
     Attributes:
-        name: of the whole.
-        device: of every rank.
+        name: name of the whole.
+        device: what every rank computes on.
         axes: outer to inner; their sizes' product is the number of ranks.
         disk: where checkpoints go.
         measured: False for descriptions from published figures.
         source: where the figures come from.
-        date: of the measurement.
-        versions: of what it was measured with.
+        date: day of the measurement.
+        versions: versions of what it was measured with.
         rank_order: ranks as they fill the axes, innermost first; None for 0, 1, 2 ...
     """
 
@@ -183,7 +183,7 @@ class Cluster:
         return replace(self, axes=axes, rank_order=None)
 
     def to_yaml(self) -> str:
-        """As a file; what is not known is left out."""
+        """The text of a file; what is not known is left out."""
         return to_yaml(_known(asdict(self)))
 
     def save(self, path: Path) -> None:

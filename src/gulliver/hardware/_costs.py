@@ -35,7 +35,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1
 BACKWARD_OF_LINEAR, BACKWARD_OF_ATTENTION = 2.0, 2.5
 """FLOPs of a backward in those of its forward: two products of matrices for one, five for two."""
 RING_BYTES = 128 << 10
-"""From this size on gloo's ring is taken to be faster among more than two ranks, where it was not
+"""Bytes from which on gloo's ring is taken to be faster among more than two ranks, where it was not
 measured: below, its 2 (n - 1) messages after one another cost more than the processor's time that
 it saves (ranks of one thread over loopback, see docs/collectives.md)."""
 
@@ -112,17 +112,17 @@ def point_to_point_seconds(link: Link, count: int) -> float:
 
 
 def reduce_scatter_seconds(axes: Axes, count: int) -> float:
-    """Of `count` bytes, along the axes from the innermost outwards."""
+    """Seconds for `count` bytes, along the axes from the innermost outwards."""
     return _shrinking("reduce_scatter", axes, count)
 
 
 def all_gather_seconds(axes: Axes, count: int) -> float:
-    """To `count` bytes, along the axes from the outermost inwards."""
+    """Seconds up to `count` bytes, along the axes from the outermost inwards."""
     return _shrinking("all_gather", axes, count)
 
 
 def all_reduce_seconds(axes: Axes, count: int) -> float:
-    """Of `count` bytes: reduce-scatters inwards, an all-reduce outermost, all-gathers back."""
+    """Seconds for `count` bytes: reduce-scatters in, an all-reduce outermost, all-gathers back."""
     total, left = 0.0, float(count)
     several = [axis for axis in axes if axis[0] > 1]
     for size, link in reversed(several[1:]):
@@ -152,12 +152,12 @@ def all_reduce_ways(link: Link, ranks: int, count: int) -> dict[str, float]:
 
 
 def all_to_all_seconds(axes: Axes, count: int) -> float:
-    """Of `count` bytes on each rank, a part of them for each: all cross every axis."""
+    """Seconds for `count` bytes on each rank, a part for each: all cross every axis."""
     return sum(_one_axis("all_to_all", size, link, count) for size, link in axes if size > 1)
 
 
 def broadcast_seconds(axes: Axes, count: int) -> float:
-    """Of `count` bytes, first along the outermost axis."""
+    """Seconds for `count` bytes, first along the outermost axis."""
     return sum(_one_axis("broadcast", size, link, count) for size, link in axes if size > 1)
 
 

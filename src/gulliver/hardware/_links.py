@@ -5,6 +5,12 @@ share no rank: n ranks take n - 1 rounds. All rounds are gone through several ti
 moment meets each pair once; alpha and bandwidth are fitted to the medians. Then the collectives
 themselves are timed along each axis: many talk at once there, and a processor may be the link.
 
+[Note: from a meeting] All ranks meet before each message that is timed, as before each collective.
+Without it a message of 1 KiB among four ranks on two cores took 4 ms instead of 0.4: where the
+thread that posts is put aside in the middle of a call, it keeps the lock of its connection, and
+gloo's own thread, woken by the peer's next message, asks for it over and over, on the core that the
+other one needs, until its time slice ends.
+
 Read `probe_links`, `pair_rounds`, `fit_line`, `group_into_nodes`, `proposed_axes`. There are nodes
 and ranks in them; that nodes lie in racks is not found out.
 """
@@ -33,7 +39,7 @@ SWEEPS = 3
 LONG_S, BUDGET_S = 0.3, 1.0
 """A collective that takes so long is the largest; and what one of them may take in all."""
 EXCHANGES, EXCHANGES_S = 7, 0.05
-"""Of a size in a sweep: at most so many, in about so many seconds, but one at least."""
+"""Most exchanges of a size in a sweep, and seconds that they may take; there is one at least."""
 NEAR = 2.0
 """Nodes are seen where messages between them take at least so many times as long as within."""
 SEEN_BY = 1 << 20
@@ -55,11 +61,11 @@ def probe_links(progress: Progress = lambda _: None) -> dict[Pair, Link]:
     rounds = pair_rounds(size)
     for number, pairs in enumerate(rounds * SWEEPS):
         progress(f"links, round {number + 1} of {len(rounds) * SWEEPS}")
-        dist.barrier()
-        for pair in pairs:
-            if rank in pair:
-                times = mine.setdefault(pair, {count: [] for count in MESSAGE_BYTES})
-                _exchange(sum(pair) - rank, times)
+        pair = next((pair for pair in pairs if rank in pair), None)
+        for count in MESSAGE_BYTES:
+            times = _exchanges(None if pair is None else sum(pair) - rank, count)
+            if pair is not None:
+                mine.setdefault(pair, {}).setdefault(count, []).extend(times)
     found: list[dict[Pair, dict[int, list[float]]]] = [{} for _ in range(size)]
     dist.all_gather_object(found, mine)
     links = {}
@@ -80,10 +86,10 @@ def probe_collectives(
     """Times collectives along an axis; every rank of the world calls it, and gets the same.
 
     Args:
-        operations: by name; given a number of bytes, each makes what runs the collective once.
-        ranks: of the axis; the bytes are multiples of so many numbers of 4 bytes.
+        operations: makers by name; given bytes, each makes what runs the collective once.
+        ranks: size of the axis; the bytes are multiples of so many numbers of 4 bytes.
         progress: told what is being measured.
-        turns: of each; what takes long gets fewer, and nothing larger is measured.
+        turns: number of turns of each; what takes long gets fewer, and nothing larger is measured.
     """
     device, item = link_device(), 4 * ranks
     made = {
@@ -187,26 +193,32 @@ def link_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
-def _exchange(peer: int, times: dict[int, list[float]]) -> None:
-    """Messages both ways at once; the receive is posted first, or they would take turns."""
+def _exchanges(peer: int | None, count: int) -> list[float]:
+    """Seconds of messages both ways at once in all pairs of a round; every rank calls it.
+
+    Args:
+        peer: other rank of the pair; None for a rank that is left over.
+        count: bytes of each message.
+    """
     device = link_device()
-    for count, found in times.items():
-        out = torch.ones(count, dtype=torch.uint8, device=device)
-        into = torch.empty_like(out)
+    out = torch.ones(count, dtype=torch.uint8, device=device)
+    into = torch.empty_like(out)
 
-        def exchange(out: torch.Tensor = out, into: torch.Tensor = into) -> None:
-            operations = [dist.P2POp(dist.irecv, into, peer), dist.P2POp(dist.isend, out, peer)]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+    def exchange() -> None:
+        if peer is None:
+            return
+        # The receive is posted first, or the two would take turns.
+        operations = [dist.P2POp(dist.irecv, into, peer), dist.P2POp(dist.isend, out, peer)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
-        took = once(exchange, device)
-        # Both must do as many: the lower rank says how many.
-        runs = torch.tensor([max(1, min(EXCHANGES, int(EXCHANGES_S / took)))], device=device)
-        if dist.get_rank() < peer:
-            dist.send(runs, peer)
-        else:
-            dist.recv(runs, peer)
-        found += [once(exchange, device) for _ in range(int(runs.item()))]
+    def met() -> float:
+        dist.barrier()
+        return once(exchange, device)
+
+    took = [0.0] * dist.get_world_size()
+    dist.all_gather_object(took, met())
+    return [met() for _ in range(max(1, min(EXCHANGES, int(EXCHANGES_S / max(took)))))]
 
 
 def _warmed_up(

@@ -26,10 +26,10 @@ from gulliver.hardware._timing import curve_of, in_turns, once
 Progress = Callable[[str], None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Of square matrices; the row ends when a product takes longer than `LONGEST_S`."""
+"""Sides of square matrices; the row ends when a product takes longer than `LONGEST_S`."""
 LONGEST_S = 0.02
 TENSOR_BYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23, 1 << 25, 1 << 27)
-"""Of what an element-wise operation works on; it reads two such tensors and writes one."""
+"""Sizes of tensors of an element-wise operation; it reads two and writes one."""
 BLOCK_BYTES = 1 << 22
 
 

@@ -24,7 +24,7 @@ def read(kind: Any, values: Any, where: str) -> Any:
 
     Args:
         kind: the dataclass.
-        values: its entries as YAML gives them.
+        values: entries as YAML gives them.
         where: begins every message.
 
     Raises:

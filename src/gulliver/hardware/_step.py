@@ -17,18 +17,13 @@ from typing import Literal
 from gulliver.hardware._cluster import Device
 from gulliver.hardware._costs import (
     Axes,
-    all_gather_seconds,
-    all_reduce_seconds,
-    all_to_all_seconds,
+    collective_seconds,
+    linear_flops,
     memory_seconds,
     point_to_point_seconds,
-    reduce_scatter_seconds,
 )
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sends"]
-MATMUL_PASSES = 3
-"""Products of a layer in a step: one forward, two backward."""
-FLOPS_PER_WEIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -55,13 +50,7 @@ class Message:
         if self.kind == "sends":
             one = point_to_point_seconds(self.axes[-1][1], self.bytes) if self.axes else 0.0
             return self.count * one
-        formulas = {
-            "all_gather": all_gather_seconds,
-            "reduce_scatter": reduce_scatter_seconds,
-            "all_reduce": all_reduce_seconds,
-            "all_to_all": all_to_all_seconds,
-        }
-        return self.count * formulas[self.kind](self.axes, self.bytes)
+        return self.count * collective_seconds(self.axes, self.kind, self.bytes)
 
 
 @dataclass(frozen=True)
@@ -121,7 +110,7 @@ def predict_step(
 def layer_seconds(device: Device, weights: int, tokens: int, dtype: str = "float32") -> float:
     """Seconds of a forward of matrices with so many elements for so many rows."""
     rate = device.matmul.get(dtype, max(device.matmul.values()))
-    return FLOPS_PER_WEIGHT * weights * tokens / rate
+    return linear_flops(weights, tokens) / rate
 
 
 def update_seconds(device: Device, parameter_bytes: int, states: float) -> float:

@@ -26,7 +26,7 @@ def torus_seconds(cluster: Cluster, sizes: Sequence[int], collectives: Collectiv
     Args:
         cluster: measured or described.
         sizes: ranks along each axis of the torus, outer to inner; one size is all ranks at once.
-        collectives: to run.
+        collectives: names and bytes of what is run.
 
     Raises:
         GulliverError: the sizes do not make the cluster.

@@ -34,8 +34,8 @@ class Transfers:
     """What collectives in a row cost.
 
     Attributes:
-        lines: for each collective, seconds that one occupies the link beside its bytes (`alpha_s`)
-            and bytes/s of the whole tensor (`bandwidth`).
+        lines: link as it seems to each collective: seconds that one occupies it beside its bytes
+            (`alpha_s`) and bytes/s of the whole tensor (`bandwidth`).
         latency_s: seconds until the result of a transfer is there that has the link to itself,
             beyond those that it occupies it.
         processor_s: processor seconds per byte that are taken from computing; 0 where a core is
@@ -59,7 +59,7 @@ def probe_transfers(
     Args:
         operations: given bytes of the whole tensor, makes what starts `IN_A_ROW` transfers; by
             name of the collective.
-        device: of the tensors.
+        device: device of the tensors.
     """
     lines, hidden, processor_s = {}, [], 0.0
     for name, operation in operations.items():

@@ -8,6 +8,7 @@ from gulliver.families import (
     own_loss,
 )
 from gulliver.parallel._aliases import check_unshared
+from gulliver.parallel._dropout import Along, attention_with_dropout, drop, mix, word_of
 from gulliver.parallel._optimizer import (
     BoostedOptimizer,
     Counter,
@@ -26,6 +27,7 @@ from gulliver.parallel.zero import (
 )
 
 __all__ = [
+    "Along",
     "BoostedOptimizer",
     "BucketTuner",
     "BufferSync",
@@ -33,15 +35,19 @@ __all__ = [
     "OwnLoss",
     "ZeroOptimizer",
     "asks_routers",
+    "attention_with_dropout",
     "check_optimizer",
     "check_trainable",
     "check_unshared",
+    "drop",
     "has_known_forward",
     "hugging_face_of",
     "is_boosted",
+    "mix",
     "named_groups",
     "named_trainables",
     "own_loss",
     "persistent_buffers",
     "state_tensors",
+    "word_of",
 ]

@@ -52,7 +52,8 @@ class Plan:
         pipeline: how blocks are dealt to stages.
         recompute: paths of the blocks that backward computes again instead of keeping.
         max_norm: global norm that gradients are clipped to in every step; 0 does not clip.
-        allow_dropout: whether ranks that share a model may draw other masks than one process.
+        dropout: how masks are drawn: ``exact`` by position, as in one process, ``alike`` as torch
+            does on each rank, ``auto`` by position where ranks share a model.
         check_batches: whether ranks of one model compare what they read, at every step.
         weights: folder of a Hugging Face checkpoint that a model on meta is filled from.
         model: what the plan is of; a result.
@@ -73,7 +74,7 @@ class Plan:
     pipeline: PipelineLayout = field(default_factory=PipelineLayout)
     recompute: tuple[str, ...] = ()
     max_norm: float = choice(0.0, least=0)
-    allow_dropout: bool = False
+    dropout: str = choice("auto", "auto", "exact", "alike")
     check_batches: bool = True
     weights: str | None = None
     model: Model = field(default_factory=Model)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
 """Kinds of work: forward, backward, and the two parts of a backward that is split."""
 Work = tuple[str, int, int]
-"""Its kind, stage and micro-batch."""
+"""The kind, stage and micro-batch of an action."""
 
 
 @dataclass(frozen=True)

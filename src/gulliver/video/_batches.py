@@ -48,7 +48,7 @@ class Batch:
     weight: float
     sampler_state: dict[str, Any]
 
-    def model_inputs(self, part: slice) -> dict[str, Any]:
+    def model_inputs(self, part: slice | Tensor) -> dict[str, Any]:
         """The conditions of the samples in `part`, as the model's keyword arguments."""
         return {
             "y": self.captions[part],

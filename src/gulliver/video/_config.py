@@ -141,6 +141,8 @@ class TrainConfig:
     """Processes on this machine; 0: one per GPU, or one model's. Ignored under torchrun."""
     resume: bool = False
     """Continue from the newest checkpoint of the run folder, bit for bit."""
+    resume_step: Annotated[int | None, AT_LEAST_0] = None
+    """Continue from this step's checkpoint; later ones become a branch that was left."""
     seed: Annotated[int, SEED] = 0
     """Seed of everything random."""
     plugin: Literal["zero", "ddp"] = "zero"
@@ -152,11 +154,11 @@ class TrainConfig:
     sp_size: Annotated[int, Range(1, 65536)] = 1
     """Ranks that share each clip's tokens."""
     pp_size: Annotated[int, Range(1, 65536)] = 1
-    """Stages of a pipeline: this loop runs without one, so 1."""
+    """Stages that the model's blocks are cut into; a batch runs through them in micro-batches."""
     sequence_parallelism_mode: Literal["all_to_all", "ring_attn"] | None = None
     """How they share them; without one, all_to_all. It needs an sp_size."""
     accumulate: Annotated[int, AT_LEAST_1] = 1
-    """Micro-batches of one optimizer step."""
+    """Micro-batches of one optimizer step; with stages at least two for each of them."""
     mixed_precision: Literal["none", "bf16"] = "none"
     """bf16 autocast; leave it off on CPUs, where it is slower."""
     save_every: Annotated[int, AT_LEAST_1] = 200
@@ -176,7 +178,12 @@ class TrainConfig:
     @property
     def ranks_of_a_model(self) -> int:
         """Ranks that hold one model together, and read the same clips."""
-        return self.tp_size * self.sp_size
+        return self.tp_size * self.sp_size * self.pp_size
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a pipeline."""
+        return max(self.accumulate, 2 * self.pp_size)
 
 
 @dataclass(frozen=True)
@@ -208,7 +215,7 @@ class DemoConfig:
 
 
 MAY_CHANGE = frozenset(
-    {"out", "ranks", "resume", "plugin", "stage", "save_every", "keep", "log_every"}
+    {"out", "ranks", "resume", "resume_step", "plugin", "stage", "save_every", "keep", "log_every"}
     | {"tp_size", "sp_size", "pp_size", "sequence_parallelism_mode"}
     | {"async_save"}
     | {"autoencoder.path", "data.unreadable_limit"}
@@ -237,6 +244,10 @@ def check_config(config: TrainConfig) -> TrainConfig:
             f"--data.frame-interval is {config.data.frame_interval}: it is for the clips of a "
             "--data.table, moving digits have no frames between"
         )
+    if config.resume_step is not None and not config.resume:
+        raise GulliverError(
+            f"--resume-step {config.resume_step} says where to continue: add --resume"
+        )
     parse_shapes(config.data.shapes)
     _check_sizes(config)
     return config
@@ -244,14 +255,16 @@ def check_config(config: TrainConfig) -> TrainConfig:
 
 def _check_sizes(config: TrainConfig) -> None:
     """Refuses ways to share one model between ranks that this loop does not have."""
-    if config.pp_size > 1:
-        raise GulliverError(
-            f"--pp-size is {config.pp_size}: clips are trained without a pipeline, share the model "
-            "by --tp-size and --sp-size; in a loop of your own Booster.execute_pipeline runs one"
-        )
     from gulliver.models import STDIT3_SIZES
 
-    heads = STDIT3_SIZES.get(config.model.size, {}).get("num_heads", config.tp_size)
+    sizes = STDIT3_SIZES.get(config.model.size, {})
+    blocks = 2 * sizes.get("depth", config.pp_size)
+    if config.pp_size > blocks:
+        raise GulliverError(
+            f"--pp-size is {config.pp_size}: model {config.model.size!r} has {blocks} blocks, and "
+            f"each stage needs one: at most {blocks}"
+        )
+    heads = sizes.get("num_heads", config.tp_size)
     if config.tp_size > heads:
         # Boost refuses it too, but that is after the autoencoder has been trained.
         raise GulliverError(
@@ -261,7 +274,7 @@ def _check_sizes(config: TrainConfig) -> None:
     if config.ranks_of_a_model > 1 and config.plugin == "ddp":
         raise GulliverError(
             f"--plugin ddp keeps the whole model on every rank: leave it out for --tp-size "
-            f"{config.tp_size} --sp-size {config.sp_size}"
+            f"{config.tp_size} --sp-size {config.sp_size} --pp-size {config.pp_size}"
         )
     if config.sequence_parallelism_mode is not None and config.sp_size == 1:
         raise GulliverError(

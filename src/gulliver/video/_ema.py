@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from gulliver.checkpoint import as_leaf
 from gulliver.comm import ALONE, Line
-from gulliver.memory import Part, before_write, region_of, set_region
+from gulliver.memory import Part, before_write, part_of, region_of, set_region
 
 
 class ExponentialAverage:
@@ -28,13 +30,21 @@ class ExponentialAverage:
             if region is not None:
                 set_region(self.shadow[name], region)
 
-    def leaves(self, replicas: Line = ALONE) -> dict[str, Tensor | Part]:
+    def leaves(
+        self, replicas: Line = ALONE, writes: Callable[[str, Tensor], bool] | None = None
+    ) -> dict[str, Tensor | Part]:
         """The average by name, regions as parts of their whole.
 
         Args:
             replicas: ranks that hold the same regions, each of which one of them is to save; all
                 that this rank holds is given to a rank alone.
+            writes: which tensors these ranks save, where the stages of a pipeline hold others;
+                None where every rank holds all or a region of it.
         """
+        if writes is not None:
+            own = [name for name, value in self.shadow.items() if writes(name, value)]
+            mine = own[replicas.place :: replicas.size]
+            return {name: part_of(self.shadow[name]) for name in mine}
         cut = [name for name, value in self.shadow.items() if region_of(value) is not None]
         others = set(cut) - set(cut[replicas.place :: replicas.size])
         return {n: as_leaf(v) for n, v in self.shadow.items() if n not in others}

@@ -121,11 +121,18 @@ class RectifiedFlow:
         Returns:
             [B].
         """
+        x_t = self.point(x0, noise, timesteps, mask)
+        return self.error(model(x_t, timesteps, **model_inputs), x0 - noise, mask)
+
+    def point(self, x0: Tensor, noise: Tensor, timesteps: Tensor, mask: Tensor | None) -> Tensor:
+        """What the model is shown: points on the paths, and given frames without noise."""
         x_t = self.add_noise(x0, noise, timesteps)
-        if mask is not None:
-            x_t = torch.where(_frames(mask), x_t, x0)
-        velocity = self._velocity(model(x_t, timesteps, **model_inputs), x0.shape[1])
-        error = (velocity - (x0 - noise)).square().mean(dim=(1, 3, 4))
+        return x_t if mask is None else torch.where(_frames(mask), x_t, x0)
+
+    def error(self, output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+        """Mean square error of each clip's velocity [B], of the frames to generate."""
+        velocity = self._velocity(output, target.shape[1])
+        error = (velocity - target).square().mean(dim=(1, 3, 4))
         if mask is None:
             return error.mean(dim=1)
         weights = mask.to(error.dtype)

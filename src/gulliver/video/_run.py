@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gulliver.checkpoint import CheckpointFolder, read_json, write_json
+from gulliver.checkpoint import CheckpointFolder, read_json, step_folder, write_json
 from gulliver.errors import GulliverError
 from gulliver.io import named_errors, write_text
 from gulliver.video._config import TrainConfig, differences, from_plain, resolved
@@ -57,8 +57,8 @@ class Run:
             The checkpoint to resume from, or None.
 
         Raises:
-            GulliverError: it holds a run already and this is no resumption; there is nothing to
-                resume; what is resumed was told otherwise.
+            GulliverError: it holds a run already and this is no resumption; it does not hold the
+                step that is to be resumed; what is resumed was told otherwise.
         """
         newest = self.checkpoints.latest()
         if not config.resume:
@@ -68,9 +68,11 @@ class Run:
                     "add --resume to continue it, or choose another --out"
                 )
             return None
-        if newest is None:
+        if newest is None and config.resume_step is None:
             # Stopped before its first checkpoint: what there is to continue is the start.
             return None
+        if config.resume_step is not None:
+            newest = step_folder(self.checkpoints.root, config.resume_step)
         changed = differences(read_json(self.config_path), resolved(config))
         if changed:
             raise GulliverError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from gulliver.booster import (
     TorchDDPPlugin,
 )
 from gulliver.booster.hybrid import HybridOptimizer, size_axes
+from gulliver.checkpoint import Mismatch, load
 from gulliver.comm import ALONE, Line, World, all_reduce, barrier, gather_objects, guard, init_world
 from gulliver.data import ClipTable, WordEncoder
 from gulliver.errors import GulliverError
@@ -40,6 +41,7 @@ from gulliver.video._run import Run
 from gulliver.video._seeds import derive
 from gulliver.video._skipped import SkippedClips, listing
 from gulliver.video._sources import make_dataset, make_sampler, ready_autoencoder
+from gulliver.video._stages import hide_targets, run_stages
 
 CHUNK_MB = 1.0
 
@@ -136,6 +138,8 @@ def make_plugin(config: TrainConfig) -> Plugin:
         return HybridParallelPlugin(
             tp_size=config.tp_size,
             sp_size=config.sp_size,
+            pp_size=config.pp_size,
+            num_microbatches=config.micro_batches if config.pp_size > 1 else None,
             sequence_parallelism_mode=mode if config.sp_size > 1 else None,
             zero_stage=config.stage,
             chunk_mb=CHUNK_MB,
@@ -215,6 +219,8 @@ class Trainer:
         self.model, self.optimizer, _, _, self.scheduler = self.booster.boost(
             model, optimizer, lr_scheduler=scheduler
         )
+        if config.pp_size > 1:
+            hide_targets(model)
         # After boost, which may have cut the model between ranks.
         self.average = ExponentialAverage(model, config.optimizer.ema)
         if world.is_main:
@@ -348,6 +354,11 @@ class Trainer:
             batch: the share.
             count: samples of all shares.
         """
+        if self.config.pp_size > 1:
+            run, scale = self.config.micro_batches, self.place[1] / count
+            return run_stages(
+                self.booster, self.model, self.optimizer, self.flow, batch, run, scale
+            )
         held = len(batch.latents)
         size = math.ceil(held / self.config.accumulate)
         parts = [slice(start, start + size) for start in range(0, held, size)]
@@ -410,6 +421,8 @@ class Trainer:
         if self.step_number == self.saved_step:
             return
         self.saved_step = self.step_number
+        if self.world.is_main:  # tuning may have cut the chunks anew since
+            self.booster.plan.save(self.run.folder / "plan.yaml")
         run = {
             "step": self.step_number,
             "ema_updates": self.average.updates,
@@ -422,16 +435,18 @@ class Trainer:
             self.model,
             self.optimizer,
             self.scheduler,
-            state={"ema": self.average.leaves(self._replicas), "run": run},
+            state={"ema": self.average.leaves(*self._shares), "run": run},
             use_async=self.config.async_save,
             keep=self.config.keep,
         )
 
     @property
-    def _replicas(self) -> Line:
-        """Ranks that hold the same slices of the model, where it is cut."""
+    def _shares(self) -> tuple[Line, Callable[[str, Tensor], bool] | None]:
+        """Ranks that hold the same parts of the model, and which of these they save."""
         boosted = self.optimizer
-        return boosted.mesh.replicas if isinstance(boosted, HybridOptimizer) else ALONE
+        if not isinstance(boosted, HybridOptimizer):
+            return ALONE, None
+        return boosted.mesh.replicas, boosted.writes if self.config.pp_size > 1 else None
 
     def restore(self, folder: Path) -> None:
         """Takes up the state of a checkpoint; every rank calls it."""
@@ -440,9 +455,13 @@ class Trainer:
             self.model,
             self.optimizer,
             self.scheduler,
-            state={"ema": self.average.leaves(), "run": None},
+            state={"run": None},
             random=False,  # every step draws from seeds of its own
         )
+        # A stage has some of the names only, and there must be all of those.
+        ema = load(folder, {"ema": self.average.leaves()}, strict=self.config.pp_size == 1)
+        if ema.mismatches.get("ema", Mismatch()).missing:
+            raise GulliverError(f"{folder} holds the average of another model: {ema}")
         state = loaded.values["run"]
         self.average.updates = state["ema_updates"]
         self.sampler.load_state_dict(state["sampler"])

@@ -17,6 +17,7 @@ from gulliver.booster.hybrid._capability import (
 )
 from gulliver.booster.hybrid._checks import NO_BLOCKS, check_cut, check_new, check_recompute
 from gulliver.booster.hybrid._choice import choose_plan
+from gulliver.booster.hybrid._dropout import drops_by_position
 from gulliver.booster.hybrid._inside import HooksLast
 from gulliver.booster.hybrid._lazy import fill, lazy_parameters
 from gulliver.booster.hybrid._mesh import HybridMesh, check_size, size_axes
@@ -56,6 +57,7 @@ __all__ = [
     "choose_plan",
     "cut_stages",
     "cut_tensors",
+    "drops_by_position",
     "families",
     "family_of",
     "fill",

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gulliver._compat import compiled_call, is_compiled
 from gulliver.booster._resolve import Stages, recomputable
 from gulliver.booster._states import CUT
 from gulliver.booster.hybrid._capability import Wanted, check, family_of
+from gulliver.booster.hybrid._compiled import check_compiled
+from gulliver.booster.hybrid._dropout import check_positions, drops_by_position
 from gulliver.booster.hybrid._inside import (
     check_batch_norms,
     check_embeddings,
@@ -26,7 +27,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.families import SHARED_BY_TENSOR, asks_routers, hugging_face_of, is_hugging_face
 from gulliver.parallel import named_trainables
 from gulliver.parallel.pipeline import check_counts, check_stages, idle_places
-from gulliver.parallel.tensor import TensorPlan, check_mode, dropouts_of
+from gulliver.parallel.tensor import TensorPlan, check_mode
 from gulliver.plan import Plan
 
 LEAST_SHARE = 0.5
@@ -37,24 +38,14 @@ NO_BLOCKS = (
 )
 
 
-def check_new(plan: Plan, model: nn.Module) -> None:
-    """Refuses what was boosted or compiled before, while all ranks still have the same.
+def check_new(model: nn.Module) -> None:
+    """Refuses what was boosted before, while all ranks still have the same.
 
     Raises:
-        GulliverError: naming what is compiled.
+        GulliverError: it was.
     """
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
         raise GulliverError("the model is boosted already: boost each model once, or build it anew")
-    compiled = next((name for name, m in model.named_modules() if _is_compiled(m)), None)
-    if compiled is not None and plan.mesh.of("tensor") * plan.mesh.of("pipeline") > 1:
-        raise GulliverError(
-            f"{compiled or 'the model'} is compiled, and what is compiled cannot be cut: leave "
-            "torch.compile out with tp_size and pp_size"
-        )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return compiled_call(module) is not None or is_compiled(module)
 
 
 def check_cut(
@@ -76,7 +67,6 @@ def check_cut(
     )
     sizes = tensor_size, pipeline_size, sequence_size
     check(Wanted(family, *sizes, mode, dtypes, anonymous=not dtypes))
-    _check_dropout(plan, model)
     if plan.mesh.cuts_model:
         check_virtual_tokens(model)
     check_batch_norms(model, plan.mesh.of("pipeline"), mode)
@@ -92,6 +82,11 @@ def check_cut(
     if weights is not None and not weights.is_dir():
         raise GulliverError(f"weights={plan.weights!r} is no folder")
     _check_outputs(plan, model)
+    if tensor is not None or stages is not None:
+        lists = (*(stages[0].lists if stages else ()), *(tensor.stacks if tensor else ()))
+        check_compiled(model, tensor, lists, plan.pipeline.schedule, mode)
+    if drops_by_position(plan, model):
+        check_positions(model, tensor)
     check_hooks(model, tensor, mode)
     if tensor is not None:
         _check_share(plan, model, tensor)
@@ -147,18 +142,6 @@ def _check_outputs(plan: Plan, model: nn.Module) -> None:
             "output_router_logits=True adds a loss of all tokens of all blocks, and a rank has "
             "some of them: set it to False in the configuration, or leave pp_size and "
             "sequence_parallelism_mode out"
-        )
-
-
-def _check_dropout(plan: Plan, model: nn.Module) -> None:
-    """Refuses masks that the ranks of a model would draw, others than one process draws."""
-    alone = not plan.mesh.cuts_model
-    drops = [] if alone or plan.allow_dropout else dropouts_of(model)
-    if drops:
-        raise GulliverError(
-            f"{', '.join(drops[:3])}{', ...' if len(drops) > 3 else ''} drop at random, and ranks "
-            "that share a model draw other masks than one process: set dropouts to 0 in the "
-            "model's configuration, or pass allow_dropout=True to train with such masks"
         )
 
 

@@ -33,7 +33,7 @@ def choose_plan(
         sp_size: ranks that share a sequence.
         tp_size: ranks that share its tensors, and so its heads.
         causal: whether tokens see only those before them.
-        length: of sequences; None is the longest that the model's configuration names.
+        length: tokens of a sequence; None is the longest that the model's configuration names.
         cluster: machines to choose for; None for those at hand.
 
     Raises:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from gulliver.booster.hybrid._cache import ShardedCache
 from gulliver.booster.hybrid._call import Call
-from gulliver.booster.hybrid._loss import Counting, Tail, scale_gradient
+from gulliver.booster.hybrid._loss import Counting, scale_gradient
 from gulliver.errors import GulliverError
 from gulliver.families import OwnLoss, Sequences
-from gulliver.parallel.sequence import Mask, SequenceGroups, position_ids, shard
+from gulliver.parallel.sequence import Mask, SequenceGroups, Tail, position_ids, shard
 
 ALONG_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 MASKS = ("attention_mask", "document_ids", "cu_seq_lens_q", "cu_seq_lens_k")

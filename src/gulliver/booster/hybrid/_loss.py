@@ -19,8 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from gulliver.comm import Line, all_reduce
 from gulliver.errors import GulliverError
-from gulliver.parallel.sequence import Layout, SequenceGroups, unshard
-from gulliver.parallel.sequence._shard import _Unshard
+from gulliver.parallel.sequence import SequenceGroups, Tail, unshard, unshard_tail
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -114,7 +113,7 @@ def leave_tail(x: Tensor, groups: SequenceGroups, tail: Tail) -> Tensor:
     """The same of the last tokens only."""
     if groups.plan.degree == 1:
         return x
-    return _Unshard.apply(scale_gradient(x, groups.plan.degree), groups, tail, 1, "own")
+    return unshard_tail(scale_gradient(x, groups.plan.degree), groups, tail)
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
@@ -145,49 +144,6 @@ class _ScaleGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         return grad * ctx.factor, None
-
-
-@dataclass(frozen=True)
-class Tail:
-    """Where the last tokens of a sequence lie, numbered from the first of them.
-
-    Attributes:
-        whole: layout of the sequence.
-        count: of the tokens, at most its length.
-    """
-
-    whole: Layout
-    count: int
-
-    @property
-    def degree(self) -> int:
-        """Ranks."""
-        return self.whole.degree
-
-    @property
-    def length(self) -> int:
-        """Tokens."""
-        return self.count
-
-    def of_rank(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Which of them a rank holds."""
-        first = self.whole.length - self.count
-        held = ((max(a, first), b) for a, b in self.whole.of_rank(rank) if b > first)
-        return tuple((a - first, b - first) for a, b in held)
-
-    def sizes(self) -> list[int]:
-        """How many each rank holds."""
-        return [sum(b - a for a, b in self.of_rank(rank)) for rank in range(self.degree)]
-
-    def order(self) -> Tensor:
-        """Their numbers, rank after rank."""
-        runs = [torch.arange(a, b) for rank in range(self.degree) for a, b in self.of_rank(rank)]
-        return torch.cat(runs)
-
-    def local(self, rank: int) -> Tensor:
-        """Where they stand among the tokens that a rank holds."""
-        positions = self.whole.positions(rank)
-        return (positions >= self.whole.length - self.count).nonzero().squeeze(1)
 
 
 class NotGatheredError(GulliverError, AttributeError):

@@ -66,11 +66,11 @@ class Width:
 
     Attributes:
         channels: C.
-        heads: of this rank.
-        head_dim: of each.
-        hidden: of the MLPs, of this rank.
+        heads: number of heads of this rank.
+        head_dim: dims of each head.
+        hidden: this rank's hidden units of an MLP.
         depth: pairs of blocks.
-        dtype: of the parameters, as torch calls it.
+        dtype: dtype of the parameters, as torch calls it.
     """
 
     channels: int
@@ -96,7 +96,7 @@ class Clip:
     places: int
 
     def size(self, dim: int) -> int:
-        """Of `FRAMES` or `PLACES`."""
+        """Tokens along `FRAMES` or `PLACES`."""
         return self.frames if dim == FRAMES else self.places
 
     def attention(self, dim: int, width: Width) -> Shape:
@@ -112,7 +112,7 @@ class Predicted:
 
     Attributes:
         scheme: considered.
-        seconds: of the rank with most to do.
+        seconds: seconds of the rank with most to do.
         sent: bytes of each rank, the mean of all.
     """
 
@@ -126,8 +126,8 @@ class ChosenScheme:
     """The scheme with the least predicted seconds, and the others.
 
     Attributes:
-        scheme: to use.
-        clip: that it is for.
+        scheme: scheme to use.
+        clip: clip that it is for.
         degree: ranks.
         predicted: all that were considered, the best first.
     """
@@ -159,8 +159,8 @@ def choose_scheme(
 
     Args:
         clip: the tokens.
-        width: of the model.
-        plan: of the ranks that share the clip.
+        width: sizes of the model.
+        plan: how a sequence lies over the ranks that share the clip.
         mode: "all_to_all" or "ring_attn".
         cluster: what computing and sending cost.
         fixed: a name of `SCHEMES` to take whatever it costs.
@@ -215,7 +215,7 @@ def _predict(
 
 
 class _Costs:
-    """Of one pair of blocks, on the rank with most to do, forward and backward."""
+    """Seconds of one pair of blocks, on the rank with most to do, forward and backward."""
 
     def __init__(self, clip: Clip, width: Width, plan: SequencePlan, cluster: Cluster) -> None:
         self.clip, self.width, self.plan, self.cluster = clip, width, plan, cluster
@@ -234,20 +234,20 @@ class _Costs:
         return self._linear(self._tokens(cut), w.channels, 4 * w.heads * w.head_dim)
 
     def attention(self, cut: int, along: int) -> float:
-        """Of the rows that a rank has whole while another dim is cut."""
+        """Seconds of the rows that a rank has whole while another dim is cut."""
         rows = self.clip.batch * self._most(cut) * self.width.heads
         tokens, dims = self.clip.size(along), (self.width.head_dim, self.width.head_dim)
         device = self.cluster.device
         return attention_seconds(device, rows, tokens, tokens, dims, self.dtype, backward=True)
 
     def swap_bytes(self) -> float:
-        """Of one swap on each rank, the mean: what has another owner afterwards."""
+        """Bytes of one swap on each rank, the mean: what has another owner afterwards."""
         frames, places = self.plan.lay(self.clip.frames), self.plan.lay(self.clip.places)
         token = self.clip.batch * self.width.channels * self._item()
         return resharding_bytes(frames.sizes(), places.sizes(), token)
 
     def swap(self) -> float:
-        """Of one swap."""
+        """Seconds of one swap."""
         degree = self.plan.degree
         links = self.cluster.resized(degree).links()
         return all_to_all_seconds(links, int(self.swap_bytes() * degree / max(1, degree - 1)))

@@ -20,6 +20,8 @@ from gulliver.booster._states import CUT
 from gulliver.booster.hybrid._batches import Vocabulary, watch_batches
 from gulliver.booster.hybrid._capability import family_of
 from gulliver.booster.hybrid._choice import use_measured_links
+from gulliver.booster.hybrid._compiled import refuse_whole
+from gulliver.booster.hybrid._dropout import PositionDropout
 from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
 from gulliver.booster.hybrid._stdit import wire_stdit
 from gulliver.booster.hybrid._transformers import wire_sequence
@@ -127,6 +129,7 @@ class WholeModel:
         optimizer: optimizer of its parameters.
         vocabulary: tokens that it knows.
         recomputable: paths of the blocks that backward can compute again.
+        drops: whether its dropout is to be drawn by position.
 
     Attributes:
         groups: names of the trainable parameters of each group.
@@ -141,8 +144,9 @@ class WholeModel:
         optimizer: torch.optim.Optimizer,
         vocabulary: Vocabulary,
         recomputable: Sequence[str],
+        drops: bool = False,
     ) -> None:
-        self.vocabulary, self.recomputable = vocabulary, recomputable
+        self.vocabulary, self.recomputable, self.drops = vocabulary, recomputable, drops
         self.groups = named_groups(model, optimizer)
         self.aliases = aliases_of(model)
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
@@ -180,17 +184,25 @@ def finish(
     model: nn.Module,
     boosted: ZeroOptimizer,
     mesh: HybridMesh | None,
+    tensor: TensorPlan | None,
     stage: Stage | None,
-    vocabulary: Vocabulary,
-    device: torch.device,
+    whole: WholeModel,
 ) -> None:
     """Lets a cut model draw, read and save as one; a pipeline gets its schedule."""
     if mesh is None:
         return
-    if mesh.shards.size > 1:
-        mark_cut(model)
-    if plan.allow_dropout:
-        draw_alike(model, (mesh.sequence.all, mesh.tensor), device)
+    drops = None
+    if plan.dropout == "alike":
+        draw_alike(model, (mesh.sequence.all, mesh.tensor))
+    elif whole.drops:
+        drops = PositionDropout(model, mesh, tensor)
+
+    def look(batch: Any) -> None:
+        if plan.check_batches:
+            whole.vocabulary.check(batch)
+        if drops is not None:
+            drops.begin()
+
     if stage is not None:
         boosted.pipeline = Pipeline(
             stage,
@@ -198,14 +210,19 @@ def finish(
             plan.pipeline.micro_batches,
             readers=mesh.model,
             check_batch=plan.check_batches,
-            look=vocabulary.check if plan.check_batches else None,
+            look=look,
+            before=None if drops is None else drops.before,
         )
     elif plan.check_batches:
-        watch_batches(model, mesh.model, vocabulary)
+        watch_batches(model, mesh.model, whole.vocabulary)
+    if mesh.shards.size > 1:
+        mark_cut(model)
+        refuse_whole(model)  # before all other hooks
 
 
-def draw_alike(model: nn.Module, lines: Sequence[Line], device: torch.device) -> None:
+def draw_alike(model: nn.Module, lines: Sequence[Line]) -> None:
     """Lets ranks that compute the same draw the same: at each call they take one seed."""
+    device = current_world().device
     shared = [line for line in lines if line.size > 1]
 
     def seed(module: nn.Module, *_: Any) -> None:

@@ -49,7 +49,6 @@ from gulliver.booster.hybrid._inputs import (
 )
 from gulliver.booster.hybrid._loss import (
     NotGathered,
-    Tail,
     leave,
     leave_tail,
     mean_over_ranks,
@@ -69,7 +68,7 @@ from gulliver.families import (
     router_loss,
     type_of,
 )
-from gulliver.parallel.sequence import SequenceGroups, shard
+from gulliver.parallel.sequence import SequenceGroups, Tail, shard
 
 TASKS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 """Ends of the names of classes whose head works token by token."""

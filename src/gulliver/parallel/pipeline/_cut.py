@@ -1,4 +1,4 @@
-"""Where a model is cut into stages: by the predicted cost of its blocks, or as the user says.
+"""Cuts a model into stages: by the predicted cost of its blocks, or as the user says.
 
 The cost of a block is the work of its matrix multiplications for one token, 2 FLOPs forward for
 each element of its weights; modules around the blocks are added to the blocks that they lie with,
@@ -27,8 +27,8 @@ class Cut:
 
     Attributes:
         bounds: stage k has the blocks from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
-        costs: of the blocks, with what lies around them; of any unit.
-        times: of the stages, in that unit.
+        costs: cost of each block, with what lies around it, in any unit.
+        times: cost of each stage, in that unit.
         lower: no cut has a slowest stage below this.
     """
 
@@ -91,15 +91,15 @@ def cut(
 
     Args:
         model: whole; its parameters may be on meta.
-        stack: its blocks.
+        stack: blocks of the model.
         stages: how many to make: ranks of the pipeline times stages of each rank.
         at: blocks of each stage, first to last, instead of the best cut; or the number of the
             first block of each stage but the first.
-        costs: of the blocks, of any unit; None predicts them.
-        speeds: of the stages' devices, relative; None: all equal.
+        costs: cost of each block, in any unit; None predicts them.
+        speeds: relative speed of each stage's device; None: all equal.
         crossing: what a cut before each block costs, in the unit of `costs`.
-        memory: that each block takes, in bytes.
-        limits: of the memory of each stage.
+        memory: bytes that each block takes.
+        limits: bytes that each stage may take.
 
     Returns:
         The cut.

@@ -1,4 +1,4 @@
-"""Sequence parallelism: attention over sequences that lie on several ranks.
+"""Sequence (context) parallelism: exact attention over sequences sharded over several ranks.
 
     groups = make_groups(SequencePlan(ulysses=2, inner=2, layout="zigzag"))
     x = shard(embedded, groups)                                # [batch, local length, hidden]
@@ -7,8 +7,10 @@
 Read `_layout.py` (who holds which positions), `_mask.py` and `_tiles.py` (what is computed of two
 ranks' tokens), `_kernels.py` and `_partial.py` (blocks, and how they are merged), `_ring.py` and
 `_heads.py` (what travels), then `_attention.py`, which joins them. `_two_ring.py` is the naive
-twin.
-It does not know of models, parameters or optimizers.
+twin, an oracle for tests.
+
+A *ring rank* is a position in the ring: one rank, or with Ulysses the group of ranks that hold the
+tokens of that position together. It does not know of models, parameters or optimizers.
 """
 
 from gulliver.hardware import AttentionBytes as Volume
@@ -17,7 +19,7 @@ from gulliver.hardware import two_ring_bytes as two_ring_volume
 from gulliver.parallel.sequence._attention import attention
 from gulliver.parallel.sequence._choose import Chosen, Predicted, choose, predict, volume
 from gulliver.parallel.sequence._decode import decode
-from gulliver.parallel.sequence._layout import Layout
+from gulliver.parallel.sequence._layout import Layout, Tail
 from gulliver.parallel.sequence._mask import Mask
 from gulliver.parallel.sequence._plan import SequenceGroups, SequencePlan, make_groups
 from gulliver.parallel.sequence._shard import (
@@ -26,6 +28,7 @@ from gulliver.parallel.sequence._shard import (
     shard,
     shard_labels,
     unshard,
+    unshard_tail,
 )
 from gulliver.parallel.sequence._swap import swap_sharded_dim
 from gulliver.parallel.sequence._tiles import imbalance
@@ -39,6 +42,7 @@ __all__ = [
     "SequenceGroups",
     "SequencePlan",
     "Shape",
+    "Tail",
     "Volume",
     "attention",
     "choose",
@@ -54,5 +58,6 @@ __all__ = [
     "two_ring_attention",
     "two_ring_volume",
     "unshard",
+    "unshard_tail",
     "volume",
 ]

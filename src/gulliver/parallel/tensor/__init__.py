@@ -26,12 +26,15 @@ from gulliver.parallel.tensor._deal import deal
 from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbedding
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
 from gulliver.parallel.tensor._loss import cross_entropy
-from gulliver.parallel.tensor._modules import dropouts_of
+from gulliver.parallel.tensor._modules import DROPOUTS, dropouts_of
 from gulliver.parallel.tensor._placed import Placed, TensorPlan
 from gulliver.parallel.tensor._plan import plan_tensor
-from gulliver.parallel.tensor._table import STYLES, How
+from gulliver.parallel.tensor._shared import SharedSequence
+from gulliver.parallel.tensor._table import DRAWN_ALIKE, STYLES, How
 
 __all__ = [
+    "DRAWN_ALIKE",
+    "DROPOUTS",
     "STYLES",
     "ColumnConvolution",
     "ColumnEmbedding",
@@ -41,6 +44,7 @@ __all__ = [
     "RowConvolution",
     "RowLinear",
     "SequenceMode",
+    "SharedSequence",
     "TensorPlan",
     "VocabularyEmbedding",
     "apply_tensor",

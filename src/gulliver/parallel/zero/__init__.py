@@ -11,13 +11,14 @@ from gulliver.parallel.zero._memory import ChunkBytes, held_bytes
 from gulliver.parallel.zero._optimizer import ZeroOptimizer, export_leaves, import_leaves
 from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
 from gulliver.parallel.zero._statistics import BufferSync
-from gulliver.parallel.zero._tuner import BucketTuner, Tuning
+from gulliver.parallel.zero._tuner import BucketTuner, Stage, Tuning
 
 __all__ = [
     "ELEMENTWISE",
     "BucketTuner",
     "BufferSync",
     "ChunkBytes",
+    "Stage",
     "TensorSize",
     "Tuning",
     "ZeroOptimizer",

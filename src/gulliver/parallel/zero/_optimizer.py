@@ -457,6 +457,11 @@ class ZeroOptimizer(BoostedOptimizer):
         """Names of the trained parameters of each group."""
         return [list(members) for members in self.shards.members]
 
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that this rank holds now: shards and whole buffers."""
+        held = [t for c in self.chunks for t in (c.chunk.gradient, c.gradient_shard)]
+        return sum(t.nbytes for t in held if t is not None)
+
     def memory(self) -> dict[str, int]:
         """Bytes of ``parameters``, ``gradients`` and ``optimizer_state`` that this rank will hold.
 

@@ -43,7 +43,7 @@ SMALLEST, LARGEST = 2**18, 2**27
 PLATEAU = 1.02
 """Predicted steps so close to the best count as equal."""
 TRIAL_STEPS = 4
-"""Of each size; the first does not count."""
+"""Steps with each size; the first does not count."""
 
 
 class Stage(Enum):
@@ -63,10 +63,10 @@ class Tuning:
         chosen: bytes of a chunk.
         predicted: seconds of a step by size, from the model of its timeline.
         measured: and by the clock, of the sizes that were tried.
-        link: of a reduce-scatter and an all-gather, the seconds that one occupies the link beside
-            its bytes, and the seconds per byte.
-        latency_s: until a transfer that has the link to itself is there.
-        order: of use, of the parameters' names.
+        link: seconds that a reduce-scatter and an all-gather occupy the link beside their bytes,
+            and seconds per byte.
+        latency_s: seconds until a transfer that has the link to itself is there.
+        order: names of the parameters in the order of use.
         reused: taken from an earlier job.
     """
 
@@ -79,7 +79,7 @@ class Tuning:
     reused: bool = False
 
     def summary(self) -> str:
-        """In a line."""
+        """The result in a line."""
         size = f"{self.chosen / 2**20:.3g} MiB"
         if self.reused:
             return f"chunks of {size}, as an earlier job found"
@@ -90,12 +90,12 @@ class Tuning:
         )
 
     def to_json(self) -> str:
-        """For a file."""
+        """The text of a file."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Tuning:
-        """From a file."""
+        """Reads the text of a file."""
         values = json.loads(text)
         for name in ("predicted", "measured"):
             values[name] = {int(size): took for size, took in values[name].items()}
@@ -106,9 +106,9 @@ class BucketTuner:
     """Tunes the chunks of an optimizer while it trains.
 
     Args:
-        shards: state whose chunks are cut anew.
-        model: whose calls are recorded.
-        folder: for ``chunks.json`` and ``chunks.png``; None writes neither.
+        shards: sharded state whose chunks are cut anew.
+        model: module whose calls are recorded.
+        folder: place for ``chunks.json`` and ``chunks.png``; None writes neither.
         report: told the result in a line, on rank 0.
         again: tune although an earlier job did.
     """
@@ -303,7 +303,7 @@ class BucketTuner:
                 draw(self.result, self.folder / "chunks.png")
 
     def _key(self) -> str:
-        """Of this model on this cluster."""
+        """The name of this model on this cluster."""
         shards = self.shards
         hosts = sorted(set(gather_objects(socket.gethostname())))
         tensors = [(name, tuple(p.shape), str(p.dtype)) for p, name in self._names.items()]

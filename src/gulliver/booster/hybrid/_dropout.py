@@ -1,0 +1,331 @@
+"""Dropout of a model that several ranks share, the same as one process draws.
+
+    check_positions(model, plan)                 # before the cut: refuses what drops otherwise
+    drops = PositionDropout(model, mesh, plan)   # after it
+    Pipeline(..., look=drops.begin, before=drops.before)     # where there is one
+
+Which elements stay depends on the seed of the step, the site and the element's position in the
+whole activation (`gulliver.parallel.drop`). Three things have to be known where a model drops:
+
+1. *The site.* A module that drops (`_Site`) intercepts the calls of torch's dropout while it runs.
+   Its path and how often it ran in this forward name the site, as in one process.
+2. *The forward.* All ranks of a model take one seed for each batch. Blocks may be recomputed in
+   backward, when other forwards are under way: see the note at `PositionDropout`.
+3. *The part* of the activation that this rank has: `_parts.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gulliver._compat import compiled_call, is_compiled
+from gulliver.booster.hybrid._mesh import HybridMesh
+from gulliver.booster.hybrid._parts import Forward, Parts
+from gulliver.comm import broadcast
+from gulliver.errors import GulliverError
+from gulliver.parallel import attention_with_dropout, drop, mix, word_of
+from gulliver.parallel.tensor import DRAWN_ALIKE, DROPOUTS, TensorPlan, dropouts_of
+from gulliver.plan import Plan
+
+DROPS = (F.dropout, torch.dropout, torch.dropout_)
+OTHERS = (
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.multi_head_attention_forward,
+    torch.rand,
+    torch.rand_like,
+    torch.bernoulli,
+    Tensor.bernoulli_,
+)
+"""Calls that draw masks, and not by position."""
+
+SKIPS = ("layerdrop", "drop_path", "drop_prob", "path_drop", "jitter")
+"""Parts of names of attributes: such skip whole blocks or samples, or add noise of their own."""
+
+ATTENTIONS = (None, "eager", "sdpa", "gulliver_sequence")
+"""Implementations of transformers whose dropout can be seen."""
+
+REMEMBERED = 4096
+"""Forwards that may be recomputed: far more than micro-batches are in flight."""
+
+INSTEAD = "set it to 0 in the model's configuration, or take dropout='alike'"
+
+
+def drops_by_position(plan: Plan, model: nn.Module) -> bool:
+    """Whether there is dropout that is to be drawn as one process would draw it.
+
+    Of a model that is cut into stages: on any of them, so ask while it is whole.
+    """
+    by_position = plan.dropout == "exact" or (plan.dropout == "auto" and plan.mesh.cuts_model)
+    return by_position and bool(dropouts_of(model))
+
+
+def check_positions(model: nn.Module, plan: TensorPlan | None) -> None:
+    """Refuses what drops in a way that is not drawn by position; looks only.
+
+    Args:
+        model: still whole.
+        plan: how its tensors are cut; None not at all.
+
+    Raises:
+        GulliverError: naming it.
+    """
+    for path, module in model.named_modules():
+        found = _drops(path, module)
+        why = None if found is None else _unknown(model, path, module, found, plan)
+        if why:
+            raise GulliverError(f"{path}.{found} {why}: {INSTEAD}")
+
+
+def _drops(path: str, module: nn.Module) -> str | None:
+    """The attribute by which a module drops."""
+    if any(part in DRAWN_ALIKE for part in path.split(".")):
+        return None
+    if isinstance(module, DROPOUTS):
+        return "p" if module.p > 0 else None
+    values = vars(module).items()
+    return next(
+        (n for n, v in values if ("drop" in n or "jitter" in n) and isinstance(v, float) and v > 0),
+        None,
+    )
+
+
+def _unknown(
+    model: nn.Module, path: str, module: nn.Module, name: str, plan: TensorPlan | None
+) -> str | None:
+    """Why a module's dropout cannot be drawn by position; None where it can."""
+    if isinstance(module, DROPOUTS) and not isinstance(module, nn.Dropout):
+        return f"({type(module).__name__}) drops whole features, which are not drawn by position"
+    if isinstance(module, nn.MultiheadAttention):
+        return "drops inside torch's own attention module, where it cannot be drawn by position"
+    if any(skip in name.lower() for skip in SKIPS) or "droppath" in type(module).__name__.lower():
+        return "skips blocks or samples, or adds noise, which is not drawn by position"
+    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if kind not in ATTENTIONS:
+        return f"drops under attn_implementation={kind!r}, which hides it: take 'sdpa' or 'eager'"
+    if any(compiled_call(m) is not None or is_compiled(m) for m in model.modules()):
+        return "drops in a model that is compiled, where it cannot be drawn by position"
+    if plan is not None and ".lora_" in path:
+        return "drops what an adapter of a cut layer reads, which is not drawn by position"
+    experts = [p for p, m in plan.modules.items() if m.how.kind == "experts"] if plan else []
+    if any(f"{path}.".startswith(f"{inside}.") for inside in experts):
+        return "drops inside of experts that are cut, which is not drawn by position"
+    return None
+
+
+@dataclass
+class _Frame:
+    """A site that is running.
+
+    Attributes:
+        site: place in the model whose module runs.
+        number: how often it ran before, in what called it.
+        inner: how often the sites called by it ran.
+        draws: masks drawn so far.
+    """
+
+    site: _Site
+    number: int
+    inner: Counter[str] = field(default_factory=Counter)
+    draws: int = 0
+
+
+class PositionDropout:
+    """Draws the masks of a model; all ranks of it make one alike.
+
+    [Note: the forward that is recomputed]
+
+    A recomputation in backward must find the seed of its forward, and which samples it had, while
+    with a pipeline other forwards have run since. What recomputes (`torch.utils.checkpoint`,
+    however it was put in) restores the state of torch's generator, nothing else. So the generator
+    is seeded, for the time of a forward, with a number that names the forward (`_forwards`), and
+    its state is put back afterwards. Outside of a forward a site that runs is being recomputed. How
+    often sites ran before, the recomputation does not see; one that runs more than once in a
+    forward is refused there, unless the site that calls it is recomputed with it.
+
+    Args:
+        model: cut, or whole on one rank.
+        mesh: rank groups of the grid.
+        plan: how the model's tensors were cut; None not at all.
+    """
+
+    def __init__(self, model: nn.Module, mesh: HybridMesh, plan: TensorPlan | None) -> None:
+        self.mesh, self.model = mesh, model
+        self.parts = Parts(model, mesh, plan)
+        self.frames: list[_Frame] = []
+        self._outer: Counter[str] = Counter()
+        self._forwards: dict[int, Forward] = {}
+        self._next = Forward(0)
+        self._state: Tensor | None = None
+        for path in _sites_of(model):
+            _Site(path, self).watch(model.get_submodule(path))
+        # Around the others: the model itself may be a site.
+        model.register_forward_pre_hook(self._enter, prepend=True)
+        model.register_forward_hook(self._leave, always_call=True)
+
+    def __deepcopy__(self, memo: Any) -> PositionDropout:
+        return self
+
+    def begin(self, batch: Any = None) -> None:
+        """Takes a seed for a batch, the same on all ranks that read it."""
+        if not self.model.training:
+            return
+        line, device = self.mesh.model, next(self.model.parameters()).device
+        drawn = torch.randint(2**62, (1,)).to(device)
+        if line.size > 1:
+            # A group numbers its ranks in ascending order, a line need not.
+            broadcast(drawn, sorted(line.ranks).index(line.ranks[0]), line.group)
+        # Replicas read other samples, and drop other elements even where their users seed alike.
+        self._next = Forward(mix(int(drawn), self.mesh.data.place))
+
+    def before(self, start: int, samples: int) -> None:
+        """Says which samples of the batch the next forward has."""
+        self._next = Forward(self._next.seed, start, samples)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if module is not self.model or not module.training:
+            return
+        if self.mesh.pipeline.size == 1:
+            self.begin()
+        name = mix(self._next.seed, self._next.start)
+        self._forwards.pop(name, None)
+        self._forwards[name] = self._next
+        if len(self._forwards) > REMEMBERED:
+            del self._forwards[next(iter(self._forwards))]
+        self._outer = Counter()
+        self._state = torch.get_rng_state()
+        torch.default_generator.manual_seed(name)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is self.model and self._state is not None:
+            torch.set_rng_state(self._state)
+            self._state = None
+
+    def enter(self, site: _Site) -> None:
+        """Called when a site's module begins."""
+        counted = self.frames[-1].inner if self.frames else self._outer
+        if not self.frames and self._state is None:
+            if site.repeated:
+                raise GulliverError(
+                    f"{site.path} drops at random, runs several times in a forward, and is "
+                    "recomputed without what calls it, so that nobody knows which time it is: "
+                    "recompute whole blocks, or take dropout='alike'"
+                )
+            counted = Counter()
+        frame = _Frame(site, counted[site.path])
+        counted[site.path] += 1
+        site.repeated = site.repeated or frame.number > 0
+        self.frames.append(frame)
+
+    def leave(self, site: _Site) -> None:
+        """Called when a site's module ends, in whatever way."""
+        while self.frames and self.frames.pop().site is not site:
+            pass
+
+    def draw(self, x: Tensor, p: float, inplace: bool = False) -> Tensor:
+        """Dropout of what the innermost site computes on this rank."""
+        frame, forward = self.frames[-1], self._forwards.get(torch.initial_seed())
+        if forward is None:
+            raise GulliverError(
+                f"{frame.site.path} drops at random outside of a forward of the model: call the "
+                "model, and recompute with preserve_rng_state=True"
+            )
+        repeats = [(f.site.word, f.number) for f in self.frames if f.number]
+        words = [word for pair in repeats for word in pair]
+        key = mix(forward.seed, frame.site.word, frame.draws, *words)
+        frame.draws += 1
+        # An input that is still being gathered is waited for.
+        x = torch.positive(x)
+        return drop(x, p, key, self.parts.of(frame.site.path, x, forward), inplace)
+
+
+class _Site(TorchFunctionMode):
+    """Sees the calls of torch's functions while one module runs."""
+
+    def __init__(self, path: str, drops: PositionDropout) -> None:
+        super().__init__()
+        self.path, self.drops, self.word, self.repeated = path, drops, word_of(path), False
+        self.module: nn.Module | None = None
+
+    def __deepcopy__(self, memo: Any) -> _Site:
+        # A copy of the module is another: what runs it draws as torch does.
+        return self
+
+    def watch(self, module: nn.Module) -> None:
+        """Puts the hooks on the module."""
+        self.module = module
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if module is self.module and module.training:
+            self.drops.enter(self)
+            self.__enter__()
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is self.module and any(frame.site is self for frame in self.drops.frames):
+            self.drops.leave(self)
+            self.__exit__(None, None, None)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Draws by position where `func` would draw a mask."""
+        kwargs = kwargs or {}
+        if func in DROPS:
+            return self._drop(*args, func=func, **kwargs)
+        if func is F.scaled_dot_product_attention and _given(kwargs, args, "dropout_p", 4, 0.0):
+            return attention_with_dropout(*args, **kwargs, drop=self.drops.draw)
+        # A module in evaluation is no site, so these are asked to draw now.
+        asked = kwargs.get("training", True) and kwargs.get("p", kwargs.get("dropout_p", 1.0))
+        if func in OTHERS and asked:
+            raise GulliverError(
+                f"{self.path} calls {func.__name__}, whose masks are not drawn by position: "
+                f"{INSTEAD}"
+            )
+        return func(*args, **kwargs)
+
+    def _drop(
+        self,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        *,
+        func: Any,
+        train: bool = True,
+    ) -> Tensor:
+        if not (training and train and p > 0):
+            return input
+        return self.drops.draw(input, p, inplace or func is torch.dropout_)
+
+
+def _given(kwargs: dict[str, Any], args: tuple[Any, ...], name: str, at: int, default: Any) -> Any:
+    return kwargs.get(name, args[at] if len(args) > at else default)
+
+
+def _sites_of(model: nn.Module) -> list[str]:
+    """Paths of modules that drop, and of those that have them and may drop as they say."""
+    paths: dict[str, None] = {}
+    for path, module in model.named_modules():
+        if _drops(path, module) is None:
+            continue
+        paths[path] = None
+        while isinstance(module, (*DROPOUTS, nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            path, _, last = path.rpartition(".")
+            module = model.get_submodule(path)
+            if not last:
+                break
+        paths[path] = None
+    return list(paths)

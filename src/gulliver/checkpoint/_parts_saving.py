@@ -1,0 +1,150 @@
+"""A model that ranks hold parts of, written as whole files while the program goes on.
+
+    saver = begin_single(leaves, model.buffers(), Path("model.safetensors"), dtypes)
+    saver.close()                              # every rank; waits until the file is there
+
+Nobody has the whole, and gathering it would hold training up. So each rank saves its parts as those
+of a step (`AsyncCheckpointer`), in a hidden folder beside the target; when they are all on the disk
+rank 0 reads them tensor by tensor, writes the files and removes the folder. For that time the disk
+holds the model twice. What a process that was killed leaves is hidden, and removed by the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.checkpoint._agreement import Save
+from gulliver.checkpoint._interchange import write_untied
+from gulliver.checkpoint._saving import AsyncCheckpointer
+from gulliver.checkpoint._tree import Leaf
+from gulliver.checkpoint._weights import Weights, open_weights
+from gulliver.checkpoint._writing import clear_leftovers, write_single
+from gulliver.comm import broadcast_object
+from gulliver.errors import GulliverError
+from gulliver.io import PARTIAL, hold
+
+ENTRY, STEP = "model", 0
+
+
+class PartsSaver(AsyncCheckpointer):
+    """Saves parts, and makes whole files of them; every rank makes one.
+
+    Args:
+        target: file or folder that is to be there in the end.
+        write: makes it, on rank 0 and whole or not at all, of the whole tensors.
+    """
+
+    def __init__(self, target: Path, write: Callable[[Weights], object]) -> None:
+        # The name says which process writes, so that others know when it is left over.
+        writer = broadcast_object(os.getpid())
+        super().__init__(target.with_name(f".{target.name}.parts.{writer}{PARTIAL}"), keep=1)
+        self._target, self._put = target, write
+
+    def begin(self, leaves: Mapping[str, Leaf], buffers: Iterable[Tensor]) -> None:
+        """Begins to save; all ranks call it, once.
+
+        Args:
+            leaves: tensors and parts that this rank has, by name.
+            buffers: tensors among them that a forward may change.
+
+        Raises:
+            GulliverError: it cannot be begun; nothing is left behind.
+        """
+        if self.rank == 0:
+            clear_leftovers(self._target.parent)
+        try:
+            self.save(STEP, {ENTRY: dict(leaves)}, buffers)
+        except BaseException:
+            self._remove()
+            raise
+
+    def _finish(self, save: Save) -> None:
+        super()._finish(save)
+        if self.rank != 0:
+            return
+        try:
+            if save.problem is None:
+                with (
+                    hold(self.folder.root),
+                    open_weights(self.folder.path(STEP), ENTRY) as weights,
+                ):
+                    self._put(weights)
+        except Exception as error:
+            self._failure = GulliverError(f"{self._target} was not written: {error}")
+            self._failure.__cause__ = error
+        finally:
+            self._remove()
+
+    def _remove(self) -> None:
+        """Removes the parts."""
+        if self.rank == 0:
+            self._lock.release()
+            shutil.rmtree(self.folder.root, ignore_errors=True)
+
+    def _warn_of_space(self, nbytes: int) -> None:
+        """There is no next step."""
+
+
+def begin_single(
+    leaves: Mapping[str, Leaf],
+    buffers: Iterable[Tensor],
+    path: Path,
+    dtypes: Mapping[str, torch.dtype],
+) -> PartsSaver:
+    """Begins to write one safetensors file of what all ranks have; every rank calls it.
+
+    Args:
+        leaves: tensors and parts that this rank has, by name.
+        buffers: tensors among them that a forward may change.
+        path: file to make; one that is there is replaced.
+        dtypes: dtypes that floating-point tensors of any rank are converted to, by name.
+
+    Raises:
+        GulliverError: it cannot be begun; nothing is left behind.
+    """
+
+    def write(weights: Weights) -> None:
+        write_single(weights, {name: name for name in weights.infos}, path, dtypes)
+
+    saver = PartsSaver(path, write)
+    saver.begin(leaves, buffers)
+    return saver
+
+
+def begin_huggingface(
+    leaves: Mapping[str, Leaf],
+    buffers: Iterable[Tensor],
+    folder: Path,
+    dtypes: Mapping[str, torch.dtype],
+    aliases: Mapping[str, str],
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> PartsSaver:
+    """Begins to write a Hugging Face folder of what all ranks have; every rank calls it.
+
+    Args:
+        leaves: tensors and parts that this rank has, by name.
+        buffers: tensors among them that a forward may change.
+        folder: folder to make; it must not exist.
+        dtypes: dtypes that floating-point tensors of any rank are converted to, by name.
+        aliases: names that are left out, and those that have their values (tied weights).
+        dtype: one dtype for all of them, instead.
+        options: ``max_shard_bytes`` and ``config``, as of `gather_huggingface`.
+
+    Raises:
+        GulliverError: it cannot be begun; nothing is left behind.
+    """
+    kind = dtypes if dtype is None else dtype
+    saver = PartsSaver(
+        folder,
+        lambda weights: write_untied(weights, folder, dtype=kind, aliases=aliases, **options),
+    )
+    saver.begin(leaves, buffers)
+    return saver

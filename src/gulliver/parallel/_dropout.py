@@ -1,0 +1,165 @@
+"""Dropout by position: whether an element stays is a function of where it stands.
+
+    keep_mask(mix(seed, site), 0.1, [Along.whole(batch), Along(own_positions, length)], device)
+
+torch draws masks one element after the other, so ranks that have a part of an activation draw other
+masks than one process that has the whole. Here a mask is computed: the element's number in the
+whole activation goes through the finalizer of SplitMix64 (Steele, Lea and Flood, Fast Splittable
+Pseudorandom Number Generators, 2014), keyed by seed and site, and 64 bits decide. Any rank finds
+the mask of any part without its neighbours, forward or in a recomputation.
+
+What it does not know: models, and how their activations are cut. `booster.hybrid._dropout` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""SplitMix64's step between states, and the factors of its finalizer."""
+WORD = 1 << 64
+
+
+@dataclass(frozen=True)
+class Along:
+    """One dim of a part of an activation.
+
+    Attributes:
+        positions: indices of the part in the whole, int64.
+        length: size of the whole.
+    """
+
+    positions: Tensor
+    length: int
+
+    @classmethod
+    def whole(cls, length: int, start: int = 0) -> Along:
+        """All of a dim; or, of the outermost, as many positions from `start` on."""
+        return cls(torch.arange(start, start + length), start + length)
+
+
+def mix(*words: int) -> int:
+    """One key of 64 bits from several words, any of which changes all of it."""
+    state = 0
+    for word in words:
+        state = (state ^ word) + GAMMA & WORD - 1
+        state = (state ^ state >> 30) * FIRST % WORD
+        state = (state ^ state >> 27) * SECOND % WORD
+        state ^= state >> 31
+    return state
+
+
+def word_of(text: str) -> int:
+    """64 bits of a text, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def keep_mask(key: int, p: float, dims: Sequence[Along], device: torch.device) -> Tensor:
+    """The elements of a part that stay.
+
+    Args:
+        key: number of the site in this step, 64 bits.
+        p: probability to be dropped.
+        dims: positions along each dim, outer to inner.
+        device: device of the mask.
+
+    Returns:
+        A bool tensor of the part's shape.
+    """
+    state = torch.full((), _signed(key), dtype=torch.int64, device=device)
+    stride = 1
+    # Integers wrap, so the numbers of elements need not be built: each dim adds its own term, and
+    # only the last sum is as large as the part.
+    for dim, along in reversed(list(enumerate(dims))):
+        term = along.positions.to(device) * _signed(stride * GAMMA)
+        state = state + term.view(-1, *[1] * (len(dims) - 1 - dim))
+        stride *= along.length
+    return _finalize(state) < _threshold(p)
+
+
+def _finalize(state: Tensor) -> Tensor:
+    """Scrambles each element, in place. The masks make torch's shifts fill with zeros."""
+    state ^= (state >> 30) & ((1 << 34) - 1)
+    state *= _signed(FIRST)
+    state ^= (state >> 27) & ((1 << 37) - 1)
+    state *= _signed(SECOND)
+    state ^= (state >> 31) & ((1 << 33) - 1)
+    return state
+
+
+def _threshold(p: float) -> int:
+    return min(round((1 - p) * WORD) - WORD // 2, WORD // 2 - 1)
+
+
+def _signed(word: int) -> int:
+    word %= WORD
+    return word - WORD if word >= WORD // 2 else word
+
+
+def drop(x: Tensor, p: float, key: int, dims: Sequence[Along], inplace: bool = False) -> Tensor:
+    """Dropout of a part of an activation: zeros, and the rest divided by ``1 - p``."""
+    keep = keep_mask(key, p, dims, x.device)
+    found = _Drop.apply(x, keep, 1 / (1 - p) if p < 1 else 0.0)
+    return x.copy_(found) if inplace else found
+
+
+class _Drop(Function):
+    """Multiplies by a mask.
+
+    [Note: a recomputation that draws otherwise is noticed] What is kept for backward is the mask as
+    bytes. torch's own dropout keeps bools or floats, so where `torch.utils.checkpoint` recomputes a
+    function that no hook sees, and torch's dropout runs in the place of this one, it finds tensors
+    of another dtype and refuses.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        ctx.save_for_backward(keep.view(torch.uint8))
+        return x * keep * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (keep,) = ctx.saved_tensors
+        return grads[0] * keep * ctx.scale, None, None
+
+
+def attention_with_dropout(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    drop: Callable[[Tensor, float], Tensor],
+) -> Tensor:
+    """What `scaled_dot_product_attention` computes, its weights dropped by `drop`.
+
+    The weights ``[..., queries, keys]`` are there in memory, which kernels avoid. Takes torch's
+    arguments.
+    """
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = query @ key.transpose(-2, -1) * scale
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is None or attn_mask.dtype != torch.bool:
+        weights = torch.softmax(scores if attn_mask is None else scores + attn_mask, -1)
+        return drop(weights, dropout_p) @ value
+    # A query that sees nothing gives zeros, as torch's does, and not NaN.
+    blind = ~attn_mask.any(-1, keepdim=True)
+    scores = scores.masked_fill(~(attn_mask | blind), -math.inf)
+    return drop(torch.softmax(scores, -1).masked_fill(blind, 0), dropout_p) @ value

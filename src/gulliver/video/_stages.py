@@ -1,0 +1,72 @@
+"""Forward and backward of a share of clips through a model that is cut into stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.booster import Booster
+from gulliver.parallel import BoostedOptimizer
+from gulliver.video._batches import Batch
+from gulliver.video._rectified_flow import RectifiedFlow
+
+TARGET, COUNTS = "target", "counts"
+"""What the loss reads and the model does not take."""
+
+
+def hide_targets(model: nn.Module) -> None:
+    """Keeps from a model's forward what a micro-batch has for the loss alone."""
+
+    def hide(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {n: v for n, v in kwargs.items() if n not in (TARGET, COUNTS)}
+
+    # Before the hooks of sequence parallelism, which refuse what they do not know.
+    model.register_forward_pre_hook(hide, with_kwargs=True, prepend=True)
+
+
+def run_stages(
+    booster: Booster,
+    model: nn.Module,
+    optimizer: BoostedOptimizer,
+    flow: RectifiedFlow,
+    batch: Batch,
+    micro_batches: int,
+    scale: float,
+) -> Tensor:
+    """Runs a share through the pipeline; every rank of the model calls it.
+
+    Args:
+        booster: booster of the model, which `hide_targets` was called with.
+        model: this rank's stage.
+        optimizer: boosted optimizer of it.
+        flow: rectified flow whose loss it is.
+        batch: the share.
+        micro_batches: number that the pipeline runs.
+        scale: factor of the gradients.
+
+    Returns:
+        The sum of the losses of the share's samples, on every stage.
+    """
+    held = len(batch.latents)
+    # Each micro-batch has a sample: where there are too few, some are shown again and not counted.
+    number = torch.arange(max(held, micro_batches), device=batch.latents.device)
+    rows = number % held
+    shown = flow.point(batch.latents, batch.noise, batch.timesteps, batch.generate)
+    given = {
+        "x": shown[rows],
+        "timestep": batch.timesteps[rows],
+        **batch.model_inputs(rows),
+        TARGET: (batch.latents - batch.noise)[rows],
+        COUNTS: (number < held).to(batch.latents.dtype) * batch.weight,
+    }
+    # The pipeline takes the mean over all rows.
+    factor = len(rows) * scale
+
+    def criterion(output: Tensor, micro: dict[str, Tensor]) -> Tensor:
+        errors = flow.error(output, micro[TARGET], micro["x_mask"])
+        return (errors * micro[COUNTS]).mean() * factor
+
+    done = booster.execute_pipeline(iter([given]), model, criterion, optimizer)
+    return done["loss"].double() / scale
