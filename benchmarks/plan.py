@@ -123,7 +123,6 @@ def llama(width: int, length: int) -> Any:
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=length,
-        attn_implementation="sdpa",
         use_cache=False,
     )
     return LlamaForCausalLM(config)
@@ -298,7 +297,8 @@ def work(path: Path, options: Options) -> None:
 def main() -> None:
     """Starts the ranks and reports."""
     if sys.argv[1:2] == ["--rank-of"]:
-        work(Path(sys.argv[2]), Options(*map(int, sys.argv[3:7])))
+        width, length, batch, steps = map(int, sys.argv[3:7])
+        work(Path(sys.argv[2]), Options(width, length, batch, steps))
         return
     options = tyro.cli(Options, description=__doc__)
     with tempfile.TemporaryDirectory() as folder:
