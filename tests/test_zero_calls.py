@@ -40,7 +40,5 @@ def _calls(world: World) -> dict[int, int]:
 
 @pytest.mark.deadline(200)
 def test_a_step_makes_few_calls(pool: Pool) -> None:
-    found, _ = pool.run(
-        _calls, 2
-    )  # the other rank owns more pieces, which torch's Adam goes through
+    found, _ = pool.run(_calls, 2)  # the other has more pieces, which Adam goes through
     assert all(found[stage] <= MOST[stage] for stage in MOST), found
