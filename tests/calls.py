@@ -10,10 +10,15 @@ from typing import Any
 
 
 def calls_of(run: Callable[[], Any]) -> Counter[str]:
-    """Calls of Python's and of C's functions by this thread while `run` runs, by name."""
+    """Calls of Python's and of C's functions by this thread while `run` runs, by name.
+
+    Without those of `threading`: how many it takes to wait depends on whether there is to wait.
+    """
     found: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
+        if frame.f_code.co_filename.endswith("threading.py"):
+            return
         if event == "call":
             code = frame.f_code
             found[f"{code.co_filename.rpartition('/')[2]}:{code.co_qualname}"] += 1

@@ -33,7 +33,7 @@ def _peaks(world: World, model: str) -> list[tuple[int, int, int]]:
 
         for module in net.modules():
             module.register_forward_hook(look)
-        for parameter in net.parameters():
+        for parameter in optimizer.names:
             parameter.register_post_accumulate_grad_hook(look)
         for number in range(3):
             if number == 1:

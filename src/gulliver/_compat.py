@@ -72,9 +72,10 @@ def storage_users(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
-def without_torch_functions() -> AbstractContextManager[Any]:
-    """Lets operations take subclasses for tensors, without their ``__torch_function__``."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_torch_functions: Callable[[], AbstractContextManager[Any]] = (
+    torch._C.DisableTorchFunctionSubclass
+)
+"""Lets operations take subclasses for tensors, without their ``__torch_function__``."""
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -80,7 +80,7 @@ class Chunk:
         self._shaped = [(n, None if len(s) == 1 else s) for n, s in self.shapes.items()]
         self._gaps = layout.gaps()
         self._gradient_views: dict[str, Tensor] = {}
-        self.placed: set[str] = set()
+        self.placed: dict[str, bool] = {}  # written for every parameter: a set would be a call
         self.blank: frozenset[str] = frozenset()
         views = self.named_views(self.buffer)
         for name, parameter in self.parameters.items():
@@ -239,7 +239,7 @@ class Chunk:
         for start, end in self._gaps:
             self.gradient[start:end].zero_()  # what lies between is reduced and measured too
         self._gradient_views = self.named_views(self.gradient)
-        self.placed = set()
+        self.placed = {}
         self.blank = frozenset(self.cleared_names())
 
     def place_gradient(self, name: str) -> None:
@@ -258,11 +258,11 @@ class Chunk:
             raise self._left(name)
         view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         parameter.grad = view
-        self.placed.add(name)
+        self.placed[name] = True
 
     def note_cleared(self, cleared: Sequence[str]) -> None:
         """Forgets what was collected of gradients that were set to None."""
-        self.placed.difference_update(cleared)
+        self.placed = {name: True for name in self.placed if name not in cleared}
         self.blank = frozenset(cleared)
 
     def complete_gradient(self) -> None:
@@ -285,7 +285,7 @@ class Chunk:
         """Takes the parameters' gradients out of their sight: the buffer is to be reduced."""
         for parameter, stand_in in zip(self.members, self._reduced, strict=True):
             parameter.grad = stand_in
-        self._gradient_views, self.placed = {}, set()
+        self._gradient_views, self.placed = {}, {}
 
     def take_gradient(self) -> Tensor:
         """Hands the gradient buffer over; the next gradient gets another."""
@@ -303,7 +303,7 @@ class Chunk:
         with without_torch_functions():
             for parameter in self.members:
                 parameter.grad = None
-        self._gradient_views, self.placed = {}, set()
+        self._gradient_views, self.placed = {}, {}
 
     def cleared_names(self) -> list[str]:
         """Parameters whose gradient was set to None, such as by ``model.zero_grad()``."""

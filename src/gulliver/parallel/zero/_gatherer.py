@@ -101,8 +101,7 @@ class Gatherer:
             chunk.materialise()
             self._remember(sharded)
         else:
-            if not chunk.home_is_view or chunk.layout.parts > 1:
-                before_write([chunk.data])
+            before_write([chunk.data])
             chunk.publish()
         if chunk.layout.parts == 1 and sharded.presence is Presence.WHOLE:
             return  # the parameters are what was stepped

@@ -272,19 +272,20 @@ class ZeroOptimizer(BoostedOptimizer):
             self._reducer.land_all()
             self._mark("step")
         update_s = 0.0
+        chunks, reducer, gatherer = self.chunks, self._reducer, self.gatherer
         for turn in self.shards.turns():
             for number in turn:
-                self._reducer.land(self.chunks[number])
-                self.chunks[number].show_gradients(used)
+                reducer.land(chunks[number])
+                chunks[number].show_gradients(used)
             self.shards.show_pieces(turn[0] if len(turn) == 1 else None)
             before_write(self.shards.written(turn))
             begun = time.perf_counter()
             step_without_hooks(self.inner)
             update_s += time.perf_counter() - begun
             for number in turn:
-                self.shards.place_new_state(self.chunks[number], used)
-                if self.stage < 3:
-                    self.gatherer.start(self.chunks[number])
+                self.shards.place_new_state(chunks[number], used)
+                if self.shards.stage < 3:
+                    gatherer.start(chunks[number])
         if timed:
             self._mark("stepped")
             assert self.tuner is not None

@@ -104,7 +104,8 @@ class GradientReducer:
             if self.noted is not None:
                 self.noted(name)
             if self._reducing:
-                waiting.discard(name)
+                if name in waiting:
+                    del waiting[name]
                 if not waiting:
                     self._reduce_complete()
 
@@ -153,7 +154,7 @@ class GradientReducer:
         """
         for sharded in self.chunks:
             self._forget_cleared(sharded)
-            self._used |= sharded.chunk.placed
+            self._used |= sharded.chunk.placed.keys()
         names = self._names
         collecting = any(c.phase is Phase.COLLECTING for c in self.chunks)
         foreign = [name for c in self.chunks for name in c.chunk.foreign_gradients()]
@@ -275,7 +276,7 @@ class GradientReducer:
             self._begin(sharded)
         self._forget_cleared(sharded)
         sharded.chunk.complete_gradient()
-        self._used |= sharded.chunk.placed
+        self._used |= sharded.chunk.placed.keys()
         sharded.chunk.mark_reduced()
         self._note("reduced", sharded)
         sharded.incoming, sharded.reduction = self._sent(sharded)

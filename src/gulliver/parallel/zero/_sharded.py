@@ -66,7 +66,7 @@ class ShardedChunk(Resident):
     pieces: list[tuple[Piece, nn.Parameter]]
     trained: bool = True
     phase: Phase = Phase.EMPTY
-    waiting: set[str] = field(default_factory=set)
+    waiting: dict[str, nn.Parameter] = field(default_factory=dict)
     gradient_shard: Tensor | None = None
     incoming: Tensor | None = None
     reduction: Handle | None = None
