@@ -1,4 +1,4 @@
-"""Which modules of a model are the blocks that a pipeline cuts between, and what lies around them.
+"""Finds the blocks of a model that a pipeline cuts between, and what lies around them.
 
 A model is modules before its blocks, the blocks, run in a row with the hidden state as their first
 argument and first output, and modules after. Some families need telling more: an encoder-decoder
@@ -34,7 +34,7 @@ class Stack:
             known, found out when a block is passed by.
         after: paths of modules that run after the blocks although they are registered before.
         everywhere: paths of modules that every stage keeps.
-        first_only: as of `gulliver.families.Blocks`.
+        first_only: path inside a block, as of `gulliver.families.Blocks`.
         family: name of the model's family; None where its blocks were named or looked for.
     """
 
@@ -71,7 +71,7 @@ def stack_of(
 
     Args:
         model: whole; its parameters may be on meta.
-        path: of its list of blocks, where it is not to be looked for.
+        path: path of its list of blocks, where it is not to be looked for.
         extra: entries that a block returns after the hidden state; None: a plain tensor; -1:
             found out by itself.
         after: paths of modules that run after the blocks although they are registered before.
@@ -217,7 +217,7 @@ class Unit:
     """A module around the blocks that holds parameters, kept or replaced as one.
 
     Attributes:
-        path: of the module.
+        path: path of the module.
         home: number of the block whose stage it goes to; None: every stage keeps it.
     """
 
@@ -245,7 +245,7 @@ class _Walk:
             self.visit(_join(path, name), child)
 
     def _home(self, path: str) -> int | None:
-        """By where a module is registered: before a list of blocks, or after it."""
+        """Goes by where a module is registered: before a list of blocks, or after it."""
         stack, last = self.stack, len(self.stack.blocks) - 1
         if any(path == p or _inside(path, p) for p in stack.everywhere):
             return None

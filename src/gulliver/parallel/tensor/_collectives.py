@@ -48,8 +48,8 @@ def copy_region(x: Tensor, line: Line, region: Region) -> Tensor:
 
     Args:
         x: region of one run, which `region.copies` ranks have alike.
-        line: of all ranks that share the whole.
-        region: that it is.
+        line: ranks that share the whole.
+        region: region that it is.
     """
     return _CopyRegion.apply(x, line, region)
 

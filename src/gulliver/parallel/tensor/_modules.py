@@ -87,8 +87,8 @@ def query_heads(attention: nn.Module, groups: int) -> tuple[int, int]:
     """How many query heads an attention module has, and their width; 0 where it is not seen.
 
     Args:
-        attention: that repeats its key-value heads as its `num_key_value_groups` says.
-        groups: its key-value heads.
+        attention: module that repeats its key-value heads as its `num_key_value_groups` says.
+        groups: number of its key-value heads.
     """
     each, width = (vars(attention).get(name) for name in (REPEATED, "head_dim"))
     return (groups * each, width) if isinstance(each, int) and isinstance(width, int) else (0, 0)

@@ -18,7 +18,7 @@ class Placed:
     """How one module is cut.
 
     Attributes:
-        style: its name, of `STYLES`.
+        style: name of the style, of `STYLES`.
         how: what that means.
         dims: parameter to the dim that is cut; those that are whole are not named.
         total: features along it.
@@ -50,7 +50,7 @@ class TensorPlan:
 
     Attributes:
         size: ranks.
-        modules: of each path that is cut, or whose gradients are partial.
+        modules: how each module is cut that is, or whose gradients are partial, by path.
         attention: path of an attention module to how many head groups it has.
         sites: modules whose input goes into several columns, and is taken in once.
         stacks: paths of the lists of blocks.

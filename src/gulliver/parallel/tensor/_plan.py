@@ -1,4 +1,4 @@
-"""Which module is cut how: from the model's own plan, its family's rules, or the user's.
+"""Decides which module is cut how, by the model's own plan, its family's rules, or the user's.
 
     plan = plan_tensor(model, 4)
     print(plan)
@@ -44,7 +44,8 @@ def plan_tensor(
     """Decides how a model is cut.
 
     Args:
-        model: with whole parameters, perhaps on meta; modules without parameters are left alone.
+        model: model with whole parameters, perhaps on meta; modules without parameters are left
+            alone.
         size: ranks.
         rules: pattern of module paths to style, before what is known of the model: the last parts
             of a path, ``*`` for one part. See `STYLES`.
@@ -320,7 +321,7 @@ class _Planner:
         return Placed(style, how, dims, total, units, copies)
 
     def _units(self, path: str, total: int, blocks: int = 0) -> tuple[int, int]:
-        """In how many heads features are dealt, and how many ranks hold each of these alike.
+        """Counts the heads that features are dealt in, and the ranks that hold each of these alike.
 
         Without blocks of features, there is one number for each query head.
 

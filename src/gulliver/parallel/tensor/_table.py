@@ -33,7 +33,7 @@ class How:
             that are partial because each rank has other heads (summed), or of whose output the
             rotary part goes to heads as it is (latent).
         heads: heads are not cut, and query heads go where their key-value head goes.
-        blocks: that are dealt alike, one after the other: 3 for ``[q; k; v]``.
+        blocks: number of blocks that are dealt alike, one after the other: 3 for ``[q; k; v]``.
         gather: the output is whole on all ranks.
         split: the input is whole on all ranks.
     """
