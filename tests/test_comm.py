@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from gulliver.booster.hybrid._choice import use_measured_links
 from gulliver.comm import (
     Line,
     WireFormat,
@@ -35,7 +37,7 @@ from gulliver.comm import (
     use_links,
 )
 from gulliver.errors import GulliverError
-from gulliver.hardware import Along, Axis, Cluster, Curve, Device, Link
+from gulliver.hardware import Along, Axis, Cluster, Curve, Device, Link, kept_path
 from tests.covering import grid
 from tests.patience import patient
 from tests.pool import Pool
@@ -163,6 +165,30 @@ def test_all_reduces_go_the_way_that_was_measured_to_be_faster(pool: Pool) -> No
     assert str(choose_all_reduce(131_068, (0, 1, 2))).endswith(
         "direct (not measured: ring from 131072 bytes on)"
     )
+
+
+def _kept_links(world: World, folder: str, tp_size: int) -> str:
+    before = os.environ.get("GULLIVER_CACHE")
+    os.environ["GULLIVER_CACHE"] = folder
+    try:
+        path = kept_path(world.size)
+        if world.rank == 0:
+            curves = {"all_reduce": Curve((9,), (2.0,)), "ring_all_reduce": Curve((9,), (1.0,))}
+            link = Link(1e-3, 1e9, along=(Along(3, curves),))
+            device, axes = Device("d", {"float32": 1e9}, 1e9, 1), (Axis("local", 3, link),)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Cluster("c", device, axes, measured=True).save(path)
+        use_measured_links(world, tp_size)
+        return choose_all_reduce(4096, (0, 1, 2)).kind
+    finally:
+        use_links(None)
+        os.environ.pop("GULLIVER_CACHE")
+        os.environ.update({"GULLIVER_CACHE": before} if before else {})
+
+
+def test_tensor_ranks_go_by_the_links_that_the_probe_kept(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(_kept_links, 3, str(tmp_path), 3) == ["ring"] * 3
+    assert pool.run(_kept_links, 3, str(tmp_path), 1) == ["direct"] * 3
 
 
 def _abandoned(world: World) -> torch.Tensor:

@@ -116,7 +116,7 @@ def _trained(plugin: dict[str, Any], *model: Any) -> tuple[list[float], dict[str
         whole.loss_function = next_token_loss
     booster = Booster(plugin=HybridParallelPlugin(**plugin, verbose=False))
     model_, optimizer, *_ = booster.boost(whole, make_optimizer(whole))
-    losses = []
+    losses, gradients = [], {}
     torch.manual_seed(6)
     for seed in range(3):
         data = batch(model[0], 4, seed=seed)

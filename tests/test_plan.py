@@ -91,6 +91,7 @@ def test_any_plan_is_read_back_as_it_was(
 
 def test_an_edited_plan_loads_with_its_lines(tmp_path: Path) -> None:
     plan = _load(PLAN.to_yaml().replace("stage: 2", "stage: 1  # by hand"), tmp_path)
+    assert PLAN.zero is not None
     assert plan == replace(PLAN, zero=replace(PLAN.zero, stage=1))
     lines = PLAN.to_yaml().splitlines()
     assert lines[plan.lines["zero.stage"] - 1] == "  stage: 2"
@@ -201,9 +202,9 @@ def test_two_values_that_contradict_each_other_are_told_with_their_lines(
     assert "\n" not in str(caught.value)
 
 
-def _llama(layers: int = 4) -> Any:
-    cell = Cell(LLAMA, Grid("plan", 1, {"pp_size": 2 if layers == 4 else 1}))
-    return make_model(cell, torch.float64, wired=True)
+def _llama(shared: bool = True) -> Any:
+    """Four blocks, with a loss in float64 of its own, unless a plan that shares puts one in."""
+    return make_model(Cell(LLAMA, Grid("plan", 1, {"pp_size": 2})), torch.float64, wired=shared)
 
 
 def _made(plugin: Any, ranks: int, model: Any = None) -> tuple[Plan, Any]:
@@ -278,6 +279,11 @@ WAYS = {
 }
 
 
+def _timeless(plan: Plan) -> Plan:
+    """A plan without the seconds of a cluster, which nobody asks when a model is boosted."""
+    return replace(plan, predicted=Predicted(bytes=plan.predicted.bytes))
+
+
 def _runs_again(world: World) -> list[str]:
     """Names of the plugins whose loaded plan does not do what the plugin did."""
     wrong = []
@@ -290,7 +296,7 @@ def _runs_again(world: World) -> list[str]:
         model, optimizer = _small()
         made = make().make_plan(model, optimizer)
         same = all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
-        if not (same and replace(again.plan, lines={}) == plan and made == plan):
+        if not (same and again.plan == plan and _timeless(made) == plan):
             wrong.append(name)
     return wrong
 
@@ -311,7 +317,7 @@ def test_a_loaded_plan_of_each_plugin_does_what_the_plugin_did(pool: Pool) -> No
 def test_one_process_plans_for_many_ranks_as_they_do(pool: Pool, plugin: dict[str, Any]) -> None:
     wanted, _ = _made(HybridParallelPlugin(**plugin, chunk_mb=0.01, verbose=False), 4)
     for plan, memory, chunks in pool.run(_planned, 4, plugin):
-        assert plan == wanted
+        assert plan == _timeless(wanted)
         assert memory == plan.memory.total
         assert chunks == [chunk.tensors for chunk in plan.chunks]
 
@@ -355,7 +361,8 @@ def _edited(world: World, text: str, names: list[str]) -> dict[str, tuple[float,
     found = {}
     for name in names:
         plan = _loaded(Plan.from_yaml(text), **EDITS[name])
-        booster, model = Booster(plan=plan, verbose=False), _llama()
+        shared = plan.mesh.of("tensor") * plan.mesh.of("sequence") > 1
+        booster, model = Booster(plan=plan, verbose=False), _llama(shared)
         counted = _count_forwards(model)
         model, optimizer, *_ = booster.boost(model, make_optimizer(model))
         grid = Grid("edited", 2 * booster.plan.mesh.of("data"), {"pp_size": 2})
@@ -426,3 +433,85 @@ def test_an_edit_takes_effect_and_trains_as_one_process(pool: Pool) -> None:
     assert all(case["planned"] == case["chunks"] for case in seen.values())
     forwards = seen["recompute in stages"]["forwards"]
     assert forwards[1] == 2 * forwards[0] > 0
+
+
+# Predicted and measured
+
+
+def _compared(world: World, stage: int) -> tuple[Any, Plan, Plan]:
+    model, optimizer = _small()
+    plugin = LowLevelZeroPlugin(stage, chunk_mb=4.0, gather_ahead=9, verbose=False)
+    sample = torch.ones(2, 5).double()
+    plan = plugin.make_plan(model, optimizer, sample=sample)
+    booster = Booster(plan=Plan.from_yaml(plan.to_yaml()), verbose=False)
+    before = [p.grad for p in model.parameters()]
+    assert before == [None] * len(before)
+    model, boosted, *_ = booster.boost(model, optimizer)
+    for _ in range(3):
+        booster.backward(model(sample).square().sum(), boosted)
+        boosted.step()
+        boosted.zero_grad()
+    next(iter(model.parameters())).sum().item()
+    return booster.compare(), plan, booster.plan
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_is_measured_lies_beside_what_was_predicted(pool: Pool, stage: int) -> None:
+    for found, planned, plan in pool.run(_compared, 2, stage):
+        assert plan.work == planned.work
+        assert found["step"].measured > 0 < found["step"].predicted
+        assert plan.predicted.seconds == planned.predicted.seconds
+        for kind in ("parameters", "gradients"):
+            assert found[kind].error == 0, kind
+        assert abs(found["total"].error) < 0.2
+        assert "optimizer_state" in str(found)
+
+
+def test_a_sample_gives_seconds_to_every_kind_of_plan_for_a_described_cluster() -> None:
+    model = _llama()
+    cluster = described("8xh100-infiniband").resized(4)
+    cell = Cell(LLAMA, Grid("plan", 1, {"pp_size": 2}))
+    sample = samples(cell, 0, 0, torch.float64)
+    kinds = {
+        "all_reduce": {"tp_size": 2},
+        "reduce_scatter": {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
+        "all_to_all": {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"},
+        "sends": {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"},
+        "bubble": {"pp_size": 2},
+        "recompute": {"checkpoint_activations": True},
+        "all_gather": {"zero_stage": 3},
+    }
+    for kind, arguments in kinds.items():
+        plugin = HybridParallelPlugin(**arguments, verbose=False)
+        plan = plugin.make_plan(model, make_optimizer(model), cluster, sample)
+        assert getattr(plan.predicted.seconds, kind) > 0, kind
+        assert plan.predicted.cluster == cluster.name
+        assert plan.memory.activations > 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def _tuned(world: World) -> tuple[str, list[Any], list[Any], int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(8)])
+    booster = Booster(LowLevelZeroPlugin(chunk_mb="again", verbose=False))
+    model, boosted, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(20):
+        booster.backward(model(torch.ones(2, 300)).sum(), boosted)
+        boosted.step()
+        boosted.zero_grad()
+    plan = booster.plan
+    held = [tuple(s.name for s in c.chunk.layout.slots) for c in boosted.everything]
+    again = Booster(plan=plan, verbose=False)
+    twin = nn.Sequential(*[nn.Linear(300, 300) for _ in range(8)])
+    _, other, *_ = again.boost(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
+    assert again.plan.chunks == plan.chunks
+    assert other.tuner is None
+    assert plan.zero is not None
+    return plan.zero.tuning, [c.tensors for c in plan.chunks], held, plan.zero.chunk_bytes
+
+
+def test_tuning_writes_back_what_it_found(pool: Pool) -> None:
+    for tuning, planned, held, count in pool.run(_tuned, 2):
+        assert tuning == "off"
+        assert planned == held
+        assert count != 4 * 2**20 or len(planned) == 1

@@ -28,7 +28,6 @@ ENTRY = re.compile(r"^(\s+)\*{0,2}(\w+)(?: \([^)]*\))?: (.+)$")
 LATER = ("booster", "checkpoint", "cli", "data", "io", "memory")
 LATER += ("plan", "video", "_compat", "options")
 LATER += ("parallel/_optimizer", "parallel/zero")
-LATER += ("parallel/pipeline", "parallel/sequence")
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:

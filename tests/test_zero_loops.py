@@ -319,6 +319,7 @@ def _memory(world: World, stage: int) -> tuple[Any, int, int, int]:
     held = [t for c in optimizer.chunks for t in (c.chunk.gradient, c.gradient_shard)]
     gradients = sum(t.nbytes for t in held if t is not None)
     state = [v for s in inner.state.values() for v in s.values() if v.ndim]
+    optimizer.gatherer.finish_all()  # a world must not be left while messages are under way
     return booster.plan.memory, parameters, gradients, sum(v.nbytes for v in state)
 
 

@@ -38,7 +38,8 @@ def train(booster, model, optimizer):
 def run(rank, case):
     world = init_world()
     model = Net()
-    booster = Booster(LowLevelZeroPlugin(3, chunk_mb=0.0004, verbose=False))
+    stage = 1 if case.endswith("1") else 3
+    booster = Booster(LowLevelZeroPlugin(stage, chunk_mb=0.0004, verbose=False))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-2))
     train(booster, model, optimizer)
     if case == "order":
@@ -53,6 +54,12 @@ def run(rank, case):
         model.state_dict()
     elif rank == 0 and case == "part":
         model.layers[5](torch.ones(2, 8))
+    elif case.startswith("no step") and rank == 1:
+        booster.backward(model(torch.ones(2, 8)).sum(), optimizer)
+        optimizer.zero_grad()
+    elif case.startswith("write") and rank == 1:
+        with torch.no_grad():
+            model.layers[5].weight.fill_(1.0)
     if case == "evaluate, barrier":
         torch.distributed.barrier()
     if case != "read, end":
@@ -99,6 +106,9 @@ DIFFERENT = {
         "rank 1 waits in torch.distributed.b",
     ],
     "read, train": ["rank 0 gathers the chunk of", "for a read of parameters", "for a forward"],
+    "no step, 1": ["rank 0 steps the optimizer", "rank 1 reduces the chunk of"],
+    "no step, 3": ["rank 0 steps the optimizer", "rank 1 gathers the chunk of"],
+    "write, 3": ["rank 1 gathers the chunk of 'layers.5", "for a read of parameters"],
     "part": ["rank 0 gathers the chunk of 'layers.5", "for a read of parameters", "for a forward"],
 }
 

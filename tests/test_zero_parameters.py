@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.parallel.zero._sharded import LEGAL_PRESENCE, Presence
+from gulliver.memory import LEGAL_PRESENCE, Presence
 from tests import parity
 from tests.pool import Pool
 

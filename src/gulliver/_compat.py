@@ -72,6 +72,11 @@ def storage_users(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
+def without_torch_functions() -> AbstractContextManager[Any]:
+    """Lets operations take subclasses for tensors, without their ``__torch_function__``."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Steps an optimizer without its step hooks, which are for a step as a whole."""
     step = type(optimizer).step

@@ -174,7 +174,7 @@ class Booster:
         check_alike(unwrapped(model), optimizer)
         again = next((known for known in self._optimizers if unwrapped(known) is model), model)
         boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, precision)
-        self._last = Running(broadcast_object(plan), wrapped)
+        self._last = Running(broadcast_object(plan), wrapped, unwrapped(model))
         release_groups()
         wrapped.watch(unwrapped(model))
         if boosted in self._optimizers:

@@ -23,7 +23,7 @@ from gulliver.booster._checkpoint import agreed
 from gulliver.booster._model import HALVES, unwrapped
 from gulliver.booster._predict import predict
 from gulliver.booster._resolve import differences, resolve
-from gulliver.comm import World, choose_axes, current_world
+from gulliver.comm import World, broadcast_object, choose_axes, current_world
 from gulliver.data import DataLoader
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster, current_cluster, zero_collectives
@@ -109,7 +109,9 @@ class Plugin(ABC, metaclass=_NamedArguments):
         choices = self.for_model(self.choices(ranks, precision), model, optimizer, cluster)
         check_plan(choices, ranks)
         check_choices(choices, model, optimizer)
-        return predict(resolve(choices, model, optimizer), model, optimizer, cluster, sample)
+        plan = predict(resolve(choices, model, optimizer), model, optimizer, cluster, sample)
+        # Ranks measure different times, and have one plan.
+        return broadcast_object(plan) if current_world().size == ranks > 1 else plan
 
     def check(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
@@ -135,7 +137,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
         plain, plans = unwrapped(model), list[Plan]()
         choices = self.for_model(self.choices(world.size, precision), plain, optimizer, None)
         agreed(lambda: plans.append(resolve(choices, plain, optimizer)))
-        plan = predict(plans[0], plain, optimizer)
+        plan = predict(plans[0], plain, optimizer) if choices.work.samples else plans[0]
         boosted, wrapped = apply_plan(plan, model, optimizer, world, self.verbose)
         told = differences(choices, plan)
         if told is not None and world.is_main:

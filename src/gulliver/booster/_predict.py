@@ -1,14 +1,38 @@
-"""What a step of a plan should take."""
+"""Seconds of a step of a plan: what a rank computes, sends and waits for.
+
+Every second is a formula of `gulliver.hardware`; here stands which messages a plan makes.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from gulliver.hardware import Cluster
-from gulliver.plan import Plan
+from gulliver.booster._autocast import PRECISIONS
+from gulliver.booster._measure import measure_work
+from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
+from gulliver.hardware import (
+    Cluster,
+    Link,
+    Message,
+    current_cluster,
+    point_to_point_seconds,
+    predict_step,
+    torus_links,
+    zero_collectives,
+)
+from gulliver.parallel.pipeline import predict as predict_pipeline
+from gulliver.plan import AXES, SHARED_BY_TENSOR, Plan, Seconds
+
+EXCHANGED = 4
+"""Tensors that an attention exchanges for heads: queries, keys, values, the result."""
+ROUND = 2
+"""Tensors that go round a ring: keys and values, in backward their gradients as well."""
 
 
 def predict(
@@ -18,4 +42,172 @@ def predict(
     cluster: Cluster | None = None,
     sample: Any = None,
 ) -> Plan:
-    return plan
+    """A resolved plan with the predicted seconds of a step.
+
+    Args:
+        plan: resolved for the model.
+        model: whole model.
+        optimizer: optimizer of its parameters.
+        cluster: machines; None for those at hand.
+        sample: batch to measure; None takes the plan's `work`, or messages alone without any.
+    """
+    tensor = plan_tensors(plan, model)
+    blocks = _blocks(plan, model)
+    if sample is not None:
+        autocast = PRECISIONS.get(plan.precision.autocast)
+        work = measure_work(model, optimizer, sample, tensor, blocks, autocast)
+        plan = replace(plan, work=work)
+    cluster = cluster or current_cluster(plan.mesh.size)
+    links = _links(plan, cluster)
+    share = 1.0 if tensor is None else 1 - tensor.share_of(model) * (1 - 1 / tensor.size)
+    share /= plan.mesh.of("sequence")
+    seconds = _seconds(plan, links, share, len(blocks), _free(plan))
+    reasons = dict(plan.reasons)
+    if plan.work.samples:
+        reasons["predicted.seconds"] = (
+            f"{1e3 * (plan.work.forward_s + plan.work.backward_s):.3g} ms of one process on "
+            f"{plan.work.samples} samples, links of {cluster.name}"
+        )
+    memory = replace(plan.predicted.bytes, activations=_activations(plan, share, len(blocks)))
+    predicted = replace(plan.predicted, cluster=cluster.name, seconds=seconds, bytes=memory)
+    return replace(plan, predicted=predicted, reasons=reasons)
+
+
+def _blocks(plan: Plan, model: nn.Module) -> tuple[str, ...]:
+    stages = plan_stages(plan, model)
+    if stages is not None:
+        return stages[0].blocks
+    return tuple(path for path in recomputable(plan, model) if path)
+
+
+def _links(plan: Plan, cluster: Cluster) -> dict[str, list[tuple[int, Link]]]:
+    """Size and link of each axis that has several ranks; ``replicas`` are those of ZeRO."""
+    sizes = [plan.mesh.of(name) for name in AXES]
+    several = [name for name, size in zip(AXES, sizes, strict=True) if size > 1]
+    # Links need a cluster as large as the mesh; another one is taken for a part of it.
+    whole = cluster if cluster.size == plan.mesh.size else cluster.resized(plan.mesh.size)
+    found = {n: [a] for n, a in zip(several, torus_links(whole, sizes), strict=True)}
+    replicas = [link for name in ("data", "sequence") for link in found.get(name, [])]
+    if len(replicas) > 1:
+        count = plan.mesh.replicas
+        replicas = [(count, replicas[0][1])]
+    if plan.mesh.torus:
+        replicas = torus_links(whole, list(plan.mesh.torus.values()))
+    return {**found, "replicas": replicas}
+
+
+def _free(plan: Plan) -> float:
+    """Share of messages that travel without a core that computes."""
+    busy = plan.mesh.size * torch.get_num_threads()
+    return 0.0 if plan.mesh.device == "cpu" and busy >= (os.cpu_count() or 1) else 1.0
+
+
+def _seconds(
+    plan: Plan, links: dict[str, list[tuple[int, Link]]], share: float, blocks: int, free: float
+) -> Seconds:
+    work = plan.work
+    again = len(plan.recompute) / blocks if blocks else 0.0
+    forward, backward = share * work.forward_s, share * work.backward_s
+    repeated, bubble, own = again * forward, 0.0, 1.0
+    if plan.mesh.of("pipeline") > 1:
+        bubble, own = _pipelined(plan, links, forward, backward + repeated)
+    parts = plan.mesh.replicas if plan.stage else 1
+    cut = own / plan.mesh.of("tensor") if plan.mesh.of("tensor") > 1 else own
+    messages = list(_messages(plan, links, again, max(blocks, 1), own))
+    costs = predict_step(
+        own * (forward + backward),
+        own * repeated,
+        work.update_s * cut / parts,
+        messages,
+        bubble,
+        free,
+    )
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sends")
+    spent = {kind: costs.messages.get(kind, 0.0) for kind in kinds}
+    return Seconds(
+        compute=costs.compute,
+        recompute=costs.recompute,
+        **spent,
+        exposed=costs.exposed,
+        bubble=costs.bubble,
+        update=costs.update,
+        step=costs.step,
+    )
+
+
+def _pipelined(
+    plan: Plan, links: dict[str, list[tuple[int, Link]]], forward: float, backward: float
+) -> tuple[float, float]:
+    """Seconds that the first rank waits, and its share of the work."""
+    line, ranks = plan.pipeline, plan.mesh.of("pipeline")
+    if not forward:
+        return 0.0, sum(line.shares[::ranks])
+    each = [share / line.micro_batches for share in line.shares]
+    sent = plan.work.hidden_bytes // line.micro_batches
+    found = predict_pipeline(
+        line.schedule,
+        ranks,
+        line.micro_batches,
+        [forward * part for part in each],
+        [backward * part for part in each],
+        point_to_point_seconds(links["pipeline"][0][1], sent),
+    )
+    return found.seconds - found.busy[0], found.busy[0] / (forward + backward)
+
+
+def _messages(
+    plan: Plan,
+    links: dict[str, list[tuple[int, Link]]],
+    again: float,
+    blocks: int,
+    own: float,
+) -> Iterator[Message]:
+    work, sequence, degree = plan.work, plan.sequence, plan.mesh.of("sequence")
+    yield from _shared(plan, links["replicas"])
+    if "tensor" in links:
+        passes = [(n, 1 + again) for n in work.reduced_forward]
+        passes += [(n, 1.0) for n in work.reduced_backward]
+        for count, times in passes:
+            size = count // degree
+            if sequence.mode in SHARED_BY_TENSOR:
+                yield Message("reduce_scatter", size, links["tensor"], times * own)
+                yield Message("all_gather", size, links["tensor"], times * own)
+            else:
+                yield Message("all_reduce", size, links["tensor"], times * own)
+    if "sequence" in links:
+        part, count = work.hidden_bytes // degree, blocks * own
+        if sequence.ulysses > 1:
+            (_, link), *_ = links["sequence"]
+            line = [(sequence.ulysses, link)]
+            yield Message("all_to_all", part, line, EXCHANGED * count * (2 + again))
+        ring = sequence.outer * sequence.inner
+        if ring > 1:
+            hops = (ring - 1) * count * (1 + again) + 2 * (ring - 1) * count
+            yield Message("sends", ROUND * part, links["sequence"], hops, hidden=True)
+    if "pipeline" in links:
+        micro = plan.pipeline.micro_batches
+        yield Message("sends", work.hidden_bytes // micro, links["pipeline"], micro, hidden=True)
+
+
+def _shared(plan: Plan, line: list[tuple[int, Link]]) -> Iterator[Message]:
+    """Messages of the replicas: gradients, and parameters where they are sharded."""
+    if not line or plan.model.trainable == 0:
+        return
+    if plan.ddp is not None:
+        whole, bucket = plan.memory.gradients, plan.ddp.bucket_mb * 2**20
+        for start in range(0, whole, bucket):
+            yield Message("all_reduce", min(bucket, whole - start), line, hidden=True)
+        return
+    assert plan.zero is not None, "replicas share by DDP or ZeRO"
+    for kind, count in zero_collectives(plan.zero.stage, [c.bytes for c in plan.chunks]):
+        yield Message(kind, count, line, hidden=plan.zero.overlap)  # type: ignore[arg-type]
+
+
+def _activations(plan: Plan, share: float, blocks: int) -> int:
+    """Bytes that a rank keeps for backward; of a pipeline those of the micro-batches under way."""
+    again = len(plan.recompute) / blocks if blocks else 0.0
+    inputs = plan.work.hidden_bytes * len(plan.recompute)
+    kept = share * (plan.work.activations * (1 - again) + inputs)
+    if plan.mesh.of("pipeline") > 1:
+        kept *= plan.pipeline.shares[0] * plan.mesh.of("pipeline") / plan.pipeline.micro_batches
+    return int(kept)

@@ -94,7 +94,7 @@ def tune(plan: Plan, model: nn.Module, boosted: ZeroOptimizer, verbose: bool) ->
     if zero.tuning != "off" and boosted.size > 1 and boosted.names:
         folder = None if zero.report is None else Path(zero.report)
         report = say() if verbose else None
-        boosted.tune(BucketTuner(boosted, model, folder, report, zero.tuning == "again"))
+        boosted.tune(BucketTuner(boosted.shards, model, folder, report, zero.tuning == "again"))
 
 
 class _DDP(DistributedDataParallel):

@@ -16,11 +16,17 @@ from torch import nn
 
 from gulliver.booster._model import HALVES, modules_kept, no_optimizer, unwrapped
 from gulliver.errors import GulliverError, nearest
-from gulliver.hardware import ChunkSize, zero_bytes
+from gulliver.memory import moment_size
 from gulliver.parallel import is_boosted, named_trainables, state_tensors
 from gulliver.parallel.pipeline import Cut, Stack, cut, deal, names_held, stack_of, style_of
 from gulliver.parallel.tensor import TensorPlan, plan_tensor
-from gulliver.parallel.zero import IN_FLIGHT, TensorSize, ordered_layouts, shard_dtype
+from gulliver.parallel.zero import (
+    ChunkBytes,
+    TensorSize,
+    held_bytes,
+    ordered_layouts,
+    shard_dtype,
+)
 from gulliver.plan import ChunkPlan, MemoryPlan, Model, Plan, join
 
 Stages = tuple[Stack, Cut, tuple[tuple[int, ...], ...]]
@@ -274,11 +280,13 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
     for layout, dtype, is_trained in layouts:
         home = shard_dtype(dtype, is_trained)
         whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
-        chunks.append(ChunkSize(whole, shard, is_trained, home != dtype))
+        names = tuple(slot.name for slot in layout.slots)
+        chunks.append(ChunkBytes(names, whole, shard, is_trained, home != dtype))
         if is_trained:
             pieces = layout.pieces(0)
-            state += sum(states[piece.name] * piece.numel * home.itemsize for piece in pieces)
-    found = zero_bytes(chunks, zero.stage, parts, zero.gather_ahead, IN_FLIGHT, state)
+            held = sum(states[piece.name] * moment_size([piece.numel]) for piece in pieces)
+            state += held * home.itemsize
+    found = held_bytes(chunks, zero.stage, parts, zero.gather_ahead, state)
     beside = 0
     if zero.stage < 3:
         # What is not in chunks: frozen parameters, and those of another optimizer.

@@ -1,9 +1,18 @@
-"""What runs: the plan as it is now, and what its steps take and hold."""
+"""What runs: the plan as it is now, tuning included, and what its steps take and hold."""
 
 from __future__ import annotations
 
-from gulliver.parallel import BoostedOptimizer
-from gulliver.plan import Comparison, Plan
+import itertools
+import statistics
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
+from gulliver.parallel.zero import Stage
+from gulliver.plan import ChunkPlan, Comparison, MemoryPlan, Plan, Row
+
+KINDS = ("parameters", "gradients", "optimizer_state")
 
 
 class Running:
@@ -12,14 +21,88 @@ class Running:
     Args:
         planned: plan as it was applied.
         optimizer: optimizer of the model.
+        model: what this rank has of it.
     """
 
-    def __init__(self, planned: Plan, optimizer: BoostedOptimizer) -> None:
-        self.planned, self.optimizer = planned, optimizer
+    def __init__(self, planned: Plan, optimizer: BoostedOptimizer, model: nn.Module) -> None:
+        self.planned, self.optimizer, self.model = planned, optimizer, model
 
     @property
     def plan(self) -> Plan:
-        return self.planned
+        """The plan of what runs now: chunks that were cut anew since are in it."""
+        plan, zero, optimizer = self.planned, self.planned.zero, self.optimizer
+        # Ranks of a pipeline have chunks of their own, which nothing cuts anew.
+        if zero is None or not isinstance(optimizer, ZeroOptimizer) or optimizer.pipeline:
+            return plan
+        chunks = tuple(
+            ChunkPlan(
+                tensors=tuple(slot.name for slot in c.chunk.layout.slots),
+                bytes=c.chunk.nbytes,
+                padding_bytes=c.chunk.layout.padding * c.chunk.dtype.itemsize,
+                dtype=str(c.chunk.dtype).removeprefix("torch."),
+            )
+            for c in optimizer.everything
+        )
+        tuner = optimizer.tuner
+        found = tuner.result if tuner is not None and tuner.stage is Stage.DONE else None
+        # Sizes are those of the first rank: where tensors are cut, others' differ a little.
+        if found is None and [c.tensors for c in chunks] == [c.tensors for c in zero.chunks]:
+            return plan
+        tuned = replace(zero, chunks=chunks, chunk_bytes=optimizer.chunk_bytes)
+        reasons = dict(plan.reasons)
+        if found is not None:
+            # What was found is a choice from here on: the plan runs as it is, untuned.
+            tuned = replace(tuned, tuning="off")
+            reasons["zero.chunk_bytes"] = found.summary()
+        memory = replace(plan.memory, **self._memory(plan.memory))
+        predicted = replace(plan.predicted, bytes=memory)
+        return replace(plan, zero=tuned, predicted=predicted, reasons=reasons)
+
+    def _memory(self, planned: MemoryPlan) -> dict[str, int]:
+        optimizer = self.optimizer
+        assert isinstance(optimizer, ZeroOptimizer)
+        assert self.planned.zero is not None
+        found = optimizer.memory()
+        if optimizer.stage < 3:
+            # Frozen parameters lie beside the chunks.
+            whole = sum(chunk.bytes for chunk in self.planned.zero.chunks)
+            found["parameters"] += planned.parameters - whole
+        # The first rank's, which all ranks' plans have: the others' shards may be smaller.
+        found["optimizer_state"] = max(planned.optimizer_state, found["optimizer_state"])
+        return found
 
     def compare(self) -> Comparison:
-        return Comparison(())
+        """Predicted and measured seconds of a step, and bytes of this rank."""
+        predicted, rows = self.plan.predicted, list[Row]()
+        between = [b - a for a, b in itertools.pairwise(self.optimizer.stepped_at)]
+        if between:
+            rows.append(Row("step", "s", predicted.seconds.step, statistics.median(between)))
+        held = self._held()
+        rows += [Row(k, "bytes", getattr(predicted.bytes, k), held[k]) for k in KINDS]
+        rows.append(Row("total", "bytes", predicted.bytes.total, sum(held.values())))
+        return Comparison(tuple(rows))
+
+    def _held(self) -> dict[str, int]:
+        """Bytes of model state that this rank holds, gradients at their most when a step ended."""
+        optimizer, parameters = self.optimizer, self.optimizer.parameter_bytes(self.model)
+        state = sum(
+            value.nbytes
+            for entry in optimizer.state.values()
+            for value in entry.values()
+            if isinstance(value, Tensor) and value.ndim
+        )
+        if isinstance(optimizer, ZeroOptimizer):
+            chunks = [c.chunk for c in optimizer.everything]
+            inside = optimizer.names | optimizer.frozen_names
+            beside = sum(p.nbytes for p in self.model.parameters() if p not in inside)
+            copies = [c.home.nbytes for c in chunks if c.home.dtype != c.dtype]
+            homes = [
+                c.home.nbytes for c in chunks if c.home.dtype == c.dtype and not c.home_is_view
+            ]
+            buffers = [c.buffer.nbytes for c in chunks if c.buffer is not None]
+            parameters, state = beside + sum(homes) + sum(buffers), state + sum(copies)
+        return {
+            "parameters": parameters,
+            "gradients": optimizer.most_gradients,
+            "optimizer_state": state,
+        }

@@ -51,7 +51,7 @@ class PartsSaver(AsyncCheckpointer):
         """Begins to save; all ranks call it, once.
 
         Args:
-            leaves: that this rank has, by name.
+            leaves: tensors and parts that this rank has, by name.
             buffers: tensors among them that a forward may change.
 
         Raises:
@@ -101,10 +101,10 @@ def begin_single(
     """Begins to write one safetensors file of what all ranks have; every rank calls it.
 
     Args:
-        leaves: that this rank has, by name.
+        leaves: tensors and parts that this rank has, by name.
         buffers: tensors among them that a forward may change.
-        path: of the file; one that is there is replaced.
-        dtypes: that floating-point tensors of any rank are converted to, by name.
+        path: file to make; one that is there is replaced.
+        dtypes: dtypes that floating-point tensors of any rank are converted to, by name.
 
     Raises:
         GulliverError: it cannot be begun; nothing is left behind.
@@ -130,12 +130,12 @@ def begin_huggingface(
     """Begins to write a Hugging Face folder of what all ranks have; every rank calls it.
 
     Args:
-        leaves: that this rank has, by name.
+        leaves: tensors and parts that this rank has, by name.
         buffers: tensors among them that a forward may change.
-        folder: to make; it must not exist.
-        dtypes: that floating-point tensors of any rank are converted to, by name.
+        folder: folder to make; it must not exist.
+        dtypes: dtypes that floating-point tensors of any rank are converted to, by name.
         aliases: names that are left out, and those that have their values (tied weights).
-        dtype: for all of them, instead.
+        dtype: one dtype for all of them, instead.
         options: ``max_shard_bytes`` and ``config``, as of `gather_huggingface`.
 
     Raises:

@@ -21,6 +21,7 @@ from gulliver.comm._choice import choose_all_reduce
 from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
 from gulliver.comm._ledger import ANY, Purpose
 from gulliver.comm._line import line_of
+from gulliver.comm._messages import next_tag
 from gulliver.comm._progress import Exchange, Steps, start
 from gulliver.comm._wire import IDENTITY, WireFormat, check_wire
 from gulliver.errors import GulliverError, nearest
@@ -72,6 +73,7 @@ def all_reduce(
     async_op: bool = False,
     any_order: bool = False,
     wire: WireFormat = IDENTITY,
+    purpose: Purpose = ANY,
 ) -> Handle:
     """Replaces `tensor` on every rank by the reduction over all ranks.
 
@@ -86,6 +88,7 @@ def all_reduce(
             runs that choose alike, get the same bits, but not the same as when the elements travel
             in other pieces.
         wire: format that the elements travel in.
+        purpose: all ranks pass the same; those that differ are told, over gloo.
     """
     _check(tensor, op)
     check_wire(wire)
@@ -96,15 +99,17 @@ def all_reduce(
     if isinstance(group, Torus):
         lines = group.ways("all_reduce", tensor.nbytes)
         if sends_directly(lines[0].group, tensor):
-            return _sent(_steps.all_reduce(tensor, op, lines), async_op)
+            return _sent(_steps.all_reduce(tensor, op, lines, purpose), async_op)
         queued = _chained.run([tensor], lambda: _chained.all_reduce(tensor, op, lines))
         return _finished(Handle(_Several(queued)), async_op)
     if sends_directly(group, tensor):
         if not async_op and tensor.nbytes <= _steps.DIRECT_BYTES:
-            return _sent(_steps.all_reduce(tensor, op, (line_of(group),)), async_op)
+            return _sent(_steps.all_reduce(tensor, op, (line_of(group),), purpose), async_op)
         if _backend_is_cheaper(tensor, op, group, any_order):
+            if purpose is not ANY:
+                next_tag(group, 1, purpose)  # the backend has tags of its own: only noted
             return backend_all_reduce(tensor, op, group, async_op)
-        return _finished(Handle(_all_reduce_directly(tensor, op, group, size)), async_op)
+        return _finished(Handle(_all_reduce_directly(tensor, op, group, size, purpose)), async_op)
     return backend_all_reduce(tensor, op, group, async_op)
 
 
@@ -305,7 +310,7 @@ def _backend_is_cheaper(
 
 
 def _all_reduce_directly(
-    tensor: Tensor, op: Op, group: dist.ProcessGroup | None, size: int
+    tensor: Tensor, op: Op, group: dist.ProcessGroup | None, size: int, purpose: Purpose
 ) -> Exchange:
     """A reduce-scatter followed by an all-gather."""
     flat = tensor.view(-1)
@@ -316,8 +321,8 @@ def _all_reduce_directly(
     own = padded.view(size, -1)[group_rank(group)]
 
     # Both take their tags now.
-    gather = direct_all_gather(padded, own, group)
-    reduce = direct_reduce_scatter(own, padded, op, group)
+    gather = direct_all_gather(padded, own, group, purpose)
+    reduce = direct_reduce_scatter(own, padded, op, group, purpose)
 
     def steps() -> Steps:
         yield from reduce

@@ -11,6 +11,10 @@ may be kept in a wider dtype than what travels.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,7 +27,7 @@ from gulliver.comm._steps import add_up
 
 def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
     """Whether a group's backend for a tensor is one that this file is for."""
-    return tensor.device.type == "cpu" and is_gloo(group, tensor.device)
+    return tensor.device.type == "cpu" and _place(group).gloo
 
 
 def direct_all_gather(
@@ -57,7 +61,7 @@ def direct_reduce_scatter(
 
 
 def _all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None, tag: int) -> Steps:
-    rank, ranks = dist.get_rank(group), _ranks(group)
+    rank, ranks, _ = _place(group)
     parts = output.view(len(ranks), input.numel())
     if parts[rank].data_ptr() != input.data_ptr():
         parts[rank].copy_(input.view(-1))
@@ -69,7 +73,7 @@ def _all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup | None, 
 def _reduce_scatter(
     output: Tensor, input: Tensor, op: str, group: dist.ProcessGroup | None, tag: int
 ) -> Steps:
-    rank, ranks = dist.get_rank(group), _ranks(group)
+    rank, ranks, _ = _place(group)
     size, order = len(ranks), others(rank, len(ranks))
     parts = input.view(size, output.numel())
     buffer = take_buffer((size - 1) * parts.shape[1], input.dtype)
@@ -83,5 +87,23 @@ def _reduce_scatter(
     give_buffer(buffer)
 
 
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    return dist.get_process_group_ranks(group or dist.group.WORLD)
+class _Place(NamedTuple):
+    """Where this process is in a group."""
+
+    rank: int
+    ranks: list[int]
+    gloo: bool
+
+
+_places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
+
+
+def _place(group: dist.ProcessGroup | None) -> _Place:
+    """This process's place in a group, asked once: torch takes dozens of calls to tell it."""
+    key = group or dist.group.WORLD
+    found = _places.get(key)
+    if found is None:
+        gloo = is_gloo(group, torch.device("cpu"))
+        found = _Place(dist.get_rank(group), dist.get_process_group_ranks(key), gloo)
+        _places[key] = found
+    return found

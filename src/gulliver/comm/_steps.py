@@ -151,11 +151,13 @@ def all_gather(
     ]
 
 
-def all_reduce(tensor: Tensor, op: str, lines: Sequence[Line]) -> list[Steps]:
+def all_reduce(
+    tensor: Tensor, op: str, lines: Sequence[Line], purpose: Purpose = ANY
+) -> list[Steps]:
     """An all-reduce in place along lines, outer to inner, in segments."""
     flat = tensor.view(-1)
     return [
-        all_reduce_steps(flat, op, lines, _tags(lines) + _tags(lines), segment)
+        all_reduce_steps(flat, op, lines, _tags(lines, purpose) + _tags(lines, purpose), segment)
         for segment in _segments(flat.numel(), flat.nbytes, lines)
     ]
 

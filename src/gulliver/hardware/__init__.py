@@ -53,13 +53,11 @@ from gulliver.hardware._links import (
 )
 from gulliver.hardware._probe import probe_device, probe_disk
 from gulliver.hardware._step import (
-    ChunkSize,
     Message,
     StepCosts,
     layer_seconds,
     predict_step,
     update_seconds,
-    zero_bytes,
 )
 from gulliver.hardware._torus import torus_links, torus_seconds
 from gulliver.hardware._transfers import IN_A_ROW, Transfers, probe_transfers
@@ -73,7 +71,6 @@ __all__ = [
     "AttentionSeconds",
     "AttentionShape",
     "Axis",
-    "ChunkSize",
     "Cluster",
     "Curve",
     "Device",
@@ -121,6 +118,5 @@ __all__ = [
     "two_ring_bytes",
     "update_seconds",
     "wire_bytes",
-    "zero_bytes",
     "zero_collectives",
 ]

@@ -17,18 +17,13 @@ from typing import Literal
 from gulliver.hardware._cluster import Device
 from gulliver.hardware._costs import (
     Axes,
-    all_gather_seconds,
-    all_reduce_seconds,
-    all_to_all_seconds,
+    collective_seconds,
+    linear_flops,
     memory_seconds,
     point_to_point_seconds,
-    reduce_scatter_seconds,
 )
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sends"]
-MATMUL_PASSES = 3
-"""Products of a layer in a step: one forward, two backward."""
-FLOPS_PER_WEIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -55,13 +50,7 @@ class Message:
         if self.kind == "sends":
             one = point_to_point_seconds(self.axes[-1][1], self.bytes) if self.axes else 0.0
             return self.count * one
-        formulas = {
-            "all_gather": all_gather_seconds,
-            "reduce_scatter": reduce_scatter_seconds,
-            "all_reduce": all_reduce_seconds,
-            "all_to_all": all_to_all_seconds,
-        }
-        return self.count * formulas[self.kind](self.axes, self.bytes)
+        return self.count * collective_seconds(self.axes, self.kind, self.bytes)
 
 
 @dataclass(frozen=True)
@@ -121,71 +110,9 @@ def predict_step(
 def layer_seconds(device: Device, weights: int, tokens: int, dtype: str = "float32") -> float:
     """Seconds of a forward of matrices with so many elements for so many rows."""
     rate = device.matmul.get(dtype, max(device.matmul.values()))
-    return FLOPS_PER_WEIGHT * weights * tokens / rate
+    return linear_flops(weights, tokens) / rate
 
 
 def update_seconds(device: Device, parameter_bytes: int, states: float) -> float:
     """Seconds of an element-wise optimizer: reads all, writes all but the gradients."""
     return memory_seconds(device, int(parameter_bytes * (3 + 2 * states)))
-
-
-@dataclass(frozen=True)
-class ChunkSize:
-    """Bytes of a chunk of ZeRO.
-
-    Attributes:
-        whole: size of all of it.
-        shard: size of the part that a rank steps.
-        trained: whether it is stepped.
-        copied: whether the shard is a copy in another dtype.
-    """
-
-    whole: int
-    shard: int
-    trained: bool = True
-    copied: bool = False
-
-
-def zero_bytes(
-    chunks: Sequence[ChunkSize],
-    stage: int,
-    parts: int,
-    ahead: int,
-    in_flight: int,
-    state: int,
-) -> dict[str, int]:
-    """Bytes that a rank of ZeRO holds at the peak: parameters, gradients, optimizer state.
-
-    Parameters: the whole chunks, or with stage 3 the shards and the chunks that are gathered at
-    once. Gradients: the shards, with stage 1 the whole buffers, from stage 2 on those under way and
-    the one being filled. A float32 copy of 16-bit parameters counts as state of the optimizer.
-
-    Args:
-        chunks: chunks in the order of use.
-        stage: stage of ZeRO.
-        parts: number of shards of a chunk.
-        ahead: number of chunks that are gathered ahead.
-        in_flight: number of gradient buffers under way.
-        state: bytes that the optimizer itself keeps.
-    """
-    sizes = [chunk.whole for chunk in chunks]
-    trained = [chunk for chunk in chunks if chunk.trained]
-    buffers = [chunk.whole for chunk in trained]
-    copies = sum(chunk.shard for chunk in trained if chunk.copied)
-    parameters = sum(sizes)
-    if stage == 3:
-        homes = sum(chunk.shard for chunk in chunks if not chunk.copied)
-        parameters = homes + _most(sizes, ahead + 2)
-    gradients = sum(buffers) if stage < 2 or parts == 1 else _most(buffers, in_flight + 1)
-    gradients += copies if parts == 1 else sum(chunk.shard for chunk in trained)
-    return {
-        "parameters": parameters,
-        "gradients": gradients,
-        "optimizer_state": state + copies,
-    }
-
-
-def _most(sizes: Sequence[int], neighbours: int) -> int:
-    """The largest sum of so many chunks that follow each other."""
-    count = max(1, len(sizes) - neighbours + 1)
-    return max(sum(sizes[start : start + neighbours]) for start in range(count))

@@ -1,7 +1,11 @@
-"""Where bytes live: tensors that are used together lie in one contiguous chunk."""
+"""Where bytes live: tensors that are used together lie in one contiguous chunk.
 
-from gulliver.memory._awaited import arrived, await_parameter, hide_from_compilers
+Read `_chunk.py` first: the buffers of a chunk. `_prefetch.py` brings chunks ahead of use,
+`_record.py` notes what a step uses when, `_bytes.py` counts.
+"""
+
 from gulliver.memory._buffers import BufferPool
+from gulliver.memory._bytes import GRADIENTS, KINDS, OPTIMIZER_STATE, PARAMETERS, ByteCounter
 from gulliver.memory._chunk import Chunk
 from gulliver.memory._claims import (
     ASKS,
@@ -10,35 +14,57 @@ from gulliver.memory._claims import (
     before_any_write,
     before_write,
     drop_claim,
+    is_claimed,
     storage_of,
 )
 from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
+from gulliver.memory._moments import Moment, moment_size
 from gulliver.memory._parts import Part, Region, part_of, region_of, set_region, whole_shape
+from gulliver.memory._pending import hide_from_compilers, mark_pending, mark_ready
+from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
+from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
 
 __all__ = [
     "ADVICE",
     "ASKS",
+    "GRADIENTS",
+    "KINDS",
+    "LEGAL_PRESENCE",
+    "OPTIMIZER_STATE",
+    "PARAMETERS",
+    "AccessRecord",
     "BufferPool",
+    "ByteCounter",
     "Chunk",
     "ChunkLayout",
     "Claim",
+    "Moment",
+    "Mover",
     "Part",
+    "Pass",
     "Piece",
+    "Prefetcher",
+    "Presence",
     "ReducedGradient",
     "Region",
+    "Resident",
     "Slot",
+    "UseRecorder",
     "add_claim",
-    "arrived",
-    "await_parameter",
     "before_any_write",
     "before_write",
     "drop_claim",
     "hide_from_compilers",
+    "is_claimed",
+    "mark_pending",
+    "mark_ready",
+    "moment_size",
     "part_of",
     "plan_chunks",
     "reduced_gradient",
     "region_of",
+    "seconds_between",
     "set_region",
     "storage_of",
     "whole_shape",

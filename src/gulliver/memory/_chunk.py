@@ -1,29 +1,44 @@
-"""A chunk in memory: parameters and their gradients are views of two flat buffers.
+"""A chunk in memory: parameters, gradients and optimizer state are views of a few flat buffers.
 
-The gradient buffer is there only while gradients are collected. A parameter's first gradient is
-moved to its place there, and autograd adds later ones in that place. When the buffer is reduced,
-the parameters' gradients are exchanged for `ReducedGradient`s.
+[Note: the buffers of a chunk] All that belongs to a chunk's parameters lies in buffers that the
+chunk owns by name, so that it can be counted, and moved, as a whole:
 
-The parameter buffer may go too. Then every parameter is one nan, stretched to its shape, and only
-`home` is left: this rank's part. A buffer is never emptied behind the back of a graph that still
-refers to it; it lives as long as somebody does.
+- ``parameter``: the whole chunk; it may go, and come back when it is gathered.
+- ``shard`` or ``master``: `home`, this rank's part of the parameters, as the optimizer steps it. It
+  is a view of the parameter buffer where nothing is sharded and no float32 copy is kept.
+- ``gradient``: there while gradients are collected.
+- one for every moment that an element-wise optimizer keeps, such as ``exp_avg``, by the key under
+  which the optimizer knows it. It makes its state itself, in its first step; the tensors are then
+  moved here once, and the optimizer goes on with views, with the same bits.
+
+A parameter's first gradient is moved to its place in the buffer, and autograd adds later ones in
+that place. When the buffer is reduced, the parameters' gradients are exchanged for
+`ReducedGradient`s. Where the parameter buffer is gone, every parameter is one nan, stretched to its
+shape. A buffer is never emptied behind the back of a graph that still refers to it; it lives as
+long as somebody does.
 
 It does not know when any of that happens, nor of other ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor, nn
 
+from gulliver._compat import without_torch_functions
 from gulliver.errors import GulliverError
-from gulliver.memory._awaited import arrived
 from gulliver.memory._buffers import BufferPool
+from gulliver.memory._bytes import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from gulliver.memory._claims import before_write, is_claimed
 from gulliver.memory._layout import ChunkLayout
+from gulliver.memory._moments import Moment
+from gulliver.memory._pending import mark_ready
 from gulliver.memory._reduced import ReducedGradient, reduced_gradient
+
+_form = attrgetter("shape", "dtype")
 
 
 class Chunk:
@@ -32,11 +47,14 @@ class Chunk:
     Args:
         layout: places of the parameters.
         parameters: by the names of the layout; their data moves into the buffer.
-        part: of the buffer that this rank owns.
-        pool: where buffers that come and go are taken from.
+        part: number of the part of the buffer that this rank owns.
+        pool: lends buffers that come and go, and counts all of them.
 
     Attributes:
-        shapes: of the parameters, by name.
+        shapes: shapes of the parameters, by name.
+        moments: buffers of optimizer state, by key.
+        placed: parameters whose gradients are being collected in the buffer.
+        blank: parameters that had no gradient when the chunk began to collect.
     """
 
     def __init__(
@@ -48,23 +66,33 @@ class Chunk:
     ) -> None:
         self.layout, self.part, self.pool = layout, part, pool or BufferPool()
         self.parameters = {slot.name: parameters[slot.name] for slot in layout.slots}
-        first = parameters[layout.slots[0].name]
+        self.members = list(self.parameters.values())
+        first = self.members[0]
         self.dtype, self.device = first.dtype, first.device
         self.buffer: Tensor | None = torch.zeros(layout.size, dtype=self.dtype, device=self.device)
+        self.pool.counter.add(PARAMETERS, self.nbytes)
         self.home = self.shard
+        self._separate = False
         self.gradient: Tensor | None = None
+        self.moments: dict[str, Moment] = {}
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
-        self._views = self.named_views(self.buffer)
-        self._gradient_views: dict[str, Tensor] = {}
-        self._placed: set[str] = set()
+        self._cuts = layout.cuts()
+        self._shaped = [(n, None if len(s) == 1 else s) for n, s in self.shapes.items()]
         self._gaps = layout.gaps()
+        self._gradient_views: dict[str, Tensor] = {}
+        self.placed: set[str] = set()
+        self.blank: frozenset[str] = frozenset()
+        views = self.named_views(self.buffer)
         for name, parameter in self.parameters.items():
-            self._views[name].copy_(parameter.detach())
-            arrived(parameter)
-            parameter.data = self._views[name]
+            views[name].copy_(parameter.detach())
+            mark_ready([parameter])
+            parameter.data = views[name]
             parameter.grad = None  # one from before lies outside the chunk
-        self._reduced = {name: reduced_gradient(p) for name, p in self.parameters.items()}
-        self._absent = {name: _one_nan(p) for name, p in self.parameters.items()}
+        self._forms = [_form(p) for p in self.members]
+        self._reduced = [reduced_gradient(p) for p in self.members]
+        self._absent = [_one_nan(p) for p in self.members]
+        self._nowhere = [nan.data_ptr() for nan in self._absent]
+        self._addresses = [view.data_ptr() for view in views.values()]
 
     @property
     def data(self) -> Tensor:
@@ -78,6 +106,19 @@ class Chunk:
         return self.layout.size * self.dtype.itemsize
 
     @property
+    def has_master(self) -> bool:
+        """Whether `home` is a copy in a wider dtype."""
+        return self.home.dtype != self.dtype
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The flat buffers that are there now, by name; see the note above."""
+        home = {"master" if self.has_master else "shard": self.home if self._separate else None}
+        found = {"parameter": self.buffer, **home, "gradient": self.gradient}
+        moments = {key: moment.buffer for key, moment in self.moments.items()}
+        return {name: b for name, b in found.items() if b is not None} | moments
+
+    @property
     def shard(self) -> Tensor:
         """This rank's part of the parameters, a view."""
         size = self.layout.part_size
@@ -85,13 +126,18 @@ class Chunk:
 
     def settle_home(self, dtype: torch.dtype, separate: bool) -> None:
         """Makes `home`, what an optimizer steps: a view of the buffer, or a tensor of its own."""
-        own = separate or dtype != self.dtype
-        self.home = self.shard.to(dtype, copy=True) if own else self.shard
+        self._separate = separate or dtype != self.dtype
+        self.home = self.shard.to(dtype, copy=True) if self._separate else self.shard
+        if self._separate:
+            self._count_home(self.home.nbytes)
+
+    def _count_home(self, nbytes: int) -> None:
+        self.pool.counter.add(OPTIMIZER_STATE if self.has_master else PARAMETERS, nbytes)
 
     @property
     def home_is_view(self) -> bool:
         """Whether what is written to `home` is in the parameters already."""
-        return self.buffer is not None and self.home.data_ptr() == self.shard.data_ptr()
+        return not self._separate and self.buffer is not None
 
     def publish(self) -> None:
         """Writes `home` to this rank's part of the buffer."""
@@ -100,19 +146,32 @@ class Chunk:
 
     def release(self) -> None:
         """Gives the parameter buffer back; `home` and the gradients stay."""
-        for name, parameter in self.parameters.items():
-            parameter.data = self._absent[name]
-        buffer, self.buffer, self._views = self.buffer, None, {}
+        with without_torch_functions():
+            for parameter, nan in zip(self.members, self._absent, strict=True):
+                parameter.data = nan
+        buffer, self.buffer, self._addresses = self.buffer, None, self._nowhere
         if buffer is not None:
-            self.pool.give(buffer)
+            self.pool.give(buffer, PARAMETERS)
 
     def materialise(self) -> None:
         """Gives every parameter its place in a buffer again, of which only `home` is filled."""
-        self.buffer = self.pool.take(self.layout.size, self.dtype, self.device)
-        self._views = self.named_views(self.buffer)
-        for name, parameter in self.parameters.items():
-            parameter.data = self._views[name]
+        self.buffer = self.pool.take(self.layout.size, self.dtype, self.device, PARAMETERS)
+        views = self.named_views(self.buffer).values()
+        with without_torch_functions():
+            for parameter, view in zip(self.members, views, strict=True):
+                parameter.data = view
+        self._addresses = list(map(Tensor.data_ptr, views))
         self.publish()
+
+    def discard(self) -> None:
+        """Counts its buffers as given back: its parameters have another chunk."""
+        if self.buffer is not None:
+            self.pool.counter.add(PARAMETERS, -self.nbytes)
+        if self._separate:
+            self._count_home(-self.home.nbytes)
+        self.free_gradient()
+        for moment in self.moments.values():
+            self.pool.counter.add(OPTIMIZER_STATE, -moment.buffer.nbytes)
 
     def take_writes(self) -> None:
         """Brings what the user has written to parameters, on every rank alike, to `home`.
@@ -131,6 +190,42 @@ class Chunk:
         before_write([self.home])
         home.copy_(torch.where(rounded == values, home, values.to(home.dtype)))
 
+    # Optimizer state.
+
+    def place_moment(
+        self, key: str, values: Mapping[str, Tensor], sizes: Mapping[str, int]
+    ) -> dict[str, Tensor]:
+        """Moves state of one kind into a buffer of this chunk.
+
+        Args:
+            key: of the state, as the optimizer calls it.
+            values: state tensors by parameter; what lies in the buffer already may be among them.
+            sizes: elements of all parameters that shall have room, in their order.
+
+        Returns:
+            Flat views of the buffer, by parameter of `values`.
+        """
+        dtype = next(iter(values.values())).dtype
+        old = self.moments.get(key)
+        if old is not None and old.starts.keys() >= sizes.keys() and old.buffer.dtype == dtype:
+            return {name: old.filled(name, value) for name, value in values.items()}
+        moment = Moment.of(sizes, dtype, self.device)
+        # An optimizer in torch keeps what it has of others meanwhile.
+        found = {name: moment.filled(name, value) for name, value in values.items()}
+        self.pool.counter.add(OPTIMIZER_STATE, moment.buffer.nbytes)
+        if old is not None:
+            self.pool.counter.add(OPTIMIZER_STATE, -old.buffer.nbytes)
+        self.moments[key] = moment
+        return found
+
+    def drop_moments(self) -> None:
+        """Gives the buffers of optimizer state up: other state takes its place."""
+        for moment in self.moments.values():
+            self.pool.counter.add(OPTIMIZER_STATE, -moment.buffer.nbytes)
+        self.moments = {}
+
+    # Gradients.
+
     @property
     def gradient_begun(self) -> bool:
         """Whether gradients are being collected."""
@@ -140,22 +235,12 @@ class Chunk:
         """Makes the gradient buffer ready to collect."""
         self.check_parameters()
         if self.gradient is None:
-            self.gradient = self.pool.take(self.layout.size, self.dtype, self.device)
+            self.gradient = self.pool.take(self.layout.size, self.dtype, self.device, GRADIENTS)
         for start, end in self._gaps:
             self.gradient[start:end].zero_()  # what lies between is reduced and measured too
         self._gradient_views = self.named_views(self.gradient)
-        self._placed = set()
-
-    @property
-    def placed(self) -> frozenset[str]:
-        """Parameters whose gradients are being collected in the buffer."""
-        return frozenset(self._placed)
-
-    def expect_gradient(self, name: str) -> None:
-        """Called before autograd adds to a parameter: the first gradient is taken as it comes."""
-        parameter = self.parameters[name]
-        if isinstance(parameter.grad, ReducedGradient):
-            parameter.grad = None
+        self.placed = set()
+        self.blank = frozenset(self.cleared_names())
 
     def place_gradient(self, name: str) -> None:
         """Moves a parameter's first gradient to its place; later ones are added there by autograd.
@@ -169,15 +254,16 @@ class Chunk:
         gradient = parameter.grad
         if gradient is view:
             return
-        if name in self._placed or gradient is None or gradient.requires_grad:
+        if name in self.placed or gradient is None or gradient.requires_grad:
             raise self._left(name)
         view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         parameter.grad = view
-        self._placed.add(name)
+        self.placed.add(name)
 
-    def drop_gradient(self, name: str) -> None:
-        """Forgets a parameter's gradient that was set to None."""
-        self._placed.discard(name)
+    def note_cleared(self, cleared: Sequence[str]) -> None:
+        """Forgets what was collected of gradients that were set to None."""
+        self.placed.difference_update(cleared)
+        self.blank = frozenset(cleared)
 
     def complete_gradient(self) -> None:
         """Fills the places of gradients that did not come with zeros.
@@ -187,19 +273,19 @@ class Chunk:
         """
         for name, view in self._gradient_views.items():
             gradient = self.parameters[name].grad
-            if name in self._placed:
+            if name in self.placed:
                 if gradient is not view:
                     raise self._left(name)
-            elif gradient is None or isinstance(gradient, ReducedGradient):
+            elif gradient is None or type(gradient) is ReducedGradient:
                 view.zero_()
             else:
                 raise self._left(name)
 
     def mark_reduced(self) -> None:
         """Takes the parameters' gradients out of their sight: the buffer is to be reduced."""
-        for name, parameter in self.parameters.items():
-            parameter.grad = self._reduced[name]
-        self._gradient_views, self._placed = {}, set()
+        for parameter, stand_in in zip(self.members, self._reduced, strict=True):
+            parameter.grad = stand_in
+        self._gradient_views, self.placed = {}, set()
 
     def take_gradient(self) -> Tensor:
         """Hands the gradient buffer over; the next gradient gets another."""
@@ -210,26 +296,35 @@ class Chunk:
     def free_gradient(self) -> None:
         """Gives the gradient buffer back."""
         if self.gradient is not None:
-            self.pool.give(self.take_gradient())
+            self.pool.give(self.take_gradient(), GRADIENTS)
 
     def clear_gradient(self) -> None:
         """Takes gradients and marks away from the parameters."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        self._gradient_views, self._placed = {}, set()
+        with without_torch_functions():
+            for parameter in self.members:
+                parameter.grad = None
+        self._gradient_views, self.placed = {}, set()
 
     def cleared_names(self) -> list[str]:
         """Parameters whose gradient was set to None, such as by ``model.zero_grad()``."""
-        return [name for name, parameter in self.parameters.items() if parameter.grad is None]
+        with without_torch_functions():
+            return [name for name, p in self.parameters.items() if p.grad is None]
 
     def foreign_gradients(self) -> list[str]:
         """Parameters whose gradient the user has set to a tensor of their own."""
+        views = self._gradient_views
+        with without_torch_functions():
+            gradients = [p.grad for p in self.members]
+        if all(map(is_, gradients, self._reduced)):
+            return []
         return [
             name
-            for name, parameter in self.parameters.items()
-            if (gradient := parameter.grad) is not None
-            and gradient is not self._reduced[name]
-            and gradient is not self._gradient_views.get(name)
+            for name, gradient, stand_in in zip(
+                self.parameters, gradients, self._reduced, strict=True
+            )
+            if gradient is not None
+            and gradient is not stand_in
+            and not (name in views and gradient is views[name])
         ]
 
     def _left(self, name: str) -> GulliverError:
@@ -244,23 +339,28 @@ class Chunk:
         Raises:
             GulliverError: one was moved, converted or reshaped after it had been placed here.
         """
-        places = self._views or self._absent
-        for name, parameter in self.parameters.items():
-            place = places[name]
-            moved = parameter.shape != place.shape or parameter.dtype != place.dtype
-            if moved or parameter.data_ptr() != place.data_ptr():
+        with without_torch_functions():
+            addresses = list(map(Tensor.data_ptr, self.members))
+            forms = list(map(_form, self.members))
+        if addresses == self._addresses and forms == self._forms:
+            return
+        known = zip(self._addresses, self._forms, addresses, forms, strict=True)
+        for name, (address, form, address_now, form_now) in zip(
+            self.parameters, known, strict=True
+        ):
+            if (address, form) != (address_now, form_now):
                 raise GulliverError(
                     f"parameter {name!r} was moved, converted or reshaped after boost "
-                    f"({tuple(place.shape)} {place.dtype} on {place.device} then, "
-                    f"{tuple(parameter.shape)} {parameter.dtype} on {parameter.device} now): "
-                    "do that before boost"
+                    f"({tuple(form[0])} {form[1]} on {self.device} then, {tuple(form_now[0])} "
+                    f"{form_now[1]} on {self.parameters[name].device} now): do that before boost"
                 )
 
     def named_views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Cuts a buffer of the chunk's size into tensors of the parameters' shapes."""
+        runs = buffer.split_with_sizes(self._cuts)[1::2]
         return {
-            slot.name: buffer[slot.start : slot.end].view(self.shapes[slot.name])
-            for slot in self.layout.slots
+            name: run if shape is None else run.view(shape)
+            for (name, shape), run in zip(self._shaped, runs, strict=True)
         }
 
 

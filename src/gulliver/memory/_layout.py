@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from gulliver.errors import GulliverError
 
@@ -68,6 +69,11 @@ class ChunkLayout:
         edges = [0, *(edge for slot in self.slots for edge in (slot.start, slot.end)), self.size]
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return [(start, end) for start, end in pairs if start < end]
+
+    def cuts(self) -> list[int]:
+        """Sizes that cut the chunk into runs: a gap before each tensor, then one at the end."""
+        edges = [0, *(edge for slot in self.slots for edge in (slot.start, slot.end)), self.size]
+        return [end - start for start, end in pairwise(edges)]
 
     def pieces(self, part: int) -> list[Piece]:
         """What part `part` holds of which tensor, in order."""

@@ -33,8 +33,8 @@ class Along:
     """One dim of a part of an activation.
 
     Attributes:
-        positions: of the part in the whole, int64.
-        length: of the whole.
+        positions: indices of the part in the whole, int64.
+        length: size of the whole.
     """
 
     positions: Tensor
@@ -63,13 +63,13 @@ def word_of(text: str) -> int:
 
 
 def keep_mask(key: int, p: float, dims: Sequence[Along], device: torch.device) -> Tensor:
-    """Which elements of a part stay.
+    """The elements of a part that stay.
 
     Args:
-        key: of the site in this step.
+        key: number of the site in this step, 64 bits.
         p: probability to be dropped.
-        dims: of the part, outer to inner.
-        device: of the mask.
+        dims: positions along each dim, outer to inner.
+        device: device of the mask.
 
     Returns:
         A bool tensor of the part's shape.

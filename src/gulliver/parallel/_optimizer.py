@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +24,9 @@ State = dict[str, dict[str, Any]]
 Saved = dict[str, dict[str, Any]]
 """Optimizer state by parameter name and kind, as far as a rank has it: leaves, and counters."""
 
+TIMED_STEPS = 64
+COUNTED_STEPS = 3
+"""First steps, in which bytes are counted."""
 COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 """State that torch's optimizers keep once per parameter, not per element."""
 
@@ -103,6 +108,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
             ranks once.
         names: a tied parameter that lies in another stage, too, has the same name in both: the one
             that it has in the whole model.
+        stepped_at: moments at which the last steps ended.
+        most_gradients: bytes of gradients when the first steps ended, at most.
         spreads_state: whether the state lies with several ranks, element by element; else every
             rank has all of it, of whatever kinds and shapes.
 
@@ -126,6 +133,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
         stepped = (p for group in inner.param_groups for p in group["params"])
         self._frozen = [p for p in stepped if p not in self.names]
         self._homes: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self.stepped_at: deque[float] = deque(maxlen=TIMED_STEPS)
+        self.most_gradients = 0
 
     def __getattr__(self, name: str) -> Any:
         # Hooks and whatever else torch expects of an optimizer are the inner one's.
@@ -196,13 +205,26 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self._check_model()
         with guard():
             self._step()
+        if len(self.stepped_at) < COUNTED_STEPS:
+            # Only now are all of them where they were reduced to.
+            self.most_gradients = max(self.most_gradients, self.gradient_bytes())
+        self.stepped_at.append(time.perf_counter())
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that this rank holds now."""
+        return sum(p.grad.nbytes for p in self.names if p.grad is not None)
+
+    def parameter_bytes(self, model: nn.Module) -> int:
+        """Bytes of parameters that this rank holds now."""
+        return sum(p.nbytes for p in model.parameters())
 
     def _step(self) -> None:
         self.inner.step()
 
     def _check_model(self) -> None:
         for module, key, parameter in self._homes:
-            if module._parameters.get(key) is not parameter:
+            held = module._parameters
+            if key not in held or held[key] is not parameter:
                 raise GulliverError(
                     f"parameter {self.names[parameter]!r} is no longer the model's: it was "
                     "replaced after boost, by load_state_dict(assign=True) or a parametrization: "

@@ -38,12 +38,12 @@ def run_stages(
     """Runs a share through the pipeline; every rank of the model calls it.
 
     Args:
-        booster: that boosted the model, which `hide_targets` was called with.
+        booster: booster of the model, which `hide_targets` was called with.
         model: this rank's stage.
-        optimizer: of it.
-        flow: whose loss it is.
+        optimizer: boosted optimizer of it.
+        flow: rectified flow whose loss it is.
         batch: the share.
-        micro_batches: of the pipeline.
+        micro_batches: number that the pipeline runs.
         scale: factor of the gradients.
 
     Returns:

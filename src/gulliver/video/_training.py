@@ -421,6 +421,8 @@ class Trainer:
         if self.step_number == self.saved_step:
             return
         self.saved_step = self.step_number
+        if self.world.is_main:  # tuning may have cut the chunks anew since
+            self.booster.plan.save(self.run.folder / "plan.yaml")
         run = {
             "step": self.step_number,
             "ema_updates": self.average.updates,

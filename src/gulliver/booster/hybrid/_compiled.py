@@ -12,7 +12,7 @@ compiled so: a stage leaves its forward by an exception.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -68,14 +68,15 @@ def check_compiled(
 
 def refuse_whole(model: nn.Module) -> None:
     """Refuses to run a cut model that was compiled as a whole after boost."""
-
-    @torch.compiler.disable
-    def refuse(traced: bool) -> None:
-        if traced:
-            raise GulliverError(f"the model is cut, and was compiled as a whole: {BLOCKS}")
+    refuse: Callable[[bool], None] = torch.compiler.disable(_refuse)  # pyright: ignore
 
     def before(*_: Any) -> None:
         # A constant in what is traced.
         refuse(torch.compiler.is_compiling())
 
     model.register_forward_pre_hook(before, prepend=True)
+
+
+def _refuse(traced: bool) -> None:
+    if traced:
+        raise GulliverError(f"the model is cut, and was compiled as a whole: {BLOCKS}")

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from gulliver._compat import compiled_call, is_compiled
 from gulliver.booster.hybrid._mesh import HybridMesh
-from gulliver.booster.hybrid._parts import Parts
+from gulliver.booster.hybrid._parts import Forward, Parts
 from gulliver.comm import broadcast
 from gulliver.errors import GulliverError
 from gulliver.parallel import attention_with_dropout, drop, mix, word_of
@@ -51,7 +51,7 @@ OTHERS = (
 """Calls that draw masks, and not by position."""
 
 SKIPS = ("layerdrop", "drop_path", "drop_prob", "path_drop", "jitter")
-"""In names of attributes: what skips whole blocks or samples, or adds noise of its own."""
+"""Parts of names of attributes: such skip whole blocks or samples, or add noise of their own."""
 
 ATTENTIONS = (None, "eager", "sdpa", "gulliver_sequence")
 """Implementations of transformers whose dropout can be seen."""
@@ -125,28 +125,11 @@ def _unknown(
 
 
 @dataclass
-class Forward:
-    """One forward of the model.
-
-    Attributes:
-        seed: of the batch.
-        start: number of the first sample in the batch.
-        samples: how many of them; 0 for all of the batch.
-        length: of the sequence that ranks share, as soon as it is known; 0 for none.
-    """
-
-    seed: int
-    start: int = 0
-    samples: int = 0
-    length: int = 0
-
-
-@dataclass
 class _Frame:
     """A site that is running.
 
     Attributes:
-        site: whose module runs.
+        site: place in the model whose module runs.
         number: how often it ran before, in what called it.
         inner: how often the sites called by it ran.
         draws: masks drawn so far.
@@ -173,7 +156,7 @@ class PositionDropout:
 
     Args:
         model: cut, or whole on one rank.
-        mesh: of the ranks.
+        mesh: rank groups of the grid.
         plan: how the model's tensors were cut; None not at all.
     """
 

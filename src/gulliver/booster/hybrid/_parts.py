@@ -1,4 +1,4 @@
-"""Which part of an activation a rank has, where a model drops.
+"""The part of an activation that a rank has, where a model drops.
 
 Nothing travels with a tensor that would say so; it follows from what ran before and from shapes:
 
@@ -14,7 +14,8 @@ A shape that does not fit is refused: a mask for the wrong part would be no erro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +33,24 @@ from gulliver.parallel.tensor import (
     deal,
 )
 
-if TYPE_CHECKING:
-    from gulliver.booster.hybrid._dropout import Forward
-
 COLUMNS, ROWS = ColumnLinear | ColumnConvolution, RowLinear | RowConvolution
+
+
+@dataclass
+class Forward:
+    """One forward of the model.
+
+    Attributes:
+        seed: number drawn for the batch, the same on all ranks of the model.
+        start: number of the first sample in the batch.
+        samples: how many of them; 0 for all of the batch.
+        length: tokens of the sequence that ranks share, once that is known; 0 for none.
+    """
+
+    seed: int
+    start: int = 0
+    samples: int = 0
+    length: int = 0
 
 
 class Parts:
@@ -43,7 +58,7 @@ class Parts:
 
     Args:
         model: cut, or whole on one rank.
-        mesh: of the ranks.
+        mesh: rank groups of the grid.
         plan: how the model's tensors were cut; None not at all.
 
     Attributes:
@@ -86,9 +101,9 @@ class Parts:
         """How an activation lies in the whole.
 
         Args:
-            path: of the module that computes it.
-            x: on this rank.
-            forward: that runs, or is recomputed.
+            path: name of the module that computes it.
+            x: activation on this rank.
+            forward: forward that runs, or is recomputed.
 
         Raises:
             GulliverError: its shape is none of those known.
@@ -133,12 +148,14 @@ class Parts:
         line, runs = self.mesh.tensor, getattr(self.apart, "runs", ())
         groups = next((n for p, n in self.attention.items() if f"{path}.".startswith(f"{p}.")), 0)
         if groups:
-            dealt = deal(groups, line.size)
+            # Where key-value heads are copied, each rank has as many query heads as the others.
+            dealt = deal(max(groups, line.size), line.size)
             if x.dim() != 4 or x.shape[1] % dealt[line.place]:
                 raise _unknown(path, x, "[batch, heads, queries, keys]")
             heads = x.shape[1] // dealt[line.place]
             start = sum(dealt[: line.place]) * heads
-            dims[1] = Along(torch.arange(start, start + x.shape[1]), groups * heads)
+            whole = max(groups, line.size) * heads
+            dims[1] = Along(torch.arange(start, start + x.shape[1]), whole)
             return
         sizes = [stop - start for start, stop in runs]
         if x.shape[-1] == sum(sizes):

@@ -196,8 +196,13 @@ def finish(
         draw_alike(model, (mesh.sequence.all, mesh.tensor))
     elif whole.drops:
         drops = PositionDropout(model, mesh, tensor)
-    looks: list[Callable[[Any], None]] = [whole.vocabulary.check] if plan.check_batches else []
-    looks += [] if drops is None else [drops.begin]
+
+    def look(batch: Any) -> None:
+        if plan.check_batches:
+            whole.vocabulary.check(batch)
+        if drops is not None:
+            drops.begin()
+
     if stage is not None:
         boosted.pipeline = Pipeline(
             stage,
@@ -205,7 +210,7 @@ def finish(
             plan.pipeline.micro_batches,
             readers=mesh.model,
             check_batch=plan.check_batches,
-            look=lambda batch: [look(batch) for look in looks],
+            look=look,
             before=None if drops is None else drops.before,
         )
     elif plan.check_batches:

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the blocks of a model dealt to stages, batches run through them.
+"""Pipeline parallelism: a model's blocks cut into stages, micro-batches run through them.
 
 Read `_stack.py` (which modules are the blocks), `_cut.py` (where to cut), `_stage_forward.py` (what
 a forward does on one stage), `_stage.py` (making a stage in place), then `_pipeline.py` (a step).

@@ -1,9 +1,10 @@
-"""Before a run: do all ranks of one model read the same batch, and what state is each in?
+"""The agreement before a run: whether ranks of a model read the same batch, and their states.
 
 One gather of two numbers from each rank. The batches are compared by shapes, dtypes and a sample
-of their bytes. The other number tells apart states in which a stage would send other tensors
-(training or not, which parameters are frozen, autocast), so that both ends of a cut know together
-when they have to speak about shapes again.
+of their bytes: every stage reads the whole batch, and two stages with different data would train
+on nonsense without an error. The other number tells apart states in which a stage would send other
+tensors (training or not, which parameters are frozen, autocast), so that both ends of a cut know
+together when shapes have to be announced again.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ SAMPLED = 2**20
 
 
 def agree(batch: Any, state: str, line: Line, device: torch.device, check: bool) -> str:
-    """Compares the batches of a line's ranks; every rank of it calls it.
+    """Compares the batches of a rank group; every rank of it calls this.
 
     Args:
-        batch: of this rank.
-        state: of this rank.
-        line: ranks that share a model.
-        device: of the tensors that are sent.
-        check: False takes the batches for equal.
+        batch: batch of this rank.
+        state: state of this rank.
+        line: rank group that shares a model.
+        device: device of the tensors that are sent.
+        check: whether batches are compared; False takes them for equal.
 
     Returns:
         The states of all ranks as one text, equal on all.
 
     Raises:
-        GulliverError: naming a rank that has another batch than the first.
+        GulliverError: a rank, which is named, has another batch than the first.
     """
     own = torch.tensor(
         [digest(batch) if check else 0, _number(state.encode())], dtype=torch.int64, device=device
@@ -58,7 +59,7 @@ def agree(batch: Any, state: str, line: Line, device: torch.device, check: bool)
 
 
 def digest(batch: Any) -> int:
-    """A number that is equal for equal batches."""
+    """Returns a number that is equal for equal batches."""
     seen = hashlib.blake2b(digest_size=7)
     for path, value in leaves(batch):
         seen.update(path.encode())

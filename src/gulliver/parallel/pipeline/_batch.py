@@ -1,8 +1,12 @@
-"""A batch as micro-batches, and their losses and outputs as those of the batch.
+"""Cuts a batch into micro-batches, and merges their losses and outputs into those of the batch.
 
 Tensors are cut along dim 0 into parts whose sizes are as even as can be, so a last, short batch
-is as exact as any. The loss of the batch is the mean of those of its micro-batches, weighted by
-what each of them was a mean over: samples, or labels that are not ignored (`weigh`).
+is as exact as any.
+
+[Note: weighted losses] A mean of the micro-batches' mean losses is not the mean of the batch where
+they count different numbers of labels. So the loss of the batch is their mean weighted by what each
+was a mean over: samples, or labels that are not ignored (`weigh`). As gradients are linear in the
+loss, weighting each loss before its backward makes them exact, too.
 """
 
 from __future__ import annotations
@@ -29,8 +33,8 @@ class MicroBatch:
     """Some of the samples of a batch.
 
     Attributes:
-        given: in the form of the batch, for the criterion.
-        samples: how many.
+        given: samples in the form of the batch, for the criterion.
+        samples: number of samples.
     """
 
     given: Any
@@ -49,7 +53,7 @@ class MicroBatch:
         return dict(self.given) if isinstance(self.given, Mapping) else {}
 
     def shapes(self) -> str:
-        """What must be equal for two micro-batches to send tensors of equal shapes."""
+        """Returns a text that is equal for micro-batches that send tensors of equal shapes."""
         return ";".join(f"{p}:{_shape(v)}" for p, v in leaves(self.given))
 
 
@@ -66,7 +70,7 @@ def split(batch: Batch, parts: int) -> list[MicroBatch]:
         batch: keyword arguments of the model, or positional ones, or one tensor. Tensors of as
             many rows as there are samples are cut, others must have one row or none and go to
             all, as what is no tensor does.
-        parts: how many micro-batches.
+        parts: number of micro-batches.
 
     Raises:
         GulliverError: fewer samples than parts, or tensors of different numbers of rows.
@@ -105,7 +109,7 @@ def _rows(value: Any, start: int, stop: int, samples: int) -> Any:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything in nested mappings and lists, with its path."""
+    """Yields everything in nested mappings and lists, with its path."""
     if isinstance(value, Mapping):
         for key in value:
             yield from leaves(value[key], f"{path}.{key}" if path else str(key))
@@ -118,11 +122,12 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Weights:
-    """What each micro-batch's loss counts in the batch's.
+    """The weight of each micro-batch's loss in the batch's.
 
     Attributes:
-        own: of the loss that the model computes itself.
-        given: of a criterion's; None: not known, as it may count otherwise than the model.
+        own: weights of the loss that the model computes itself.
+        given: weights of a criterion's loss; None: not known, as it may count otherwise than the
+            model.
     """
 
     own: list[float]
@@ -141,13 +146,14 @@ def weigh(
     own: OwnLoss | None,
     criterion: bool = False,
 ) -> Weights:
-    """What each micro-batch's loss counts in the batch's.
+    """Returns the weight of each micro-batch's loss in the batch's.
 
     Args:
-        micros: of a batch.
-        by: ``samples``, ``labels`` that are not ignored, ``shifted_labels`` (without the first of
-            each sample), or a function of a micro-batch. None chooses.
-        own: what the model's own loss is; None: not known.
+        micros: micro-batches of a batch.
+        by: unit that the loss is a mean over: ``samples``, ``labels`` that are not ignored,
+            ``shifted_labels`` (without the first of each sample), or a function of a micro-batch
+            that counts. None chooses.
+        own: description of the model's own loss; None: not known.
         criterion: whether the loss is not, or need not be, the model's own.
 
     Raises:
@@ -181,7 +187,7 @@ def weigh(
 def _said(
     micros: Sequence[MicroBatch], by: str | Callable[[Any], float] | None, samples: list[float]
 ) -> list[float] | None:
-    """The weights that the user asks for."""
+    """Returns the weights that the user asks for; None where the user leaves the choice."""
     if by is None or by == "samples":
         return None if by is None else samples
     if callable(by):
@@ -210,7 +216,7 @@ def _even(micros: Sequence[MicroBatch], samples: list[float], masks: bool = Fals
 
 
 def _counts_of(micros: Sequence[MicroBatch], own: OwnLoss) -> list[float]:
-    """How many labels a model's own loss counts; samples where they are no classes."""
+    """Returns how many labels a model's own loss counts; samples where they are no classes."""
     given = micros[0].given
     ignored = given.get("ignore_index", IGNORED) if isinstance(given, Mapping) else IGNORED
     aligned = own.shifted and isinstance(given, Mapping) and given.get("shift_labels") is not None
@@ -222,7 +228,7 @@ def _counts_of(micros: Sequence[MicroBatch], own: OwnLoss) -> list[float]:
 def _label_counts(
     micros: Sequence[MicroBatch], name: str, shifted: bool, ignored: int = IGNORED
 ) -> list[float] | None:
-    """How many entries of a tensor of each micro-batch count; None where there are no integers."""
+    """Returns how many entries of a tensor count in each micro-batch; None without integers."""
     counts = []
     for micro in micros:
         labels = micro.given.get(name) if isinstance(micro.given, Mapping) else None
@@ -250,7 +256,7 @@ def _close(first: Sequence[float], second: Sequence[float]) -> bool:
 
 
 def merge(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The outputs of micro-batches as those of the batch.
+    """Merges the outputs of micro-batches into those of the batch.
 
     Tensors are joined along dim 0; numbers of no dim, as losses are, are averaged by the weights;
     of what is no tensor nothing is kept.

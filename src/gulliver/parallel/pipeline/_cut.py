@@ -1,4 +1,4 @@
-"""Where a model is cut into stages: by the predicted cost of its blocks, or as the user says.
+"""Cuts a model into stages: by the predicted cost of its blocks, or as the user says.
 
 The cost of a block is the work of its matrix multiplications for one token, 2 FLOPs forward for
 each element of its weights; modules around the blocks are added to the blocks that they lie with,

@@ -1,10 +1,11 @@
-"""Tensors between neighbouring stages, of any shape, dtype and number.
+"""Messages between neighbouring stages: tensors of any shape, dtype and number.
 
-A receiver must know what comes. What crosses a cut is the same from step to step for micro-batches
-of the same shapes in the same states, so it is told once: before the first message of each kind
-goes a header on the CPU with the shapes, dtypes, and which of the tensors want gradients. Both
-ends then remember it; a message of known kind has no header, and a tensor that is not as the
-header said is refused, not sent. Gradients go back in the shapes of what came.
+[Note: headers] A receiver must know what comes. What crosses a cut is the same from step to step
+for micro-batches of the same shapes in the same states, so it is told once: before the first
+message of each kind goes a header on the CPU with the shapes, dtypes, and which of the tensors want
+gradients. Both ends then remember it; a message of known kind has no header, which would cost a
+latency each time, and a tensor that is not as the header said is refused, not sent. Gradients go
+back in the shapes of what came.
 
 On the CPU each message has a tag of its own, so the order in which the two ends ask does not
 matter; on GPUs the order is that of torch's schedules, which is the same at both ends.
@@ -41,7 +42,7 @@ _DTYPES = (
 
 @dataclass(frozen=True)
 class Meta:
-    """What is known of a tensor before it comes."""
+    """The shape and dtype of a tensor that is to come, and whether it wants a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,11 +50,11 @@ class Meta:
 
     @staticmethod
     def of(tensor: Tensor) -> Meta:
-        """What a receiver has to know of a tensor."""
+        """Describes a tensor."""
         return Meta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:
-        """A tensor to receive into."""
+        """Allocates a tensor to receive into."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
@@ -81,12 +82,12 @@ def _decode(header: Tensor) -> tuple[Meta, ...]:
 
 
 class Messages:
-    """Ends of the cuts before and behind one stage.
+    """Both ends of one stage: the cuts before and behind it.
 
     Args:
-        line: ranks of the pipeline.
+        line: rank group of the pipeline.
         stage: number of the stage.
-        places: place of each stage in the line.
+        places: rank in the group of each stage.
         micro_batches: most micro-batches of a run.
     """
 
@@ -97,7 +98,7 @@ class Messages:
         self._headers: list[UnderWay] = []
 
     def metas(self, cut: int, kind: str) -> tuple[Meta, ...] | None:
-        """What crosses the cut before stage `cut` for micro-batches of a kind, if it is known."""
+        """Returns what crosses the cut before stage `cut` for a kind of micro-batches, if known."""
         return self._known.get((cut, kind))
 
     def know(self, kind: str, tensors: Sequence[Tensor], micro: int) -> tuple[Meta, ...]:
@@ -120,7 +121,7 @@ class Messages:
         return found
 
     def expect(self, kind: str, micro: int) -> tuple[Meta, ...]:
-        """What the stage before will send; waits for its header if that is new."""
+        """Returns what the stage before will send; waits for its header if that is new."""
         known = self.metas(self.stage, kind)
         if known is None:
             peer = self._peer(self.stage - 1)
@@ -146,11 +147,11 @@ class Messages:
             self._headers.pop().wait()
 
     def sends(self, cut: int, tensors: Sequence[Tensor | None], micro: int) -> list[dist.P2POp]:
-        """Operations that send tensors over the cut before stage `cut`, forward or backward."""
+        """Returns operations that send tensors over the cut before stage `cut`, either way."""
         return self._operations(True, cut, tensors, micro)
 
     def receives(self, cut: int, tensors: Sequence[Tensor | None], micro: int) -> list[dist.P2POp]:
-        """Operations that receive into tensors what comes over the cut before stage `cut`."""
+        """Returns operations that receive what comes over the cut before stage `cut`."""
         return self._operations(False, cut, tensors, micro)
 
     def _operations(

@@ -1,4 +1,4 @@
-"""Tensors and modules of which only the shape is there."""
+"""Shape inference: tensors and modules on meta, which have shapes and no storage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gulliver.errors import GulliverError
 
 
 def to_meta(module: nn.Module) -> nn.Module:
-    """A copy of a module whose tensors have shapes and no storage; the original stays."""
+    """Returns a copy of a module whose tensors have shapes and no storage; the original stays."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         empty: Tensor = torch.empty_like(tensor, device="meta")
@@ -24,34 +24,34 @@ def to_meta(module: nn.Module) -> nn.Module:
 
 
 def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a module on meta returns for tensors of these shapes."""
+    """Runs a module on meta for tensors of these shapes."""
     with torch.no_grad():
         return module(*map_tensors(args, _empty), **map_tensors(kwargs, _empty))
 
 
 def run_filled(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a module on meta returns when it is given values; they are dropped afterwards."""
+    """Runs a copy of a module on meta with some values; they are dropped afterwards."""
     device = device_of(args, kwargs)
     real = copy.deepcopy(module).to_empty(device=device)
     with torch.no_grad():
         for tensor in [*real.parameters(), *real.buffers()]:
-            # Not alike, so that the largest are some, and no draw from the random state.
+            # Not all equal, so that a router has a top-k; no draw from the random state.
             ramp = torch.arange(tensor.numel(), device=device).view(tensor.shape)
             tensor.copy_(ramp % 7 / 64 if tensor.is_floating_point() else torch.zeros_like(ramp))
         return real(*map_tensors(args, _finite), **map_tensors(kwargs, _finite))
 
 
 def find_form(module: nn.Module, path: str, args: Any, kwargs: Any) -> int | None:
-    """How many entries a block returns after its hidden state; None for a plain tensor.
+    """Finds how many entries a block returns after its hidden state; None for a plain tensor.
 
     Args:
-        module: the block, on meta.
-        path: of the block.
-        args: that it is called with.
-        kwargs: that it is called with.
+        module: block, on meta.
+        path: path of the block, for errors.
+        args: positional arguments of its call.
+        kwargs: keyword arguments of its call.
 
     Raises:
-        GulliverError: it cannot be run on meta, or returns tensors beside the hidden state.
+        GulliverError: the block cannot be run on meta, or returns tensors beside the hidden state.
     """
     try:
         found = run_on_meta(module, args, kwargs)
@@ -89,20 +89,20 @@ SCORES = 4
 
 
 def fill(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape and dtype, of NaN, or of zeros where there is no NaN."""
+    """Returns a tensor of the same shape and dtype, of NaN, or of zeros where there is no NaN."""
     value = float("nan") if tensor.is_floating_point() else 0
     return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
 
 
 def device_of(*values: Any) -> torch.device:
-    """The device of the first tensor in nested values; the CPU without one."""
+    """Returns the device of the first tensor in nested values; the CPU without one."""
     found: list[Tensor] = []
     map_tensors(values, found.append)
     return found[0].device if found else torch.device("cpu")
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Nested lists, tuples and mappings with a function applied to their tensors."""
+    """Applies a function to the tensors in nested lists, tuples and mappings."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -115,7 +115,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def _like(value: Mapping[str, Any], made: dict[str, Any]) -> Any:
-    """A mapping of the same class, as the outputs of Hugging Face models are."""
+    """Makes a mapping of the same class, as the outputs of Hugging Face models are."""
     try:
         return type(value)(**made)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Running batches through the stages of a pipeline.
+"""Runs batches through the stages of a pipeline.
 
 `Pipeline.run` is one step: agree on the batch (`_agree.py`), cut it into micro-batches
 (`_batch.py`), let torch's schedule run them through this rank's stages (`_runner.py`), give all
@@ -40,17 +40,19 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 class Pipeline:
-    """Batches through the stages of a model, as one model would take them.
+    """Runs batches through the stages of a model, as one model would take them.
 
     Args:
-        stage: this rank's, of `make_stage`, with stages dealt as `deal(style, ...)` says.
-        style: ``gpipe``, ``1f1b``, ``interleaved``, ``zero_bubble``, ``zbv`` or ``dualpipev``.
-        micro_batches: that a batch is cut into; None: two for each stage.
-        call: what to call instead of the model, for instance under autocast.
-        readers: ranks that must read the same batch; None: those of the pipeline.
-        check_batch: compare what they read, at every run.
-        look: is called with each batch when all ranks have the same, and may refuse it.
-        before: is told, before each forward, the number of its first sample and how many it has.
+        stage: this rank's part of the model, with stages dealt as `deal(style, ...)` says.
+        style: name of the schedule, ``gpipe``, ``1f1b``, ``interleaved``, ``zero_bubble``, ``zbv``
+            or ``dualpipev``.
+        micro_batches: number of micro-batches that a batch is cut into; None: two for each stage.
+        call: function to call instead of the model, for instance under autocast.
+        readers: rank group that must read the same batch; None: that of the pipeline.
+        check_batch: whether to compare what they read, at every run.
+        look: function called with each batch when all ranks have the same; it may refuse it.
+        before: function called before each forward with the number of its first sample and how
+            many samples it has.
 
     Raises:
         GulliverError: an unknown style, or a number of micro-batches that it cannot order.
@@ -100,16 +102,17 @@ class Pipeline:
         Args:
             batch: the same on all ranks: keyword arguments of the model, positional ones, or one
                 tensor, cut along dim 0.
-            criterion: of the model's outputs and the micro-batch, a mean over its samples; None
-                takes the model's own loss.
-            forward_only: evaluate, without gradients; the loss is None where there is neither a
-                criterion nor a loss of the model's own.
-            return_loss: give the loss to all ranks.
-            return_outputs: return the outputs, on the rank of the last stage.
-            weight: what the loss is a mean over, if not samples: ``labels``, ``shifted_labels``,
-                or a function of a micro-batch that counts it. None finds it out for the model's
-                own loss.
-            scale: that losses are multiplied by before backward; not in what is returned.
+            criterion: loss function of the model's outputs and the micro-batch, a mean over its
+                samples; None takes the model's own loss.
+            forward_only: whether to evaluate, without gradients; the loss is None where there is
+                neither a criterion nor a loss of the model's own.
+            return_loss: whether to give the loss to all ranks.
+            return_outputs: whether to return the outputs, on the rank of the last stage.
+            weight: unit that the loss is a mean over, if not samples: ``labels``,
+                ``shifted_labels``, or a function of a micro-batch that counts it. None finds it
+                out for the model's own loss.
+            scale: factor of the losses before backward, as of a gradient scaler; not in what is
+                returned.
 
         Returns:
             ``loss``, a detached tensor on every rank, and ``outputs``, None but on the rank of
@@ -172,7 +175,7 @@ class Pipeline:
                 runner.clear_runtime_states()
 
     def _alone(self, run: Run, losses: _Losses, forward_only: bool) -> None:
-        """All blocks on one rank: micro-batches one after the other."""
+        """Runs micro-batches one after the other where all blocks lie on one rank."""
         with torch.set_grad_enabled(not forward_only):
             for number in range(len(run.micros)):
                 args, kwargs = run.arguments(number)
@@ -214,7 +217,7 @@ class Pipeline:
             )
 
     def _share(self, losses: _Losses) -> Tensor | None:
-        """The batch's loss, on every rank."""
+        """Returns the batch's loss on every rank."""
         mine = self.stage.line.place == self.stage.last_place
         # Whether there is a loss at all, and of which dtype, the last stage alone knows.
         found = torch.zeros(2, dtype=torch.float64, device=self._device())
@@ -225,7 +228,7 @@ class Pipeline:
         return found[1].to(LOSSES[int(found[0]) - 1]) if found[0] else None
 
     def _tell(self, found: Tensor) -> None:
-        """Gives all stages what the last one has."""
+        """Broadcasts from the rank of the last stage."""
         line = self.stage.line
         if line.size > 1:
             source = sorted(line.ranks).index(line.ranks[self.stage.last_place])
@@ -315,7 +318,7 @@ class _Losses:
         return term * self._scale if self._scale != 1 else term
 
     def _of(self, output: Any, given: Any) -> tuple[Tensor | None, list[float]]:
-        """The loss of a micro-batch, and what those of all count."""
+        """Returns the loss of a micro-batch, and the weights of all of them."""
         own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if self._criterion is None:
             if own is None and not self._optional:
@@ -333,12 +336,15 @@ class _Losses:
         return loss, weights
 
     def total(self) -> Tensor | None:
-        """The batch's loss; None where there was none."""
+        """Returns the batch's loss; None where there was none."""
         return torch.stack(self._terms).sum() if self._terms else None
 
 
 def _nothing(output: Any, loss: Tensor) -> Tensor:
-    """A loss of zero, with a gradient of zero for all that the output was computed from."""
+    """Returns a loss of zero, with a gradient of zero for all that the output came from.
+
+    Not a constant: the schedule calls its backward, and earlier stages wait for gradients.
+    """
     values = output.values() if isinstance(output, dict) else output
     entries = [output] if isinstance(output, Tensor) else [v for v in values if v is not None]
     for value in entries:

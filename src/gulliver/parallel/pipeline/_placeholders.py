@@ -1,12 +1,17 @@
-"""What stands where a module of another stage was: no parameters, the same place, the same shape.
+"""Placeholder modules for modules of other stages: no parameters, the same path, the same shapes.
 
 - `PlaceholderBlock`, for a block: hands the hidden state on.
 - `Placeholder`, for any other module that holds parameters: returns tensors of the shape, dtype and
   device that the module would return, full of NaN. It finds the shape by running a copy of the
   module on meta, where nothing is computed and nothing is stored.
 - `own`, for the blocks of this stage: they stay the objects they are, under their own names, but
-  are asked through the `StageForward` when they are called. Their class becomes a subclass of the
-  same name, so that the call is caught before hooks, compiled calls and checkpoints of the block.
+  go through the `StageForward` when they are called. Their class becomes a subclass of the same
+  name, so that the call is caught before hooks, compiled calls and checkpoints of the block.
+
+[Note: NaN, not zeros] Every stage runs the model's own forward, so a module that lies elsewhere has
+to return something of the right shape. What it returns is replaced before it is used. If it should
+reach a block by another way all the same, zeros would train silently on nonsense; NaN is seen in
+the block's arguments, and refused by the argument's name (`StageForward._refuse_leaks`).
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from gulliver.parallel.pipeline._stage_forward import StageForward
 
 
 class _OnMeta:
-    """Keeps a module out of sight of the module that holds it."""
+    """Keeps a module on meta, out of sight of `nn.Module`, which would register its parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         found = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -52,19 +57,19 @@ class EmptyModule(nn.Module):
         return fill(found, self._original.device) if isinstance(found, Tensor) else found
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """A parameter of the module that was here, without its values, on meta."""
+        """Returns a parameter of the module that was here, without its values, on meta."""
         return self._original.module.get_parameter(target)
 
     def extra_repr(self) -> str:
-        """The class of the module that was here."""
+        """Returns the class of the module that was here."""
         return f"in place of {type(self._original.module).__name__}"
 
 
 class Placeholder(EmptyModule):
-    """In place of a module around the blocks."""
+    """A placeholder of a module around the blocks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """NaN, in the shape of what the module would return.
+        """Returns NaN in the shape of what the module would return.
 
         Raises:
             GulliverError: the module's result is needed on this stage.
@@ -89,25 +94,25 @@ class Placeholder(EmptyModule):
 
 
 class PlaceholderBlock(EmptyModule):
-    """In place of a block."""
+    """A placeholder of a block."""
 
     def __init__(self, stage_forward: StageForward, number: int, block: nn.Module) -> None:
         super().__init__(stage_forward, stage_forward.stack.blocks[number], block)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The hidden state, in the form in which the block would return its own."""
+        """Returns the hidden state, in the form in which the block would return its own."""
         self._stage_forward.running(self._path)
         return self._stage_forward.pass_by(self._original.module, self._path, args, kwargs)
 
 
 def own(stage_forward: StageForward, number: int, block: nn.Module) -> None:
-    """Lets a block ask the `StageForward` when it is called."""
+    """Makes a block go through the `StageForward` when it is called."""
     vars(block)["_stage_forward"], vars(block)["_number"] = stage_forward, number
     block.__class__ = _asking(type(block))
 
 
 def own_memory(stage_forward: StageForward, module: nn.Module) -> None:
-    """Lets the module around the first list of blocks ask the `StageForward` when it is called."""
+    """Makes the module around the first list of blocks go through the `StageForward`."""
     vars(module)["_stage_forward"] = stage_forward
     module.__class__ = _remembering(type(module))
 

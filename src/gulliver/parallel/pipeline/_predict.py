@@ -1,4 +1,4 @@
-"""How long a step of a pipeline takes, and how much of it its ranks wait.
+"""Predicts the time of a pipeline's step, and how much of it its ranks wait (the bubble).
 
 Gives the orders of a schedule to `gulliver.solve.schedule_seconds`, which walks through them as
 ranks would. Seconds in, seconds out; no clock is read.
@@ -31,7 +31,8 @@ def predict(
         ranks: number of ranks of the pipeline.
         micro_batches: number of micro-batches of a batch.
         forward: seconds of each stage for a micro-batch.
-        backward: the same, backward; None: as of linear maps. Half of it is for the weights.
+        backward: seconds of each stage for a micro-batch, backward; None: twice the forward, as of
+            linear maps. Half of it is for the weights.
         link: seconds of a message between stages.
 
     Raises:
@@ -54,7 +55,7 @@ def predict(
 def _order(
     style: str, place: int, numbers: Sequence[Sequence[int]], micro_batches: int
 ) -> Iterator[tuple[str, int, int]]:
-    """What a rank computes, in order, as (kind, stage, micro-batch)."""
+    """Yields what a rank computes, in order, as (kind, stage, micro-batch)."""
     count = sum(map(len, numbers))
     if style == "1f1b":
         # What torch 2.13 says of its own order is wrong for the last rank.

@@ -1,4 +1,4 @@
-"""One stage as torch's schedules see it.
+"""Adapts one stage to torch's pipeline schedules.
 
 Schedules of `torch.distributed.pipelining` decide what is done when, and ask their stages to do it
 by the methods of `Runner`, whose names are torch's. torch's own stage wants tensors of one shape in
@@ -6,7 +6,7 @@ all micro-batches, and finds that out by an additional forward and backward; thi
 the first micro-batch comes by (`_messages.py`), so that shapes may differ and change.
 
 Backward is that of autograd for each micro-batch. Schedules that fill the bubble ask for it in two
-parts, gradients of the inputs first and those of the weights later (`_split.py`).
+parts, gradients of the inputs first and those of the weights later (`_split.py` says why).
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from gulliver.parallel.pipeline._stage_forward import Carry
 
 @dataclass
 class Run:
-    """What the stages of one rank work on.
+    """The batch that the stages of one rank work on.
 
     Attributes:
         micros: micro-batches of the batch.
-        kinds: of the micro-batches; those of one kind send tensors of equal shapes.
-        call: the model, or what wraps its forward.
+        kinds: kind of each micro-batch; those of one kind send tensors of equal shapes.
+        call: model, or a wrapper of its forward.
         keep: whether outputs of the last stage are wanted.
         added: keyword arguments beside those of the batch.
-        before: is told, before each forward, the number of its first sample and how many it has.
-        outputs: of the last stage, by micro-batch.
+        before: function called before each forward with the number of its first sample and how
+            many samples it has.
+        outputs: outputs of the last stage, by micro-batch.
         weights: parameters that want gradients.
     """
 
@@ -51,7 +52,7 @@ class Run:
     weights: list[nn.Parameter] = field(default_factory=list)
 
     def arguments(self, micro: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Of the model, for a forward of a micro-batch that follows."""
+        """Returns the model's arguments for a micro-batch, whose forward follows."""
         if self.before is not None:
             start = sum(earlier.samples for earlier in self.micros[:micro])
             self.before(start, self.micros[micro].samples)
@@ -60,7 +61,7 @@ class Run:
 
 @dataclass
 class _Kept:
-    """Of a micro-batch between its forward and its backward."""
+    """The tensors of a micro-batch that are kept between its forward and its backward."""
 
     outputs: Carry
     carry: Carry
@@ -70,11 +71,11 @@ class Runner:
     """Does what a schedule asks of one stage.
 
     Args:
-        stage: the rank's part of the model.
-        number: of the stage.
-        places: of all stages in the line.
-        micro_batches: of a run.
-        device: of what is sent.
+        stage: this rank's part of the model.
+        number: number of the stage.
+        places: rank in the group of each stage.
+        micro_batches: number of micro-batches of a run.
+        device: device of the tensors that are sent.
     """
 
     def __init__(
@@ -132,15 +133,15 @@ class Runner:
             kept.clear()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Nothing: gradients are not scaled, their losses are weighted."""
+        """Does nothing: gradients are not scaled, as their losses are weighted."""
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Nothing, as `perform_reduce_grad`, under the name of older schedules."""
+        """Does nothing, as `perform_reduce_grad`; the name is that of older schedules."""
 
     # Forward.
 
     def get_fwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
-        """Operations that receive a micro-batch from the stage before."""
+        """Returns operations that receive a micro-batch from the stage before."""
         if self.is_first:
             return []
         metas = self.messages.expect(self._run.kinds[micro], micro)
@@ -149,7 +150,7 @@ class Runner:
         return self.messages.receives(self.stage_index, carry, micro)
 
     def get_fwd_send_ops(self, micro: int) -> list[dist.P2POp]:
-        """Operations that send a micro-batch to the next stage."""
+        """Returns operations that send a micro-batch to the next stage."""
         if self.is_last:
             return []
         outputs = tuple(t.detach().contiguous() for t in self._kept[micro].outputs)
@@ -196,7 +197,7 @@ class Runner:
     # Backward.
 
     def get_bwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
-        """Operations that receive the gradients of what was sent."""
+        """Returns operations that receive the gradients of what was sent."""
         if self.is_last or not self.has_backward:
             return []
         metas = self.messages.metas(self.stage_index + 1, self._run.kinds[micro])
@@ -206,7 +207,7 @@ class Runner:
         return self.messages.receives(self.stage_index + 1, buffers, micro)
 
     def get_bwd_send_ops(self, micro: int) -> list[dist.P2POp]:
-        """Operations that send gradients to the stage before."""
+        """Returns operations that send gradients to the stage before."""
         if self.is_first or not self.has_backward:
             return []
         gradients = self._to_send.pop(micro)
@@ -214,7 +215,7 @@ class Runner:
         return self.messages.sends(self.stage_index, sent, micro)
 
     def get_local_bwd_output(self, micro: int) -> tuple[Tensor | None, ...]:
-        """Gradients for the stage before, which lies on this rank."""
+        """Returns gradients for the stage before, which lies on this rank."""
         return self._to_send.pop(micro, ())
 
     def set_local_bwd_input(self, gradients: tuple[Tensor | None, ...], micro: int) -> None:
@@ -228,7 +229,7 @@ class Runner:
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Backward of a micro-batch, of its inputs only if not `full_backward`."""
+        """Runs the backward of a micro-batch, of its inputs only if not `full_backward`."""
         if not self.has_backward:
             return
         kept = self._kept.pop(micro)
@@ -247,14 +248,18 @@ class Runner:
         self._to_send[micro] = tuple(_gradient(t, passing) for t in kept.carry)
 
     def backward_weight_one_chunk(self, micro: int, last_backward: bool = False) -> None:
-        """The part of a micro-batch's backward that `backward_one_chunk` left."""
+        """Runs the part of a micro-batch's backward that `backward_one_chunk` left."""
         if self.has_backward:
             self._later.pop(micro, _nothing)()
 
     def _roots(
         self, kept: _Kept, loss: Tensor | None, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor] | None, dict[Tensor, Tensor]]:
-        """Where backward begins, with which gradients; and gradients that pass the stage by."""
+        """Returns the roots of backward, their gradients, and gradients that pass the stage by.
+
+        A tensor that the stage hands on as it came, as the encoder's output, is no root: autograd
+        has nothing to do for it.
+        """
         if self.is_last:
             assert loss is not None, "the last stage has losses"
             return [loss], None, {}
@@ -284,7 +289,7 @@ def _full(roots: list[Tensor], gradients: list[Tensor] | None) -> Callable[[], N
 
 
 def _gradient(tensor: Tensor, passing: dict[Tensor, Tensor]) -> Tensor | None:
-    """The gradient of what was received, None where none is wanted."""
+    """Returns the gradient of what was received, None where none is wanted."""
     if not tensor.requires_grad:
         return None
     found, tensor.grad = tensor.grad, None
@@ -294,4 +299,4 @@ def _gradient(tensor: Tensor, passing: dict[Tensor, Tensor]) -> Tensor | None:
 
 
 def _nothing() -> None:
-    """Of a stage in which nothing was left to do."""
+    """Does nothing, for a micro-batch whose backward is done."""

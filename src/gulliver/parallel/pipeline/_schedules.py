@@ -1,4 +1,13 @@
-"""Schedules by the names that users know, which stages lie where, and what each demands."""
+"""Schedules by the names that users know, the placement of their stages, and their demands.
+
+| name | source |
+|---|---|
+| gpipe | Huang et al., 2019 (arXiv 1811.06965): all forwards, then all backwards |
+| 1f1b | Narayanan et al., 2021 (arXiv 2006.09503): activations of few micro-batches are kept |
+| interleaved | Narayanan et al., 2021 (arXiv 2104.04473): several stages on each rank |
+| zero_bubble, zbv | Qi et al., 2024 (arXiv 2401.10241): gradients of weights fill the bubble |
+| dualpipev | DeepSeek-V3, 2024 (arXiv 2412.19437), folded into a V |
+"""
 
 from __future__ import annotations
 
@@ -17,9 +26,9 @@ class Style:
     """A way to order the forwards and backwards of micro-batches.
 
     Attributes:
-        schedule: torch's class.
+        schedule: name of torch's class.
         chunks: stages on each rank, unless the user says otherwise.
-        fixed: whether it can have no other number.
+        fixed: whether the schedule can have no other number of them.
         folded: whether the second half of the stages lies in reverse order.
         splits: whether backward comes in two parts.
     """
@@ -42,7 +51,11 @@ STYLES = {
 
 
 def style_of(name: str, chunks: int | None = None) -> Style:
-    """The style of a name.
+    """Returns the style of a name.
+
+    Args:
+        name: name in `STYLES`.
+        chunks: stages on each rank, to be checked; None: not.
 
     Raises:
         GulliverError: it is not known, torch does not have it, or it has another number of stages
@@ -64,7 +77,11 @@ def style_of(name: str, chunks: int | None = None) -> Style:
 
 
 def deal(name: str, ranks: int, chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Numbers of the stages that each of `ranks` places holds."""
+    """Returns the numbers of the stages that each of `ranks` ranks holds.
+
+    A folded schedule's rank has one stage of either half, so that the last rank hands the middle
+    over to itself, and the first rank has the loss as well.
+    """
     style = style_of(name, chunks)
     count = chunks or style.chunks
     if style.folded:
@@ -100,7 +117,7 @@ def check_counts(name: str, stages: int, ranks: int, micro_batches: int) -> None
 def make_schedule(
     name: str, runners: Sequence[Any], micro_batches: int, loss: Callable[[Any, Tensor], Tensor]
 ) -> Any:
-    """The schedule of torch over the stages of this rank."""
+    """Makes torch's schedule over the stages of this rank."""
     style = style_of(name, None if STYLES[name].fixed else len(runners))
     made = getattr(schedules, style.schedule)
     single = issubclass(made, schedules.PipelineScheduleSingle)

@@ -1,7 +1,9 @@
 """Backward in two parts: the gradients of a stage's inputs now, those of its weights later.
 
-Zero-bubble schedules (https://arxiv.org/abs/2401.10241) send the gradients of the inputs on as soon
-as they can, and fill the time in which a stage would wait with those of the weights.
+[Note: why two parts] The stage before waits for the gradient of the inputs, and nobody waits for
+those of the weights before the optimizer's step. Zero-bubble schedules (Qi et al., 2024, arXiv
+2401.10241) therefore send the former on as soon as they can, and fill the time in which a stage
+would wait (the bubble) with the latter. One backward does both and cannot be interrupted.
 
 Let C be the nodes of the autograd graph that lie between the inputs and the outputs. The first
 part runs C alone. A weight hangs on C at some nodes, its *ends*; the gradient that comes into them
@@ -28,7 +30,7 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass
 class _Group:
-    """Weights whose gradients are found in one go, and the ends that they hang on."""
+    """Weights whose gradients are computed together, and the ends that they hang on."""
 
     ends: set[Node]
     weights: list[nn.Parameter]
@@ -36,7 +38,7 @@ class _Group:
 
 @dataclass
 class Rest:
-    """What is left of a backward when the gradients of the inputs are done."""
+    """The rest of a backward when the gradients of the inputs are done."""
 
     groups: list[_Group]
     noted: dict[Node, Gradients] = field(default_factory=dict)
@@ -76,13 +78,13 @@ def backward_of_inputs(
     """Adds the gradients of inputs to their ``grad`` and leaves the weights alone.
 
     Args:
-        outputs: that want gradients.
-        gradients: of the outputs; None for one number, a loss.
+        outputs: outputs that want gradients.
+        gradients: gradients of the outputs; None for one number, a loss.
         inputs: leaves that want gradients.
-        weights: parameters that may want some.
+        weights: parameters that may want gradients.
 
     Returns:
-        What finds the gradients of the weights.
+        The rest, which computes the gradients of the weights.
     """
     given = [torch.ones_like(outputs[0])] if gradients is None else list(gradients)
     roots = [get_gradient_edge(output) for output in outputs]
@@ -106,7 +108,7 @@ def backward_of_inputs(
 
 
 def _above(roots: Sequence[Node]) -> dict[Node, list[Node]]:
-    """For each node of a graph the nodes that lead to it; roots are led to by none."""
+    """Returns for each node of a graph the nodes that lead to it; none leads to the roots."""
     above: dict[Node, list[Node]] = {root: [] for root in roots}
     waiting = list(above)
     while waiting:
@@ -124,7 +126,7 @@ def _above(roots: Sequence[Node]) -> dict[Node, list[Node]]:
 def _climb(
     starts: Sequence[Node], above: dict[Node, list[Node]], until: set[Node]
 ) -> tuple[set[Node], set[Node]]:
-    """All nodes above some, as far as those of `until`; and those of `until` that were met."""
+    """Returns all nodes above some, as far as those of `until`, and those of `until` it met."""
     seen, met = {node for node in starts if node in above}, set()
     waiting = list(seen)
     while waiting:

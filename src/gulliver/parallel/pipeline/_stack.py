@@ -1,4 +1,4 @@
-"""Finds the blocks of a model that a pipeline cuts between, and what lies around them.
+"""Finds the blocks of a model that a pipeline cuts between, and the modules around them.
 
 A model is modules before its blocks, the blocks, run in a row with the hidden state as their first
 argument and first output, and modules after. Some families need telling more: an encoder-decoder
@@ -34,7 +34,7 @@ class Stack:
             known, found out when a block is passed by.
         after: paths of modules that run after the blocks although they are registered before.
         everywhere: paths of modules that every stage keeps.
-        first_only: path inside a block, as of `gulliver.families.Blocks`.
+        first_only: path in a block of what only the first has, as in `gulliver.families.Blocks`.
         family: name of the model's family; None where its blocks were named or looked for.
     """
 
@@ -70,7 +70,7 @@ def stack_of(
     """Finds the blocks of a model.
 
     Args:
-        model: whole; its parameters may be on meta.
+        model: whole model; its parameters may be on meta.
         path: path of its list of blocks, where it is not to be looked for.
         extra: entries that a block returns after the hidden state; None: a plain tensor; -1:
             found out by itself.
@@ -245,7 +245,10 @@ class _Walk:
             self.visit(_join(path, name), child)
 
     def _home(self, path: str) -> int | None:
-        """Goes by where a module is registered: before a list of blocks, or after it."""
+        """Returns the block that a module goes with, by where it is registered.
+
+        Modules before a list of blocks go with its first block, those after it with its last.
+        """
         stack, last = self.stack, len(self.stack.blocks) - 1
         if any(path == p or _inside(path, p) for p in stack.everywhere):
             return None

@@ -1,4 +1,4 @@
-"""Making a stage of a model, in place: what the stage does not own becomes a placeholder.
+"""Makes a stage of a model, in place: modules of other stages become placeholders.
 
 `make_stage` decides from the whole model, the same on every rank, which stage keeps which module
 (`_holdings`), then replaces all others. What is kept stays the object that it was, under its own
@@ -29,15 +29,15 @@ class Stage:
     """The part of a model that lies on one rank: one stage, or several of a looped pipeline.
 
     Attributes:
-        model: the model, with placeholder modules where others' modules were.
-        stack: its blocks, as they were.
-        cut: of the whole model.
-        line: ranks of the pipeline.
-        numbers: of the stages on each of these ranks, by place in the line.
-        stage_forward: that the blocks of the model ask.
-        tied: places in the line that hold each parameter that several ranks hold, by the first
-            name that the whole model has for it.
-        aliases: the first name of every parameter of the whole model, by each of its names.
+        model: model with placeholder modules where others' modules were.
+        stack: blocks of the whole model.
+        cut: cut of the whole model.
+        line: rank group of the pipeline.
+        numbers: numbers of the stages on each of these ranks.
+        stage_forward: stage forward that the blocks of the model go through.
+        tied: ranks in the group that hold a parameter that several hold, by the first name that
+            the whole model has for it.
+        aliases: first name of every parameter of the whole model, by each of its names.
     """
 
     model: nn.Module
@@ -56,18 +56,18 @@ class Stage:
 
     @property
     def last_place(self) -> int:
-        """Place in the line of the rank that has the last stage."""
+        """Rank in the group that has the last stage."""
         return next(p for p, held in enumerate(self.numbers) if self.cut.stages - 1 in held)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, by the first names that the whole model has for them."""
+        """Returns this rank's parameters, by the first names that the whole model has for them."""
         found: dict[str, nn.Parameter] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             found.setdefault(self.aliases.get(name, name), parameter)
         return found
 
     def copies(self) -> dict[str, Line]:
-        """The ranks that hold each tied parameter of this rank; the lines have no groups."""
+        """Returns the ranks that hold each tied parameter of this rank, without process groups."""
         place = self.line.place
         return {
             name: Line(tuple(self.line.ranks[p] for p in places), places.index(place))
@@ -79,10 +79,11 @@ class Stage:
         """Adds up the gradients of tied parameters over the stages that hold them, in place.
 
         Every rank of the pipeline calls it once after the schedule, before gradients are averaged
-        over replicas, with all tied parameters that it holds and trains.
+        over replicas, with all tied parameters that it holds and trains. In one process the copies
+        are one parameter, whose gradient is the sum over its uses.
 
         Args:
-            gradients: by name as in `tied`; zeros where a stage made none.
+            gradients: gradients by name as in `tied`; zeros where a stage made none.
 
         Raises:
             GulliverError: one is missing.
@@ -113,11 +114,11 @@ def make_stage(
     """Turns a whole model into one rank's stage, in place.
 
     Args:
-        model: whole, the same on all ranks of the pipeline; its parameters may be on meta.
-        stack: its blocks.
-        cut: of the blocks.
-        line: ranks of the pipeline.
-        numbers: of the stages that each place in the line holds.
+        model: whole model, the same on all ranks of the pipeline; its parameters may be on meta.
+        stack: blocks of the model.
+        cut: cut of the blocks into stages.
+        line: rank group of the pipeline.
+        numbers: numbers of the stages that each rank holds.
 
     Returns:
         The stage.
@@ -169,7 +170,7 @@ def check_stages(model: nn.Module, stack: Stack) -> None:
 
 
 def _kept(model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[int]) -> frozenset[str]:
-    """Paths of the blocks and of the modules around them that a rank keeps."""
+    """Returns the paths of the blocks and of the modules around them that a rank keeps."""
     blocks = {b for n in numbers for b in range(cut.bounds[n], cut.bounds[n + 1])}
     kept = {stack.blocks[b] for b in blocks}
     kept |= {u.path for u in units_of(model, stack) if u.home is None or u.home in blocks}
@@ -186,7 +187,7 @@ def idle_places(
     numbers: Sequence[Sequence[int]],
     trained: Collection[str],
 ) -> list[int]:
-    """Places of a pipeline that would hold none of the parameters of these names."""
+    """Returns the ranks of a pipeline that would hold none of the parameters of these names."""
     kept = [_kept(model, stack, cut, held) for held in numbers]
     roots = set(around(model, stack))
     everywhere = any(name.rpartition(".")[0] in roots for name in trained)
@@ -200,7 +201,7 @@ def idle_places(
 def names_held(
     model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[Sequence[int]], place: int
 ) -> dict[str, nn.Parameter]:
-    """Parameters that a place of a pipeline will hold, by the first names of the whole model."""
+    """Returns the parameters that a rank will hold, by the first names of the whole model."""
     paths, roots = _kept(model, stack, cut, numbers[place]), set(around(model, stack))
     first: dict[nn.Parameter, str] = {}
     found: dict[str, nn.Parameter] = {}
@@ -212,7 +213,7 @@ def names_held(
 
 
 def _rows(stack: Stack) -> list[tuple[int, range]]:
-    """The first block of each list that is run in one go, with all of its blocks."""
+    """Returns the first block of each list that is run in one go, with all of its blocks."""
     borders = [0, stack.border, len(stack.blocks)] if stack.border else [0, len(stack.blocks)]
     return [(a, range(a, b)) for a, b in itertools.pairwise(borders)]
 
@@ -220,7 +221,7 @@ def _rows(stack: Stack) -> list[tuple[int, range]]:
 def _tied(
     model: nn.Module, stack: Stack, kept: Sequence[frozenset[str]]
 ) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """First names of all parameters; and the places that hold those which several hold."""
+    """Returns first names of all parameters, and the ranks that hold those which several hold."""
     first: dict[nn.Parameter, str] = {}
     aliases: dict[str, str] = {}
     places: dict[str, set[int]] = {}
@@ -303,7 +304,11 @@ def _lend(model: nn.Module, stack: Stack, first: int, blocks: Sequence[int]) -> 
 
 
 def _sum(value: Tensor, places: Sequence[int], line: Line) -> None:
-    """Sums a tensor over some of the ranks of a line, in the order of their places."""
+    """Sums a tensor over some ranks of a group, in the order of the ranks.
+
+    Point to point: a process group for each set of stages that share a weight would have to be
+    made by all ranks.
+    """
     if len(places) == line.size:
         all_reduce(value, "sum", line.group)
         return
@@ -320,7 +325,7 @@ def _sum(value: Tensor, places: Sequence[int], line: Line) -> None:
 
 
 def _send_first(value: Tensor, places: Sequence[int], line: Line) -> None:
-    """Gives the others the value of the first."""
+    """Sends the value of the first of some ranks to the others."""
     if line.place == places[0]:
         post([], [(line.ranks[p], value) for p in places[1:]], line.group, 0).wait()
     else:

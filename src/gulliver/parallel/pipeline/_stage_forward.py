@@ -1,7 +1,9 @@
-"""One forward of a stage: the model's own forward, in which blocks of other stages do nothing.
+"""The stage forward: the model's own forward, in which blocks of other stages do nothing.
 
-The model is called as ever, with the whole micro-batch, so that masks, positions and rotary tables
-are made by its own code. What is different is what its blocks do (`StageForward.block`):
+[Note: the model's own forward] Tracing or rewriting a model into stages fails where its forward
+computes masks, positions or rotary tables before the blocks. So the model is called as ever, with
+the whole micro-batch, and its own code makes these. What is different is what its blocks do
+(`StageForward.block`):
 
 - a block before the stage's first returns the hidden state that it got;
 - the first block of the stage is given the hidden state that the stage before sent;
@@ -52,11 +54,11 @@ class ForwardState:
     """A forward that is under way.
 
     Attributes:
-        start: the stage's first block.
-        stop: one past its last.
-        last: whether the model ends with it.
-        hidden: received, for the first block; None where the stage begins with modules.
-        memory: output of the first list's module, received or computed.
+        start: number of the stage's first block.
+        stop: number of its last block, plus one.
+        last: whether the model ends with this stage.
+        hidden: received hidden state for the first block; None where the stage begins with modules.
+        memory: output of the first list's module (an encoder), received or computed.
         live: whether this stage's own computation has begun.
         look: whether to look for what leaks past the received tensors.
     """
@@ -71,11 +73,11 @@ class ForwardState:
 
 
 class StageForward:
-    """What all blocks of a model on one rank ask when they are called.
+    """The behaviour of a model's blocks on one rank; they go through it when they are called.
 
     Args:
-        stack: of the whole model.
-        bounds: first blocks of all stages, and the number of blocks.
+        stack: blocks of the whole model.
+        bounds: first block of each stage, and the number of blocks.
     """
 
     def __init__(self, stack: Stack, bounds: tuple[int, ...]) -> None:
@@ -86,7 +88,7 @@ class StageForward:
 
     @property
     def stages(self) -> int:
-        """Of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return len(self.bounds) - 1
 
     def forward(
@@ -101,11 +103,11 @@ class StageForward:
         """Runs one micro-batch through one stage.
 
         Args:
-            call: the model, or what wraps its forward.
+            call: model, or a wrapper of its forward.
             stage: number of the stage.
-            carry: what the stage before handed over; empty for the first.
-            args: of the model.
-            kwargs: of the model.
+            carry: tensors that the stage before handed over; none for the first.
+            args: positional arguments of the model.
+            kwargs: keyword arguments of the model.
             look: whether to look for what leaks past the carry, at the price of some reading.
 
         Returns:
@@ -141,7 +143,7 @@ class StageForward:
         return ForwardState(start, stop, last, hidden, memory, stage == 0, look)
 
     def running(self, name: str) -> ForwardState:
-        """The forward that is under way.
+        """Returns the state of the forward that is under way.
 
         Raises:
             GulliverError: there is none: the model was called directly.
@@ -156,7 +158,7 @@ class StageForward:
     def block(
         self, number: int, block: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """What block `number` does; `call` is what it would do by itself."""
+        """Runs block `number`; `call` is what it would do by itself."""
         if self.state is None and self.stages == 1:
             return self._run(number, call, args, kwargs)
         state = self.running(self.stack.blocks[number])
@@ -189,7 +191,7 @@ class StageForward:
         return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
     def pass_by(self, block: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
-        """What a block of another stage returns: its hidden state, in the form of its own."""
+        """Returns a passed-by block's hidden state, in the form of its own output."""
         if self.extra == -1:
             self.extra = find_form(to_meta(block), path, args, kwargs)
         hidden = hidden_of(block, args, kwargs)
@@ -204,7 +206,7 @@ class StageForward:
             )
 
     def around_memory(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What the module around the first list of blocks does."""
+        """Runs the module around the first list of blocks, or returns what it has finished."""
         if self.state is None and self.stages == 1:
             return call(*args, **kwargs)
         state = self.running(self.stack.memory or "")
@@ -237,26 +239,26 @@ def _form(extra: int | None) -> str:
 
 
 def _finished(memory: Tensor) -> Any:
-    """A finished encoder's output, as Hugging Face models read it."""
+    """Wraps a finished encoder's output as Hugging Face models read it."""
     from transformers.modeling_outputs import BaseModelOutput
 
     return BaseModelOutput(last_hidden_state=memory)  # pyright: ignore[reportArgumentType]
 
 
 def first_of(output: Any) -> Tensor:
-    """The hidden state in what a block or an encoder returned."""
+    """Returns the hidden state in what a block or an encoder returned."""
     return output if isinstance(output, Tensor) else output[0]
 
 
 def hidden_of(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The hidden state among the arguments of a block: the first of its forward."""
+    """Returns the hidden state among the arguments of a block: the first of its forward."""
     return args[0] if args else kwargs[_first_name(block)]
 
 
 def with_hidden(
     block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """The arguments of a block with another hidden state."""
+    """Returns the arguments of a block with another hidden state."""
     if args:
         return (hidden, *args[1:]), kwargs
     return args, {**kwargs, _first_name(block): hidden}

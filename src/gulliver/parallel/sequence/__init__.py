@@ -1,4 +1,4 @@
-"""Sequence parallelism: attention over sequences that lie on several ranks.
+"""Sequence (context) parallelism: exact attention over sequences sharded over several ranks.
 
     groups = make_groups(SequencePlan(ulysses=2, inner=2, layout="zigzag"))
     x = shard(embedded, groups)                                # [batch, local length, hidden]
@@ -7,8 +7,10 @@
 Read `_layout.py` (who holds which positions), `_mask.py` and `_tiles.py` (what is computed of two
 ranks' tokens), `_kernels.py` and `_partial.py` (blocks, and how they are merged), `_ring.py` and
 `_heads.py` (what travels), then `_attention.py`, which joins them. `_two_ring.py` is the naive
-twin.
-It does not know of models, parameters or optimizers.
+twin, an oracle for tests.
+
+A *ring rank* is a position in the ring: one rank, or with Ulysses the group of ranks that hold the
+tokens of that position together. It does not know of models, parameters or optimizers.
 """
 
 from gulliver.hardware import AttentionBytes as Volume

@@ -1,10 +1,16 @@
-"""Attention over a sequence that lies on several ranks: the call that models make.
+"""Attention over a sequence that is sharded over several ranks: the call that models make.
 
     groups = make_groups(SequencePlan(ulysses=2, inner=2, layout="zigzag"))
     out = attention(q, k, v, groups, mask=Mask(causal=True))
 
-Ulysses first brings this rank some heads of all its place's tokens, the ring then the other places'
-keys and values, and Ulysses takes the output back. Nothing is kept from call to call.
+Ulysses first brings this rank some heads of all tokens of its Ulysses group, the ring then the
+other groups' keys and values, and Ulysses takes the output back. Nothing is kept from call to call.
+
+[Note: Ulysses inside, ring outside] Ulysses sends less, (u - 1) / u of q, k, v and output whatever
+the degree, but nothing hides it and there can be no more ranks than heads. The ring sends every
+block to everyone, but under the computation, and has no limit. So neighbours with fast links
+exchange heads, and the ring goes over the slower links (Fang and Zhao, USP, 2024, arXiv
+2405.07719).
 """
 
 from __future__ import annotations
@@ -43,38 +49,39 @@ def attention(
     circulate: Literal["auto", "kv", "q"] = "auto",
     dropout: float = 0.0,
 ) -> Tensor:
-    """Softmax attention, exact for any layout; every rank of the sequence calls it.
+    """Computes softmax attention, exact for any layout; every rank of the sequence calls it.
 
-    With one length given the ranks trust each other; without, they compare shapes and masks first,
+    With `length` given the ranks trust each other; without, they compare shapes and masks first,
     which costs a small message each and on a GPU a synchronisation. Gradients are those of the sum
-    of what all ranks do with their outputs.
+    of all ranks' losses.
 
     Under autocast q, k and v are cast as for torch's own attention.
 
     Args:
         q: this rank's queries, ``[batch, heads, local length, head dim]``.
-        k: its keys, ``[batch, KV heads, local key length, head dim]``; the KV heads divide the
-            heads.
-        v: its values, ``[batch, KV heads, local key length, value dim]``.
-        groups: of the plan; queries and keys lie as the plan's layout lays their lengths.
-        mask: which queries see which keys, in positions of the whole sequence; None is full. A
-            query that sees nothing gives zeros, and zero gradients.
-        scale: of the logits; None is ``1 / sqrt(head dim)``.
-        length: of the whole sequence, in tokens; None asks all ranks.
-        key_length: of the keys of a cross-attention; None with a `length` is that length.
-        kernel: "reference", "cpu flash", "cuda flash", "cuda cudnn" or "cuda efficient"; None is
-            the fastest that can.
-        deterministic: the same bits every time; None is what torch is set to. (The order in which
-            blocks are merged is always the same.)
+        k: this rank's keys, ``[batch, KV heads, local key length, head dim]``; the KV heads divide
+            the heads.
+        v: this rank's values, ``[batch, KV heads, local key length, value dim]``.
+        groups: rank groups of the plan; queries and keys are sharded as the plan's layout shards
+            their lengths.
+        mask: description of the queries that see a key, in positions of the whole sequence; None
+            lets all see all. A query that sees nothing gives zeros, and zero gradients.
+        scale: factor of the logits; None is ``1 / sqrt(head dim)``.
+        length: tokens of the whole sequence; None asks all ranks.
+        key_length: tokens of the keys of a cross-attention; None with a `length` is that length.
+        kernel: name of a kernel, "reference", "cpu flash", "cuda flash", "cuda cudnn" or "cuda
+            efficient"; None is the fastest that can.
+        deterministic: whether the same bits come out every time; None is what torch is set to. (The
+            order in which blocks are merged is always the same.)
         circulate: whether keys and values or queries go round the ring; "auto" takes what is fewer
             bytes, forward and backward together.
-        dropout: must be 0.
+        dropout: probability of dropping a weight, which must be 0.
 
     Returns:
-        ``[batch, heads, local length, value dim]`` of q's dtype.
+        Outputs ``[batch, heads, local length, value dim]`` of q's dtype.
 
     Raises:
-        GulliverError: shapes, dtypes or a kernel that do not fit; ranks that do not agree.
+        GulliverError: shapes, dtypes or a kernel do not fit; the ranks do not agree.
     """
     q, k, v = _autocast(q, k, v)
     _check_arguments(q, k, v, mask, dropout, circulate)
@@ -131,7 +138,7 @@ def _apply(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the dtype that autocast gives torch's own attention, where it is on."""
+    """Casts to the dtype that autocast gives torch's own attention, where it is on."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -181,7 +188,7 @@ def _layouts(
     length: int | None,
     key_length: int | None,
 ) -> tuple[Layout, Layout]:
-    """How queries and keys lie over the ranks, checked against what is held."""
+    """Returns the layouts of queries and keys, checked against the lengths that ranks hold."""
     own = {groups.rank: (q.shape[2], k.shape[2])}
     if length is None:
         held = dict(enumerate(_agree(q, k, v, groups, mask)))
@@ -207,7 +214,7 @@ def _layouts(
 def _agree(
     q: Tensor, k: Tensor, v: Tensor, groups: SequenceGroups, mask: Mask
 ) -> list[tuple[int, int]]:
-    """All ranks' lengths of queries and keys; what must be equal on all is compared."""
+    """Gathers all ranks' lengths of queries and keys, and compares what must be equal on all."""
     if groups.plan.degree == 1:
         return [(q.shape[2], k.shape[2])]
     names = ("batch", "heads", "KV heads", "head dim", "value dim", "dtype", "mask")
@@ -231,7 +238,7 @@ def _short(values: list[int]) -> str:
 
 
 def _kinds(mask: Mask, queries: Layout) -> tuple[Literal["plain", "causal", "masked"], ...]:
-    """The kinds of rectangles that a mask may be cut into."""
+    """Returns the kinds of tiles that a mask may be cut into."""
     contents = (mask.documents, mask.key_lengths, mask.query_lengths, mask.keys)
     if mask.window is not None or any(part is not None for part in contents):
         return ("plain", "causal", "masked") if mask.causal else ("plain", "masked")
@@ -241,7 +248,10 @@ def _kinds(mask: Mask, queries: Layout) -> tuple[Literal["plain", "causal", "mas
 def _cheaper(
     q: Tensor, k: Tensor, v: Tensor, queries: Layout, keys: Layout, groups: SequenceGroups
 ) -> Circulate:
-    """What is fewer bytes to send round; the same answer on all ranks."""
+    """Returns what is fewer bytes to send round; the same answer on all ranks.
+
+    Queries are fewer where a cross-attention has a short query side and long keys.
+    """
     shape = Shape(
         batch=q.shape[0],
         heads=q.shape[1],
@@ -257,7 +267,7 @@ def _cheaper(
 
 
 def _swap(heads: Heads, groups: SequenceGroups, queries: Layout, keys: Layout) -> Swap:
-    """The exchange of q, k and v in this rank's place."""
+    """Describes the exchange of q, k and v in this rank's Ulysses group."""
     first = groups.place * groups.plan.ulysses
     of_q, of_k = (
         tuple(layout.sizes()[first : first + groups.plan.ulysses]) for layout in (queries, keys)

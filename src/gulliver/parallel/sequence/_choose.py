@@ -23,7 +23,7 @@ class Predicted:
     """A plan and what it should cost.
 
     Attributes:
-        plan: considered.
+        plan: plan that was considered.
         seconds: seconds of a forward and a backward.
         compute: seconds of both if nothing had to be sent.
         exchanges: seconds of the exchanges of heads.
@@ -43,7 +43,7 @@ class Chosen:
 
     Attributes:
         plan: plan to use.
-        predicted: all that were considered, the best first.
+        predicted: predictions of all plans that were considered, the best first.
     """
 
     plan: SequencePlan
@@ -51,7 +51,7 @@ class Chosen:
 
     @property
     def reason(self) -> str:
-        """Why this one, in a few words."""
+        """Reason for the choice, in a few words."""
         best, *others = self.predicted
         told = [f"{p.plan}: {1e3 * p.seconds:.3g} ms" for p in others[:1]]
         return " against ".join([f"{best.plan}: {1e3 * best.seconds:.3g} ms", *told])
@@ -77,11 +77,11 @@ def choose(
     """Considers every factorisation of a degree.
 
     Args:
-        cluster: measured or described.
+        cluster: links and device, measured or described.
         shape: sizes of the attention.
         degree: ranks of a sequence; None is the whole cluster.
-        layout: None is zigzag for a causal shape, and contiguous else.
-        stride: a sequence lies on every so many-th rank; those between share its tensors.
+        layout: name of the layout; None is zigzag for a causal shape, and contiguous else.
+        stride: distance between the ranks of a sequence; those between share its tensors.
 
     Raises:
         GulliverError: no degree of at least 1; the device has no rate for the dtype.
@@ -103,13 +103,13 @@ def choose(
 
 
 def predict(cluster: Cluster, shape: Shape, plan: SequencePlan, stride: int = 1) -> Predicted:
-    """What a plan should cost on every `stride`-th rank of a cluster."""
+    """Predicts what a plan costs on every `stride`-th rank of a cluster."""
     took = split_attention_seconds(cluster, shape, _split(plan, shape), stride)
     return Predicted(plan, took.total, took.compute, took.exchanges, volume(plan, shape))
 
 
 def volume(plan: SequencePlan, shape: Shape, circulate: str = "kv") -> Volume:
-    """Bytes that each rank sends in one attention, by formula."""
+    """Returns the bytes that each rank sends in one attention, by formula."""
     return split_attention_bytes(_split(plan, shape), shape, circulate)
 
 

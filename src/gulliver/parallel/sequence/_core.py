@@ -1,4 +1,4 @@
-"""Attention of a place's queries to the keys of all places, forward and backward.
+"""Ring attention: the queries of a ring rank attend to the keys of all, forward and backward.
 
 `RingAttention` is the autograd function. Of (keys, values) and queries the one that costs less on
 the wire goes round:
@@ -10,8 +10,11 @@ the wire goes round:
 | forward, few queries | Q | output, log-sum-exp |
 | backward, few queries | Q, dO, O, log-sum-exp | dQ |
 
-What comes home is float32, or float64 for float64. Saved for backward are this rank's own q, k, v,
-output and log-sum-exp, and nothing that came over the wire.
+What comes home is float32, or float64 for float64, as it is a sum over many ranks. Saved for
+backward are this rank's own q, k, v, output and log-sum-exp, and nothing that came over the wire:
+memory for activations stays at 1 / N of the sequence, and the blocks go round a second time.
+
+Source: Liu et al., Ring Attention, 2023 (arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ Circulate = Literal["kv", "q"]
 
 
 LEAST_PIECE, MOST_PIECES = 1024, 4
-"""Tokens of a piece, below which kernels are slower; and pieces of a block, beyond which the last
-step, which nothing hides, is short enough."""
+"""Least tokens of a piece, below which kernels are slower; and most pieces of a block, beyond which
+the last step, which nothing hides, is short enough."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,11 @@ class Call:
     """One call of the ring.
 
     Attributes:
-        groups: of the ranks.
-        queries: how the queries lie.
-        keys: how the keys and values lie.
-        how: blocks are computed.
-        circulate: what goes round.
+        groups: rank groups of the plan.
+        queries: layout of the queries.
+        keys: layout of the keys and values.
+        how: options that all blocks share.
+        circulate: what goes round, "kv" or "q".
     """
 
     groups: SequenceGroups
@@ -65,11 +68,11 @@ class Call:
     circulate: Circulate = "kv"
 
     def cuts(self) -> _Cuts:
-        """How the blocks that go round are cut into pieces."""
+        """Returns how the blocks that go round are cut into pieces."""
         return _Cuts(self.keys if self.circulate == "kv" else self.queries)
 
     def tiles(self, visit: Visit, cuts: _Cuts) -> tuple[Tile, ...]:
-        """What is to be computed for a piece that is here."""
+        """Returns what is to be computed for a piece that is here."""
         place = self.groups.place
         if self.circulate == "kv":
             rows = _half(size_of(self.queries.of_place(place)), visit.half)
@@ -81,7 +84,7 @@ class Call:
 
 
 class _Cuts:
-    """Blocks of a layout as pieces; every rank finds the same."""
+    """The pieces of a layout's blocks; every rank finds the same."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._sizes = layout, layout.place_sizes()
@@ -89,26 +92,26 @@ class _Cuts:
         self.pieces = min(most, max(1, max(self._sizes) // LEAST_PIECE))
 
     def range(self, place: int, piece: int) -> Interval:
-        """Local tokens of a piece."""
+        """Returns first and one past the last local token of a piece."""
         edges = [self._sizes[place] * p // self.pieces for p in range(self.pieces + 1)]
         return edges[piece], edges[piece + 1]
 
     def size(self, place: int, piece: int) -> int:
-        """Tokens of a piece."""
+        """Returns the number of tokens of a piece."""
         first, last = self.range(place, piece)
         return last - first
 
     def held(self, visit: Visit) -> tuple[Interval, ...]:
-        """Positions of a piece."""
+        """Returns the positions of a piece in the whole sequence."""
         return part_of(self._layout.of_place(visit.place), *self.range(visit.place, visit.piece))
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention with a gradient, see the top of the file."""
+    """Ring attention with its gradient; see the top of the file."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """The output, ``[batch, heads, own queries, value dim]`` of q's dtype."""
+        """Returns the output, ``[batch, heads, own queries, value dim]`` of q's dtype."""
         forward = forward_kv if call.circulate == "kv" else forward_q
         # The explicit kernel's products must stay in the dtype that it chose.
         with torch.autocast(q.device.type, enabled=False):
@@ -121,9 +124,9 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        """The gradients of q, k and v."""
+        """Returns the gradients of q, k and v."""
         q, k, v, out, lse = ctx.saved_tensors
-        # A gradient may be any view, even one number seen many times.
+        # A gradient may be any view, even one number expanded; messages need plain memory.
         rows = Rows(q, grad.contiguous(), out, lse.masked_fill(lse == -torch.inf, 0.0))
         backward = backward_kv if ctx.call.circulate == "kv" else backward_q
         with torch.autocast(q.device.type, enabled=False):
@@ -132,7 +135,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def forward_kv(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
-    """Keys and values go round."""
+    """Computes the forward with keys and values going round."""
     pack = _Pack([k, v], call)
     partial = Partial.empty(q, v.shape[3])
     for visit in turn(pack.own(), pack.bytes, call.groups):
@@ -142,7 +145,7 @@ def forward_kv(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
 
 
 def backward_kv(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
-    """Keys and values go round, and their gradients come home with them."""
+    """Computes the backward with keys and values going round, and their gradients behind them."""
     pack = _Pack([k, v], call)
     dtype = precise(k.dtype)
     dq = torch.zeros(rows.q.shape, dtype=dtype, device=k.device)
@@ -161,7 +164,7 @@ def backward_kv(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
 
 
 def forward_q(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
-    """Queries go round, and their output and log-sum-exp come home with them."""
+    """Computes the forward with queries going round, and their partial outputs behind them."""
     pack = _Pack([q], call)
     whole = Partial.empty(q, v.shape[3])
     home = _Pack([whole.out, whole.lse], call)
@@ -188,7 +191,7 @@ def forward_q(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
 
 
 def backward_q(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
-    """Queries and their rows' output go round, and their gradients come home with them."""
+    """Computes the backward with queries and their rows' outputs going round, gradients behind."""
     # The widest dtype first, so that each part begins at a multiple of its element.
     pack = _Pack([rows.lse, rows.q, rows.grad, rows.out], call)
     dtype = precise(k.dtype)
@@ -208,14 +211,17 @@ def backward_q(rows: Rows, k: Tensor, v: Tensor, call: Call) -> Gradients:
 
 
 class _Pack:
-    """Tensors ``[batch, heads, length, ...]`` of a place as one message for each piece."""
+    """Packs tensors ``[batch, heads, length, ...]`` of a ring rank as one message for each piece.
+
+    One message instead of one for each tensor: each costs a latency.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], call: Call) -> None:
         self._tensors, self.cuts = tensors, call.cuts()
         self._place, self._alone = call.groups.place, call.groups.plan.ring == 1
 
     def own(self) -> list[Tensor]:
-        """This place's messages, in bytes; in a ring of one nothing is copied for one."""
+        """Returns this rank's messages, in bytes; in a ring of one they are empty."""
         if self._alone:
             return [self._tensors[0].new_empty(0)]
         return [
@@ -224,19 +230,19 @@ class _Pack:
         ]
 
     def _held(self, piece: int) -> list[Tensor]:
-        """A piece of this place's tensors."""
+        """Returns a piece of this rank's tensors, as views."""
         return [t[:, :, slice(*self.cuts.range(self._place, piece))] for t in self._tensors]
 
     def bytes(self, place: int, piece: int) -> int:
-        """Of a message."""
+        """Returns the bytes of a message."""
         return sum(self._sizes(place, piece, each_byte=True))
 
     def numel(self, place: int, piece: int) -> int:
-        """Elements of a piece of all tensors."""
+        """Returns the elements of a piece of all tensors."""
         return sum(self._sizes(place, piece))
 
     def open(self, visit: Visit) -> list[Tensor]:
-        """The tensors of a message."""
+        """Returns the tensors of a message, as views of it."""
         if visit.place == self._place:
             return self._held(visit.piece)
         parts = visit.block.split(self._sizes(visit.place, visit.piece, each_byte=True))
@@ -247,13 +253,13 @@ class _Pack:
         ]
 
     def split(self, flat: Tensor, visit: Visit) -> list[Tensor]:
-        """Flat elements by the tensors' shapes."""
+        """Splits flat elements into views of the tensors' shapes."""
         parts = flat.split(self._sizes(visit.place, visit.piece))
         shapes = self._shapes(visit.place, visit.piece)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def joined(self, totals: list[Tensor]) -> list[Tensor]:
-        """This place's tensors of what came home for each piece."""
+        """Joins what came home for each piece into this rank's tensors."""
         pieces = [self.split(t, Visit(self._place, n, t)) for n, t in enumerate(totals)]
         return [torch.cat(parts, 2) for parts in zip(*pieces, strict=True)]
 
@@ -278,5 +284,5 @@ def _plus(into: Tensor, arrived: Tensor, _: Visit) -> Tensor:
 
 
 def _half(length: int, half: int | None) -> Interval | None:
-    """Local rows of a half."""
+    """Returns the local rows of a half of the work; None for all."""
     return None if half is None else [(0, length // 2), (length // 2, length)][half]

@@ -1,7 +1,8 @@
-"""Attention of few new queries, which all ranks have, to keys and values that lie on the ranks.
+"""Decoding: attention of few new queries, the same on all ranks, to sharded keys and values.
 
 Each rank attends to its own keys, and one exchange of outputs and log-sum-exps merges them:
-``batch x heads x queries x (value dim + 1)`` numbers to each other rank, whatever the length.
+``batch x heads x queries x (value dim + 1)`` numbers to each other rank, whatever the length. A
+ring would send the keys, which are many; here the queries are few.
 """
 
 from __future__ import annotations
@@ -33,25 +34,26 @@ def decode(
     scale: float | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """Attention to sharded keys; every rank gets the same bits.
+    """Attends to sharded keys; every rank gets the same bits.
 
     Args:
-        q: the same on all ranks, ``[batch, heads, queries, head dim]``.
+        q: queries, the same on all ranks, ``[batch, heads, queries, head dim]``.
         k: this rank's keys, any number of them, ``[batch, KV heads, local keys, head dim]``.
-        v: its values, ``[batch, KV heads, local keys, value dim]``.
-        groups: of the plan; only who takes part matters.
-        mask: which queries see which keys; None lets all see all, as for the last token.
-        query_positions: with a mask, the positions of the queries, ``[queries]``.
-        key_positions: and of this rank's keys, ``[local keys]``.
-        length: with a mask, of the whole sequence.
-        scale: of the logits; None is ``1 / sqrt(head dim)``.
-        kernel: by name; None is the fastest that can.
+        v: this rank's values, ``[batch, KV heads, local keys, value dim]``.
+        groups: rank groups of the plan; only their members matter.
+        mask: description of the queries that see a key; None lets all see all, as for the last
+            token.
+        query_positions: positions of the queries, ``[queries]``; needed with a mask.
+        key_positions: positions of this rank's keys, ``[local keys]``; needed with a mask.
+        length: tokens of the whole sequence; needed with a mask.
+        scale: factor of the logits; None is ``1 / sqrt(head dim)``.
+        kernel: name of a kernel; None is the fastest that can.
 
     Returns:
-        ``[batch, heads, queries, value dim]`` of q's dtype.
+        Outputs ``[batch, heads, queries, value dim]`` of q's dtype.
 
     Raises:
-        GulliverError: a mask without positions; a gradient is asked for.
+        GulliverError: a mask comes without positions; a gradient is asked for.
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise GulliverError("decode has no gradient: call it under torch.no_grad()")
@@ -72,7 +74,7 @@ def _allowed(
     key_positions: Tensor | None,
     length: int | None,
 ) -> Tensor | None:
-    """The dense mask ``[rows, queries, local keys]``."""
+    """Returns the dense mask ``[rows, queries, local keys]``; None allows all."""
     if mask is None:
         return None
     if query_positions is None or key_positions is None or length is None:
@@ -89,7 +91,7 @@ def _allowed(
 def _own(
     q: Tensor, k: Tensor, v: Tensor, scale: float, allowed: Tensor | None, kernel: Kernel
 ) -> Partial:
-    """Attention to this rank's keys, of which there may be none."""
+    """Attends to this rank's keys, of which there may be none."""
     partial = Partial.empty(q, v.shape[3])
     if not k.shape[2]:
         return partial

@@ -1,12 +1,14 @@
-"""Ulysses: all ranks of a place exchange parts of the sequence for heads, and back.
+"""Ulysses: the ranks of a group exchange parts of the sequence for heads, and back.
 
-Before, a rank has all heads of its tokens; after `to_heads` it has some heads of all the place's
-tokens. Queries, keys and values travel in one exchange.
+Before, a rank has all heads of its tokens; after `to_heads` it has some heads of all the group's
+tokens, and heads attend independently of each other. Queries, keys and values travel in one
+exchange. Source: Jacobs et al., DeepSpeed Ulysses, 2023 (arXiv 2309.14509).
 
 [Note: grouped queries] KV heads are not expanded. Where the ranks divide them, each rank gets its
 share and the queries that use it. Where they do not, queries are dealt as evenly as can be, and
 each rank is sent the KV heads that its queries use; a head that several ranks need is sent to each.
-Its gradients come back from each, and are added up in float32.
+Its gradients come back from each, and are added up in float32. Expanding the KV heads to those of
+the queries would make all numbers divide, at `group` times the bytes.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ from gulliver.errors import GulliverError
 from gulliver.parallel.sequence._layout import Interval, split_sizes
 
 Run = tuple[slice, slice]
-"""Heads of queries, and the KV heads that they use in equal numbers."""
+"""Query heads, and the KV heads that serve them in equal numbers."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Which heads each rank of a place works on.
+    """The heads that each rank of a Ulysses group works on.
 
     Attributes:
-        queries: heads of queries of each rank.
-        keys: KV heads of each rank.
-        group: heads of queries for one KV head.
+        queries: interval of query heads of each rank.
+        keys: interval of KV heads of each rank; intervals overlap where a head is needed twice.
+        group: query heads for one KV head.
     """
 
     queries: tuple[Interval, ...]
@@ -43,7 +45,10 @@ class Heads:
     group: int
 
     def runs(self, member: int) -> tuple[Run, ...]:
-        """A rank's heads, numbered from 0, cut so that each KV head of a run serves as many."""
+        """Cuts a rank's heads, numbered from 0, into runs in which each KV head serves as many.
+
+        Kernels with grouped queries want that, and an uneven deal does not always give it.
+        """
         first, last = self.queries[member]
         base = self.keys[member][0]
         served = [
@@ -63,7 +68,12 @@ class Heads:
 
 
 def deal_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
-    """Deals heads over the ranks of a place.
+    """Deals heads over the ranks of a Ulysses group.
+
+    Args:
+        heads: query heads.
+        kv_heads: KV heads, a divisor of `heads`.
+        ranks: ranks of the group.
 
     Raises:
         GulliverError: the KV heads do not divide the heads, or there are more ranks than heads.
@@ -88,13 +98,13 @@ def deal_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
 
 @dataclass(frozen=True)
 class Swap:
-    """How tensors lie before and after an exchange.
+    """The sharding of some tensors before and after an exchange.
 
     Attributes:
-        line: of the ranks of a place.
-        heads: of each tensor, those of each rank.
-        lengths: of each tensor, tokens of each rank.
-        totals: heads of each tensor.
+        line: rank group of Ulysses.
+        heads: interval of heads of each rank, for each tensor.
+        lengths: tokens of each rank, for each tensor.
+        totals: number of heads of each tensor.
     """
 
     line: Line
@@ -103,7 +113,14 @@ class Swap:
     totals: tuple[int, ...]
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """From all heads of some tokens to some heads of all tokens."""
+        """Exchanges all heads of some tokens for some heads of all tokens.
+
+        Args:
+            tensors: tensors ``[batch, heads, own tokens, dim]``.
+
+        Returns:
+            Tensors ``[batch, own heads, tokens of the group, dim]``.
+        """
         ranks, me = range(self.line.size), self.line.place
         outgoing = [
             [t[:, slice(*of[r])] for t, of in zip(tensors, self.heads, strict=True)] for r in ranks
@@ -119,7 +136,7 @@ class Swap:
         return [torch.cat(parts, 2) for parts in zip(*arrived, strict=True)]
 
     def to_sequence(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Back; what several ranks have of one head is added up."""
+        """Inverts `to_heads`; what several ranks have of one head is added up."""
         ranks, me = range(self.line.size), self.line.place
         cuts = [t.split(lengths, 2) for t, lengths in zip(tensors, self.lengths, strict=True)]
         shapes = [
@@ -138,41 +155,41 @@ class Swap:
 
 
 class ToHeads(torch.autograd.Function):
-    """`Swap.to_heads` with its gradient."""
+    """Differentiable `Swap.to_heads`."""
 
     @staticmethod
     def forward(ctx: Any, swap: Swap, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The tensors by heads."""
+        """Returns the tensors by heads."""
         ctx.swap = swap
         return tuple(swap.to_heads(tensors))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore
-        """Their gradients by tokens."""
+        """Returns their gradients by tokens."""
         return None, *ctx.swap.to_sequence(grads)
 
 
 class ToSequence(torch.autograd.Function):
-    """`Swap.to_sequence` of heads that one rank each has, with its gradient."""
+    """Differentiable `Swap.to_sequence` of heads that one rank each has."""
 
     @staticmethod
     def forward(ctx: Any, swap: Swap, tensor: Tensor) -> Tensor:
-        """The tensor by tokens."""
+        """Returns the tensor by tokens."""
         ctx.swap = swap
         return swap.to_sequence([tensor])[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        """Its gradient by heads."""
+        """Returns its gradient by heads."""
         return None, ctx.swap.to_heads([grad])[0]
 
 
 def _exchange(
     line: Line, outgoing: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]
 ) -> list[list[Tensor]]:
-    """Sends a list of tensors to each rank in one message, and takes them apart again."""
+    """Sends a list of tensors to each rank in one message, and takes apart what arrives."""
     flat = [torch.cat([t.reshape(-1) for t in tensors]) for tensors in outgoing]
     counts = [[torch.Size(shape).numel() for shape in from_rank] for from_rank in shapes]
     arrived = exchange(line, flat, [sum(c) for c in counts])
@@ -183,7 +200,7 @@ def _exchange(
 
 
 def _placed(parts: list[Tensor], heads: tuple[Interval, ...], total: int) -> Tensor:
-    """Parts of one tensor side by side, or added up where their heads overlap."""
+    """Joins parts of one tensor side by side, or adds them up where their heads overlap."""
     if sum(b - a for a, b in heads) == total:
         return torch.cat(parts, 1)
     batch, _, length, size = parts[0].shape

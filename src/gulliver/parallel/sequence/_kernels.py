@@ -1,8 +1,12 @@
 """The attention kernels: each gives a block's output and log-sum-exp, and a block's gradients.
 
-A kernel sees one rectangle of queries and keys. Its backward is given the output and the
-log-sum-exp of the *whole* rows, over all keys of all ranks; then the gradients of the blocks add up
-to those of the whole (Dao et al., FlashAttention, 2022, equation 6 and after).
+[Note: gradients of a block] A kernel sees one rectangle of queries and keys. Its backward is given
+the output and the log-sum-exp of the *whole* rows, over all keys of all ranks. From these follow
+the final weights of its own pairs, ``P = exp(logits - lse)``, and ``D = sum(dO * O)`` of each row,
+and the gradient of a logit is ``P * (dO @ v - D)``: it needs nothing of other keys. So the
+gradients of the blocks add up to those of the whole, in any order and on any rank (Dao et al.,
+FlashAttention, 2022, arXiv 2205.14135, appendix B.2). With a block's own output and log-sum-exp
+they would not.
 
 | name | device | dtypes | masks |
 |---|---|---|---|
@@ -35,16 +39,16 @@ DTYPES = (torch.float64, torch.float32, *HALVES)
 
 @dataclass(frozen=True)
 class Asked:
-    """What a kernel is to be able to do.
+    """The requirements that a kernel has to meet.
 
     Attributes:
-        device: type of the tensors' device.
-        dtype: of q, k and v.
-        head_dim: of queries and keys.
-        value_dim: of values.
-        kind: of mask.
-        deterministic: the same bits every time.
-        arch: major and minor number of a CUDA device.
+        device: type of the tensors' device, "cpu" or "cuda".
+        dtype: dtype of q, k and v.
+        head_dim: dim of queries and keys.
+        value_dim: dim of values.
+        kind: kind of mask.
+        deterministic: whether the same bits have to come out every time.
+        arch: compute capability of a CUDA device, major and minor.
     """
 
     device: str
@@ -61,13 +65,14 @@ class Block:
     """A rectangle: tensors of one dtype, heads of k and v dividing those of q.
 
     Attributes:
-        q: ``[batch, heads, queries, head dim]``.
-        k: ``[batch, KV heads, keys, head dim]``.
-        v: ``[batch, KV heads, keys, value dim]``.
-        scale: of the logits.
-        causal: key j is seen by query i if j <= i; as many keys as queries.
-        bias: 0 or minus infinity, ``[rows, 1, queries, keys]`` of q's dtype.
-        deterministic: the same bits every time.
+        q: queries ``[batch, heads, queries, head dim]``.
+        k: keys ``[batch, KV heads, keys, head dim]``.
+        v: values ``[batch, KV heads, keys, value dim]``.
+        scale: factor of the logits.
+        causal: whether key j is seen by query i only if j <= i; as many keys as queries.
+        bias: numbers added to the logits, 0 or minus infinity, ``[rows, 1, queries, keys]`` of q's
+            dtype.
+        deterministic: whether the same bits have to come out every time.
     """
 
     q: Tensor
@@ -84,10 +89,12 @@ class Kernel:
     """A way to compute blocks.
 
     Attributes:
-        name: by which users choose it.
-        forward: output, and log-sum-exp ``[batch, heads, queries]`` in `precise` of the dtype.
-        backward: of the gradient, the block, the rows' output and log-sum-exp: dq, dk, dv.
-        lacks: what keeps it from doing what is asked; None if it can.
+        name: name that users choose it by.
+        forward: function of a block that returns its output and log-sum-exp ``[batch, heads,
+            queries]``, the latter in `precise` of the dtype.
+        backward: function of the output's gradient, the block, the rows' output and log-sum-exp
+            that returns dq, dk and dv.
+        lacks: function of the requirements that returns what it cannot do; None if it can.
     """
 
     name: str
@@ -97,17 +104,21 @@ class Kernel:
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """What partial results are kept in: float32, and float64 for float64."""
+    """Returns the dtype of partial results: float32, and float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """With the elements of a row side by side: kernels take that for granted, and do not look."""
+    """Makes the elements of a row contiguous: kernels take that for granted, and do not look."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def select(asked: Asked, name: str | None = None) -> Kernel:
-    """The kernel that is named, or the first that can do what is asked.
+    """Returns the kernel that is named, or the first that can do what is asked.
+
+    Args:
+        asked: requirements.
+        name: name of a kernel; None takes the first of `ORDER` that can.
 
     Raises:
         GulliverError: no kernel can, or the named one cannot: why, and which can.
@@ -128,7 +139,7 @@ def select(asked: Asked, name: str | None = None) -> Kernel:
 
 
 def asked_of(q: Tensor, v: Tensor, kind: Kind = "plain", deterministic: bool = False) -> Asked:
-    """What tensors ask of a kernel."""
+    """Returns the requirements that follow from tensors."""
     arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
     return Asked(q.device.type, q.dtype, q.shape[-1], v.shape[-1], kind, deterministic, arch)
 
@@ -156,7 +167,7 @@ def _reference_backward(
 
 
 def _grouped(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """``[batch, KV heads, queries of each, length, dim]`` in the precise dtype."""
+    """Returns q, k, v as ``[batch, KV heads, queries of each, length, dim]`` in `precise`."""
     dtype = precise(block.q.dtype)
     q = block.q.to(dtype).unflatten(1, (block.k.shape[1], -1))
     return q, block.k.to(dtype).unsqueeze(2), block.v.to(dtype).unsqueeze(2)
@@ -222,7 +233,7 @@ def _efficient_backward(
 
 
 def _repeated(block: Block) -> tuple[Tensor, Tensor]:
-    """Keys and values with as many heads as there are of queries."""
+    """Returns keys and values with as many heads as there are of queries."""
     times = block.q.shape[1] // block.k.shape[1]
     if times == 1:
         return block.k, block.v
@@ -230,7 +241,7 @@ def _repeated(block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _aligned(block: Block) -> Tensor | None:
-    """The bias for every head, its rows at multiples of 16 bytes as the kernel wants them."""
+    """Returns the bias for every head, its rows at multiples of 16 elements for the kernel."""
     if block.bias is None:
         return None
     keys = block.bias.shape[-1]
@@ -266,7 +277,7 @@ def _unequal(asked: Asked) -> str | None:
 def _cuda_lacks(
     asked: Asked, op: str, dtypes: tuple[torch.dtype, ...], largest: int, masks: bool
 ) -> str | None:
-    """What the CUDA kernels have in common."""
+    """Returns what keeps a CUDA kernel from meeting requirements; None if nothing does."""
     if asked.device != "cuda":
         return f"it is for CUDA, not for {asked.device}"
     if _compat.attention_op(op) is None:
@@ -308,5 +319,5 @@ ORDER = (
     Kernel("cuda efficient", _efficient_forward, _efficient_backward, _efficient_lacks),
     Kernel("reference", _reference_forward, _reference_backward, lambda asked: None),
 )
-"""The fastest first."""
+"""All kernels, the fastest first; the reference can do everything."""
 KERNELS = {kernel.name: kernel for kernel in ORDER}

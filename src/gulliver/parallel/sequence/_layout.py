@@ -1,12 +1,18 @@
-"""Which positions of a sequence each rank holds.
+"""Layouts of a sequence: the positions that each rank holds.
 
-A layout cuts the sequence over the places of the ring first, then what a place holds over the ranks
-of its Ulysses group, in order: an all-to-all among these gives the place its tokens as they stood.
+A layout cuts the sequence over the ring ranks first, then what a ring rank holds over the ranks of
+its Ulysses group, in order: an all-to-all among these gives the group its tokens in that order.
 
-- *contiguous*: place r holds the r-th part.
-- *zigzag*: of 2 n parts place r holds the r-th and the r-th from the end. Under a causal mask every
-  place then has the same work (the problem is that of Brandon et al., Striped Attention, 2023; the
-  form that of Llama 3's context parallelism, 2024).
+- *contiguous*: ring rank r of n holds the r-th part of n.
+- *zigzag*: of 2 n parts, ring rank r holds the r-th and the r-th from the end.
+
+[Note: zigzag] Under a causal mask the tokens of part p see p parts before and half of their own. In
+the contiguous layout the last rank so computes 2 n - 1 times what the first does, and in every step
+of the ring but the first some compute a full block while others wait. Parts r and 2 n - 1 - r
+together see ``r + 1/2 + 2 n - 1 - r + 1/2 = 2 n`` parts whatever r is, and it is even step by step:
+with any other rank's two parts exactly two of the four pairs of parts are allowed, and with its own
+one whole pair and two halves. (The problem is told by Brandon et al., Striped Attention, 2023,
+arXiv 2311.09431; the form is that of Llama 3's context parallelism, 2024, arXiv 2407.21783.)
 
 Lengths that do not divide give the first parts one token more; nothing is padded.
 """
@@ -24,18 +30,18 @@ from gulliver.errors import GulliverError, nearest
 
 LayoutName = Literal["contiguous", "zigzag"]
 Interval = tuple[int, int]
-"""Positions from the first up to, without, the second."""
+"""First position and one past the last."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A sequence of one length over a ring and its Ulysses groups.
+    """The sharding of a sequence of one length over a ring and its Ulysses groups.
 
     Attributes:
         length: tokens of the whole sequence.
-        ring: places of the ring, outer and inner together.
-        ulysses: ranks of each place.
-        name: contiguous or zigzag.
+        ring: size of the ring, outer and inner together.
+        ulysses: ranks of each Ulysses group.
+        name: name of the layout, contiguous or zigzag.
     """
 
     length: int
@@ -52,51 +58,51 @@ class Layout:
 
     @property
     def degree(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.ring * self.ulysses
 
     def of_place(self, place: int) -> tuple[Interval, ...]:
-        """What a place of the ring holds, in the order in which it holds it."""
+        """Returns the positions that a ring rank holds, in the order in which it holds them."""
         if self.name == "contiguous":
             return _joined([_parts(self.length, self.ring)[place]])
         parts = _parts(self.length, 2 * self.ring)
         return _joined([parts[place], parts[2 * self.ring - 1 - place]])
 
     def of_rank(self, rank: int) -> tuple[Interval, ...]:
-        """What a rank holds; the ranks of a place follow each other."""
+        """Returns the positions that a rank holds; ranks of a Ulysses group follow each other."""
         place, member = divmod(rank, self.ulysses)
         held = self.of_place(place)
         return part_of(held, *_parts(size_of(held), self.ulysses)[member])
 
     def sizes(self) -> list[int]:
-        """Tokens of each rank."""
+        """Returns the number of tokens of each rank."""
         return [size_of(self.of_rank(rank)) for rank in range(self.degree)]
 
     def place_sizes(self) -> list[int]:
-        """Tokens of each place of the ring."""
+        """Returns the number of tokens of each ring rank."""
         return [size_of(self.of_place(place)) for place in range(self.ring)]
 
     def positions(self, rank: int) -> Tensor:
-        """Positions that a rank holds, ``[local length]``, int64."""
+        """Returns the positions that a rank holds, ``[local length]``, int64."""
         return positions_of(self.of_rank(rank))
 
     def order(self) -> Tensor:
-        """Positions of all ranks' tokens, rank after rank, ``[length]``, int64."""
+        """Returns the positions of all ranks' tokens, rank after rank, ``[length]``, int64."""
         return torch.cat([self.positions(rank) for rank in range(self.degree)])
 
 
 def size_of(intervals: tuple[Interval, ...]) -> int:
-    """Positions in intervals."""
+    """Returns the number of positions in intervals."""
     return sum(stop - start for start, stop in intervals)
 
 
 def positions_of(intervals: tuple[Interval, ...]) -> Tensor:
-    """The positions themselves, int64."""
+    """Returns the positions in intervals, int64."""
     return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(*i) for i in intervals)])
 
 
 def split_sizes(count: int, parts: int) -> list[int]:
-    """As even as can be, the larger ones first; as `torch.tensor_split` does."""
+    """Splits a count as evenly as can be, the larger ones first, as `torch.tensor_split` does."""
     return [count // parts + (part < count % parts) for part in range(parts)]
 
 
@@ -106,7 +112,7 @@ def _parts(count: int, parts: int) -> list[Interval]:
 
 
 def _joined(intervals: list[Interval]) -> tuple[Interval, ...]:
-    """Without empty ones; neighbours become one."""
+    """Drops empty intervals and joins neighbours."""
     joined: list[Interval] = []
     for start, stop in intervals:
         if start == stop:
@@ -119,7 +125,7 @@ def _joined(intervals: list[Interval]) -> tuple[Interval, ...]:
 
 
 def part_of(intervals: tuple[Interval, ...], first: int, last: int) -> tuple[Interval, ...]:
-    """Of the tokens that intervals hold, those from the `first` up to the `last`."""
+    """Returns the positions of the local tokens from `first` up to, without, `last`."""
     found, at = [], 0
     for start, stop in intervals:
         low, high = max(first - at, 0), min(last - at, stop - start)
@@ -131,11 +137,11 @@ def part_of(intervals: tuple[Interval, ...], first: int, last: int) -> tuple[Int
 
 @dataclass(frozen=True)
 class Tail:
-    """Where the last tokens of a sequence lie, numbered from the first of them.
+    """The sharding of the last tokens of a sequence, numbered from the first of them.
 
     Attributes:
         whole: layout of the sequence.
-        count: of the tokens, at most its length.
+        count: number of the tokens, at most its length.
     """
 
     whole: Layout
@@ -152,21 +158,21 @@ class Tail:
         return self.count
 
     def of_rank(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Which of them a rank holds."""
+        """Returns the intervals of them that a rank holds."""
         first = self.whole.length - self.count
         held = ((max(a, first), b) for a, b in self.whole.of_rank(rank) if b > first)
         return tuple((a - first, b - first) for a, b in held)
 
     def sizes(self) -> list[int]:
-        """How many each rank holds."""
+        """Returns the number of them that each rank holds."""
         return [sum(b - a for a, b in self.of_rank(rank)) for rank in range(self.degree)]
 
     def order(self) -> Tensor:
-        """Their numbers, rank after rank."""
+        """Returns their numbers, rank after rank."""
         runs = [torch.arange(a, b) for rank in range(self.degree) for a, b in self.of_rank(rank)]
         return torch.cat(runs)
 
     def local(self, rank: int) -> Tensor:
-        """Where they stand among the tokens that a rank holds."""
+        """Returns their local indices on a rank."""
         positions = self.whole.positions(rank)
         return (positions >= self.whole.length - self.count).nonzero().squeeze(1)

@@ -1,4 +1,4 @@
-"""Masks as descriptions of which positions see which, so that every layout can be exact.
+"""Attention masks as rules on positions instead of dense tensors, so that any layout is exact.
 
     Mask(causal=True, window=(1023, None))       # the last 1024 tokens
     Mask.packed(cu_seqlens, causal=True)         # documents one after the other
@@ -10,6 +10,9 @@ gradients.
 `Mask` is what users write, over positions of the whole sequence. `Rules` is a mask made ready for
 one call: `judge` says of a rectangle of positions whether all of it, nothing of it or something of
 it is allowed without looking at every pair; `dense` looks at every pair.
+
+A dense mask would have the square of the length, and a rank whose tokens are not consecutive (see
+`_layout.py`) could not use a kernel's own causal mask, which goes by local indices.
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ from gulliver.errors import GulliverError
 from gulliver.parallel.sequence._layout import Interval
 
 FAR = 1 << 60
-"""A distance that no sequence has."""
+"""A distance beyond any sequence's length."""
 
 
 class Verdict(enum.Enum):
-    """What is allowed of a rectangle of queries and keys."""
+    """How much of a rectangle of queries and keys is allowed."""
 
     NOTHING = 0
     SOMETHING = 1
@@ -39,23 +42,25 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which queries see which keys.
+    """A rule that says for each query which keys it sees.
 
     All ranks of a sequence give the same mask. Its tensors are read on the CPU: those that lie
     there cost no synchronisation.
 
     Attributes:
-        causal: no key after the query.
-        window: how many keys before and after its own position a query sees; None for all. A
+        causal: whether keys after the query are hidden.
+        window: numbers of keys before and after its own position that a query sees; None for all. A
             sliding window of w tokens, the last w, is ``causal=True, window=(w - 1, None)``.
         documents: ids of the documents that tokens belong to, ``[length]`` or ``[batch, length]``
             whole numbers; queries see keys of their own document. Tokens of a negative id see
             nothing and are not seen.
-        key_documents: the same for the keys of a cross-attention; None for `documents`.
-        key_lengths: how many keys of each row of the batch are no padding, ``[batch]``.
-        query_lengths: how many queries are no padding; the others give zeros, ``[batch]``.
-        keys: which keys may be seen at all, ``[batch, key length]`` bool: padding anywhere.
-        offset: query i stands at the keys' position i + offset, for `causal` and `window`.
+        key_documents: ids of the documents of a cross-attention's keys; None for `documents`.
+        key_lengths: number of keys of each row of the batch that are no padding, ``[batch]``.
+        query_lengths: number of queries of each row that are no padding, ``[batch]``; the others
+            give zeros.
+        keys: keys that may be seen at all, ``[batch, key length]`` bool: padding anywhere.
+        offset: distance between a query's index and its position among the keys, for `causal` and
+            `window`: query i stands at position i + offset.
     """
 
     causal: bool = False
@@ -74,15 +79,16 @@ class Mask:
         causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
     ) -> Self:
-        """Documents one after the other.
+        """Makes the mask of documents that lie one after the other.
 
         Args:
-            cu_seqlens: where each begins, and the end of the last, ``[documents + 1]``: 0, 3, 7.
-            causal: no key after the query.
-            window: see `Mask`.
+            cu_seqlens: start of each document, and the end of the last, ``[documents + 1]``: 0, 3,
+                7.
+            causal: whether keys after the query are hidden.
+            window: numbers of keys before and after the query, as in `Mask`.
 
         Raises:
-            GulliverError: it does not begin with 0, or falls.
+            GulliverError: `cu_seqlens` does not begin with 0, or falls.
         """
         ends = cu_seqlens.detach().cpu().long()
         counts = ends.diff()
@@ -92,7 +98,12 @@ class Mask:
         return cls(causal=causal, window=window, documents=ids)
 
     def rules(self, batch: int, length: int, key_length: int) -> Rules:
-        """The mask made ready for tensors of one shape.
+        """Makes the mask ready for tensors of one shape.
+
+        Args:
+            batch: rows of the batch.
+            length: queries of the whole sequence.
+            key_length: keys of the whole sequence.
 
         Raises:
             GulliverError: a part of the mask has another shape.
@@ -115,7 +126,7 @@ class Mask:
         )
 
     def digest(self) -> int:
-        """A number that is equal where masks are equal, and hardly elsewhere."""
+        """Returns a checksum, equal where masks are equal and very likely different elsewhere."""
         total = 0
         for item in fields(self):
             value = getattr(self, item.name)
@@ -138,13 +149,13 @@ class Rules:
     """A mask for one call. Rows stand for the batch, one row for all of it; None allows all.
 
     Attributes:
-        before: keys that a query sees before its position.
-        after: and after it.
-        offset: of the queries' positions in the keys'.
-        documents: ``[rows, length]``.
-        key_documents: ``[rows, key length]``.
-        queries: that see anything, ``[rows, length]``.
-        keys: that may be seen, ``[rows, key length]``.
+        before: number of keys that a query sees before its position.
+        after: number of keys that a query sees after its position; 0 is causal.
+        offset: distance between a query's index and its position among the keys.
+        documents: document ids of the queries, ``[rows, length]``.
+        key_documents: document ids of the keys, ``[rows, key length]``.
+        queries: queries that see anything, ``[rows, length]`` bool.
+        keys: keys that may be seen, ``[rows, key length]`` bool.
     """
 
     before: int = FAR
@@ -159,7 +170,10 @@ class Rules:
     )
 
     def judge(self, queries: Interval, keys: Interval) -> Verdict:
-        """All, nothing or perhaps something of a rectangle; "something" may be said too often."""
+        """Judges a rectangle; "something" may be said where it is all or nothing.
+
+        That costs a dense mask for a tile, but is never wrong.
+        """
         verdicts = {self.judge_band(queries, keys), self.judge_contents(queries, keys)}
         for verdict in (Verdict.NOTHING, Verdict.SOMETHING):
             if verdict in verdicts:
@@ -167,7 +181,7 @@ class Rules:
         return Verdict.ALL
 
     def judge_band(self, queries: Interval, keys: Interval) -> Verdict:
-        """By the distance of positions alone; exact."""
+        """Judges a rectangle by the distance of positions alone; exact."""
         least = keys[0] - (queries[1] - 1 + self.offset)
         most = keys[1] - 1 - (queries[0] + self.offset)
         if most < -self.before or least > self.after:
@@ -175,7 +189,7 @@ class Rules:
         return Verdict.ALL if least >= -self.before and most <= self.after else Verdict.SOMETHING
 
     def judge_contents(self, queries: Interval, keys: Interval) -> Verdict:
-        """By documents and padding alone."""
+        """Judges a rectangle by documents and padding alone."""
         found = [self._kept(0, self.queries, queries), self._kept(1, self.keys, keys)]
         if self.documents is not None and self.key_documents is not None:
             low, high = self._span(2, self.documents, queries)
@@ -193,7 +207,12 @@ class Rules:
         return self.after == 0 and self.before >= FAR
 
     def dense(self, q: Tensor, k: Tensor) -> Tensor:
-        """Every pair of positions: ``[rows, queries, keys]`` bool."""
+        """Returns for every pair of positions whether it is allowed: ``[rows, queries, keys]``.
+
+        Args:
+            q: positions of the queries, ``[queries]``.
+            k: positions of the keys, ``[keys]``.
+        """
         distance = k - (q.unsqueeze(1) + self.offset)
         allowed = ((distance >= -self.before) & (distance <= self.after)).unsqueeze(0)
         if self.documents is not None and self.key_documents is not None:
@@ -212,7 +231,7 @@ class Rules:
         return Verdict.NOTHING if not high else Verdict.ALL if low else Verdict.SOMETHING
 
     def _span(self, which: int, values: Tensor, interval: Interval) -> tuple[int, int]:
-        """The least and the greatest value in an interval of all rows."""
+        """Returns the least and the greatest value in an interval of all rows."""
         key = (which, interval)
         if key not in self._spans:
             part = values[:, interval[0] : interval[1]]

@@ -1,8 +1,15 @@
-"""Partial attention over some of the keys, and how two of them become one.
+"""Partial attention over some of the keys, and the merge of two of them.
 
-Each part is an output normalised over its own keys and the log-sum-exp of its logits. The merged
-output is the mean weighted with ``exp(lse)``, which here is a sigmoid of the difference: nothing
-grows with the logits, and a part without any key (minus infinity) has no weight.
+[Note: log-sum-exp merge] Softmax attention over keys A and B is
+
+    out = (sum_A exp(s) v + sum_B exp(s) v) / (sum_A exp(s) + sum_B exp(s))
+
+With ``out_A`` normalised over A alone and ``lse_A = log sum_A exp(s)``, the first sum is
+``exp(lse_A) out_A``. So the mean of the two outputs weighted with ``exp(lse)`` is not an
+approximation but the same number, for any division of the keys and in any order; only rounding
+depends on these. The weight of B, ``exp(lse_B) / (exp(lse_A) + exp(lse_B))``, is computed as the
+sigmoid of ``lse_B - lse_A``: nothing grows with the logits, and a part without any key (minus
+infinity) has no weight. Source: Milakov and Gimelshein, 2018 (arXiv 1805.02867).
 """
 
 from __future__ import annotations
@@ -23,14 +30,14 @@ from gulliver.parallel.sequence._tiles import Tile
 
 @dataclass(frozen=True)
 class How:
-    """What all blocks of a call share.
+    """The options that all blocks of a call share.
 
     Attributes:
-        scale: of the logits.
-        rules: which pairs are allowed.
-        runs: heads of queries and the KV heads that they use.
-        kernel: by name; None for the fastest that can.
-        deterministic: the same bits every time.
+        scale: factor of the logits.
+        rules: rules of the pairs that are allowed.
+        runs: query heads and the KV heads that serve them.
+        kernel: name of a kernel; None for the fastest that can.
+        deterministic: whether the same bits have to come out every time.
     """
 
     scale: float
@@ -45,8 +52,8 @@ class Partial:
     """Attention over the keys seen so far.
 
     Attributes:
-        out: ``[batch, heads, queries, value dim]``, in the precise dtype.
-        lse: ``[batch, heads, queries]``.
+        out: output ``[batch, heads, queries, value dim]``, in the precise dtype.
+        lse: log-sum-exp of the logits, ``[batch, heads, queries]``.
     """
 
     out: Tensor
@@ -54,7 +61,7 @@ class Partial:
 
     @classmethod
     def empty(cls, q: Tensor, value_dim: int) -> Partial:
-        """Over no keys."""
+        """Makes the attention over no keys: zeros, and a log-sum-exp of minus infinity."""
         dtype = precise(q.dtype)
         return cls(
             q.new_zeros((*q.shape[:3], value_dim), dtype=dtype),
@@ -62,11 +69,18 @@ class Partial:
         )
 
     def merge(self, out: Tensor, lse: Tensor, heads: slice, rows: Interval) -> None:
-        """Takes in what some heads found over other keys, for some rows."""
+        """Merges attention over other keys, for some heads and rows, in place.
+
+        Args:
+            out: output over the other keys, ``[batch, heads, rows, value dim]``.
+            lse: log-sum-exp over the other keys, ``[batch, heads, rows]``.
+            heads: query heads.
+            rows: interval of local queries.
+        """
         own_out = self.out[:, heads, rows[0] : rows[1]]
         own_lse = self.lse[:, heads, rows[0] : rows[1]]
-        # Minus infinity from itself is no number: neither part has a key, and neither has weight.
-        # What is no number because the inputs are none must stay so.
+        # -inf - -inf is NaN: neither part has a key, so the other gets no weight. By the value of
+        # lse, not by isnan: a NaN that comes from the inputs must be seen in the output.
         weight = torch.sigmoid(lse - own_lse).masked_fill_(lse == -math.inf, 0.0)
         own_out.lerp_(out.to(own_out.dtype), weight.unsqueeze(-1))
         own_lse.copy_(torch.logaddexp(own_lse, lse))
@@ -76,12 +90,12 @@ def attend(into: Partial, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Tile]
     """Merges the attention of local queries to a block of keys.
 
     Args:
-        into: of the queries.
-        q: ``[batch, heads, queries, head dim]``.
-        k: ``[batch, KV heads, keys, head dim]``.
-        v: ``[batch, KV heads, keys, value dim]``.
-        found: what is to be computed.
-        how: it is computed.
+        into: attention of the queries so far.
+        q: queries ``[batch, heads, queries, head dim]``.
+        k: keys ``[batch, KV heads, keys, head dim]``.
+        v: values ``[batch, KV heads, keys, value dim]``.
+        found: tiles that are to be computed.
+        how: options of the call.
     """
     for tile in found:
         kernel = select(asked_of(q, v, tile.kind, how.deterministic), how.kernel)
@@ -90,7 +104,7 @@ def attend(into: Partial, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Tile]
             block = _block(tile, q, k, v, heads, kv_heads, bias, how)
             out, lse = kernel.forward(block)
             if unseen is not None:
-                # What kernels say of rows without a key differs.
+                # Kernels differ in what they return for rows without a key.
                 lse = lse.masked_fill(unseen, -math.inf)
                 out = out.masked_fill(unseen.unsqueeze(-1), 0.0)
             into.merge(out, lse, heads, tile.q)
@@ -98,13 +112,14 @@ def attend(into: Partial, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Tile]
 
 @dataclass(frozen=True)
 class Rows:
-    """Whole rows of queries, as a backward needs them.
+    """Whole rows of queries, as a backward needs them (see `_kernels.py`).
 
     Attributes:
-        q: ``[batch, heads, queries, head dim]``.
-        grad: of the output.
-        out: the output, over all keys.
-        lse: of all logits; 0 for rows without a key, so that nothing is minus infinity twice.
+        q: queries ``[batch, heads, queries, head dim]``.
+        grad: gradient of the output.
+        out: output over all keys.
+        lse: log-sum-exp over all keys; 0 for rows without a key, as ``exp(-inf - -inf)`` is NaN
+            where ``exp(-inf - 0)`` is the right 0.
     """
 
     q: Tensor
@@ -115,7 +130,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Where gradients are added up, in the precise dtype."""
+    """Sums of the gradients of q, k and v, in the precise dtype."""
 
     q: Tensor
     k: Tensor
@@ -125,7 +140,16 @@ class Gradients:
 def attend_backward(
     into: Gradients, rows: Rows, k: Tensor, v: Tensor, found: Iterable[Tile], how: How
 ) -> None:
-    """Adds the gradients of `attend`."""
+    """Adds the gradients of `attend`.
+
+    Args:
+        into: sums that are added to, in place.
+        rows: rows of the queries.
+        k: keys ``[batch, KV heads, keys, head dim]``.
+        v: values ``[batch, KV heads, keys, value dim]``.
+        found: tiles that were computed.
+        how: options of the call.
+    """
     for tile in found:
         kernel = select(asked_of(rows.q, v, tile.kind, how.deterministic), how.kernel)
         bias, _ = _bias(tile, rows.q, how.rules)
@@ -166,7 +190,7 @@ def _block(
 
 
 def _bias(tile: Tile, q: Tensor, rules: Rules) -> tuple[Tensor | None, Tensor | None]:
-    """The dense mask as what is added to logits, and which rows see nothing of this block."""
+    """Returns the dense mask as numbers added to logits, and the rows that see no key of it."""
     if tile.kind != "masked":
         return None, None
     allowed = tile.allowed(rules).to(q.device)

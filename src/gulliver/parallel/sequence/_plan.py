@@ -1,11 +1,12 @@
-"""How a sequence lies over ranks, and the process groups for it.
+"""Plans of sequence parallelism, and the rank groups for them.
 
     plan = SequencePlan(ulysses=2, inner=2, layout="zigzag")
     groups = make_groups(plan)                     # once; every rank of the world calls it
 
 The ranks of a sequence are numbered with the ring's outer axis first, its inner axis next and the
 Ulysses group innermost: the rank of number ``(outer * I + inner) * U + member``. Neighbouring
-numbers should have the fastest links.
+numbers should have the fastest links: Ulysses' exchanges are not hidden, the outer ring's hops are
+hidden behind a whole turn of the inner ring.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class SequencePlan:
 
     Attributes:
         ulysses: ranks that exchange sequence for heads (Jacobs et al., DeepSpeed Ulysses, 2023).
-        outer: times that the inner ring stands on the outer, slow one.
-        inner: ranks of each inner ring; a ring of one level is ``inner=N``.
-        layout: which positions each rank holds.
+        outer: size of the outer, slow ring, whose members are inner rings.
+        inner: size of each inner ring; a ring of one level is ``inner=N``.
+        layout: name of the layout, contiguous or zigzag.
     """
 
     ulysses: int = 1
@@ -47,16 +48,16 @@ class SequencePlan:
 
     @property
     def ring(self) -> int:
-        """Places of the ring."""
+        """Size of the ring, outer and inner together."""
         return self.outer * self.inner
 
     @property
     def degree(self) -> int:
-        """Ranks that share a sequence."""
+        """Number of ranks that share a sequence."""
         return self.ring * self.ulysses
 
     def lay(self, length: int) -> Layout:
-        """A sequence of one length over the ranks."""
+        """Returns the layout of a sequence of one length over the ranks."""
         return Layout(length, self.ring, self.ulysses, self.layout)
 
     def __str__(self) -> str:
@@ -68,14 +69,14 @@ class SequencePlan:
 
 @dataclass(frozen=True, eq=False)
 class SequenceGroups:
-    """The lines of ranks that this process belongs to.
+    """The rank groups that this process belongs to.
 
     Attributes:
-        plan: they were made for.
-        all: the ranks of the sequence.
-        ulysses: those that it exchanges heads with.
-        inner: of the ring.
-        outer: of the ring.
+        plan: plan that they were made for.
+        all: group of all ranks of the sequence.
+        ulysses: group that this rank exchanges heads with.
+        inner: group of its inner ring.
+        outer: group of its outer ring.
     """
 
     plan: SequencePlan
@@ -86,12 +87,12 @@ class SequenceGroups:
 
     @property
     def rank(self) -> int:
-        """This process's number among the ranks of the sequence."""
+        """Rank of this process in the sequence."""
         return self.all.place
 
     @property
     def place(self) -> int:
-        """Its place in the ring."""
+        """Ring rank of this process: its position in the ring."""
         return self.outer.place * self.inner.size + self.inner.place
 
 
@@ -101,8 +102,8 @@ def make_groups(
     """Makes the process groups of a plan, once; every rank of the world calls it.
 
     Args:
-        plan: of each sequence.
-        sequences: the ranks of the world that share a sequence, in the plan's order, for every
+        plan: plan of each sequence.
+        sequences: ranks of the world that share a sequence, in the plan's order, for every
             sequence; None for consecutive ranks.
 
     Raises:
@@ -127,7 +128,7 @@ def make_groups(
         )
     if world == 1:
         return SequenceGroups(plan)
-    # By the name of the axis: its lines through all sequences together name each rank once.
+    # By the name of the axis: its groups through all sequences together name each rank once.
     rows: dict[str, list[list[int]]] = {}
     for ranks in members:
         for name, row in _axes(ranks, plan):
@@ -136,7 +137,7 @@ def make_groups(
 
 
 def _axes(ranks: list[int], plan: SequencePlan) -> list[tuple[str, list[int]]]:
-    """All lines of a sequence by the name of their axis."""
+    """Returns all rank groups of a sequence, each with the name of its axis."""
     u, inner, ring = plan.ulysses, plan.inner, plan.ring
     lines = [("all", ranks)]
     lines += [("ulysses", ranks[p * u : (p + 1) * u]) for p in range(ring)]

@@ -1,24 +1,27 @@
-"""The ring of one or two levels: who has which block when.
+"""The ring of one or two levels: which rank has which block when.
 
 Rank (o, i) begins with its own block. In step (a, b) it has the block of rank (o - a, i - b): the
 inner ring turns fully for each hop of the outer ring, and the block of the next hop is on its way
 meanwhile, so each block crosses the slow links once per outer hop. This is the double ring of
-LoongTrain (Gu et al., 2024) for any two sizes.
+LoongTrain (Gu et al., 2024, arXiv 2406.18485) for any two sizes.
 
 `turn` brings the blocks. `round_trip` brings them and takes home what was gathered for each (the
 gradients of keys and values in a backward).
 
-[Note: what is gathered] A rank computes its part for the block that it has, adds what the rank
-before has gathered for that block, and sends the sum after the block. Its own block's part stays at
-home, so that gathered sums make as many hops as blocks, N - 1, and not one more. With two levels
-the sum of an inner turn ends at the rank that brought the block into this inner ring, and goes on
-along the outer ring from there.
+[Note: gradients go round] Every rank has a share of the gradient of every block of keys and values.
+Collecting these at the end, in buffers of the full length, would cost the memory that sharding the
+sequence saves, and an all-reduce that nothing hides. So a block's gradient travels behind the
+block: a rank computes its share for the block that it has, adds what the rank before has gathered
+for that block, and sends the sum after the block. Its own block's share stays where it is, so that
+sums make as many hops as blocks, N - 1, and not one more. With two levels the sum of an inner turn
+ends at the rank that brought the block into this inner ring, and goes on along the outer ring from
+there. The order of the additions is that of the ring, so the bits do not depend on timing.
 
-The part of the own block is computed in two halves, one while the first block is on its way here,
+The share of the own block is computed in two halves, one while the first block is on its way here,
 one while the last sum is on its way home: nothing but the pipeline's first and last step waits.
 
-[Note: what is kept] Whoever computes has its own block at hand: the copy of it that travels is let
-go when it has left, and visits of the own place may carry nothing.
+[Note: what is kept] Every rank has the tensors of its own block anyway: the packed copy that
+travels is freed when it has left, and visits of the own block may carry nothing.
 
 [Note: pieces] A long block travels as pieces, which take turns: each goes on as soon as it is its
 turn again, so that the link has something to carry all the time, and the last step that nothing can
@@ -36,20 +39,20 @@ from gulliver.comm import Flight, Line, shift
 from gulliver.parallel.sequence._plan import SequenceGroups
 
 BLOCK_TAG, GATHERED_TAG = 100, 200
-"""Of the blocks that go round and of what is gathered for them, plus the piece."""
+"""Message tags, plus the number of the piece: of blocks that go round, and of what is gathered."""
 Count = Callable[[int, int], int]
-"""Elements of a piece of a place's block."""
+"""Returns the elements of a message, by ring rank and number of the piece."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """A piece of a block that is here.
+    """A piece of a block that has arrived.
 
     Attributes:
-        place: whose block it is.
-        piece: its number.
-        block: flat; of the own place it may be empty.
-        half: of the work, 0 or 1; None for all of it.
+        place: ring rank that the block belongs to.
+        piece: number of the piece.
+        block: flat content; for the own block it may be empty.
+        half: half of the rows to compute, 0 or 1; None for all.
     """
 
     place: int
@@ -59,7 +62,7 @@ class Visit:
 
 
 class _Carousel:
-    """One piece of each block along one line, each arriving in one of two buffers."""
+    """Hops of one piece of each block along one ring, arriving in two buffers in turn."""
 
     def __init__(self, line: Line, piece: int, largest: int) -> None:
         self._line, self._piece, self._largest = line, piece, largest
@@ -81,7 +84,7 @@ class _Carousel:
 
 
 class _Road:
-    """The lines of both levels, for one piece of each block."""
+    """Both levels of the ring, for one piece of each block."""
 
     def __init__(self, groups: SequenceGroups, piece: int, count: Count) -> None:
         self._groups, self._piece, self._count = groups, piece, count
@@ -90,12 +93,12 @@ class _Road:
         self._fast = _Carousel(groups.inner, piece, largest)
 
     def origin(self, a: int, b: int) -> int:
-        """The place whose block is here in step (a, b)."""
+        """Returns the ring rank whose block is here in step (a, b)."""
         outer, inner = self._groups.outer, self._groups.inner
         return (outer.place - a) % outer.size * inner.size + (inner.place - b) % inner.size
 
     def visit(self, a: int, b: int, block: Tensor, half: int | None = None) -> Visit:
-        """What is here in step (a, b)."""
+        """Returns the visit of step (a, b)."""
         return Visit(self.origin(a, b), self._piece, block, half)
 
     def outwards(self, a: int, held: Tensor) -> Flight | None:
@@ -105,21 +108,22 @@ class _Road:
         return self._slow.send_on(held, self._count(self.origin(a + 1, 0), self._piece))
 
     def inwards(self, a: int, b: int, block: Tensor) -> Flight | None:
-        """Sends a block along the inner ring in step (a, b), the same."""
+        """Sends a block along the inner ring in step (a, b), unless it was the last one's turn."""
         if b + 1 == self._groups.inner.size:
             return None
         return self._fast.send_on(block, self._count(self.origin(a, b + 1), self._piece))
 
 
 def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterator[Visit]:
-    """The blocks of all places, piece by piece, the own first; the next travel meanwhile.
+    """Yields the blocks of all ring ranks piece by piece, the own first, while the next travel.
 
     Args:
-        own: the pieces, flat.
-        count: elements of each place's pieces.
-        groups: of the ranks.
+        own: pieces of the own block, flat.
+        count: elements of each ring rank's pieces.
+        groups: rank groups of the plan.
     """
     pieces = [_turn(_Road(groups, p, count), block, groups) for p, block in enumerate(own)]
+    # So that a generator alone holds its block, and frees it when it has left.
     del own
     for _ in range(groups.plan.ring):
         for piece in pieces:
@@ -127,7 +131,10 @@ def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterato
 
 
 def _turn(road: _Road, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
-    """Of one piece of each block. What is waited for is waited for when it is its turn again."""
+    """Yields one piece of each block; waits happen when it is this piece's turn again.
+
+    So the other pieces' computation lies between posting a hop and waiting for it.
+    """
     ahead: Flight | None = Flight(None, own)
     del own
     for a in range(groups.outer.size):
@@ -149,15 +156,17 @@ def round_trip(
     compute: Callable[[Visit], Tensor],
     add: Callable[[Tensor, Tensor, Visit], Tensor],
 ) -> list[Tensor]:
-    """Takes every block round; returns what all places have gathered for the own pieces.
+    """Takes every block round; returns what all ranks have gathered for the own pieces.
 
     Args:
-        own: the pieces, flat.
-        count: elements of each place's pieces.
+        own: pieces of the own block, flat.
+        count: elements of each ring rank's pieces.
         gathered_count: elements of what is gathered for them.
-        groups: of the ranks.
-        compute: of a visit, this rank's part of what is gathered, flat and fresh.
-        add: of a rank's part, what arrived and whose it is, the sum; it may be the part itself.
+        groups: rank groups of the plan.
+        compute: function of a visit that returns this rank's share of what is gathered, flat and in
+            memory of its own.
+        add: function of a rank's share, what arrived and the visit that returns their sum, perhaps
+            in the share itself.
     """
     trips = [
         _Trip(_Road(groups, p, count), p, gathered_count, groups, add).steps(block)
@@ -183,7 +192,10 @@ _Steps = Generator[Visit | None, Tensor, Tensor]
 
 @dataclass
 class _Trip:
-    """One piece's part of `round_trip`."""
+    """The way of one piece in `round_trip`.
+
+    A generator, so that the pieces take turns in one thread without a state machine by hand.
+    """
 
     road: _Road
     piece: int
@@ -192,7 +204,7 @@ class _Trip:
     add: Callable[[Tensor, Tensor, Visit], Tensor]
 
     def steps(self, own: Tensor) -> _Steps:
-        """Of both rings; returns the sum for the own block."""
+        """Goes through both rings; returns the sum for the own block."""
         if self.groups.plan.ring == 1:
             return (yield self.road.visit(0, 0, own))
         road, outer = self.road, self.groups.outer
@@ -223,7 +235,7 @@ class _Trip:
     def _inner_turn(
         self, a: int, held: Tensor
     ) -> Generator[Visit | None, Tensor, tuple[Tensor, Flight | None]]:
-        """The first half for the held block, and the other ranks' sum for it on its way here."""
+        """Returns the first half for the held block, and the others' sum for it, under way."""
         road, inner, block = self.road, self.groups.inner, held
         del held
         following = road.inwards(a, 0, block)
@@ -245,7 +257,7 @@ class _Trip:
     def _rest(
         self, visit: Visit, first: Tensor, arriving: Flight | None
     ) -> Generator[Visit | None, Tensor, Tensor]:
-        """The second half for the held block, and what arrived."""
+        """Adds the second half for the held block, and what arrived."""
         total = self.add(first, (yield visit), visit)
         return total if arriving is None else self.add(total, arriving.wait(), visit)
 

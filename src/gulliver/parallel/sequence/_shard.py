@@ -1,4 +1,4 @@
-"""Brings what a model reads into the layout of a sequence, and what it gives back out of it.
+"""Shards a model's inputs into the layout of a sequence, and gathers its outputs out of it.
 
 [Note: gradients] Ranks share one loss: the sum of what each computes from its own tokens. So
 
@@ -6,8 +6,9 @@
   whole of it, as one process would. Where the ranks' gradients are added up later anyway (a table
   of position embeddings is a parameter), ``gradient="own"`` leaves on each rank its tokens' share.
 - `unshard`: all ranks go on with the same computation, which counts once, and take their tokens'
-  share of its gradient. Where ranks do different things with the whole, whose losses are added,
-  ``gradient="sum"`` adds the gradients up.
+  share of its gradient: adding the equal gradients up would count the loss once for each rank.
+  Where ranks do different things with the whole, whose losses are added, ``gradient="sum"`` adds
+  the gradients up.
 
 Parameters that all ranks have get each rank's tokens' share: *sum* their gradients over the ranks
 of a sequence, and average only over different sequences.
@@ -33,16 +34,17 @@ UnshardGradient = Literal["own", "sum"]
 def shard(
     x: Tensor, groups: SequenceGroups, dim: int = 1, gradient: ShardGradient = "gather"
 ) -> Tensor:
-    """This rank's part of a tensor that all ranks of the sequence have.
+    """Returns this rank's shard of a tensor that all ranks of the sequence have.
 
     Args:
-        x: the whole: activations, ids, labels, position ids, rotary tables.
-        groups: of the plan.
-        dim: of the sequence.
-        gradient: see the top of the file.
+        x: whole tensor: activations, ids, labels, position ids, rotary tables.
+        groups: rank groups of the plan.
+        dim: dimension of the sequence.
+        gradient: "gather" gives all ranks the gradient of the whole, "own" that of their own
+            tokens; see the top of the file.
 
     Raises:
-        GulliverError: an unknown gradient.
+        GulliverError: the gradient is unknown.
     """
     _check(gradient, get_args(ShardGradient))
     layout = groups.plan.lay(x.shape[dim])
@@ -56,17 +58,18 @@ def unshard(
     length: int | None = None,
     gradient: UnshardGradient = "own",
 ) -> Tensor:
-    """The whole of a tensor of which each rank has its part.
+    """Gathers the whole of a tensor of which each rank has its shard.
 
     Args:
-        x: this rank's part.
-        groups: of the plan.
-        dim: of the sequence.
-        length: of the whole; None asks the ranks.
-        gradient: see the top of the file.
+        x: this rank's shard.
+        groups: rank groups of the plan.
+        dim: dimension of the sequence.
+        length: tokens of the whole; None asks the ranks.
+        gradient: "own" takes this rank's tokens of its gradient, "sum" those of all ranks' added
+            up; see the top of the file.
 
     Raises:
-        GulliverError: the parts are not those of the plan's layout; an unknown gradient.
+        GulliverError: the shards are not those of the plan's layout; the gradient is unknown.
     """
     _check(gradient, get_args(UnshardGradient))
     layout = checked_layout(x, groups, dim, length)
@@ -85,14 +88,14 @@ def unshard_tail(x: Tensor, groups: SequenceGroups, tail: Tail) -> Tensor:
 
 
 def shard_labels(labels: Tensor, groups: SequenceGroups, ignore_index: int = -100) -> Tensor:
-    """This rank's part of next-token labels, shifted before they are cut.
+    """Returns this rank's shard of next-token labels, shifted before they are cut.
 
     The label of a token is the next token's id, which may lie on another rank; a model that shifts
     labels itself would lose one at each cut. So compare these with logits position by position.
 
     Args:
-        labels: as for one process, unshifted, ``[batch, length]``.
-        groups: of the plan.
+        labels: labels as for one process, unshifted, ``[batch, length]``.
+        groups: rank groups of the plan.
         ignore_index: label of the last token, which has no next.
     """
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
@@ -100,16 +103,16 @@ def shard_labels(labels: Tensor, groups: SequenceGroups, ignore_index: int = -10
 
 
 def position_ids(groups: SequenceGroups, length: int, documents: Tensor | None = None) -> Tensor:
-    """Positions of this rank's tokens, to look up embeddings and rotary tables with.
+    """Returns the positions of this rank's tokens, to look up embeddings and rotary tables with.
 
     Args:
-        groups: of the plan.
-        length: of the whole sequence.
-        documents: ids as in `Mask`; positions then begin anew with each document.
+        groups: rank groups of the plan.
+        length: tokens of the whole sequence.
+        documents: document ids as in `Mask`; positions then begin anew with each document.
 
     Returns:
-        ``[local length]``, or ``[batch, local length]`` for documents of that form; int64, on the
-        device of the documents.
+        Positions ``[local length]``, or ``[batch, local length]`` for documents of that form;
+        int64, on the device of the documents.
     """
     own = groups.plan.lay(length).positions(groups.rank)
     if documents is None:
@@ -122,12 +125,14 @@ def position_ids(groups: SequenceGroups, length: int, documents: Tensor | None =
 
 
 def mean_loss(losses: Tensor, groups: SequenceGroups, counted: Tensor | None = None) -> Tensor:
-    """The mean over all tokens of the sequence, of which each rank has its own.
+    """Returns the mean over all tokens of the sequence, of which each rank has its own.
+
+    A mean of the ranks' means would be wrong where they count different numbers of tokens.
 
     Args:
-        losses: of this rank's tokens, any shape.
-        groups: of the plan.
-        counted: which of them count, bool of the same shape; None for all.
+        losses: losses of this rank's tokens, any shape.
+        groups: rank groups of the plan.
+        counted: whether each of them counts, bool of the same shape; None for all.
 
     Returns:
         The same number on every rank. Its gradient on a rank is that of its own tokens: sum the
@@ -147,10 +152,16 @@ def mean_loss(losses: Tensor, groups: SequenceGroups, counted: Tensor | None = N
 
 
 def checked_layout(x: Tensor, groups: SequenceGroups, dim: int, length: int | None) -> Layout:
-    """How a tensor's parts lie, held against this rank's part.
+    """Returns the layout of a sharded tensor, checked against the shards' lengths.
+
+    Args:
+        x: this rank's shard.
+        groups: rank groups of the plan.
+        dim: dimension of the sequence.
+        length: tokens of the whole; None asks the ranks, and checks all shards.
 
     Raises:
-        GulliverError: the part has another length.
+        GulliverError: a shard has another length than the layout gives it.
     """
     held = {groups.rank: x.shape[dim]}
     if length is None:
@@ -213,13 +224,13 @@ class _Unshard(torch.autograd.Function):
 
 
 def take(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
-    """A rank's part, in memory of its own."""
+    """Returns a rank's shard along a dim, in memory of its own."""
     pieces = [x.narrow(dim, start, stop - start) for start, stop in layout.of_rank(rank)]
     return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim)
 
 
 def natural(parts: list[Tensor], layout: Layout, dim: int) -> Tensor:
-    """The whole of all ranks' parts, in the order of positions."""
+    """Joins all ranks' shards along a dim, in the order of positions."""
     whole = torch.cat(parts, dim)
     order = layout.order()
     if bool((order.diff() == 1).all()):

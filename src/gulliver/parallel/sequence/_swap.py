@@ -1,7 +1,8 @@
-"""The all-to-all of spatial-temporal models: the sharded dim becomes another one.
+"""Dynamic sequence parallelism: an all-to-all after which another dim is sharded.
 
-Frames are sharded while tokens of a frame attend to each other, tokens while frames do (Zhao et
-al., DSP: Dynamic Sequence Parallelism, 2024): attention then needs no ring at all.
+A spatial-temporal model shards the temporal axis while it attends along the spatial one, and the
+other way round (Zhao et al., DSP, 2024, arXiv 2403.10266): each attention has its axis whole, so it
+needs no ring and no kernel of its own.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ from gulliver.parallel.sequence._shard import checked_layout, natural, take
 def swap_sharded_dim(
     x: Tensor, from_dim: int, to_dim: int, groups: SequenceGroups, from_size: int | None = None
 ) -> Tensor:
-    """From a tensor sharded along one dim to the same sharded along another.
+    """Swaps the sharded dim of a tensor for another.
 
-    Each rank sends ``(N - 1) / N`` of its part, forward and backward.
+    Each rank sends ``(N - 1) / N`` of its shard, forward and backward.
 
     Args:
-        x: this rank's part, whole along `to_dim`.
-        from_dim: along which it is a part, and is whole afterwards, in the order of positions.
-        to_dim: along which it is a part afterwards; sizes need not divide.
-        groups: of the plan, whose layout is that of both dims.
-        from_size: of the whole along `from_dim`; None asks the ranks.
+        x: this rank's shard, whole along `to_dim`.
+        from_dim: dimension that is sharded, and is whole afterwards, in the order of positions.
+        to_dim: dimension that is sharded afterwards; sizes need not divide.
+        groups: rank groups of the plan, whose layout is that of both dims.
+        from_size: size of the whole along `from_dim`; None asks the ranks.
+
+    Returns:
+        The shard along `to_dim`, whole along `from_dim`.
 
     Raises:
-        GulliverError: the dims are one, or the part is not that of the layout.
+        GulliverError: the dims are one, or the shard is not that of the layout.
     """
     from_dim, to_dim = from_dim % x.dim(), to_dim % x.dim()
     if from_dim == to_dim:
@@ -59,6 +63,7 @@ class _SwapDim(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        # An all-to-all only moves elements: its adjoint moves them back.
         before, after, groups = ctx.given
         return _swapped(grad, after, before, groups), None, None, None
 

@@ -1,8 +1,12 @@
-"""Cuts the rectangle of one rank's queries and another's keys into what kernels are called with.
+"""Cuts the rectangle of one rank's queries and another's keys into tiles for kernels.
 
 Where nothing is allowed nothing is called; where everything is, the kernel without a mask; on the
 diagonal of a causal mask the causal one. What is left is halved until it is small, so that the
 dense mask is never larger than a leaf.
+
+[Note: tiles, not masks] One call with a dense mask would compute the pairs that are masked out as
+well, half of a causal mask's, and the fastest CUDA kernels take no dense mask. A rank's tokens are
+a few runs of consecutive positions, so that most of a rectangle can be judged by its corners.
 """
 
 from __future__ import annotations
@@ -25,14 +29,15 @@ LEAF = 512
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of local tokens.
+    """A rectangle of local tokens of consecutive positions.
 
     Attributes:
-        q: local queries, from and up to.
-        k: local keys.
-        q_at: position of the first query, where they follow each other.
+        q: interval of local queries.
+        k: interval of local keys.
+        q_at: position of the first query.
         k_at: position of the first key.
-        kind: everything allowed; causal and square, its diagonal allowed; or by the dense mask.
+        kind: kind of mask: everything allowed (plain); causal and square, its diagonal allowed; or
+            by the dense mask (masked).
     """
 
     q: Interval
@@ -42,7 +47,7 @@ class Tile:
     kind: Kind
 
     def allowed(self, rules: Rules) -> Tensor:
-        """The dense mask, ``[rows, queries, keys]`` bool."""
+        """Returns the dense mask, ``[rows, queries, keys]`` bool."""
         return rules.dense(
             torch.arange(self.q_at, self.q_at + self.q[1] - self.q[0]),
             torch.arange(self.k_at, self.k_at + self.k[1] - self.k[0]),
@@ -56,14 +61,14 @@ def tiles(
     rows: Interval | None = None,
     leaf: int | None = None,
 ) -> tuple[Tile, ...]:
-    """What is to be computed between two ranks' tokens.
+    """Returns the tiles that are to be computed between two ranks' tokens.
 
     Args:
         q_held: positions of the queries, in their local order.
-        k_held: of the keys.
-        rules: which pairs are allowed.
-        rows: only these local queries; None for all.
-        leaf: None for `LEAF`.
+        k_held: positions of the keys, in their local order.
+        rules: rules of the pairs that are allowed.
+        rows: interval of local queries to compute; None for all.
+        leaf: most queries or keys of a tile with a dense mask; None for `LEAF`.
     """
     leaf = LEAF if leaf is None else leaf
     found = [
@@ -76,7 +81,7 @@ def tiles(
 
 
 def area(found: tuple[Tile, ...]) -> int:
-    """Pairs that a kernel computes; half of a causal square."""
+    """Returns the number of pairs that kernels compute; half of a causal square."""
     total = 0
     for tile in found:
         q, k = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
@@ -87,7 +92,7 @@ def area(found: tuple[Tile, ...]) -> int:
 def _pieces(
     held: tuple[Interval, ...], rows: Interval | None = None
 ) -> Iterator[tuple[Interval, int]]:
-    """Runs of positions: the local tokens and the first one's position."""
+    """Yields runs of consecutive positions: local tokens, and the first one's position."""
     at = 0
     for start, stop in held:
         end = at + stop - start
@@ -119,8 +124,9 @@ def _cut(tile: Tile, rules: Rules, leaf: int) -> Iterator[Tile]:
 
 
 def _cut_causal(tile: Tile, rules: Rules, leaf: int) -> Iterator[Tile]:
-    """A rectangle with a stretch of the diagonal in it: what lies around the square, and that."""
+    """Cuts a rectangle that the diagonal crosses into the square on it and what lies around."""
     q, k = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
+    # Keys before the first query's position; where negative, queries before the first key's.
     ahead = tile.q_at + rules.offset - tile.k_at
     if ahead == 0 and q == k:
         yield replace(tile, kind="causal")
@@ -155,7 +161,10 @@ def _at_column(tile: Tile, column: int) -> tuple[Tile, Tile]:
 
 
 def _merged(found: list[Tile]) -> list[Tile]:
-    """Fewer calls: plain rectangles that lie side by side in local order become one."""
+    """Joins plain rectangles that lie side by side in local order, for fewer kernel calls.
+
+    Their positions need not follow each other: without a mask no kernel asks for them.
+    """
     rest = [tile for tile in found if tile.kind != "plain"]
     plain = sorted((t for t in found if t.kind == "plain"), key=lambda t: (t.q, t.k))
     wide = [t for _, same in groupby(plain, key=lambda t: t.q) for t in _joined(list(same), "k")]
@@ -178,9 +187,9 @@ def _joined(row: list[Tile], side: Literal["q", "k"]) -> list[Tile]:
 def pairs_per_place(
     layout: Layout, rules: Rules | None = None, leaf: int | None = None
 ) -> list[list[int]]:
-    """Pairs that each place computes with each place's keys, ``[place][of place]``.
+    """Returns the pairs that each ring rank computes with each one's keys, ``[queries][keys]``.
 
-    Steps of a ring last as long as their slowest place: see `imbalance`.
+    Steps of a ring last as long as their slowest rank: see `imbalance`.
     """
     rules = rules or Rules()
     held = [layout.of_place(place) for place in range(layout.ring)]
@@ -188,7 +197,12 @@ def pairs_per_place(
 
 
 def imbalance(layout: Layout, rules: Rules | None = None) -> float:
-    """How much longer the slowest places compute, step by step, than all would evenly, less 1."""
+    """Returns how much longer a ring computes than with even work: 0 is balanced, 1 twice as long.
+
+    Args:
+        layout: layout of the sequence.
+        rules: rules of the pairs that are allowed; None for all.
+    """
     pairs, ring = pairs_per_place(layout, rules), layout.ring
     slowest = sum(max(pairs[p][(p - step) % ring] for p in range(ring)) for step in range(ring))
     return slowest * ring / max(1, sum(map(sum, pairs))) - 1

@@ -1,11 +1,11 @@
-"""Ring self-attention as the paper of 2021 has it: the naive twin of `attention`.
+"""Ring self-attention (RSA) as in the paper of 2021: the naive twin of `attention`.
 
 Li et al., Sequence Parallelism: Long Sequence Training from System Perspective (arXiv 2105.13120).
 A ring of K fills the ``L/N x L`` matrix of logits, a softmax over whole rows follows, and a ring of
 V gives the output. The backward sends K and V round again and adds up full-length gradients of both
-over all ranks. Read it to see what is computed; its volume and memory are `two_ring_volume`'s and
-the square of the length. (The paper's code divides some gradients by the number of ranks and scales
-by the hidden size; this does neither.)
+over all ranks. Read it to see what is computed; it sends `two_ring_volume` and needs memory for the
+square of the length. (The paper's code divides some gradients by the number of ranks and scales by
+the hidden size; this does neither.)
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ def two_ring_attention(
     mask: Mask | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Self-attention with equal heads of queries, keys and values.
+    """Computes self-attention with equal heads of queries, keys and values.
 
     Args:
         q: this rank's queries, ``[batch, heads, local length, head dim]``.
-        k: its keys, the same shape.
-        v: its values, the same shape.
-        groups: of a plan with ``ulysses=1``.
-        mask: which queries see which keys.
-        scale: of the logits; None is ``1 / sqrt(head dim)``.
+        k: this rank's keys, the same shape.
+        v: this rank's values, the same shape.
+        groups: rank groups of a plan with ``ulysses=1``.
+        mask: description of the queries that see a key; None lets all see all.
+        scale: factor of the logits; None is ``1 / sqrt(head dim)``.
+
+    Returns:
+        Outputs of the same shape.
 
     Raises:
-        GulliverError: other shapes, or a plan with Ulysses.
+        GulliverError: shapes differ, or the plan has Ulysses.
     """
     if groups.plan.ulysses > 1 or not q.shape == k.shape == v.shape:
         raise GulliverError(
@@ -53,7 +56,7 @@ def two_ring_attention(
         )
     layout = checked_layout(q, groups, 2, None)
     rules = (mask or Mask()).rules(q.shape[0], layout.length, layout.length)
-    # Columns stand in the order of the places, not of the positions.
+    # Columns stand in the order of the ring ranks, not of the positions.
     allowed = rules.dense(layout.positions(groups.rank), layout.order()).unsqueeze(1)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     return _TwoRings.apply(q, k, v, groups, allowed.to(q.device), scale, layout.place_sizes())
@@ -108,7 +111,7 @@ def _summed(whole: Tensor, groups: SequenceGroups) -> Tensor:
 
 
 def _round(own: Tensor, sizes: list[int], groups: SequenceGroups) -> Iterator[tuple[slice, Tensor]]:
-    """Every place's block and its columns."""
+    """Yields every ring rank's columns and its block."""
     batch, heads, _, dim = own.shape
     item = own.element_size()
     flat = own.contiguous().view(-1).view(torch.uint8)

@@ -24,43 +24,51 @@ al., 2019, arXiv 1909.08053); g-bar of Korthikanti et al., 2022 (arXiv 2205.0519
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.compiler import disable
 
 from gulliver.comm import Line, all_reduce
 from gulliver.memory import Region
 from gulliver.parallel.tensor._pieces import pieces_of, start_gather, start_reduce
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-@disable
+
+def uncompiled(function: F) -> F:
+    """Keeps compilers out of a function that sends."""
+    found: Any = torch.compiler.disable(function)  # pyright: ignore
+    return found
+
+
+@uncompiled
 def copy(x: Tensor, line: Line) -> Tensor:
     """Returns the same tensor; its gradient is summed over the ranks."""
     return x if line.size == 1 else _Copy.apply(x, line)
 
 
-@disable
+@uncompiled
 def copy_region(x: Tensor, line: Line, region: Region) -> Tensor:
-    """The same tensor; its gradient is summed over the ranks that hold the same region.
+    """Returns the same tensor; its gradient is summed over the ranks that hold the same region.
 
     Args:
         x: region of one run, which `region.copies` ranks have alike.
-        line: ranks that share the whole.
-        region: region that it is.
+        line: rank group that shares the whole.
+        region: region of the whole that `x` is.
     """
     return _CopyRegion.apply(x, line, region)
 
 
-@disable
+@uncompiled
 def reduce(x: Tensor, line: Line) -> Tensor:
     """Returns the sum over the ranks; its gradient goes to each as it is."""
     return x if line.size == 1 else _Reduce.apply(x, line)
 
 
-@disable
+@uncompiled
 def gather(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """Gathers the whole of which each rank has a piece; of the gradient each keeps its piece.
 
@@ -73,19 +81,19 @@ def gather(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     return x if line.size == 1 else _Gather.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
-@disable
+@uncompiled
 def split(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """Returns this rank's piece of a whole that all have; the gradient is gathered."""
     return x if line.size == 1 else _Split.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
-@disable
+@uncompiled
 def gather_partial(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """Gathers the whole of which each rank has a piece; gradients are reduce-scattered."""
     return x if line.size == 1 else _GatherPartial.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
-@disable
+@uncompiled
 def reduce_split(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """Returns this rank's piece of the sum over the ranks; the gradient is gathered."""
     return x if line.size == 1 else _ReduceSplit.apply(x, dim % x.dim(), tuple(lengths), line)

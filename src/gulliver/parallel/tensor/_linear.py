@@ -25,7 +25,7 @@ from torch.autograd import Function
 
 from gulliver.comm import ALONE, Line, all_reduce
 from gulliver.parallel.tensor._base import OnLine
-from gulliver.parallel.tensor._collectives import gather, split
+from gulliver.parallel.tensor._collectives import gather, split, uncompiled
 from gulliver.parallel.tensor._deal import Interval, deal
 from gulliver.parallel.tensor._entry import (
     Arrival,
@@ -121,7 +121,7 @@ class ColumnLinear(_Sharded):
         (run,) = self.runs
         return run
 
-    @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """Returns the outputs of this rank, ``[..., outputs]``, or those of all.
 
@@ -171,7 +171,7 @@ class RowLinear(_Sharded):
         super().__init__(weight, bias, line, transposed)
         self.split_input, self.total, self.shared = split_input, total, shared
 
-    @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """Returns the output, whole on all ranks or this rank's piece of the sequence.
 

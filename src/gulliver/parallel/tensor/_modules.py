@@ -1,4 +1,4 @@
-"""What can be seen of one module: its heads, its adapters, whether a style is for its kind.
+"""Facts about one module: its heads, its adapters, whether a style is for its kind.
 
 Nothing here knows a model or a plan; `_plan.py` asks module by module.
 """
@@ -25,7 +25,7 @@ DROPOUTS = (
 
 
 def dropouts_of(model: nn.Module) -> list[str]:
-    """What a model drops at random, by path and probability; not what all ranks draw alike."""
+    """Lists a model's dropouts by path and probability, without those that all ranks draw alike."""
     names: list[str] = []
     for path, module in model.named_modules():
         if any(part in DRAWN_ALIKE for part in path.split(".")):
@@ -41,7 +41,7 @@ def dropouts_of(model: nn.Module) -> list[str]:
 
 
 def layer_of(path: str) -> tuple[str, str]:
-    """The layer that a module belongs to, and which factor of its adapter it is.
+    """Returns the layer that a module belongs to, and which factor of its adapter it is.
 
     PEFT wraps a layer ``x`` as ``x.base_layer``, ``x.lora_A.NAME`` and ``x.lora_B.NAME``.
     """
@@ -54,7 +54,7 @@ def layer_of(path: str) -> tuple[str, str]:
 
 
 def best_match(path: str, patterns: Mapping[str, Any]) -> str | None:
-    """The longest pattern that the last parts of a path fit; None where none does."""
+    """Returns the longest pattern that the last parts of a path fit; None where none does."""
     parts = path.split(".")
     fitting = [pattern for pattern in patterns if _fits(parts, pattern.split("."))]
     return max(fitting, key=lambda p: (p.count("."), -p.count("*")), default=None)
@@ -84,7 +84,7 @@ def head_groups(module: nn.Module) -> int:
 
 
 def query_heads(attention: nn.Module, groups: int) -> tuple[int, int]:
-    """How many query heads an attention module has, and their width; 0 where it is not seen.
+    """Returns an attention module's number of query heads and their width; 0 where not seen.
 
     Args:
         attention: module that repeats its key-value heads as its `num_key_value_groups` says.
@@ -114,7 +114,7 @@ def is_scaled(module: nn.Module) -> bool:
 
 
 def cut_dims(path: str, module: nn.Module, how: How) -> dict[str, int]:
-    """Parameter to the dim that is cut."""
+    """Returns the dim along which each parameter is sharded, by name."""
     transposed = is_transposed(module)
     linear = transposed or type(module).forward is nn.Linear.forward
     convolution = type(module) in CONVOLUTIONS

@@ -1,4 +1,4 @@
-"""What a plan of tensor parallelism says: which module is cut how. Data, and how it is shown."""
+"""The plan of tensor parallelism: how each module is sharded. Data, and how it is shown."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Placed:
     """How one module is cut.
 
     Attributes:
-        style: name of the style, of `STYLES`.
-        how: what that means.
-        dims: parameter to the dim that is cut; those that are whole are not named.
+        style: name of the style in `STYLES`.
+        how: meaning of the style.
+        dims: parameter to the dim that is sharded; those that are whole are not named.
         total: features along it.
-        units: indivisible things that they are, in each block.
+        units: indivisible units in each block of features.
         copies: ranks that hold each of them alike.
         parts: parameter to how it is dealt, where those of a module are dealt differently.
     """
@@ -50,7 +50,7 @@ class TensorPlan:
 
     Attributes:
         size: ranks.
-        modules: how each module is cut that is, or whose gradients are partial, by path.
+        modules: path to its sharding, of modules that are cut or whose gradients are partial.
         attention: path of an attention module to how many head groups it has.
         sites: modules whose input goes into several columns, and is taken in once.
         stacks: paths of the lists of blocks.

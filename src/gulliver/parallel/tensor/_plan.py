@@ -1,4 +1,4 @@
-"""Decides which module is cut how, by the model's own plan, its family's rules, or the user's.
+"""Decides how each module is sharded: by the model's own plan, its family's rules, or the user's.
 
     plan = plan_tensor(model, 4)
     print(plan)
@@ -44,8 +44,7 @@ def plan_tensor(
     """Decides how a model is cut.
 
     Args:
-        model: model with whole parameters, perhaps on meta; modules without parameters are left
-            alone.
+        model: model with whole parameters, perhaps on meta; modules without any are left alone.
         size: ranks.
         rules: pattern of module paths to style, before what is known of the model: the last parts
             of a path, ``*`` for one part. See `STYLES`.
@@ -321,7 +320,7 @@ class _Planner:
         return Placed(style, how, dims, total, units, copies)
 
     def _units(self, path: str, total: int, blocks: int = 0) -> tuple[int, int]:
-        """Counts the heads that features are dealt in, and the ranks that hold each of these alike.
+        """Returns the number of heads that features are dealt in, and the ranks that share each.
 
         Without blocks of features, there is one number for each query head.
 

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
 
 Group = Mapping[str, Any]
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ELEMENTWISE: dict[str, Callable[[Group], int]] = {
     "ASGD": lambda group: 1,
     "Adadelta": lambda group: 2,
@@ -96,3 +98,26 @@ def state_tensors(optimizer: torch.optim.Optimizer, group: Group) -> int:
     """State tensors of a parameter's size that a group will keep; 2 where it is unknown."""
     count = ELEMENTWISE.get(type(optimizer).__name__)
     return 2 if count is None else count(group)
+
+
+def is_boosted(parameter: Tensor) -> bool:
+    """Whether a boosted optimizer trains a parameter."""
+    return "_boosted" in vars(parameter)
+
+
+def check_trainable(names: Mapping[nn.Parameter, str]) -> None:
+    """Refuses parameters that ZeRO cannot train.
+
+    Raises:
+        GulliverError: one is of another dtype, or trained by another boosted optimizer.
+    """
+    for parameter, name in names.items():
+        if parameter.dtype not in DTYPES:
+            raise GulliverError(
+                f"parameter {name!r} is {parameter.dtype}: ZeRO trains "
+                f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
+            )
+        if is_boosted(parameter):
+            raise GulliverError(
+                f"parameter {name!r} is trained by another boosted optimizer: give it to one"
+            )

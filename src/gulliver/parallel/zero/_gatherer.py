@@ -1,20 +1,12 @@
 """From shards to parameters: who asks for a chunk waits for just that chunk.
 
-[Note: one order] All ranks must issue collectives in one order, whatever parameters they use. With
-stages 0 to 2 that is simple: a step gathers every chunk once, in the order of use. With stage 3 a
-*pass* (a forward or a backward of the model) is a list of chunks that every rank gathers once, in
-that order, used or not. Touching a chunk issues the gathers up to it and a few ahead. What a rank
-does not touch it gathers when it comes past, at the latest at the end of the pass. So ranks may
-differ in the parameters that they use, and no rank waits for one that has nothing to send. In a
-backward, though, gradients are reduced between the gathers, when a chunk is complete: ranks that
-differ in whole chunks would reduce at another place, and are told (see `comm/_ledger.py`).
+With stages 0 to 2 a step gathers every chunk once, in the order of use. With stage 3 parameters
+come and go in passes, see `gulliver.memory._prefetch`: touching a chunk issues the gathers up to it
+and a few ahead, in one order on all ranks. In a backward, though, gradients are reduced between the
+gathers, when a chunk is complete: ranks that differ in whole chunks would reduce at another place,
+and are told (see `comm/_ledger.py`).
 
-[Note: out of order] A chunk that is touched again after it was given back (a tied weight, a module
-called twice) ends the pass and starts it anew, and is kept from then on. Outside of passes a
-touched chunk is gathered at once: there every rank has to touch the same ones, which is so when
-they run the same program.
-
-[Note: reading] Touching is noticed by `gulliver.memory.await_parameter`, not by hooks of modules:
+[Note: reading] Touching is noticed by `gulliver.memory.mark_pending`, not by hooks of modules:
 whoever reads a parameter waits for it, in a forward or not. Outside of passes and of autograd, such
 as for a state dict, it is a copy that is read, so that nothing has to be given back; what is
 written there is written to the shards. ``parameter.data`` may be written later; its version
@@ -25,9 +17,9 @@ It does not know of gradients.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -36,17 +28,17 @@ from torch import Tensor, nn
 from gulliver._compat import at_end_of_backward, saving_is_hooked, storage_users
 from gulliver.comm import Group, Handle, Purpose, all_gather, guard
 from gulliver.errors import GulliverError
-from gulliver.memory import arrived, await_parameter, before_write, storage_of
-from gulliver.parallel.zero._sharded import Presence, ShardedChunk
-
-
-class Pass(Enum):
-    """What is under way."""
-
-    NONE = auto()
-    FORWARD = auto()
-    BACKWARD = auto()
-
+from gulliver.memory import (
+    AccessRecord,
+    Pass,
+    Prefetcher,
+    Presence,
+    before_write,
+    mark_pending,
+    mark_ready,
+    storage_of,
+)
+from gulliver.parallel.zero._sharded import ShardedChunk
 
 _WHY = {
     Pass.NONE: "for a read of parameters",
@@ -64,6 +56,9 @@ class Gatherer:
         group: ranks that own the parts.
         ahead: chunks that are gathered ahead of the one in use (stage 3).
         overlap: False waits for every gather at once, for comparison.
+
+    Attributes:
+        record: what a step of stage 3 did, for predictions.
     """
 
     def __init__(
@@ -77,48 +72,59 @@ class Gatherer:
         self.chunks, self.sharded, self.group = list(chunks), sharded, group
         self.ahead, self.overlap = ahead, overlap
         self.step = 0
-        self._home = {id(p): c for c in chunks for p in c.chunk.parameters.values()}
-        self._pass, self._depth = Pass.NONE, 0
-        self._order: list[ShardedChunk] = []
-        self._issued = self._reached = 0
-        self._at: dict[int, ShardedChunk] = {}
+        self.record = AccessRecord()
+        self._engine = Prefetcher(self.chunks, self, ahead)
+        self._home = {id(p): c for c in chunks for p in c.chunk.members}
+        self._index = {id(c): number for number, c in enumerate(self.chunks)}
+        self._depth = 0
+        self._at: list[tuple[int, ShardedChunk]] = []
+        self._begins: list[int] = []
         self._peeked: tuple[ShardedChunk, dict[str, Tensor]] | None = None
         self.lent: list[_Lent] = []
-        self._needed: list[ShardedChunk] = []
         for released in chunks:
             if released.chunk.buffer is None:
                 released.presence = Presence.ABSENT
-                for parameter in released.chunk.parameters.values():
-                    await_parameter(parameter, self._touched)
+                mark_pending(released.chunk.members, self._touched)
+
+    def note(self, what: str, sharded: ShardedChunk) -> None:
+        """Notes what happens to a chunk of stage 3, in the first step."""
+        if not self.record.complete:
+            self.record.note(what, self._index[id(sharded)])
 
     # A chunk's way: absent or updated, arriving, whole, absent.
 
     def start(self, sharded: ShardedChunk) -> None:
         """Starts the way of a chunk's parameters to this rank; what `home` holds is sent."""
         self.settle_lent()
+        chunk = sharded.chunk
         if sharded.presence is Presence.ABSENT:
-            for parameter in sharded.chunk.parameters.values():
-                arrived(parameter)
-            sharded.chunk.materialise()
-            self._at[sharded.chunk.data.untyped_storage().data_ptr()] = sharded
+            chunk.materialise()
+            self._remember(sharded)
         else:
-            before_write([sharded.chunk.data])
-            sharded.chunk.publish()
-        if sharded.chunk.layout.parts == 1:
+            if not chunk.home_is_view or chunk.layout.parts > 1:
+                before_write([chunk.data])
+            chunk.publish()
+        if chunk.layout.parts == 1 and sharded.presence is Presence.WHOLE:
+            return  # the parameters are what was stepped
+        if chunk.layout.parts == 1:
             sharded.gathering = Handle()
         else:
             sharded.gathering = all_gather(
-                sharded.chunk.data,
-                sharded.chunk.shard,
-                self.group,
-                async_op=True,
-                purpose=self._purpose(sharded),
+                chunk.data, chunk.shard, self.group, async_op=True, purpose=self._purpose(sharded)
             )
         sharded.enter(Presence.ARRIVING)
-        for parameter in sharded.chunk.parameters.values():
-            await_parameter(parameter, self._touched)
-        if not self.overlap or sharded.chunk.layout.parts == 1:
+        if not self.overlap or chunk.layout.parts == 1:
             self.finish(sharded)
+        else:
+            mark_pending(chunk.members, self._touched)
+
+    def bring(self, sharded: ShardedChunk) -> None:
+        """Starts the way of a chunk in its turn of a pass."""
+        if sharded.presence is not Presence.ABSENT:
+            # It is here, but the others wait for this rank's part all the same.
+            self.finish(sharded)
+            sharded.chunk.take_writes()
+        self.start(sharded)
 
     def finish(self, sharded: ShardedChunk) -> None:
         """Waits until a chunk is whole."""
@@ -129,8 +135,7 @@ class Gatherer:
             sharded.gathering.wait()
         sharded.gathering = None
         sharded.enter(Presence.WHOLE)
-        for parameter in sharded.chunk.parameters.values():
-            arrived(parameter)
+        mark_ready(sharded.chunk.members)
 
     def release(self, sharded: ShardedChunk) -> None:
         """Gives a chunk's parameters back to their owners."""
@@ -138,11 +143,22 @@ class Gatherer:
         if sharded.presence is not Presence.WHOLE:
             return
         sharded.chunk.take_writes()
-        self._at.pop(sharded.chunk.data.untyped_storage().data_ptr(), None)
+        self._forget(sharded)
         sharded.chunk.release()
         sharded.enter(Presence.ABSENT)
-        for parameter in sharded.chunk.parameters.values():
-            await_parameter(parameter, self._touched)
+        mark_pending(sharded.chunk.members, self._touched)
+
+    def _remember(self, sharded: ShardedChunk) -> None:
+        """Notes where a chunk lies whose parameters autograd may save."""
+        begin, nbytes = sharded.chunk.data.data_ptr(), sharded.chunk.nbytes
+        number = bisect_right(self._begins, begin)
+        self._begins.insert(number, begin)
+        self._at.insert(number, (begin + nbytes, sharded))
+
+    def _forget(self, sharded: ShardedChunk) -> None:
+        number = next((n for n, (_, chunk) in enumerate(self._at) if chunk is sharded), None)
+        if number is not None:
+            del self._begins[number], self._at[number]
 
     def finish_all(self) -> None:
         """Waits for everything under way."""
@@ -150,149 +166,85 @@ class Gatherer:
         for sharded in self.chunks:
             self.finish(sharded)
 
-    def release_all(self, held: bool = True) -> None:
-        """Gives everything back, with `held` also what a graph may refer to.
-
-        With stages below 3 it only waits.
-        """
+    def release_all(self) -> None:
+        """Gives everything back; with stages below 3 it only waits."""
         self._peeked = None
-        self.settle_lent()
-        self._pass = Pass.NONE
-        for sharded in self.chunks:
-            if self.sharded and (held or not sharded.held):
-                sharded.held = False
-                self.release(sharded)
-            else:
-                self.finish(sharded)
+        if self.sharded:
+            self.settle_lent()
+            self.record.note("released")
+            self._engine.release_all()
+        else:
+            self.finish_all()
 
     def _purpose(self, sharded: ShardedChunk) -> Purpose:
-        return sharded.purpose("gathers", _WHY[self._pass] if self.sharded else "after a step")
-
-    def _release_used(self, passed: ShardedChunk) -> None:
-        wanted = passed.kept or passed.held or passed in self._needed
-        if passed.presence is Presence.WHOLE and not wanted:
-            self.release(passed)
+        why = _WHY[self._engine.current] if self.sharded else "after a step"
+        return sharded.purpose("gathers", why)
 
     # Passes, of stage 3 only.
 
     def enter_forward(self) -> None:
         """The model is called."""
         self._depth += 1
-        if self.sharded and self._depth == 1 and self._pass is not Pass.BACKWARD:
+        if self.sharded and self._depth == 1 and self._engine.current is not Pass.BACKWARD:
             self._begin(Pass.FORWARD)
 
     def leave_forward(self) -> None:
         """The model's call ends, well or not."""
         self._depth -= 1
-        if self.sharded and self._depth == 0 and self._pass is Pass.FORWARD:
-            self._complete()
-            if torch.is_grad_enabled():
-                for sharded in self.chunks[:-1]:
-                    self.finish(sharded)
-                    self._release_used(sharded)
-            else:
-                self.release_all(held=False)
-            self._pass = Pass.NONE
+        if self.sharded and self._depth == 0 and self._engine.current is Pass.FORWARD:
+            training = torch.is_grad_enabled()
+            self.record.note("forward ended" if training else "evaluation ended")
+            self._engine.end_forward(keep_last=training)
 
     def enter_backward(self) -> None:
         """A backward begins."""
-        if self.sharded and self._pass is not Pass.BACKWARD:
+        if self.sharded and self._engine.current is not Pass.BACKWARD:
             self._begin(Pass.BACKWARD)
 
     def leave_backward(self) -> None:
         """A backward ends."""
-        if self.sharded and self._pass is Pass.BACKWARD:
-            self._complete()
-            self._pass = Pass.NONE
-            self.release_all()
+        if self.sharded and self._engine.current is Pass.BACKWARD:
+            self._peeked = None
+            self.settle_lent()
+            self.record.note("backward ended")
+            self._engine.end_backward()
 
     def prefetch(self) -> None:
         """Starts the next forward's first gathers; its first modules will wait for just those."""
         if self.sharded:
-            self._begin(Pass.FORWARD)
-            self._issue(self.ahead)
-            self._pass = Pass.NONE
+            self._peeked = None
+            self.settle_lent()
+            self.record.note("prefetched")
+            self._engine.prefetch()
 
     def _begin(self, kind: Pass) -> None:
-        untouched = self._reached == 0 and self._order == self.chunks
-        if kind is Pass.FORWARD and untouched and self._issued:
-            self._pass = kind  # begun by `prefetch`
-            return
-        if kind is Pass.FORWARD:
-            self.release_all(held=False)
-            self._order = list(self.chunks)
-        else:
-            # The forward has left its last chunk: it is the first that backward uses.
-            last = self.chunks[-1]
-            skip = last.presence is not Presence.ABSENT
-            self._order = self.chunks[-2::-1] if skip else self.chunks[::-1]
-        self._pass, self._issued, self._reached = kind, 0, 0
-
-    def _issue(self, count: int) -> None:
-        """Issues the pass's gathers up to `count` of them."""
-        while self._issued < min(count, len(self._order)):
-            sharded = self._order[self._issued]
-            self._issued += 1
-            if sharded.presence is not Presence.ABSENT:
-                # It is here, but the others wait for this rank's part all the same.
-                self.finish(sharded)
-                sharded.chunk.take_writes()
-            self.start(sharded)
-
-    def _complete(self) -> None:
-        """Takes part in what is left of the pass; nothing of it is used here."""
-        while self._issued < len(self._order):
-            self._issue(self._issued + 1)
-            if self._issued > 1 + self.ahead:
-                passed = self._order[self._issued - 2 - self.ahead]
-                self.finish(passed)
-                self._release_used(passed)
-        self._reached = len(self._order)
+        self._peeked = None
+        self.settle_lent()
+        self.record.note(kind.name)
+        self._engine.begin(kind)
 
     def use(self, sharded: ShardedChunk) -> None:
         """Makes a chunk whole, gathers ahead and gives back what has been used."""
-        self._hold(sharded)
-        if not self.sharded or self._pass is Pass.NONE:
-            if sharded.presence is Presence.ABSENT:
-                self.start(sharded)
+        if not self.sharded:
             self.finish(sharded)
             return
-        place = self._place(sharded)
-        if place is not None:
-            self._reached = max(self._reached, place + 1)
-            self._issue(place + 1)
-        self.finish(sharded)
-        if place is not None:
-            self._issue(place + 1 + self.ahead)
-            for passed in self._order[: max(0, place - 1)]:
-                self._release_used(passed)
+        self._hold(sharded)
+        self.note("used", sharded)
+        self._engine.use(sharded)
 
     def use_together(self, chunks: Sequence[ShardedChunk]) -> None:
         """Makes chunks whole that a compiled region reads all at once."""
-        self._needed = list(chunks)
-        try:
-            for sharded in chunks:
-                self.use(sharded)
-        finally:
-            self._needed = []
+        for sharded in chunks:
+            if self.sharded:
+                self._hold(sharded)
+            else:
+                self.finish(sharded)
+        if self.sharded:
+            self._engine.use_together(chunks)
 
     def _hold(self, sharded: ShardedChunk) -> None:
-        if self.sharded and torch.is_grad_enabled() and not saving_is_hooked():
+        if not sharded.held and torch.is_grad_enabled() and not saving_is_hooked():
             sharded.held = True  # autograd may refer to the parameters themselves
-
-    def _place(self, sharded: ShardedChunk) -> int | None:
-        """Where the pass uses a chunk; starts the pass anew for one that it has behind it."""
-        place = self._order.index(sharded) if sharded in self._order else None
-        if sharded.presence is not Presence.ABSENT:
-            return place
-        if place is None or place < self._issued:
-            sharded.kept = True
-            self._complete()
-            forward = self._pass is Pass.FORWARD
-            self._order = self.chunks[:] if forward else self.chunks[::-1]
-            self._issued = self._reached = 0
-            place = self._order.index(sharded)
-        return place
 
     # Reading.
 
@@ -304,7 +256,7 @@ class Gatherer:
         chunks = {id(c): c for c in (self._home[id(p)] for p in mine)}
         absent = any(c.presence is Presence.ABSENT for c in chunks.values())
         reading = func in _READS or not torch.is_grad_enabled()
-        if self._pass is Pass.NONE and self._depth == 0 and absent and reading:
+        if self._engine.current is Pass.NONE and self._depth == 0 and absent and reading:
             return self._outside(func, args, kwargs)
         for sharded in chunks.values():
             self.use(sharded)
@@ -371,6 +323,8 @@ class Gatherer:
         Raises:
             GulliverError: it was written after a step that changed the parameter.
         """
+        if not self.lent:
+            return
         for lent in self.lent:
             if lent.data._version == lent.version:
                 continue
@@ -386,6 +340,10 @@ class Gatherer:
             else:
                 self.finish(sharded)
                 lent.parameter.detach().copy_(lent.data)
+        self._forget_lent()
+
+    def _forget_lent(self) -> None:
+        """Forgets what nobody else has any more."""
         mine = Counter(storage_of(lent.data) for lent in self.lent)
         if self._peeked is not None:
             views = list(self._peeked[1].values())
@@ -395,42 +353,44 @@ class Gatherer:
     # What autograd saves.
 
     def pack(self, tensor: Tensor) -> Any:
-        """Saves a reference instead of a parameter, so that its buffer can be given back."""
-        found = self._find(tensor)
-        if found is None:
+        """Saves a reference instead of a parameter, so that its buffer can be given back.
+
+        It is called for every activation too: what lies in no chunk is told by its address.
+        """
+        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             return tensor
-        sharded, name = found
-        parameter = sharded.chunk.parameters[name]
-        offset = int(tensor.storage_offset()) - int(parameter.storage_offset())
-        return _Saved(parameter, self.step, tensor.size(), tensor.stride(), offset)
+        address = tensor.data_ptr()
+        number = bisect_right(self._begins, address) - 1
+        if number < 0 or address >= self._at[number][0]:
+            return tensor
+        sharded = self._at[number][1]
+        if tensor.dtype != sharded.chunk.dtype:
+            return tensor
+        start = int(tensor.storage_offset())
+        for slot, parameter in zip(sharded.chunk.layout.slots, sharded.chunk.members, strict=True):
+            if slot.start <= start < slot.start + slot.numel:
+                return _Saved(
+                    parameter, self.step, tensor.size(), tensor.stride(), start - slot.start
+                )
+        return tensor
 
     def unpack(self, saved: Any) -> Tensor:
         """The tensor that was saved, gathered again where that is needed."""
-        if not isinstance(saved, _Saved):
+        if type(saved) is not _Saved:
             return saved
         if saved.step != self.step:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 "inplace operation: the optimizer has stepped since this graph was made"
             )
-        if self._pass is Pass.NONE:
+        if self._engine.current is Pass.NONE:
             self.enter_backward()
             at_end_of_backward(self.leave_backward)
-        self.use(self._home[id(saved.parameter)])
+        sharded = self._home[id(saved.parameter)]
+        self.use(sharded)
         with torch.no_grad():
             start = saved.parameter.storage_offset() + saved.offset
             return saved.parameter.detach().as_strided(saved.size, saved.stride, start)
-
-    def _find(self, tensor: Tensor) -> tuple[ShardedChunk, str] | None:
-        if type(tensor) not in (Tensor, nn.Parameter):
-            return None
-        sharded = self._at.get(tensor.untyped_storage().data_ptr())
-        if sharded is None or tensor.dtype != sharded.chunk.dtype:
-            return None
-        for slot in sharded.chunk.layout.slots:
-            if slot.start <= tensor.storage_offset() < slot.end:
-                return sharded, slot.name
-        return None
 
 
 class _Lent:

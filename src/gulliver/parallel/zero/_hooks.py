@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,16 +22,14 @@ from gulliver._compat import compiled_call, is_compiled, replace_compiled_call
 from gulliver.errors import GulliverError
 from gulliver.memory import hide_from_compilers
 from gulliver.parallel.zero._gatherer import Gatherer
-
-if TYPE_CHECKING:
-    from gulliver.parallel.zero._optimizer import ZeroOptimizer
+from gulliver.parallel.zero._shards import ShardedState
 
 
 class _Calls:
     """Enters and leaves passes with the calls of a model."""
 
-    def __init__(self, optimizer: ZeroOptimizer | None, model: nn.Module | None = None) -> None:
-        self._optimizer = optimizer
+    def __init__(self, shards: ShardedState | None, model: nn.Module | None = None) -> None:
+        self._shards = shards
         self._modules = [] if model is None else list(model.modules())
         self._open: list[tuple[Gatherer, Any]] = []
 
@@ -52,18 +50,18 @@ class _Calls:
         self._leave()
 
     def _enter(self, whole: bool) -> None:
-        if self._optimizer is None:
+        if self._shards is None:
             return
-        gatherer = self._optimizer.gatherer
+        gatherer = self._shards.gatherer
         if gatherer.sharded:
             self._begin(gatherer)
         if whole:
             gatherer.use_together(gatherer.chunks)
 
     def _begin(self, gatherer: Gatherer) -> None:
-        assert self._optimizer is not None
+        assert self._shards is not None
         for module in self._modules[1:]:
-            _wait_before(module, self._optimizer)
+            _wait_before(module, self._shards)
         gatherer.enter_forward()
         context = saved_tensors_hooks(gatherer.pack, gatherer.unpack)
         context.__enter__()
@@ -83,27 +81,27 @@ class _Calls:
                 raise
 
 
-def watch_calls(model: nn.Module, optimizer: ZeroOptimizer) -> None:
-    """Registers what the stage of the optimizer needs."""
+def watch_calls(model: nn.Module, shards: ShardedState) -> None:
+    """Registers what the stage needs."""
     _hide_from_compilers()
     for module in model.modules():
         if is_compiled(module):
-            waiting = _waiting(module, optimizer)
+            waiting = _waiting(module, shards)
             module.register_forward_pre_hook(lambda *_, wait=waiting: wait(), prepend=True)
         # What the model itself reads, `_Calls.enter` waits for inside of its call.
         if module is not model:
-            _wait_before(module, optimizer)
-    calls = _Calls(optimizer, model)
+            _wait_before(module, shards)
+    calls = _Calls(shards, model)
     model.register_forward_pre_hook(calls.enter, prepend=True)
-    if optimizer.stage == 3:
+    if shards.stage == 3:
         model.register_forward_hook(calls.leave, always_call=True)
 
 
-def _wait_before(module: nn.Module, optimizer: ZeroOptimizer) -> None:
+def _wait_before(module: nn.Module, shards: ShardedState) -> None:
     """Lets the compiled call of a module wait for its parameters; once, also after boost."""
     inner = compiled_call(module)
     if inner is not None and not hasattr(inner, "_waits"):
-        call = _after(_waiting(module, optimizer), inner)
+        call = _after(_waiting(module, shards), inner)
         vars(call)["_waits"] = True
         replace_compiled_call(module, call)
 
@@ -117,11 +115,11 @@ def _hide_from_compilers() -> None:
     hide_from_compilers()
 
 
-def _waiting(region: nn.Module, optimizer: ZeroOptimizer) -> Callable[[], None]:
+def _waiting(region: nn.Module, shards: ShardedState) -> Callable[[], None]:
     parameters = {id(p) for p in region.parameters()}
 
     def wait() -> None:
-        gatherer = optimizer.gatherer
+        gatherer = shards.gatherer
         gatherer.use_together(
             [
                 sharded

@@ -1,13 +1,16 @@
 """The sharded optimizer: it steps this rank's part of every chunk, and gathers the others' parts.
 
-Read `ZeroOptimizer._step` first: a step is all there. How gradients come to the shards is told in
-`_reducer.py`, how parameters come back in `_gatherer.py`, how state is saved in `_state.py`, how
-the chunks are cut anew in `_relayout.py`.
+Read `ZeroOptimizer._step` first: a step is all there. What a rank has is kept by `ShardedState`
+(`_shards.py`). How gradients come to the shards is told in `_reducer.py`, how parameters come back
+in `_gatherer.py`, how state is gathered in `_state.py` and saved in `_saved.py`, how the chunks are
+cut anew in `_relayout.py`: all of them act on that state, and none knows the optimizer.
 
-[Note: the pipeline of a step] Chunks are updated one by one, in the order of use. Each is waited
-for, stepped where it lies, and its gather started; then the next. So the link carries the first
-chunks' parameters while the others are updated, and the next forward begins while most of them are
-still on their way. Only clipping needs all gradients first: one number is exchanged for it.
+[Note: the pipeline of a step] With stages 1 and 2 chunks are updated one by one, in the order of
+use. Each is waited for, stepped where it lies, and its gather started; then the next. So the link
+carries the first chunks' parameters while the others are updated, and the next forward begins while
+most of them are still on their way. Only clipping needs all gradients first: one number is
+exchanged for it. With stages 0 and 3 nothing follows an update, and the chunk that is used first is
+the last to be reduced: one call of the optimizer for all is as early, and cheaper.
 """
 
 from __future__ import annotations
@@ -16,48 +19,30 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-from zlib import crc32
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from gulliver._compat import step_hooks, step_without_hooks
-from gulliver.comm import Group, all_gather, all_reduce, broadcast, group_rank, group_size
+from gulliver.comm import Group, all_gather, all_reduce
 from gulliver.errors import GulliverError
-from gulliver.hardware import ChunkSize, zero_bytes
-from gulliver.memory import (
-    ASKS,
-    BufferPool,
-    Chunk,
-    ChunkLayout,
-    before_write,
-    reduced_gradient,
-)
+from gulliver.memory import ASKS, ByteCounter, before_write
 from gulliver.parallel._optimizer import BoostedOptimizer, Leaf, Saved, State
-from gulliver.parallel.zero._elementwise import check_optimizer, is_elementwise, state_tensors
+from gulliver.parallel.zero import _saved
+from gulliver.parallel.zero._elementwise import check_optimizer, check_trainable
 from gulliver.parallel.zero._gatherer import Gatherer
-from gulliver.parallel.zero._groups import GroupWatch
-from gulliver.parallel.zero._reducer import IN_FLIGHT, GradientReducer
-from gulliver.parallel.zero._saved import (
-    after_model_load,
-    before_model_load,
-    make_state,
-    model_leaves,
-    state_leaves,
-    take_finished_writes,
-)
+from gulliver.parallel.zero._hooks import watch_calls
+from gulliver.parallel.zero._memory import predicted
+from gulliver.parallel.zero._reducer import GradientReducer
+from gulliver.parallel.zero._relayout import relayout
 from gulliver.parallel.zero._scaler import LossScaler
 from gulliver.parallel.zero._sharded import ShardedChunk
-from gulliver.parallel.zero._sizes import TensorSize, chunk_layouts, shard_dtype
+from gulliver.parallel.zero._shards import ShardedState
 from gulliver.parallel.zero._state import gather_state, scatter_state
 from gulliver.parallel.zero._statistics import BufferSync
-
-if TYPE_CHECKING:
-    from gulliver.parallel.zero._tuner import BucketTuner
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+from gulliver.parallel.zero._tuner import BucketTuner
 
 
 class ZeroOptimizer(BoostedOptimizer):
@@ -111,34 +96,44 @@ class ZeroOptimizer(BoostedOptimizer):
         # Some optimizers have state before their first step; the boost may come later, too.
         exported = super().export_state()
         state = {n: {k: v for k, v in e.items() if v is not None} for n, e in exported.items()}
-        self._members, self._watched = super().group_names(), GroupWatch(inner, group)
-        self.stage, self.group, self.max_norm = stage, group, max_norm
-        self.ahead, self.overlap, self.chunk_bytes = ahead, overlap, chunk_bytes
-        self.rank, self.size = group_rank(group), group_size(group)
+        sharded = dict(frozen or {}) if stage == 3 else {}
+        self.shards = ShardedState(
+            inner, self.names, sharded, stage, chunk_bytes, group, ahead, overlap
+        )
+        self.max_norm = max_norm
         self.grad_norm: Tensor | None = None
         self.skipped = 0
-        self.pool = BufferPool()
         self.tuner: BucketTuner | None = None
-        self.by_chunk = is_elementwise(inner)
-        self.update_s = 0.0
-        self._tuned = 0
         self.buffers: BufferSync | None = None
+        self._tuned = 0
         self._deferred = self._stepping = False
         self._used: set[str] | None = None
-        self._reduced: dict[nn.Parameter, Tensor] = {}
-        self.frozen_names = dict(frozen or {}) if stage == 3 else {}
         fp16 = any(p.dtype is torch.float16 for p in self.names)
         self.scaler = LossScaler() if fp16 else None
-        self.everything: list[ShardedChunk] = []
-        self._reducer: GradientReducer = None  # type: ignore[assignment]
-        self.gatherer: Gatherer = None  # type: ignore[assignment]
-        for trained in (True, False):
-            parameters = self.names if trained else self.frozen_names
-            for layout, members in self.layouts(parameters, chunk_bytes):
-                self.everything.append(self._placed(layout, members, trained))
-        self.adopt(self.everything)
-        scatter_state(inner, self.chunks, state)
+        scatter_state(self.shards, state)
         self._watch_inner()
+
+    # What the state knows.
+
+    @property
+    def stage(self) -> int:
+        """What is sharded, 0 to 3."""
+        return self.shards.stage
+
+    @property
+    def group(self) -> Group:
+        """Ranks that it is sharded over."""
+        return self.shards.group
+
+    @property
+    def rank(self) -> int:
+        """Place of this process among them."""
+        return self.shards.rank
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self.shards.size
 
     @property
     def gives_back(self) -> bool:  # type: ignore[override]
@@ -148,81 +143,31 @@ class ZeroOptimizer(BoostedOptimizer):
     @property
     def parts(self) -> int:
         """Shards of a chunk."""
-        return self.size if self.stage else 1
+        return self.shards.parts
 
     @property
-    def part(self) -> int:
-        """Of a chunk, that this rank owns."""
-        return self.rank if self.parts > 1 else 0
+    def chunk_bytes(self) -> int:
+        """Size of a chunk."""
+        return self.shards.chunk_bytes
 
-    def home_dtype(self, dtype: torch.dtype, trained: bool) -> torch.dtype:
-        """Of the shards of parameters of a dtype."""
-        return shard_dtype(dtype, trained)
+    @property
+    def everything(self) -> list[ShardedChunk]:
+        """All chunks, in the order of use."""
+        return self.shards.everything
 
-    def layouts(
-        self, names: Mapping[nn.Parameter, str], chunk_bytes: int
-    ) -> Iterator[tuple[ChunkLayout, dict[str, nn.Parameter]]]:
-        """Cuts parameters in their order into chunks of one dtype and device each."""
-        sizes = [TensorSize(n, p.numel(), p.dtype, p.device) for p, n in names.items()]
-        parameters = {name: parameter for parameter, name in names.items()}
-        for layout, _ in chunk_layouts(sizes, chunk_bytes, self.stage, self.size):
-            yield layout, parameters
+    @property
+    def chunks(self) -> list[ShardedChunk]:
+        """Chunks of trained parameters, in the order of use."""
+        return self.shards.chunks
 
-    def _placed(
-        self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], trained: bool
-    ) -> ShardedChunk:
-        """Moves parameters, equal on all ranks from here on, into a chunk."""
-        chunk = Chunk(layout, parameters, self.part, self.pool)
-        broadcast(chunk.data, 0, self.group)
-        chunk.settle_home(self.home_dtype(chunk.dtype, trained), separate=self.stage == 3)
-        if self.stage == 3:
-            chunk.release()
-        return self.sharded(chunk, trained)
+    @property
+    def gatherer(self) -> Gatherer:
+        """Moves parameters from the shards to the ranks."""
+        return self.shards.gatherer
 
-    def sharded(self, chunk: Chunk, trained: bool) -> ShardedChunk:
-        """A chunk with this rank's pieces of it, as parameters for the inner optimizer."""
-        pieces = []
-        for piece in chunk.layout.pieces(chunk.part) if trained else ():
-            run = chunk.home[piece.start : piece.end]
-            # What is not cut has its own shape: some optimizers look at it.
-            whole = chunk.layout.parts == 1
-            owned = nn.Parameter(run.view(chunk.shapes[piece.name]) if whole else run)
-            owned.grad = self._reduced[owned] = reduced_gradient(owned)
-            pieces.append((piece, owned))
-        return ShardedChunk(chunk, pieces, trained)
-
-    def adopt(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Takes chunks, in the order of use, as those that it trains."""
-        if self._reducer is not None:
-            self._reducer.close()
-        self.everything = list(chunks)
-        first = crc32(chunks[0].chunk.layout.slots[0].name.encode()) if chunks else 0
-        for number, sharded in enumerate(chunks, first):
-            sharded.number = number
-        self.chunks = [c for c in chunks if c.trained]
-        self._reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
-        if self.tuner is not None:
-            self._reducer.noted = self.tuner.gradient
-        steps, lent = 0, []
-        if self.gatherer is not None:
-            steps, lent = self.gatherer.step, self.gatherer.lent
-        self.gatherer = Gatherer(
-            self.everything, self.stage == 3, self.group, self.ahead, self.overlap
-        )
-        self.gatherer.step, self.gatherer.lent = steps, lent
-        self._give_pieces()
-
-    def _give_pieces(self) -> None:
-        """Puts this rank's pieces where the whole parameters were in the optimizer's groups."""
-        mine = {piece.name: owned for c in self.chunks for piece, owned in c.pieces}
-        for group, members in zip(self.inner.param_groups, self._members, strict=True):
-            group["params"] = [mine[name] for name in members if name in mine]
-        self._watched.remember()
-        self._by_chunk = [self._group_pieces(sharded) for sharded in self.chunks]
-
-    def _group_pieces(self, sharded: ShardedChunk) -> list[list[nn.Parameter]]:
-        mine = {piece.name: owned for piece, owned in sharded.pieces}
-        return [[mine[name] for name in members if name in mine] for members in self._members]
+    @property
+    def _reducer(self) -> GradientReducer:
+        return self.shards.reducer
 
     def _watch_inner(self) -> None:
         """Loops that go on using the optimizer from before boost must not do nothing silently."""
@@ -239,15 +184,13 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def watch(self, model: nn.Module) -> None:
         """Notices calls of the model; see `_hooks.py`."""
-        from gulliver.parallel.zero._hooks import watch_calls
-
         super().watch(model)
-        watch_calls(model, self)
+        watch_calls(model, self.shards)
 
     def tune(self, tuner: BucketTuner) -> None:
         """Lets a tuner watch the next steps, and cut the chunks anew between them."""
         self.tuner = tuner
-        self._reducer.noted = tuner.gradient
+        self.shards.notify(tuner.gradient)
 
     def backward(self, loss: Tensor) -> None:
         """Backward of the loss; the gradients are on their way to the shards when it ends.
@@ -294,12 +237,7 @@ class ZeroOptimizer(BoostedOptimizer):
         Raises:
             GulliverError: there are gradients.
         """
-        from gulliver.parallel.zero._relayout import relayout
-
-        if any(c.gradient_shard is not None or c.chunk.gradient_begun for c in self.chunks):
-            raise GulliverError("chunks are cut between steps: call zero_grad first")
-        self._watched.check_members()  # it fills the groups anew
-        return relayout(self, order, chunk_bytes)
+        return relayout(self.shards, order, chunk_bytes)
 
     def _step(self) -> None:
         for sharded in self.everything:
@@ -309,7 +247,7 @@ class ZeroOptimizer(BoostedOptimizer):
             if sharded.chunk.buffer is not None:
                 sharded.chunk.take_writes()
         used = self._settle()
-        self._watched.check_members()  # clipping may have settled before
+        self.shards.watched.check_members()  # clipping may have settled before
         if math.isfinite(self.max_norm):
             self.clip_grad_by_norm(self.max_norm)
         if self.scaler is not None and not self._all_finite():
@@ -322,10 +260,9 @@ class ZeroOptimizer(BoostedOptimizer):
                 self._pipeline(used)
         finally:
             self._stepping = False
-            self._give_groups(None)
+            self.shards.show_pieces()
             for sharded in self.chunks:
-                for _, owned in sharded.pieces:
-                    owned.grad = self._reduced[owned]
+                sharded.hide_gradients()
         self._finish_step()
 
     def _pipeline(self, used: set[str]) -> None:
@@ -334,54 +271,25 @@ class ZeroOptimizer(BoostedOptimizer):
         if timed:
             self._reducer.land_all()
             self._mark("step")
-        self.update_s = 0.0
-        for turn in self._turns():
+        update_s = 0.0
+        for turn in self.shards.turns():
             for number in turn:
-                self._lend_gradients(self.chunks[number], used)
-            self._give_groups(turn[0] if self.by_chunk else None)
-            for number in turn:
-                before_write(self._written(self.chunks[number]))
+                self._reducer.land(self.chunks[number])
+                self.chunks[number].show_gradients(used)
+            self.shards.show_pieces(turn[0] if len(turn) == 1 else None)
+            before_write(self.shards.written(turn))
             begun = time.perf_counter()
             step_without_hooks(self.inner)
-            self.update_s += time.perf_counter() - begun
-            if self.stage < 3:
-                for number in turn:
+            update_s += time.perf_counter() - begun
+            for number in turn:
+                self.shards.place_new_state(self.chunks[number], used)
+                if self.stage < 3:
                     self.gatherer.start(self.chunks[number])
         if timed:
             self._mark("stepped")
+            assert self.tuner is not None
+            self.tuner.updated(update_s)
             self.gatherer.finish_all()
-
-    def _turns(self) -> list[list[int]]:
-        """Numbers of the chunks that are stepped together.
-
-        An optimizer that is not known may look at all parameters at once, or count its calls.
-        """
-        numbers = list(range(len(self.chunks)))
-        return [[number] for number in numbers] if self.by_chunk else [numbers]
-
-    def _lend_gradients(self, sharded: ShardedChunk, used: set[str]) -> None:
-        """Shows a chunk's gradients to the inner optimizer; they stay until zero_grad."""
-        self._reducer.land(sharded)
-        for piece, owned in sharded.pieces:
-            whole = sharded.gradient_shard if piece.name in used else None
-            run = None if whole is None else whole[piece.start : piece.end]
-            owned.grad = None if run is None else run.view(owned.shape)
-
-    def _written(self, sharded: ShardedChunk) -> Iterator[Tensor]:
-        """What a step of a chunk writes; a checkpoint may be copying it."""
-        yield sharded.chunk.home
-        for _, owned in sharded.pieces:
-            for value in self.inner.state.get(owned, {}).values():
-                if isinstance(value, Tensor):
-                    yield value
-
-    def _give_groups(self, number: int | None) -> None:
-        """Shows the inner optimizer one chunk's pieces, or all."""
-        if number is None:
-            self._give_pieces()
-            return
-        for group, pieces in zip(self.inner.param_groups, self._by_chunk[number], strict=True):
-            group["params"] = pieces
 
     def _finish_step(self) -> None:
         self._used = None
@@ -392,6 +300,7 @@ class ZeroOptimizer(BoostedOptimizer):
         # The buffers are written behind autograd's back: a graph from before must not be used.
         increment_version(list(self.names))
         self.gatherer.prefetch()
+        self.gatherer.record.complete = bool(self.gatherer.record.events)
 
     def _all_finite(self) -> bool:
         """Whether no gradient has overflowed, and the scale of the next losses."""
@@ -405,10 +314,10 @@ class ZeroOptimizer(BoostedOptimizer):
     def _settle(self) -> set[str]:
         """Sends all gradients to the shards, once between backward and step."""
         if self._used is None or not self._reducer.settled:
-            groups, buffers = self._watched.votes(), self.buffers
+            groups, buffers = self.shards.watched.votes(), self.buffers
 
             def take(votes: list[int]) -> None:
-                self._watched.check_votes(votes[: len(groups)])
+                self.shards.watched.check_votes(votes[: len(groups)])
                 if buffers is not None:
                     buffers.take_votes(votes[len(groups) :])
 
@@ -490,29 +399,32 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def export_state(self, keep: bool = True) -> State:
         """The whole state by parameter name; every rank calls it, those that `keep` get it."""
-        self.take_writes()
-        return gather_state(self.inner, self.chunks, self.group, keep)
+        self.shards.take_writes()
+        return gather_state(self.shards, keep)
 
     def _import_state(
         self, state: State, others: Mapping[Any, Any] | None, exact: Collection[str]
     ) -> None:
-        self.take_writes()
-        scatter_state(self.inner, self.chunks, state)
-        self.publish_masters()
+        self.shards.take_writes()
+        scatter_state(self.shards, state)
+        self.shards.publish_masters()
+
+    @property
+    def _writes(self) -> _saved.Writes:
+        """Who saves what, where no rank has the whole model."""
+        return None if self.has_whole_model else self.writes
 
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
         """The model's state as far as this rank has it; nothing is gathered or waited for."""
-        take_finished_writes(self)
-        return model_leaves(self, model)
+        return _saved.model_leaves(self.shards, model, self._writes)
 
     def load_leaves(self, model: nn.Module) -> dict[str, Leaf]:
         """What of the model's state this rank fills when it is loaded: all that it holds."""
-        take_finished_writes(self)
-        return model_leaves(self, model, saving=False)
+        return _saved.model_leaves(self.shards, model, None)
 
     def state_leaves(self) -> Saved:
         """The optimizer's state as far as this rank has it."""
-        return state_leaves(self)
+        return _saved.state_leaves(self.shards, self._writes)
 
     @property
     def has_whole_state(self) -> bool:
@@ -521,74 +433,54 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def make_state(self, entries: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Leaf]:
         """Gives the optimizer state of the kinds that a checkpoint has, to be filled."""
-        return make_state(self, entries)
+        return _saved.make_state(self.shards, entries, self.has_whole_state)
 
     def before_model_load(self) -> None:
         """Lets nothing be under way while the shards are filled."""
-        before_model_load(self)
+        self.gatherer.release_all()
+        before_write(sharded.chunk.home for sharded in self.everything)
 
     def after_model_load(self) -> None:
         """Sends what the shards hold now to all ranks; every rank calls it."""
-        after_model_load(self)
+        self.shards.publish()
 
     def publish_masters(self) -> None:
         """Rounds parameters from float32 copies that were loaded; every rank calls it."""
-        if any(_is_master(c) for c in self.chunks):
-            self.after_model_load()
+        self.shards.publish_masters()
 
     def state_dtype(self, parameter: Tensor) -> torch.dtype:
-        """Of the state that belongs to a parameter."""
-        return self.home_dtype(parameter.dtype, trained=True)
-
-    def take_writes(self) -> None:
-        """Brings what was written to the parameters, on all ranks alike, to the shards."""
-        self.gatherer.finish_all()
-        for sharded in self.everything:
-            if sharded.chunk.buffer is not None:
-                sharded.chunk.take_writes()
+        """Dtype of the state that belongs to a parameter."""
+        return self.shards.home_dtype(parameter.dtype, trained=True)
 
     def group_names(self) -> list[list[str]]:
         """Names of the trained parameters of each group."""
-        return [list(members) for members in self._members]
+        return [list(members) for members in self.shards.members]
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that this rank holds now: shards and whole buffers."""
+        held = [t for c in self.chunks for t in (c.chunk.gradient, c.gradient_shard)]
+        return sum(t.nbytes for t in held if t is not None)
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank will hold of ``parameters``, ``gradients`` and ``optimizer_state``.
+        """Bytes of ``parameters``, ``gradients`` and ``optimizer_state`` that this rank will hold.
 
-        At their peak, as `gulliver.hardware.zero_bytes` predicts.
+        See `gulliver.parallel.zero._memory.predicted`.
         """
-        chunks = [
-            ChunkSize(c.chunk.nbytes, c.chunk.home.nbytes, c.trained, _is_master(c))
-            for c in self.everything
-        ]
-        state = sum(
-            state_tensors(self.inner, group) * sum(owned.nbytes for owned in group["params"])
-            for group in self.inner.param_groups
-        )
-        return zero_bytes(chunks, self.stage, self.parts, self.ahead, IN_FLIGHT, state)
+        return predicted(self.shards)
+
+    @property
+    def held_bytes(self) -> ByteCounter:
+        """Counts the bytes that this rank holds of them now, and has held at most."""
+        return self.shards.pool.counter
 
 
-def is_boosted(parameter: Tensor) -> bool:
-    """Whether a boosted optimizer trains a parameter."""
-    return "_boosted" in vars(parameter)
+def export_leaves(optimizer: ZeroOptimizer) -> Saved:
+    """State and, of parameters of 16 bits, their float32 copies, as far as this rank saves them."""
+    return _saved.export_leaves(optimizer.shards, optimizer._writes)
 
 
-def check_trainable(names: Mapping[nn.Parameter, str]) -> None:
-    """Refuses parameters that ZeRO cannot train.
-
-    Raises:
-        GulliverError: one is of another dtype, or trained by another boosted optimizer.
-    """
-    for parameter, name in names.items():
-        if parameter.dtype not in DTYPES:
-            raise GulliverError(
-                f"parameter {name!r} is {parameter.dtype}: ZeRO trains "
-                f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
-            )
-        if is_boosted(parameter):
-            raise GulliverError(
-                f"parameter {name!r} is trained by another boosted optimizer: give it to one"
-            )
-
-
-def _is_master(sharded: ShardedChunk) -> bool:
-    return sharded.chunk.home.dtype != sharded.chunk.dtype
+def import_leaves(
+    optimizer: ZeroOptimizer, entries: Mapping[str, Mapping[str, Any]]
+) -> dict[tuple[str, str], Leaf]:
+    """As `make_state`, for what `export_leaves` gave: float32 copies are to be filled, too."""
+    return _saved.import_leaves(optimizer.shards, entries, optimizer.has_whole_state)

@@ -29,12 +29,16 @@ from contextlib import contextmanager
 
 import torch
 
-from gulliver.comm import Group, Handle, all_reduce, group_size, reduce_scatter
+from gulliver.comm import Group, Handle, Purpose, all_reduce, group_size, reduce_scatter
 from gulliver.errors import GulliverError
+from gulliver.memory import GRADIENTS, ReducedGradient
 from gulliver.parallel.zero._sharded import Phase, ShardedChunk
 
 IN_FLIGHT = 4
 """Chunks that stages 2 and 3 let travel at once: bounds the whole gradient buffers alive."""
+
+STEPS = Purpose("steps the optimizer, or reads its gradients", 1)
+"""What the vote before a step is for; codes of chunks begin at 256."""
 
 
 class GradientReducer:
@@ -56,19 +60,55 @@ class GradientReducer:
         self.scale = 1.0
         self.noted: Callable[[str], None] | None = None
         self._home = {name: c for c in chunks for name in c.chunk.parameters}
+        self._names = list(self._home)
         self._used: set[str] = set()
         self._next = -1
         self._reducing = self._settled = False
         self._flying: deque[ShardedChunk] = deque()
+        self.record: Callable[[str, ShardedChunk], None] | None = None
         self._hooks = []
         for name, home in self._home.items():
             parameter = home.chunk.parameters[name]
             self._hooks += [
-                parameter.register_hook(lambda _, name=name: self._before_gradient(name)),
-                parameter.register_post_accumulate_grad_hook(
-                    lambda _, name=name: self._gradient_ready(name)
-                ),
+                parameter.register_hook(self._before_hook(name)),
+                parameter.register_post_accumulate_grad_hook(self._ready_hook(name)),
             ]
+
+    def _before_hook(self, name: str) -> Callable[[object], None]:
+        """Called before autograd adds to a parameter: its gradient must be a view of the buffer.
+
+        It runs for every parameter in every backward, so the usual case calls nothing: the chunk
+        collects, and the parameter has no gradient yet, or its view.
+        """
+        sharded = self._home[name]
+        chunk, parameter = sharded.chunk, sharded.chunk.parameters[name]
+
+        def before(_: object) -> None:
+            if sharded.phase is Phase.COLLECTING and not self._settled:
+                if parameter.grad is None:
+                    if name in chunk.blank and name not in chunk.placed:
+                        return
+                elif type(parameter.grad) is not ReducedGradient:
+                    return
+            self._before_gradient(name)
+
+        return before
+
+    def _ready_hook(self, name: str) -> Callable[[object], None]:
+        """Called after: places the gradient, and reduces the chunks that are complete in turn."""
+        sharded = self._home[name]
+        place, waiting = sharded.chunk.place_gradient, sharded.waiting
+
+        def ready(_: object) -> None:
+            place(name)
+            if self.noted is not None:
+                self.noted(name)
+            if self._reducing:
+                waiting.discard(name)
+                if not waiting:
+                    self._reduce_complete()
+
+        return ready
 
     def close(self) -> None:
         """Lets go of the parameters."""
@@ -88,7 +128,7 @@ class GradientReducer:
             yield
             return
         for sharded in self.chunks:
-            sharded.waiting = set(sharded.chunk.parameters)
+            sharded.waiting.update(sharded.chunk.parameters)
         self._next, self._reducing = len(self.chunks) - 1, True
         try:
             yield
@@ -113,13 +153,14 @@ class GradientReducer:
         """
         for sharded in self.chunks:
             self._forget_cleared(sharded)
-        names = list(self._home)
+            self._used |= sharded.chunk.placed
+        names = self._names
         collecting = any(c.phase is Phase.COLLECTING for c in self.chunks)
         foreign = [name for c in self.chunks for name in c.chunk.foreign_gradients()]
         # On the CPU: the host waits for the answer, a device need not.
-        ours = [*(n in self._used for n in names), collecting, bool(foreign), *beside]
+        ours = [*[n in self._used for n in names], collecting, bool(foreign), *beside]
         votes = torch.tensor(ours, dtype=torch.uint8)
-        all_reduce(votes, "max", self.group)
+        all_reduce(votes, "max", self.group, purpose=STEPS)
         answer = votes.tolist()
         used, (pending, set_by_user, *others) = answer[: len(names)], answer[len(names) :]
         # On all ranks at once, or the others would wait for one that has raised.
@@ -171,17 +212,17 @@ class GradientReducer:
             sharded.move(Phase.EMPTY)
         sharded.chunk.clear_gradient()
         if sharded.gradient_shard is not None:
-            sharded.chunk.pool.give(sharded.gradient_shard)
+            sharded.chunk.pool.give(sharded.gradient_shard, GRADIENTS)
         sharded.gradient_shard = None
         if self.stage != 1 or self._whole(sharded):
             sharded.chunk.free_gradient()
 
     def _whole(self, sharded: ShardedChunk) -> bool:
         """Whether the reduced gradient is the chunk's buffer itself, not a part of it."""
-        return sharded.chunk.layout.parts == 1 and sharded.chunk.home.dtype == sharded.chunk.dtype
+        return sharded.chunk.layout.parts == 1 and not sharded.chunk.has_master
 
     def _before_gradient(self, name: str) -> None:
-        """Called before autograd adds to a parameter: its gradient must be a view of the buffer."""
+        """Lets a chunk collect, and a parameter have no stand-in where autograd adds to it."""
         home = self._home[name]
         if self._settled and not self._reducing:
             raise GulliverError(
@@ -195,22 +236,16 @@ class GradientReducer:
                     "activation checkpointing of shared modules use use_reentrant=False"
                 )
             self.land_all()
+        parameter = home.chunk.parameters[name]
         if home.phase is Phase.EMPTY:
             self._begin(home)
-        elif home.chunk.parameters[name].grad is None:
+        elif parameter.grad is None:
             self._forget_cleared(home)
-        home.chunk.expect_gradient(name)
+        if type(parameter.grad) is ReducedGradient:
+            parameter.grad = None  # the first gradient is taken as it comes
 
-    def _gradient_ready(self, name: str) -> None:
-        """Notes a gradient, and reduces the chunks that are complete and in turn."""
-        home = self._home[name]
-        home.chunk.place_gradient(name)
-        self._used.add(name)
-        if self.noted is not None:
-            self.noted(name)
-        if not self._reducing:
-            return
-        home.waiting.discard(name)
+    def _reduce_complete(self) -> None:
+        """Reduces the chunks that are complete and in turn."""
         while self._next >= 0 and not self.chunks[self._next].waiting:
             self._reduce(self.chunks[self._next])
             self._next -= 1
@@ -224,7 +259,7 @@ class GradientReducer:
         if name not in self._home[name].chunk.placed:
             self._before_gradient(name)
             parameter.grad = torch.zeros_like(parameter)
-            self._gradient_ready(name)
+            self._ready_hook(name)(None)
         assert parameter.grad is not None
         return parameter.grad
 
@@ -232,6 +267,7 @@ class GradientReducer:
         self._forget_cleared(sharded)
         sharded.chunk.begin_gradient()
         sharded.move(Phase.COLLECTING)
+        self._note("collecting", sharded)
 
     def _reduce(self, sharded: ShardedChunk) -> None:
         """Starts the way of a chunk's gradients to the shards."""
@@ -239,7 +275,9 @@ class GradientReducer:
             self._begin(sharded)
         self._forget_cleared(sharded)
         sharded.chunk.complete_gradient()
+        self._used |= sharded.chunk.placed
         sharded.chunk.mark_reduced()
+        self._note("reduced", sharded)
         sharded.incoming, sharded.reduction = self._sent(sharded)
         sharded.move(Phase.REDUCING)
         self._flying.append(sharded)
@@ -253,9 +291,14 @@ class GradientReducer:
         chunk, dtype = sharded.chunk, sharded.chunk.home.dtype
         assert chunk.gradient is not None
         if chunk.layout.parts == 1:
-            buffer = chunk.take_gradient() if self._whole(sharded) else chunk.gradient.to(dtype)
-            return buffer, all_reduce(buffer, "mean", self.group, async_op=True)
-        incoming = chunk.pool.take(chunk.layout.part_size, dtype, chunk.device)
+            if self._whole(sharded):
+                buffer = chunk.take_gradient()
+            else:
+                buffer = chunk.pool.take(chunk.layout.size, dtype, chunk.device, GRADIENTS)
+                buffer.copy_(chunk.gradient)
+            why = sharded.purpose("reduces", "in a backward")
+            return buffer, all_reduce(buffer, "mean", self.group, async_op=True, purpose=why)
+        incoming = chunk.pool.take(chunk.layout.part_size, dtype, chunk.device, GRADIENTS)
         # Sixteen bits travel, and are added up in the dtype of the optimizer.
         handle = reduce_scatter(
             incoming,
@@ -282,12 +325,12 @@ class GradientReducer:
             sharded.gradient_shard = incoming
         else:
             sharded.gradient_shard += incoming
-            sharded.chunk.pool.give(incoming)
+            sharded.chunk.pool.give(incoming, GRADIENTS)
         if self.stage != 1:
             sharded.chunk.free_gradient()
         self._flying.remove(sharded)
         sharded.move(Phase.EMPTY)
-        self._zero_cleared(sharded)
+        self._zero(sharded, sharded.chunk.cleared_names())
 
     def land_all(self) -> None:
         """Waits for all reductions under way."""
@@ -302,23 +345,26 @@ class GradientReducer:
 
     def _forget_cleared(self, sharded: ShardedChunk) -> None:
         """Drops the gradients of parameters whose grad was set to None; see the note above."""
-        collecting = sharded.phase is Phase.COLLECTING
         if sharded.phase is Phase.EMPTY and sharded.gradient_shard is None:
             return
-        cleared = set(sharded.chunk.cleared_names())
-        self._used -= cleared
-        if collecting:
-            # What was added up before is zeroed once, here: a gradient may be there afterwards.
-            self._zero_cleared(sharded)
-            for name in cleared:
-                sharded.chunk.drop_gradient(name)
-        elif sharded.phase is Phase.EMPTY:
-            self._zero_cleared(sharded)
-
-    def _zero_cleared(self, sharded: ShardedChunk) -> None:
-        cleared = set(sharded.chunk.cleared_names())
-        if not cleared or sharded.gradient_shard is None:
+        cleared = sharded.chunk.cleared_names()
+        if not cleared:
             return
-        for piece in sharded.chunk.layout.pieces(sharded.chunk.part):
-            if piece.name in cleared:
+        self._used.difference_update(cleared)
+        if sharded.phase is not Phase.REDUCING:
+            # What was added up before is zeroed once, here: a gradient may be there afterwards.
+            self._zero(sharded, cleared)
+        if sharded.phase is Phase.COLLECTING:
+            sharded.chunk.note_cleared(cleared)
+
+    def _zero(self, sharded: ShardedChunk, names: Sequence[str]) -> None:
+        """Zeroes what the shard has of parameters."""
+        if not names or sharded.gradient_shard is None:
+            return
+        for piece, _ in sharded.pieces:
+            if piece.name in names:
                 sharded.gradient_shard[piece.start : piece.end].zero_()
+
+    def _note(self, what: str, sharded: ShardedChunk) -> None:
+        if self.record is not None:
+            self.record(what, sharded)

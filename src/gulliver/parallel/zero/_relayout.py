@@ -8,59 +8,61 @@ shards, of which old and new live side by side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from gulliver.memory import Chunk, before_any_write
+from gulliver.errors import GulliverError
+from gulliver.memory import Chunk, ChunkLayout, before_any_write
 from gulliver.parallel.zero._sharded import ShardedChunk
+from gulliver.parallel.zero._shards import ShardedState
 from gulliver.parallel.zero._state import MASTER, stream_state
 
-if TYPE_CHECKING:
-    from gulliver.parallel.zero._optimizer import ZeroOptimizer
 
-
-def relayout(optimizer: ZeroOptimizer, order: Sequence[str], chunk_bytes: int) -> bool:
+def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bool:
     """Lays the parameters out in another order, in chunks of another size; every rank calls it.
 
     Args:
-        optimizer: between steps, without gradients.
+        shards: state between steps, without gradients.
         order: of the parameters' names; of use, from the first.
         chunk_bytes: size of a chunk.
 
     Returns:
         Whether anything changed.
+
+    Raises:
+        GulliverError: there are gradients, or the optimizer's groups have other parameters.
     """
+    if any(c.gradient_shard is not None or c.chunk.gradient_begun for c in shards.chunks):
+        raise GulliverError("chunks are cut between steps: call zero_grad first")
+    shards.watched.check_members()  # the groups are filled anew
     place = {name: number for number, name in enumerate(order)}
     new = []
     for trained in (True, False):
-        names = optimizer.names if trained else optimizer.frozen_names
+        names = shards.names if trained else shards.frozen_names
         inorder = dict(sorted(names.items(), key=lambda item: place.get(item[1], len(place))))
-        new += [(*found, trained) for found in optimizer.layouts(inorder, chunk_bytes)]
+        new += [(*found, trained) for found in shards.layouts(inorder, chunk_bytes)]
     new.sort(key=lambda found: min(place.get(s.name, len(place)) for s in found[0].slots))
-    old = optimizer.everything
-    optimizer.chunk_bytes = chunk_bytes
+    old = shards.everything
+    shards.chunk_bytes = chunk_bytes
     if [found[0] for found in new] == [c.chunk.layout for c in old]:
         return False
     before_any_write()  # buffers change hands, which a checkpoint may be copying
-    optimizer.take_writes()
-    chunks = [_moved(optimizer, *found) for found in new]
-    _move_state(optimizer, old, chunks)
-    optimizer.pool.clear()  # buffers of the old sizes are not asked for again
-    optimizer.adopt(chunks)
+    shards.take_writes()
+    chunks = [_moved(shards, *found) for found in new]
+    _move_state(shards, old, chunks)
+    shards.adopt(chunks)
+    shards.pool.clear()  # buffers of the old sizes are not asked for again
+    for sharded in shards.chunks:
+        shards.place_state(sharded)
     return True
 
 
 def _moved(
-    optimizer: ZeroOptimizer, layout: object, parameters: dict[str, nn.Parameter], trained: bool
+    shards: ShardedState, layout: ChunkLayout, parameters: dict[str, nn.Parameter], trained: bool
 ) -> ShardedChunk:
     # Reading the parameters gathers them, where they are with their owners.
-    chunk = Chunk(layout, parameters, optimizer.part, optimizer.pool)  # type: ignore[arg-type]
-    chunk.settle_home(optimizer.home_dtype(chunk.dtype, trained), optimizer.stage == 3)
-    if optimizer.stage == 3:
-        chunk.release()
-    return optimizer.sharded(chunk, trained)
+    return shards.settled(Chunk(layout, parameters, shards.part, shards.pool), trained)
 
 
 def _hand_over(
@@ -77,13 +79,13 @@ def _hand_over(
 
 
 def _move_state(
-    optimizer: ZeroOptimizer, old: Sequence[ShardedChunk], new: Sequence[ShardedChunk]
+    shards: ShardedState, old: Sequence[ShardedChunk], new: Sequence[ShardedChunk]
 ) -> None:
     trained = [c for c in old if c.trained]
-    if optimizer.parts == 1:
-        _hand_over(optimizer.inner, trained, new)
+    if shards.parts == 1:
+        _hand_over(shards.inner, trained, new)
         return
-    counters, entries = stream_state(optimizer.inner, trained, optimizer.group)
+    counters, entries = stream_state(shards, trained)
     pieces = {piece.name: (piece, owned) for c in new for piece, owned in c.pieces}
     moved: dict[nn.Parameter, dict[str, object]] = {
         owned: dict(counters.get(name, {})) for name, (_, owned) in pieces.items()
@@ -97,10 +99,10 @@ def _move_state(
             owned.detach().copy_(part)
         else:
             moved[owned][key] = part.clone()
-    optimizer.inner.state.clear()
+    shards.inner.state.clear()
     for owned, state in moved.items():
         if state:
-            optimizer.inner.state[owned] = {
+            shards.inner.state[owned] = {
                 key: value.clone() if isinstance(value, torch.Tensor) else value
                 for key, value in state.items()
             }

@@ -1,18 +1,19 @@
 """A chunk of ZeRO: where its parameters and its gradients are, and which of it this rank owns.
 
-Two small state machines in one place. Who moves them: the gradients `_reducer.py`, the parameters
-`_gatherer.py`.
+Two small state machines in one place: `Phase` here, and `Presence` of `gulliver.memory`. Who moves
+them: the gradients `_reducer.py`, the parameters `_gatherer.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from torch import Tensor, nn
 
 from gulliver.comm import Handle, Purpose
-from gulliver.memory import Chunk, Piece
+from gulliver.memory import Chunk, Piece, Resident, reduced_gradient
 
 
 class Phase(Enum):
@@ -26,31 +27,12 @@ class Phase(Enum):
     """On their way from the buffer to the shards."""
 
 
-LEGAL = {
+LEGAL = (
     (Phase.EMPTY, Phase.COLLECTING),  # the first gradient arrives
     (Phase.COLLECTING, Phase.REDUCING),  # all gradients have arrived
     (Phase.REDUCING, Phase.EMPTY),  # the shard has its part
     (Phase.COLLECTING, Phase.EMPTY),  # forgotten before they travelled
-}
-
-
-class Presence(Enum):
-    """Where the parameters of a chunk are."""
-
-    WHOLE = auto()
-    """In the buffer, right on every rank."""
-    ARRIVING = auto()
-    """On their way from the ranks that own them."""
-    ABSENT = auto()
-    """With their owners only: there is no buffer."""
-
-
-LEGAL_PRESENCE = {
-    (Presence.WHOLE, Presence.ARRIVING),  # the shard was updated in its place in the buffer
-    (Presence.ABSENT, Presence.ARRIVING),  # a buffer was made for what comes
-    (Presence.ARRIVING, Presence.WHOLE),  # all parts are there
-    (Presence.WHOLE, Presence.ABSENT),  # used, and given back
-}
+)
 
 
 _KINDS = (
@@ -63,43 +45,67 @@ _KINDS = (
 
 
 @dataclass(eq=False)
-class ShardedChunk:
+class ShardedChunk(Resident):
     """A chunk, the pieces of parameters that this rank owns of it, and its state.
 
     Frozen parameters have chunks too where parameters are sharded; those have no pieces.
+
+    Attributes:
+        chunk: buffers of it.
+        pieces: places of this rank's pieces, and the tensors that the optimizer steps.
+        stand_ins: what the pieces have for gradients outside of a step.
+        waiting: parameters that the present backward has not reached yet.
+        gradient_shard: this rank's part of the mean gradient.
+        incoming: buffer that a reduction under way writes.
+        number: its place among the optimizer's chunks, counted from another one for each
+            optimizer.
+        placed: parameters of which optimizer state lies in the chunk's buffers.
     """
 
     chunk: Chunk
     pieces: list[tuple[Piece, nn.Parameter]]
     trained: bool = True
     phase: Phase = Phase.EMPTY
-    presence: Presence = Presence.WHOLE
     waiting: set[str] = field(default_factory=set)
-    """Parameters that the present backward has not reached yet."""
     gradient_shard: Tensor | None = None
-    """This rank's part of the mean gradient."""
     incoming: Tensor | None = None
     reduction: Handle | None = None
     gathering: Handle | None = None
-    kept: bool = False
-    """Needed again in the same pass: stays once it is there."""
-    held: bool = False
-    """A graph may refer to its parameters: stays until backward or the next step."""
     number: int = 0
-    """Its place among the optimizer's chunks, counted from another one for each optimizer."""
+    placed: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.owned = [owned for _, owned in self.pieces]
+        self.stand_ins = [reduced_gradient(owned) for owned in self.owned]
+        self._purposes: dict[tuple[str, str], Purpose] = {}
+        self.hide_gradients()
 
     def move(self, phase: Phase) -> None:
         """Enters another phase."""
         assert (self.phase, phase) in LEGAL, f"{self.phase} -> {phase}"
         self.phase = phase
 
+    def show_gradients(self, used: Container[str]) -> None:
+        """Gives the pieces that are used their gradients, for a step of the optimizer."""
+        whole = self.gradient_shard
+        for piece, owned in self.pieces:
+            if whole is None or piece.name not in used:
+                owned.grad = None
+                continue
+            run = whole[piece.start : piece.start + piece.numel]
+            owned.grad = run if owned.ndim == 1 else run.view(owned.shape)
+
+    def hide_gradients(self) -> None:
+        """Lets the gradients of pieces read as reduced; they stay until zero_grad."""
+        for owned, stand_in in zip(self.owned, self.stand_ins, strict=True):
+            owned.grad = stand_in
+
     def purpose(self, verb: str, why: str) -> Purpose:
         """What a collective of it is for; that of another chunk, or reason, is not taken for it."""
-        first = self.chunk.layout.slots[0].name
-        kind = 1 + _KINDS.index((verb, why))
-        return Purpose(f"{verb} the chunk of {first!r} {why}", kind * 256 + self.number % 256)
-
-    def enter(self, presence: Presence) -> None:
-        """Changes where the parameters are."""
-        assert (self.presence, presence) in LEGAL_PRESENCE, f"{self.presence} -> {presence}"
-        self.presence = presence
+        found = self._purposes.get((verb, why))
+        if found is None:
+            first = self.chunk.layout.slots[0].name
+            code = (1 + _KINDS.index((verb, why))) * 256 + self.number % 256
+            found = Purpose(f"{verb} the chunk of {first!r} {why}", code)
+            self._purposes[verb, why] = found
+        return found

@@ -16,29 +16,23 @@ from gulliver.errors import GulliverError
 from gulliver.memory import Piece
 from gulliver.parallel._optimizer import State, is_counter
 from gulliver.parallel.zero._sharded import ShardedChunk
+from gulliver.parallel.zero._shards import ShardedState
 
 MASTER = "master"
 """The float32 values behind a parameter of 16 bits, among the optimizer's state."""
 
 
-def gather_state(
-    optimizer: torch.optim.Optimizer,
-    chunks: Sequence[ShardedChunk],
-    group: Group,
-    keep: bool,
-) -> State:
+def gather_state(shards: ShardedState, keep: bool) -> State:
     """The whole state of an optimizer that steps shards; every rank calls it.
 
     Args:
-        optimizer: steps this rank's pieces.
-        chunks: that the pieces belong to.
-        group: ranks that own the other pieces.
+        shards: chunks, and the optimizer that steps this rank's pieces.
         keep: whether this rank wants the result; others get an empty one.
 
     Raises:
         GulliverError: state that is neither element-wise nor one value.
     """
-    counters, entries = stream_state(optimizer, chunks, group)
+    counters, entries = stream_state(shards, shards.chunks)
     state = counters
     for name, key, whole in entries:
         if keep:
@@ -47,16 +41,21 @@ def gather_state(
 
 
 def stream_state(
-    optimizer: torch.optim.Optimizer, chunks: Sequence[ShardedChunk], group: Group
+    shards: ShardedState, chunks: Sequence[ShardedChunk]
 ) -> tuple[State, Iterator[tuple[str, str, Tensor]]]:
     """The state of an optimizer that steps shards, tensor by tensor; every rank goes through all.
+
+    Args:
+        shards: whose optimizer steps the pieces.
+        chunks: that the pieces belong to.
 
     Returns:
         Counters, and what has a shape of its own, by name and kind; and an iterator over the name,
         kind and whole value of the other state; a value is good until the next one.
     """
+    optimizer, group = shards.inner, shards.group
     counters: State = {}
-    present = {(name, MASTER) for c in chunks if _has_master(c) for name in c.chunk.parameters}
+    present = {(name, MASTER) for c in chunks if c.chunk.has_master for name in c.chunk.parameters}
     for sharded in chunks:
         for piece, owned in sharded.pieces:
             for key, value in optimizer.state.get(owned, {}).items():
@@ -90,18 +89,11 @@ def _entries(
                 yield name, key, views[name]
 
 
-def scatter_state(
-    optimizer: torch.optim.Optimizer, chunks: Sequence[ShardedChunk], state: State
-) -> None:
+def scatter_state(shards: ShardedState, state: State) -> None:
     """Gives an optimizer this rank's pieces of a whole state, in place of what it has."""
-    capturing = {
-        owned
-        for group in optimizer.param_groups
-        for owned in group["params"]
-        if group.get("capturable") or group.get("fused")
-    }
-    optimizer.state.clear()
-    for sharded in chunks:
+    optimizer, capturing = shards.inner, shards.capturing()
+    shards.drop_state()
+    for sharded in shards.chunks:
         for piece, owned in sharded.pieces:
             whole = sharded.chunk.parameters[piece.name]
             if piece.name not in state:
@@ -122,6 +114,7 @@ def scatter_state(
                 else:
                     found[key] = _run(value, piece, owned).to(owned.device).clone()
             optimizer.state[owned] = found
+        shards.place_state(sharded)
 
 
 def _run(whole: Tensor, piece: Piece, owned: Tensor) -> Tensor:
@@ -159,7 +152,3 @@ def _whole(shard: Tensor, sharded: ShardedChunk, group: Group) -> Tensor:
     whole = torch.empty(sharded.chunk.layout.size, dtype=shard.dtype, device=shard.device)
     all_gather(whole, shard, group)
     return whole
-
-
-def _has_master(sharded: ShardedChunk) -> bool:
-    return sharded.chunk.home.dtype != sharded.chunk.dtype

@@ -5,8 +5,8 @@ every step, and goes from recording (the order of use), over profiling (how long
 take, and what the link costs), to trials of the best predicted size and its neighbours. What it
 found is kept for this model on this cluster, and taken from there the next time.
 
-It does not know how chunks are cut; it asks its optimizer to. What transfers cost is measured and
-computed by `gulliver.hardware`, on the group that the optimizer uses.
+It does not know how chunks are cut, nor who takes the steps. What transfers cost is measured and
+computed by `gulliver.hardware`, on the group that the chunks are sharded over.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -35,11 +34,10 @@ from gulliver.comm import (
 )
 from gulliver.hardware import IN_A_ROW, Transfers, probe_transfers
 from gulliver.io import cache_folder, write_text
-from gulliver.parallel.zero._order import UseRecorder, seconds_between
+from gulliver.memory import UseRecorder, seconds_between
+from gulliver.parallel.zero._relayout import relayout
+from gulliver.parallel.zero._shards import ShardedState
 from gulliver.solve import StepTimes, geometric_sizes, step_seconds
-
-if TYPE_CHECKING:
-    from gulliver.parallel.zero._optimizer import ZeroOptimizer
 
 SMALLEST, LARGEST = 2**18, 2**27
 PLATEAU = 1.02
@@ -108,7 +106,7 @@ class BucketTuner:
     """Tunes the chunks of an optimizer while it trains.
 
     Args:
-        optimizer: ZeRO optimizer that is asked to cut its chunks anew.
+        shards: sharded state whose chunks are cut anew.
         model: module whose calls are recorded.
         folder: place for ``chunks.json`` and ``chunks.png``; None writes neither.
         report: told the result in a line, on rank 0.
@@ -117,28 +115,29 @@ class BucketTuner:
 
     def __init__(
         self,
-        optimizer: ZeroOptimizer,
+        shards: ShardedState,
         model: nn.Module,
         folder: Path | None = None,
         report: Callable[[str], None] | None = None,
         again: bool = False,
     ) -> None:
-        self.optimizer, self.folder = optimizer, folder
+        self.shards, self.folder = shards, folder
         self.report = report or (lambda _: None)
         self.stage = Stage.RECORDING
         self.result: Tuning | None = None
-        self._names = {**optimizer.names, **optimizer.frozen_names}
+        self._names = {**shards.names, **shards.frozen_names}
         self._sizes = {name: p.nbytes for p, name in self._names.items()}
         self._tried: list[int] = []
         self._times: list[float] = []
         self._since = 0.0
         self._steps = 0
+        self._update_s = 0.0
         self._path = cache_folder() / "chunks" / f"{self._key()}.json"
         found = broadcast_object(None if again else _read(self._path))
         if found is not None:
             self.result, self.stage = found, Stage.DONE
             self._recorder = None
-            optimizer.relayout(found.order, found.chosen)
+            relayout(shards, found.order, found.chosen)
             self._tell()
             return
         self._recorder = UseRecorder(model, self._names)
@@ -153,6 +152,10 @@ class BucketTuner:
         """Whether parts of this step are timed: they should not wait for the link then."""
         return self.stage is Stage.PROFILING
 
+    def updated(self, seconds: float) -> None:
+        """Notes what the updates of a profiled step took."""
+        self._update_s = seconds
+
     def gradient(self, name: str) -> None:
         """A gradient has come."""
         if self._recorder is not None and self.stage is not Stage.TRYING:
@@ -165,8 +168,8 @@ class BucketTuner:
         self._steps += 1
         if self.stage is Stage.RECORDING:
             order = broadcast_object(self._recorder.order(self._sizes))
-            self.optimizer.relayout(order, self.optimizer.chunk_bytes)
-            self.result = Tuning(self.optimizer.chunk_bytes, order=order)
+            relayout(self.shards, order, self.shards.chunk_bytes)
+            self.result = Tuning(self.shards.chunk_bytes, order=order)
             self._next(Stage.PROFILING)
         elif self.stage is Stage.PROFILING and self._steps >= 2:
             self._predict()
@@ -187,7 +190,7 @@ class BucketTuner:
         self.result.link = {n: (line.alpha_s, 1 / line.bandwidth) for n, line in link.lines.items()}
         self.result.latency_s = link.latency_s
         order = self.result.order
-        trained = set(self.optimizer.names.values())
+        trained = set(self.shards.names.values())
         sizes = [self._sizes[name] for name in order if name in trained]
         whole = sum(sizes)
         times = broadcast_object(self._step_times(link.processor_s * whole))
@@ -199,17 +202,17 @@ class BucketTuner:
                 lambda count: link.seconds("reduce", count),
                 lambda count: link.seconds("gather", count),
                 link.latency_s,
-                self.optimizer.stage == 3,
-                self.optimizer.ahead,
+                self.shards.stage == 3,
+                self.shards.ahead,
             )
         self._tried = candidates(self.result.predicted)
 
     def _step_times(self, gather_cpu_s: float) -> StepTimes:
         """The parts of the step just recorded; its forward had no gathers beside it."""
-        recorder, optimizer = self._recorder, self.optimizer
+        recorder, shards = self._recorder, self.shards
         assert recorder is not None
         assert self.result is not None
-        marks, trained = recorder.marks, set(optimizer.names.values())
+        marks, trained = recorder.marks, set(shards.names.values())
         order = [name for name in self.result.order if name in trained]
         forward_s = seconds_between(marks["forward"], marks["backward"])
         slower = 1 + gather_cpu_s / forward_s
@@ -222,9 +225,9 @@ class BucketTuner:
             since = backward_s if came is None else seconds_between(marks["backward"], came)
             ready.append(min(since, backward_s))
         step_s = seconds_between(marks["step"], marks["stepped"])
-        chunks = len(optimizer.chunks)
-        whole = sum(c.chunk.nbytes for c in optimizer.chunks)
-        updating = min(optimizer.update_s, step_s) if optimizer.update_s else step_s
+        chunks = len(shards.chunks)
+        whole = sum(c.chunk.nbytes for c in shards.chunks)
+        updating = min(self._update_s, step_s) if self._update_s else step_s
         return StepTimes(
             tuple(slower * since for since in first),
             tuple(ready),
@@ -235,8 +238,8 @@ class BucketTuner:
         )
 
     def _link(self) -> Transfers:
-        """What both collectives cost in a row, on this optimizer's group."""
-        group, device = self.optimizer.group, self.optimizer.chunks[0].chunk.device
+        """What both collectives cost in a row, on the group of the chunks."""
+        group, device = self.shards.group, self.shards.chunks[0].chunk.device
         size = group_size(group)
 
         def tensors(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,7 +259,7 @@ class BucketTuner:
     def _try_next(self) -> None:
         assert self.result is not None
         size = self._tried[len(self.result.measured)]
-        self.optimizer.relayout(self.result.order, size)
+        relayout(self.shards, self.result.order, size)
         self._times, self._since = [], 0.0
 
     def _tick(self) -> None:
@@ -280,9 +283,9 @@ class BucketTuner:
         assert self.result is not None
         self.result.chosen = min(self.result.measured, key=self.result.measured.__getitem__)
         self.stage = Stage.DONE
-        self.optimizer.relayout(self.result.order, self.result.chosen)
+        relayout(self.shards, self.result.order, self.result.chosen)
         self.stage, self._recorder = Stage.DONE, None
-        if self.optimizer.rank == 0:
+        if self.shards.rank == 0:
             try:
                 write_text(self._path, self.result.to_json())
             except OSError as error:
@@ -291,7 +294,7 @@ class BucketTuner:
         barrier()
 
     def _tell(self) -> None:
-        if self.optimizer.rank or self.result is None:
+        if self.shards.rank or self.result is None:
             return
         self.report(self.result.summary())
         if self.folder is not None:
@@ -301,13 +304,13 @@ class BucketTuner:
 
     def _key(self) -> str:
         """The name of this model on this cluster."""
-        optimizer = self.optimizer
+        shards = self.shards
         hosts = sorted(set(gather_objects(socket.gethostname())))
         tensors = [(name, tuple(p.shape), str(p.dtype)) for p, name in self._names.items()]
-        device = optimizer.chunks[0].chunk.device
+        device = shards.chunks[0].chunk.device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        what = [tensors, hosts, optimizer.size, optimizer.stage, kind, str(optimizer.group)]
-        if not hasattr(optimizer.group, "axes"):
+        what = [tensors, hosts, shards.size, shards.stage, kind, str(shards.group)]
+        if not hasattr(shards.group, "axes"):
             what[-1] = "flat"
         return hashlib.sha256(repr(what).encode()).hexdigest()[:24]
 

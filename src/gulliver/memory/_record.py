@@ -1,4 +1,8 @@
-"""In which order, and when, a step uses its parameters: recorded, not guessed."""
+"""In which order, and when, a step uses its parameters: recorded, not guessed.
+
+`UseRecorder` sees modules' calls, wherever parameters are, and takes the time. `AccessRecord` is
+the sequence of what a step does with chunks: uses, passes, gradients; it can be replayed.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,24 @@ def seconds_between(begin: Stamp, end: Stamp) -> float:
         return begin.elapsed_time(end) / 1e3
     assert not isinstance(end, torch.cuda.Event)
     return end - begin
+
+
+class AccessRecord:
+    """What one step did with chunks, in its order.
+
+    Attributes:
+        events: what was done, and to the chunk of which number.
+        complete: whether a whole step has been seen; nothing is noted any more.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.complete = False
+
+    def note(self, what: str, number: int = -1) -> None:
+        """Notes an event; the same again right after it counts once."""
+        if not self.complete and (not self.events or self.events[-1] != (what, number)):
+            self.events.append((what, number))
 
 
 class UseRecorder:

@@ -1,14 +1,14 @@
-"""Parameters whose values are elsewhere or on their way: whoever touches one makes it arrive first.
+"""Pending parameters: their values are elsewhere or on their way, and whoever touches one waits.
 
-While a parameter waits, its class is `Awaited` and every operation on it calls its handler. When it
-has arrived it is an ordinary parameter again, so nothing is paid afterwards, and it does not matter
-who reads it, nor through which reference: a module's forward, an average of the weights, a state
-dict, a list that somebody kept.
+While it is pending, its class is `PendingParameter` and every operation on it calls its handler.
+Once it is ready it is an ordinary parameter again, so nothing is paid afterwards, and it does not
+matter who reads it, nor through which reference: a module's forward, an average of the weights, a
+state dict, a list that somebody kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError
 
 Handler = Callable[[list[nn.Parameter], Callable[..., Any], tuple, dict[str, Any]], Any]
-"""Called with the waiting parameters of an operation, the operation, and its arguments."""
+"""Called with the pending parameters of an operation, the operation, and its arguments."""
 
 _METADATA = frozenset(
     getattr(Tensor, name).__get__
@@ -61,11 +61,11 @@ _METADATA = frozenset(
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class Awaited(nn.Parameter):
+class PendingParameter(nn.Parameter):
     """The class of a parameter that waits."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        # A copy of a waiting parameter has its values, and waits for nothing.
+        # A copy of a pending parameter has its values, and waits for nothing.
         return nn.Parameter(data, requires_grad)
 
     @classmethod
@@ -78,36 +78,42 @@ class Awaited(nn.Parameter):
             raise GulliverError(
                 "a parameter was moved, converted or reshaped after boost: do that before boost"
             )
-        waiting = list(_awaited(args)) + list(_awaited(kwargs.values()))
+        waiting = list(_pending(args)) + list(_pending(kwargs.values()))
         return waiting[0].__dict__["_handler"](waiting, func, args, kwargs)
 
 
 def hide_from_compilers() -> None:
     """Lets what is compiled call the handlers instead of tracing them; once is enough."""
-    found = vars(Awaited)["__torch_function__"].__func__
-    setattr(Awaited, "__torch_function__", classmethod(torch.compiler.disable(found)))  # noqa: B010
+    found = vars(PendingParameter)["__torch_function__"].__func__
+    hidden = classmethod(torch.compiler.disable(found))
+    setattr(PendingParameter, "__torch_function__", hidden)  # noqa: B010
 
 
-def await_parameter(parameter: nn.Parameter, handler: Handler) -> None:
-    """Lets operations on `parameter` go to `handler` from now on."""
-    if type(parameter) is not Awaited:
-        vars(parameter)["_arrived_class"] = type(parameter)
-        parameter.__class__ = Awaited
-    vars(parameter)["_handler"] = handler
+# Both run for every parameter in every step: nothing is called in their loops.
 
 
-def arrived(parameter: nn.Parameter) -> None:
-    """Makes it an ordinary parameter again."""
-    if type(parameter) is Awaited:
-        parameter.__class__ = vars(parameter).pop("_arrived_class")
-        del vars(parameter)["_handler"]
+def mark_pending(parameters: Iterable[nn.Parameter], handler: Handler) -> None:
+    """Lets operations on parameters go to `handler` from now on."""
+    for parameter in parameters:
+        if type(parameter) is not PendingParameter:
+            parameter._ready_class = type(parameter)  # type: ignore[attr-defined]
+            parameter.__class__ = PendingParameter
+        parameter._handler = handler  # type: ignore[attr-defined]
 
 
-def _awaited(values: Any) -> Iterator[nn.Parameter]:
+def mark_ready(parameters: Iterable[nn.Parameter]) -> None:
+    """Makes them ordinary parameters again."""
+    for parameter in parameters:
+        if type(parameter) is PendingParameter:
+            parameter.__class__ = parameter.__dict__["_ready_class"]
+            del parameter._ready_class, parameter._handler  # type: ignore[attr-defined]
+
+
+def _pending(values: Any) -> Iterator[nn.Parameter]:
     for value in values:
-        if type(value) is Awaited:
+        if type(value) is PendingParameter:
             yield value
         elif isinstance(value, list | tuple):
-            yield from _awaited(value)
+            yield from _pending(value)
         elif isinstance(value, dict):
-            yield from _awaited(value.values())
+            yield from _pending(value.values())

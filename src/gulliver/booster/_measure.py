@@ -1,0 +1,202 @@
+"""What a batch costs one process: measured on the whole model, which is left as it was.
+
+Seconds of forward, backward and an update, and the bytes from which messages follow. It does not
+know how the model will be cut.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gulliver.errors import GulliverError
+from gulliver.parallel.tensor import TensorPlan
+from gulliver.plan import Work
+
+TURNS = 3
+UPDATED = 1 << 22
+"""Most elements of the update that is timed."""
+ADDED_UP = ("row", "vocabulary")
+"""Kinds of modules whose outputs tensor ranks add up."""
+
+
+def measure_work(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    sample: Any,
+    tensor: TensorPlan | None,
+    blocks: tuple[str, ...],
+    autocast: torch.dtype | None,
+) -> Work:
+    """Runs a batch a few times.
+
+    Args:
+        model: whole model; gradients, buffers and random state are put back.
+        optimizer: optimizer of its parameters, which is not stepped; a small one like it is.
+        sample: keyword arguments, a tuple of arguments, or one.
+        tensor: how it will be cut over tensor ranks.
+        blocks: paths of its blocks, of which the first tells the size of a hidden state.
+        autocast: dtype of autocast.
+
+    Raises:
+        GulliverError: the model is on meta.
+    """
+    if any(p.is_meta for p in model.parameters()):
+        raise GulliverError(
+            "a sample is measured with values: the model is on meta, so leave it out"
+        )
+    sizes: dict[str, list[int]] = {"forward": [], "backward": [], "hidden": []}
+    with _put_back(model), _sizes_of(model, tensor, blocks, sizes), _counted() as kept:
+        _timed(model, sample, autocast)
+    with _put_back(model):
+        turns = [_timed(model, sample, autocast) for _ in range(TURNS)]
+    tensors = [t for t in _tensors(sample) if t.ndim]
+    return Work(
+        samples=tensors[0].shape[0] if tensors else 1,
+        tokens=max((t.shape[0] * t.shape[1] for t in tensors if t.ndim > 1), default=0),
+        forward_s=statistics.median(forward for forward, _ in turns),
+        backward_s=statistics.median(backward for _, backward in turns),
+        update_s=_update_seconds(model, optimizer),
+        hidden_bytes=max(sizes["hidden"], default=0),
+        activations=kept[0],
+        reduced_forward=tuple(sizes["forward"]),
+        reduced_backward=tuple(sizes["backward"]),
+    )
+
+
+def _timed(model: nn.Module, sample: Any, autocast: torch.dtype | None) -> tuple[float, float]:
+    """Seconds of a forward and a backward."""
+    device = next(model.parameters()).device
+    context = torch.autocast(device.type, autocast) if autocast is not None else nullcontext()
+    begun = _now(device)
+    with context:
+        if isinstance(sample, Mapping):
+            out = model(**sample)
+        else:
+            out = model(*sample) if isinstance(sample, tuple) else model(sample)
+    between = _now(device)
+    found = getattr(out, "loss", None)
+    floats = [t for t in _tensors(out) if t.is_floating_point() and t.requires_grad]
+    loss = found if isinstance(found, Tensor) else sum(t.float().square().mean() for t in floats)
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        loss.backward()
+    return between - begun, _now(device) - between
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    """Leaves gradients, buffers and the random state as they were."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextmanager
+def _sizes_of(
+    model: nn.Module,
+    tensor: TensorPlan | None,
+    blocks: tuple[str, ...],
+    sizes: dict[str, list[int]],
+) -> Iterator[None]:
+    """Notes what goes into and comes out of the modules between which ranks send."""
+    watched: list[tuple[str, Callable[..., None]]] = []
+
+    def out_of(kind: str) -> Callable[..., None]:
+        return lambda _, args, out: sizes[kind].append(_nbytes(out))
+
+    def into(_: Any, args: Any, kwargs: Any, out: Any) -> None:
+        sizes["backward"].append(_nbytes((args, kwargs)))
+
+    for path, placed in (tensor.modules if tensor is not None else {}).items():
+        if placed.how.kind in ADDED_UP:
+            watched.append((path, out_of("forward")))
+    watched += [(path, out_of("hidden")) for path in blocks[:1]]
+    handles = [model.get_submodule(p).register_forward_hook(h) for p, h in watched]
+    for path in tensor.sites if tensor is not None else ():
+        module = model.get_submodule(path)
+        handles.append(module.register_forward_hook(into, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    """Bytes of what forward keeps for backward, each storage once; parameters are not counted."""
+    found, seen = [0], set[int]()
+
+    def pack(value: Tensor) -> Tensor:
+        key = value.untyped_storage().data_ptr()
+        if not isinstance(value, nn.Parameter) and key not in seen:
+            seen.add(key)
+            found[0] += value.nbytes
+        return value
+
+    with saved_tensors_hooks(pack, lambda value: value):
+        yield found
+
+
+def _update_seconds(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> float:
+    """Seconds of a step of all parameters, from a step of some of them by an optimizer alike."""
+    if optimizer is None:
+        return 0.0
+    trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    copies, count = list[nn.Parameter](), 0
+    for parameter in sorted(trained, key=Tensor.numel):
+        if copies and count + parameter.numel() > UPDATED:
+            break
+        copies.append(nn.Parameter(parameter.detach().clone()))
+        copies[-1].grad = torch.zeros_like(copies[-1])
+        count += parameter.numel()
+    known = {key: value for key, value in optimizer.defaults.items() if key != "params"}
+    try:
+        twin = type(optimizer)(copies, **known)
+    except (TypeError, ValueError):
+        return 0.0
+    took = []
+    for _ in range(TURNS + 1):
+        begun = _now(copies[0].device)
+        twin.step()
+        took.append(_now(copies[0].device) - begun)
+    return statistics.median(took[1:]) * sum(p.numel() for p in trained) / count
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)
+
+
+def _nbytes(value: Any) -> int:
+    """Size of the largest tensor of what a module takes or gives."""
+    return max((t.nbytes for t in _tensors(value) if t.is_floating_point()), default=0)

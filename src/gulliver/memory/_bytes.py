@@ -1,0 +1,38 @@
+"""Bytes of model state by kind: what is held now, and at most.
+
+The buffers of chunks are counted where they are made and given back, whoever asks for them. A
+prediction counts with the same class what it only imagines.
+"""
+
+from __future__ import annotations
+
+KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer_state")
+PARAMETERS, GRADIENTS, OPTIMIZER_STATE = KINDS
+
+
+class ByteCounter:
+    """Counts bytes by kind.
+
+    Attributes:
+        live: bytes held now, by kind.
+        peak: most bytes of each kind so far, each at its own moment.
+        fullest: bytes by kind at the moment at which all kinds together were most.
+    """
+
+    def __init__(self) -> None:
+        self.live = dict.fromkeys(KINDS, 0)
+        self._total = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets the peaks: what is held now is the most from here on."""
+        self.peak, self.fullest, self._most = dict(self.live), dict(self.live), self._total
+
+    def add(self, kind: str, nbytes: int) -> None:
+        """Counts bytes that were made, or with a minus given back."""
+        held = self.live[kind] = self.live[kind] + nbytes
+        self._total += nbytes
+        if held > self.peak[kind]:
+            self.peak[kind] = held
+        if self._total > self._most:
+            self._most, self.fullest = self._total, dict(self.live)

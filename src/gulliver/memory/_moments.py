@@ -1,0 +1,47 @@
+"""Buffers of optimizer state: what an optimizer keeps of one kind for the parameters of a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGN = 16
+"""Elements: each tensor begins on a multiple of so many, as in a chunk's layout."""
+
+
+def moment_size(sizes: Iterable[int]) -> int:
+    """Elements of a buffer with room for parameters of these sizes."""
+    return sum(-(-numel // ALIGN) * ALIGN for numel in sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """A flat buffer of state, and where in it the state of which parameter begins.
+
+    Attributes:
+        buffer: flat tensor.
+        starts: first elements, by parameter.
+    """
+
+    buffer: Tensor
+    starts: Mapping[str, int]
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> Moment:
+        """Makes a buffer with room for parameters of these sizes, in their order."""
+        starts, end = dict[str, int](), 0
+        for name, numel in sizes.items():
+            starts[name] = end
+            end += moment_size([numel])
+        return cls(torch.empty(end, dtype=dtype, device=device), starts)
+
+    def filled(self, name: str, value: Tensor) -> Tensor:
+        """A parameter's run of the buffer, with the elements of `value`."""
+        start = self.starts[name]
+        run = self.buffer[start : start + value.numel()]
+        if run.data_ptr() != value.data_ptr():
+            run.copy_(value.reshape(-1))
+        return run

@@ -1,0 +1,224 @@
+"""Prefetching: residents are brought in the order of a pass, a few ahead of use, and let go after.
+
+[Note: one order] Where bytes come from other ranks, all ranks must ask for them in one order,
+whatever they use. So a *pass* (a forward or a backward of a model) is a list of residents that
+every rank brings once, in that order, used or not. A use brings what the pass has up to it and a
+few ahead. What a rank does not use it brings when it comes past, at the latest at the end of the
+pass. So ranks may differ in what they use, and none waits for one that has nothing to send.
+
+[Note: out of order] A resident that is used again after it was let go (a tied weight, a module
+called twice) ends the pass and starts it anew, and is kept from then on. Outside of passes whatever
+is used is brought at once.
+
+It does not know what a resident is, nor how it is brought: a `Mover` does. With one that only
+counts, it tells what a recorded step holds at which time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol
+
+
+class Presence(Enum):
+    """Where the bytes of a resident are."""
+
+    WHOLE = auto()
+    """Here, all of them."""
+    ARRIVING = auto()
+    """On their way."""
+    ABSENT = auto()
+    """Elsewhere only: there is no buffer."""
+
+
+LEGAL_PRESENCE = (
+    (Presence.WHOLE, Presence.ARRIVING),  # a part was updated in its place, the rest is to come
+    (Presence.ABSENT, Presence.ARRIVING),  # a buffer was made for what comes
+    (Presence.ARRIVING, Presence.WHOLE),  # all of it is there
+    (Presence.WHOLE, Presence.ABSENT),  # used, and given back
+)
+
+
+@dataclass(eq=False, kw_only=True)
+class Resident:
+    """Something whose bytes come and go.
+
+    Attributes:
+        presence: where its bytes are.
+        kept: it is needed again in the same pass: it stays once it is there.
+        held: a graph may refer to it: it stays until it is let go of by name.
+    """
+
+    presence: Presence = Presence.WHOLE
+    kept: bool = False
+    held: bool = False
+
+    def enter(self, presence: Presence) -> None:
+        """Changes where its bytes are."""
+        assert (self.presence, presence) in LEGAL_PRESENCE, f"{self.presence} -> {presence}"
+        self.presence = presence
+
+
+class Pass(Enum):
+    """What is under way."""
+
+    NONE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+class Mover(Protocol):
+    """Moves the bytes of residents."""
+
+    def bring(self, resident: Any, /) -> None:
+        """Starts the way of its bytes to here, of all that others changed too if it is here."""
+
+    def finish(self, resident: Any, /) -> None:
+        """Waits for what is on its way."""
+
+    def release(self, resident: Any, /) -> None:
+        """Gives its bytes back, if they are here."""
+
+
+class Prefetcher:
+    """Brings residents ahead of use and lets go of them.
+
+    Args:
+        residents: in the order of use.
+        mover: moves their bytes.
+        ahead: residents that are brought ahead of the one in use.
+
+    Attributes:
+        current: the pass under way.
+    """
+
+    def __init__(self, residents: Sequence[Any], mover: Mover, ahead: int) -> None:
+        self.residents, self.mover, self.ahead = list(residents), mover, ahead
+        self.current = Pass.NONE
+        self._order: list[Any] = []
+        self._at: dict[int, int] = {}
+        self._issued = self._reached = 0
+        self._needed: Sequence[Any] = ()
+
+    def begin(self, kind: Pass) -> None:
+        """Begins a pass, from the first resident or, backward, from the last."""
+        untouched = self._reached == 0 and self._order == self.residents
+        if kind is Pass.FORWARD and untouched and self._issued:
+            self.current = kind  # begun by `prefetch`
+            return
+        if kind is Pass.FORWARD:
+            self.release_all(held=False)
+            self._set_order(self.residents[:])
+        else:
+            # The forward has left its last: it is the first that backward uses.
+            skip = self.residents[-1].presence is not Presence.ABSENT
+            self._set_order(self.residents[-2::-1] if skip else self.residents[::-1])
+        self.current = kind
+
+    def _set_order(self, order: list[Any]) -> None:
+        self._order, self._issued, self._reached = order, 0, 0
+        self._at = {id(resident): place for place, resident in enumerate(order)}
+
+    def prefetch(self) -> None:
+        """Brings the first of the next forward; its first modules will wait for just those."""
+        self.begin(Pass.FORWARD)
+        self._issue(self.ahead)
+        self.current = Pass.NONE
+
+    def end_forward(self, keep_last: bool) -> None:
+        """Ends a forward, with what is left of it.
+
+        Args:
+            keep_last: a backward follows, which uses the last first.
+        """
+        self.complete()
+        if keep_last:
+            for resident in self.residents[:-1]:
+                self.mover.finish(resident)
+                self._release_used(resident)
+        else:
+            self.release_all(held=False)
+        self.current = Pass.NONE
+
+    def end_backward(self) -> None:
+        """Ends a backward, with what is left of it, and lets go of everything."""
+        self.complete()
+        self.release_all()
+
+    def release_all(self, held: bool = True) -> None:
+        """Lets go of everything, with `held` also of what a graph may refer to."""
+        self.current = Pass.NONE
+        for resident in self.residents:
+            if held or not resident.held:
+                resident.held = False
+                self.mover.release(resident)
+            else:
+                self.mover.finish(resident)
+
+    def use(self, resident: Any) -> None:
+        """Waits for a resident, brings some ahead and lets go of what has been used."""
+        if self.current is Pass.NONE:
+            if resident.presence is Presence.ABSENT:
+                self.mover.bring(resident)
+            self.mover.finish(resident)
+            return
+        place = self._find(resident)
+        if place is None:
+            self.mover.finish(resident)
+            return
+        # Most uses are of what is here, and was reached before.
+        if place < self._reached and resident.presence is Presence.WHOLE:
+            return
+        self._reached = max(self._reached, place + 1)
+        self._issue(place + 1)
+        self.mover.finish(resident)
+        self._issue(place + 1 + self.ahead)
+        for passed in self._order[: max(0, place - 1)]:
+            if passed.presence is Presence.WHOLE:
+                self._release_used(passed)
+
+    def use_together(self, residents: Sequence[Any]) -> None:
+        """Waits for residents that are read all at once."""
+        self._needed = residents
+        try:
+            for resident in residents:
+                self.use(resident)
+        finally:
+            self._needed = ()
+
+    def complete(self) -> None:
+        """Brings what is left of the pass; nothing of it is used here."""
+        while self._issued < len(self._order):
+            self._issue(self._issued + 1)
+            if self._issued > 1 + self.ahead:
+                passed = self._order[self._issued - 2 - self.ahead]
+                self.mover.finish(passed)
+                self._release_used(passed)
+        self._reached = len(self._order)
+
+    def _issue(self, count: int) -> None:
+        """Brings the first of the pass up to `count` of them."""
+        while self._issued < min(count, len(self._order)):
+            resident = self._order[self._issued]
+            self._issued += 1
+            self.mover.bring(resident)
+
+    def _release_used(self, passed: Any) -> None:
+        wanted = passed.kept or passed.held or passed in self._needed
+        if passed.presence is Presence.WHOLE and not wanted:
+            self.mover.release(passed)
+
+    def _find(self, resident: Any) -> int | None:
+        """Place of a resident in the pass; starts the pass anew for one that it has behind it."""
+        place = self._at.get(id(resident))
+        if resident.presence is not Presence.ABSENT:
+            return place
+        if place is None or place < self._issued:
+            resident.kept = True
+            self.complete()
+            forward = self.current is Pass.FORWARD
+            self._set_order(self.residents[:] if forward else self.residents[::-1])
+            place = self._at[id(resident)]
+        return place

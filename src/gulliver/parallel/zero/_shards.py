@@ -1,0 +1,293 @@
+"""What a rank has of a model that ZeRO shards: chunks, its pieces of them, groups and their state.
+
+It says how parameters are cut into chunks, puts this rank's pieces where the user's optimizer has
+had whole parameters, and keeps the two engines that move what chunks hold: `GradientReducer` and
+`Gatherer`. Chunks may be exchanged for others, see `_relayout.py`; who uses the state asks it anew.
+
+It does not know of steps, nor who takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.comm import Group, broadcast, group_rank, group_size
+from gulliver.memory import BufferPool, Chunk, ChunkLayout, is_claimed
+from gulliver.parallel._optimizer import is_counter
+from gulliver.parallel.zero._elementwise import is_elementwise
+from gulliver.parallel.zero._gatherer import Gatherer
+from gulliver.parallel.zero._groups import GroupWatch
+from gulliver.parallel.zero._reducer import GradientReducer
+from gulliver.parallel.zero._sharded import ShardedChunk
+from gulliver.parallel.zero._sizes import TensorSize, chunk_layouts, shard_dtype
+
+
+class ShardedState:
+    """Chunks of a model's parameters over a group of ranks.
+
+    Args:
+        inner: the user's optimizer; its groups are changed to hold this rank's pieces.
+        names: trainable parameters of the model in its order, with their names.
+        frozen: parameters that are not trained but sharded, with their names.
+        stage: 0 to 3, see `ZeroOptimizer`.
+        chunk_bytes: size of a chunk.
+        group: ranks to shard over; None for all.
+        ahead: chunks that stage 3 gathers ahead of the one in use.
+        overlap: False waits for every collective at once.
+
+    Attributes:
+        everything: all chunks, in the order of use.
+        chunks: those of trained parameters.
+        members: names of the parameters of each group.
+        watched: tells changed groups.
+        pool: lends and counts the buffers of chunks.
+        reducer: moves gradients to the shards.
+        gatherer: moves parameters from them.
+        on_gradient: called with the name of a parameter whose gradient has come.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        names: Mapping[nn.Parameter, str],
+        frozen: Mapping[nn.Parameter, str],
+        stage: int,
+        chunk_bytes: int,
+        group: Group,
+        ahead: int,
+        overlap: bool,
+    ) -> None:
+        self.inner, self.names, self.frozen_names = inner, dict(names), dict(frozen)
+        self.stage, self.chunk_bytes, self.group = stage, chunk_bytes, group
+        self.ahead, self.overlap = ahead, overlap
+        self.rank, self.size = group_rank(group), group_size(group)
+        self.members = [
+            [self.names[p] for p in group["params"] if p in self.names]
+            for group in inner.param_groups
+        ]
+        self._group_of = {name: n for n, found in enumerate(self.members) for name in found}
+        self.watched = GroupWatch(inner, group)
+        self.pool = BufferPool()
+        self.by_chunk = is_elementwise(inner)
+        self.on_gradient: Callable[[str], None] | None = None
+        self.everything: list[ShardedChunk] = []
+        self.chunks: list[ShardedChunk] = []
+        self._engines: tuple[GradientReducer, Gatherer] | None = None
+        chunks = [
+            self._placed(layout, members, trained)
+            for trained, found in ((True, self.names), (False, self.frozen_names))
+            for layout, members in self.layouts(found, chunk_bytes)
+        ]
+        self.adopt(chunks)
+
+    @property
+    def parts(self) -> int:
+        """Shards of a chunk."""
+        return self.size if self.stage else 1
+
+    @property
+    def part(self) -> int:
+        """Number of the shard of each chunk that this rank owns."""
+        return self.rank if self.parts > 1 else 0
+
+    @property
+    def reducer(self) -> GradientReducer:
+        """Moves gradients to the shards."""
+        assert self._engines is not None
+        return self._engines[0]
+
+    @property
+    def gatherer(self) -> Gatherer:
+        """Moves parameters from the shards."""
+        assert self._engines is not None
+        return self._engines[1]
+
+    # Chunks.
+
+    def home_dtype(self, dtype: torch.dtype, trained: bool) -> torch.dtype:
+        """Dtype of the shards of parameters of a dtype."""
+        return shard_dtype(dtype, trained)
+
+    def layouts(
+        self, names: Mapping[nn.Parameter, str], chunk_bytes: int
+    ) -> Iterator[tuple[ChunkLayout, dict[str, nn.Parameter]]]:
+        """Cuts parameters in their order into chunks of one dtype and device each."""
+        sizes = [TensorSize(n, p.numel(), p.dtype, p.device) for p, n in names.items()]
+        parameters = {name: parameter for parameter, name in names.items()}
+        for layout, _ in chunk_layouts(sizes, chunk_bytes, self.stage, self.size):
+            yield layout, parameters
+
+    def _placed(
+        self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], trained: bool
+    ) -> ShardedChunk:
+        """Moves parameters, equal on all ranks from here on, into a chunk."""
+        chunk = Chunk(layout, parameters, self.part, self.pool)
+        broadcast(chunk.data, 0, self.group)
+        return self.settled(chunk, trained)
+
+    def settled(self, chunk: Chunk, trained: bool) -> ShardedChunk:
+        """A chunk with its shard, and with this rank's pieces as parameters for the optimizer."""
+        chunk.settle_home(self.home_dtype(chunk.dtype, trained), separate=self.stage == 3)
+        if self.stage == 3:
+            chunk.release()
+        pieces = []
+        for piece in chunk.layout.pieces(chunk.part) if trained else ():
+            run = chunk.home[piece.start : piece.end]
+            # What is not cut has its own shape: some optimizers look at it.
+            whole = chunk.layout.parts == 1
+            pieces.append(
+                (piece, nn.Parameter(run.view(chunk.shapes[piece.name]) if whole else run))
+            )
+        return ShardedChunk(chunk, pieces, trained)
+
+    def adopt(self, chunks: Sequence[ShardedChunk]) -> None:
+        """Takes chunks, in the order of use, as those that there are."""
+        steps, lent = 0, []
+        if self._engines is not None:
+            self.reducer.close()
+            steps, lent = self.gatherer.step, self.gatherer.lent
+            for old in self.everything:
+                old.chunk.discard()
+        self.everything = list(chunks)
+        first = crc32(chunks[0].chunk.layout.slots[0].name.encode()) if chunks else 0
+        for number, sharded in enumerate(chunks, first):
+            sharded.number = number
+        self.chunks = [c for c in chunks if c.trained]
+        gatherer = Gatherer(self.everything, self.stage == 3, self.group, self.ahead, self.overlap)
+        gatherer.step, gatherer.lent = steps, lent
+        reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
+        reducer.noted, reducer.record = self.on_gradient, gatherer.note
+        self._engines = reducer, gatherer
+        self._list_pieces()
+
+    def notify(self, on_gradient: Callable[[str], None]) -> None:
+        """Lets somebody know which gradients come."""
+        self.on_gradient = self.reducer.noted = on_gradient
+
+    # Groups of the optimizer.
+
+    def group_of(self, name: str) -> int:
+        """Number of the optimizer's group that a trained parameter is in."""
+        return self._group_of[name]
+
+    def _list_pieces(self) -> None:
+        """Makes the lists of pieces that the optimizer's groups are given, once for all steps."""
+        mine = {piece.name: owned for c in self.chunks for piece, owned in c.pieces}
+        self._every = [[mine[n] for n in members if n in mine] for members in self.members]
+        self._by_chunk = []
+        for sharded in self.chunks:
+            here = {piece.name: owned for piece, owned in sharded.pieces}
+            self._by_chunk.append([[here[n] for n in m if n in here] for m in self.members])
+        self.show_pieces()
+        self.watched.remember()
+
+    def show_pieces(self, number: int | None = None) -> None:
+        """Puts this rank's pieces of one chunk, or of all, into the optimizer's groups."""
+        found = self._every if number is None else self._by_chunk[number]
+        for group, pieces in zip(self.inner.param_groups, found, strict=True):
+            group["params"] = list(pieces)
+
+    def turns(self) -> list[list[int]]:
+        """Numbers of the chunks that are stepped together.
+
+        Where a chunk's gather goes on while the next is stepped, one by one; and where a checkpoint
+        may still be copying the others. An optimizer that is not known may look at all parameters
+        at once, or count its calls.
+        """
+        numbers = list(range(len(self.chunks)))
+        gathers = self.stage in (1, 2) and self.size > 1
+        return [[n] for n in numbers] if self.by_chunk and (gathers or is_claimed()) else [numbers]
+
+    # Optimizer state.
+
+    def place_state(self, sharded: ShardedChunk) -> None:
+        """Moves the state of a chunk's pieces into buffers of the chunk; see `Chunk`.
+
+        Of torch's element-wise optimizers, which write their state in place; others may exchange
+        theirs for new tensors in every step, so it stays where it is.
+        """
+        if not self.by_chunk:
+            return
+        found: dict[str, dict[str, tuple[Tensor, Any]]] = {}
+        for piece, owned in sharded.pieces:
+            state = self.inner.state.get(owned)
+            for key, value in state.items() if state else ():
+                if _is_moment(key, value, owned):
+                    found.setdefault(key, {})[piece.name] = value, state
+                    sharded.placed.add(piece.name)
+        for key, entries in found.items():
+            groups = {self._group_of[name] for name in entries}
+            sizes = {p.name: p.numel for p, _ in sharded.pieces if self._group_of[p.name] in groups}
+            values = {name: value for name, (value, _) in entries.items()}
+            for name, view in sharded.chunk.place_moment(key, values, sizes).items():
+                value, state = entries[name]
+                if view.data_ptr() != value.data_ptr():
+                    state[key] = view.view(value.shape)
+
+    def place_new_state(self, sharded: ShardedChunk, used: set[str]) -> None:
+        """Does so after a step, where pieces were stepped that had no state before."""
+        if len(sharded.placed) < len(sharded.pieces) and self.by_chunk:
+            new = {piece.name for piece, _ in sharded.pieces} & used - sharded.placed
+            if new:
+                self.place_state(sharded)
+                sharded.placed |= new  # some optimizers keep nothing
+
+    def drop_state(self) -> None:
+        """Forgets all state of the optimizer."""
+        self.inner.state.clear()
+        for sharded in self.chunks:
+            sharded.placed.clear()
+            sharded.chunk.drop_moments()
+
+    def capturing(self) -> set[Tensor]:
+        """Pieces whose counters kernels read: torch wants them beside the parameter."""
+        return {
+            owned
+            for group in self.inner.param_groups
+            for owned in group["params"]
+            if group.get("capturable") or group.get("fused")
+        }
+
+    def written(self, numbers: Sequence[int]) -> Iterator[Tensor]:
+        """What a step of chunks writes; a checkpoint may be copying it."""
+        for number in numbers:
+            sharded = self.chunks[number]
+            yield sharded.chunk.home
+            for owned in sharded.owned:
+                for value in self.inner.state.get(owned, {}).values():
+                    if isinstance(value, Tensor):
+                        yield value
+
+    # What users write to parameters.
+
+    def take_writes(self) -> None:
+        """Brings what was written to the parameters, on all ranks alike, to the shards."""
+        self.gatherer.finish_all()
+        for sharded in self.everything:
+            if sharded.chunk.buffer is not None:
+                sharded.chunk.take_writes()
+
+    def publish_masters(self) -> None:
+        """Rounds parameters from float32 copies that were loaded; every rank calls it."""
+        if any(c.chunk.has_master for c in self.chunks):
+            self.publish()
+
+    def publish(self) -> None:
+        """Sends what the shards hold now to all ranks; every rank calls it."""
+        for sharded in self.everything:
+            if self.stage < 3:
+                self.gatherer.start(sharded)
+                self.gatherer.finish(sharded)
+        torch.autograd.graph.increment_version([*self.names, *self.frozen_names])
+
+
+def _is_moment(key: str, value: Any, owned: Tensor) -> bool:
+    """Whether an entry of the state has an element for each of the parameter."""
+    if not isinstance(value, Tensor) or is_counter(key, value, owned):
+        return False
+    return value.shape == owned.shape and value.dtype == owned.dtype and value.is_contiguous()

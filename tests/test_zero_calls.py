@@ -1,0 +1,45 @@
+"""A step of ZeRO makes few calls in Python: they cost time on the core that also communicates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks._models import gpt
+
+from gulliver.booster import Booster, LowLevelZeroPlugin
+from gulliver.comm import World
+from tests.calls import calls_of
+from tests.pool import Pool
+
+STEPS = 2
+MOST = {0: 5100, 1: 6000, 2: 6200, 3: 12000}
+"""Half of what they were when lists were made anew in every step, of a model of 101 parameters."""
+
+
+def _calls(world: World) -> dict[int, int]:
+    task, found = gpt(64, 8, 2, 16), {}
+    for stage in MOST:
+        torch.manual_seed(0)
+        model = task.model()
+        booster = Booster(LowLevelZeroPlugin(stage, chunk_mb=0.25, verbose=False))
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        net, optimizer, *_ = booster.boost(model, inner)
+
+        def steps(net=net, optimizer=optimizer, booster=booster) -> None:
+            for number in range(STEPS):
+                booster.backward(task.loss(net, number), optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        steps()
+        counts = calls_of(steps)
+        optimizer.gatherer.finish_all()
+        found[stage] = sum(counts.values()) // STEPS
+    return found
+
+
+@pytest.mark.deadline(200)
+def test_a_step_makes_few_calls(pool: Pool) -> None:
+    for found in pool.run(_calls, 2):
+        print(found)
+        assert all(found[stage] <= MOST[stage] for stage in MOST), found

@@ -1,0 +1,93 @@
+"""The predicted peak of stage 3 is what the step holds, counted where buffers are made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks._models import Task, gpt, stdit
+
+from gulliver.booster import Booster, LowLevelZeroPlugin
+from gulliver.comm import World
+from gulliver.parallel import ZeroOptimizer
+from tests.pool import Pool
+
+
+def _peaks(world: World, model: str) -> list[tuple[int, int, int]]:
+    """Planned bytes, counted ones, and those of the storages that are alive when modules run."""
+    task: Task = gpt(32, 4, 2, 8) if model == "gpt" else stdit(1)
+    found = []
+    for stage in (1, 2, 3):
+        torch.manual_seed(0)
+        net = task.model()
+        size = sum(p.nbytes for p in net.parameters())
+        plugin = LowLevelZeroPlugin(stage, chunk_mb=size / 12 / 2**20, verbose=False)
+        booster = Booster(plugin)
+        inner = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+        net, optimizer, *_ = booster.boost(net, inner)
+        assert isinstance(optimizer, ZeroOptimizer)
+        seen = 0
+
+        def look(*_: object, optimizer: ZeroOptimizer = optimizer) -> None:
+            nonlocal seen
+            seen = max(seen, _alive(optimizer))
+
+        for module in net.modules():
+            module.register_forward_hook(look)
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(look)
+        for number in range(3):
+            if number == 1:
+                optimizer.held_bytes.restart()
+                seen = 0
+            booster.backward(task.loss(net, number), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        counted = sum(optimizer.held_bytes.fullest.values())
+        found.append((sum(optimizer.memory().values()), counted, seen))
+        optimizer.gatherer.finish_all()
+    return found
+
+
+def _alive(optimizer: ZeroOptimizer) -> int:
+    held = {}
+    for c in optimizer.everything:
+        states = [v for owned in c.owned for v in optimizer.inner.state.get(owned, {}).values()]
+        for tensor in (
+            *(c.chunk.buffer, c.chunk.home, c.chunk.gradient, c.gradient_shard, c.incoming),
+            *(v for v in states if v.ndim),
+        ):
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("model", ["gpt", "stdit"])
+def test_the_predicted_peak_is_what_is_held(pool: Pool, model: str) -> None:
+    for rank in pool.run(_peaks, 2, model):
+        for planned, counted, seen in rank:
+            assert 0.97 * planned <= counted <= planned, rank
+            assert seen <= counted, rank
+
+
+def _placed(world: World) -> None:
+    for make in (
+        lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    ):
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+        booster = Booster(LowLevelZeroPlugin(2, chunk_mb=0.0001, verbose=False))
+        _, optimizer, *_ = booster.boost(model, make(model.parameters()))
+        booster.backward(model(torch.ones(2, 5)).sum(), optimizer)
+        optimizer.step()
+        optimizer.gatherer.finish_all()
+        for sharded in optimizer.chunks:
+            for owned in sharded.owned:
+                for key, value in optimizer.inner.state[owned].items():
+                    if value.ndim:
+                        buffer = sharded.chunk.buffers[key]
+                        assert value.untyped_storage().data_ptr() == buffer.data_ptr(), key
+
+
+def test_moments_lie_in_the_buffers_of_their_chunk(pool: Pool) -> None:
+    pool.run(_placed, 2)
