@@ -99,7 +99,7 @@ def family_of(model: nn.Module) -> Family:
     """The record of a model's family.
 
     Args:
-        model: of any kind; one that PEFT has adapted is looked into.
+        model: module of any kind; one that PEFT has adapted is looked into.
 
     Returns:
         Its record; `HUGGING_FACE` for a model of transformers that has none, else `UNKNOWN`.

@@ -29,7 +29,7 @@ class OwnLoss:
 
     Attributes:
         shifted: the output of each token is compared with the next label.
-        items: it divides by ``num_items_in_batch`` where that is given; None: not known.
+        items: whether it divides by ``num_items_in_batch`` where that is given; None: not known.
     """
 
     shifted: bool = False
@@ -66,7 +66,7 @@ def own_loss(model: nn.Module, routers: bool = False) -> OwnLoss | None:
     """The loss that a model computes of its labels; None where that is not known.
 
     Args:
-        model: of any kind.
+        model: module of any kind.
         routers: leave the routers' loss out, for a caller that adds it.
     """
     model = hugging_face_of(model)
@@ -109,9 +109,9 @@ def router_loss(
     """The load-balancing loss of a mixture of experts, by the function that its class uses.
 
     Args:
-        model: with its head.
-        experts: of its family.
-        logits: of the routers of all layers, ``[batch x length, experts]`` each.
+        model: mixture of experts, with its head.
+        experts: record of its family.
+        logits: logits of the routers of all layers, ``[batch x length, experts]`` each.
         mask: 0 for padding, ``[batch, length]``; None where all tokens count.
     """
     modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
@@ -130,7 +130,7 @@ def _known_forward(model: nn.Module) -> tuple[str, Any]:
 
 
 def _of_function(model: nn.Module) -> OwnLoss | None:
-    """Of what a model has as its loss_function, unless somebody put it there."""
+    """The loss that a model's loss_function is, unless somebody put it there."""
     from transformers import PreTrainedModel
 
     theirs = inspect.getattr_static(PreTrainedModel, "loss_function")

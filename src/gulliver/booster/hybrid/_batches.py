@@ -38,7 +38,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, model: Any) -> Vocabulary:
-        """Of a model that is whole yet."""
+        """The vocabulary of a model that is whole yet."""
         if not is_hugging_face(model):
             return cls()
         try:

@@ -20,8 +20,8 @@ class ShardedCache:
 
     Attributes:
         length: tokens that all ranks have seen together.
-        positions: of the tokens that this rank keeps, ``[kept]``.
-        asked: of the tokens of the forward under way, ``[tokens]``.
+        positions: positions of the tokens that this rank keeps, ``[kept]``.
+        asked: positions of the tokens of the forward under way, ``[tokens]``.
     """
 
     def __init__(self, groups: SequenceGroups) -> None:
@@ -35,7 +35,7 @@ class ShardedCache:
         """A forward of the next tokens begins.
 
         Args:
-            count: of tokens; of a prompt, which comes first, those of the whole.
+            count: number of tokens; of a prompt, which comes first, those of the whole.
         """
         self.asked = torch.arange(self.length, self.length + count)
         if self.length == 0:
@@ -52,7 +52,7 @@ class ShardedCache:
 
         Args:
             module: the layer's attention.
-            key: of the new tokens, ``[batch, KV heads, tokens, head dim]``.
+            key: keys of the new tokens, ``[batch, KV heads, tokens, head dim]``.
             value: the same.
 
         Returns:

@@ -20,7 +20,7 @@ from gulliver.errors import GulliverError
 from gulliver.parallel.sequence import Mask, SequenceGroups, attention, decode
 
 NAME = "gulliver_sequence"
-"""Of this attention, in transformers."""
+"""The name of this attention, in transformers."""
 
 KEY = "gulliver_call"
 """The keyword argument that carries the call."""
@@ -34,10 +34,10 @@ class Call:
     """One forward.
 
     Attributes:
-        groups: of the ranks that share the sequence.
-        length: of the whole sequence, in tokens; with a cache, of all that was seen.
-        keys: which tokens may be seen, ``[batch, length]`` bool on the CPU; None for all.
-        documents: that tokens belong to, ``[batch or 1, length]`` on the CPU; None for one.
+        groups: ranks that share the sequence.
+        length: length of the whole sequence, in tokens; with a cache, of all that was seen.
+        keys: tokens that may be seen, ``[batch, length]`` bool on the CPU; None for all.
+        documents: document of each token, ``[batch or 1, length]`` on the CPU; None for one.
         cache: keys and values of this rank, where the call is part of a generation.
         decoding: new tokens, the same on all ranks, look at what the cache holds.
     """
@@ -83,11 +83,11 @@ def attend(
 
     Args:
         module: the model's attention.
-        query: of this rank's tokens, ``[batch, heads, local length, head dim]``.
+        query: queries of this rank's tokens, ``[batch, heads, local length, head dim]``.
         key: ``[batch, KV heads, local length, head dim]``.
         value: the same.
         attention_mask: must be None: masks are described by the call.
-        scaling: of the scores.
+        scaling: factor of the scores.
         dropout: must be 0.
         is_causal: overrides the module's.
         sliding_window: tokens that a query sees, of a causal model.

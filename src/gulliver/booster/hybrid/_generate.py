@@ -68,12 +68,12 @@ def generate(
         model: wired, with a head for the next token.
         input_ids: prompts, ``[batch, length]``, the same on all ranks.
         attention_mask: 0 for padding, which must be on the left, ``[batch, length]``.
-        max_new_tokens: at most so many are added.
+        max_new_tokens: most tokens to add.
         max_length: or so many there are, with the prompt.
         eos_token_id: one or several tokens that end a row.
         pad_token_id: what ended rows are filled up with; by default the first `eos_token_id`.
         do_sample: draw instead of taking the likeliest.
-        temperature: that logits are divided by, when sampling.
+        temperature: number that logits are divided by, when sampling.
         top_k: draw among so many.
         top_p: draw among the likeliest that together have this probability.
         others: none is supported.
@@ -121,7 +121,7 @@ def generate(
 
 
 def _logits(model: nn.Module, tokens: Tensor, mask: Tensor | None, cache: ShardedCache) -> Tensor:
-    """Of the last token, ``[batch, vocabulary]``."""
+    """The logits of the last token, ``[batch, vocabulary]``."""
     given: dict[str, Any] = {}
     if mask is not None:
         # Padding has no position: a row counts from its first token.

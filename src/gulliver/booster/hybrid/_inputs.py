@@ -36,7 +36,7 @@ class Targets:
     """What the loss needs.
 
     Attributes:
-        labels: of this rank's tokens, aligned with its logits.
+        labels: labels of this rank's tokens, aligned with its logits.
         counting: how the mean is made.
     """
 
@@ -49,9 +49,9 @@ class Opened:
     """A forward of a model that is under way.
 
     Attributes:
-        call: that its attention is given.
+        call: what its attention is given.
         targets: None where the model computes its loss itself, or none is asked for.
-        tail: of the logits, where not all are asked for.
+        tail: last tokens whose logits are asked for, where not all are.
         hold: the logits stay where they are.
         as_tuple: the user asked for a tuple.
         shared: whether the sequence is cut at all.
@@ -129,8 +129,8 @@ def take_targets(batch: Batch, groups: SequenceGroups, own: OwnLoss) -> Targets 
     """The labels of this rank's tokens, shifted before they are cut.
 
     Args:
-        batch: from which they are taken.
-        groups: of the ranks that share the sequence.
+        batch: arguments from which they are taken.
+        groups: ranks that share the sequence.
         own: what the model's own loss is.
     """
     labels, aligned = batch.take("labels"), batch.take("shift_labels")
@@ -150,8 +150,8 @@ def cut_tokens(batch: Batch, groups: SequenceGroups, known: Sequences) -> Call:
     """Leaves this rank's tokens in the batch, and says in a call what attention must know.
 
     Args:
-        batch: of the whole sequence.
-        groups: of the ranks that share it.
+        batch: arguments of the whole sequence.
+        groups: ranks that share it.
         known: how the model is told of positions and documents.
 
     Raises:
@@ -213,7 +213,7 @@ def _padding(batch: Batch, count: int, length: int) -> Tensor | None:
 
 
 def _documents(batch: Batch, padded: bool, length: int, known: Sequences) -> Tensor | None:
-    """Which document each token belongs to; None for one."""
+    """The document that each token belongs to; None for one."""
     ids = batch.kwargs.get("document_ids")
     ends, key_ends = batch.take("cu_seq_lens_q"), batch.take("cu_seq_lens_k")
     for name in MASK_SIZES:

@@ -17,7 +17,7 @@ from gulliver.families import SHARED_BY_TENSOR, hugging_face_of
 from gulliver.parallel.tensor import TensorPlan
 
 LIBRARIES = ("torch", "transformers", "peft", "gulliver")
-"""Whose own hooks are not looked at: they work on a piece as on the whole."""
+"""Libraries whose own hooks are not looked at: they work on a piece as on the whole."""
 
 STAYS = ("summed", "experts", "parameters", "latent")
 """Kinds of which the module stays itself."""
@@ -29,7 +29,7 @@ def check_hooks(model: nn.Module, plan: TensorPlan | None, mode: str | None) -> 
     Args:
         model: still whole.
         plan: how its tensors are cut; None not at all.
-        mode: of sharing its sequences.
+        mode: sequence mode; None where sequences are whole.
 
     Raises:
         GulliverError: naming the module and what would be right.

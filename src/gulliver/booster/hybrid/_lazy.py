@@ -70,7 +70,7 @@ def fill(model: nn.Module, weights: Path, aliases: Mapping[str, str], device: to
         model: this rank's part.
         weights: the folder.
         aliases: the first name of every parameter of the whole model, by each of its names.
-        device: to put the parameters on.
+        device: device to put the parameters on.
 
     Raises:
         GulliverError: the folder is missing or of another model, on any rank.

@@ -73,9 +73,9 @@ def mean_over_ranks(
     """The mean over all tokens that count, of which each rank has its own.
 
     Args:
-        losses: of this rank's tokens, 0 for those that do not count.
-        labels: of the same shape.
-        groups: of the ranks that share the sequence.
+        losses: losses of this rank's tokens, 0 for those that do not count.
+        labels: labels, of the same shape.
+        groups: ranks that share the sequence.
         counting: what is counted.
 
     Returns:

@@ -73,11 +73,11 @@ def wire_stdit(
 
     Args:
         model: an STDiT3; blocks that lie on other pipeline stages may be missing.
-        groups: of the ranks that share a clip.
+        groups: ranks that share a clip.
         mode: "all_to_all" or "ring_attn".
         tensor: ranks that share the tensors; captions are dropped alike on them.
         scheme: a name of `SCHEMES`; None chooses for each shape of clip.
-        cluster: by whose costs is chosen; None is what is known of these machines, which all ranks
+        cluster: costs to choose by; None is what is known of these machines, which all ranks
             of the world must ask for together.
         show: told of each choice, on the first rank of a sequence.
 

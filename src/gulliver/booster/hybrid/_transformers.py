@@ -88,8 +88,8 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: Line = ALONE
     evaluation, they are whole.
 
     Args:
-        model: of transformers.
-        groups: of the ranks that share a sequence; of one rank, only the loss is wired.
+        model: model of transformers.
+        groups: ranks that share a sequence; where it is one rank, only the loss is wired.
         tensor: ranks that share the tensors.
 
     Raises:
