@@ -102,7 +102,7 @@ def _model(family: str, attention: str = "sdpa", inside: bool = True) -> Any:
         if isinstance(module, nn.Dropout) and (inside or not of_attention):
             module.p = rate
         for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
+            if "drop" in name and name != "layerdrop" and isinstance(value, float):
                 setattr(module, name, rate if inside or "attention" not in name else value)
     return model
 
@@ -203,7 +203,7 @@ class Odd(nn.Module):
 ODD = {
     "features": (Odd(nn.AlphaDropout(0.1)), r"block\.p \(AlphaDropout\) drops whole features"),
     "attention": (Odd(nn.MultiheadAttention(4, 2, dropout=0.1)), "torch's own attention module"),
-    "layers": (Odd(layerdrop=0.1), r"\.layerdrop skips blocks or samples"),
+    "layers": (Odd(dropout=0.2, layerdrop=0.1), r"\.layerdrop skips blocks or samples"),
     "paths": (Odd(drop_path_rate=0.1), "skips blocks or samples"),
     "noise": (Odd(jitter_noise=0.1), "adds noise"),
 }

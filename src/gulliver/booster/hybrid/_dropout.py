@@ -82,23 +82,20 @@ def check_positions(model: nn.Module, plan: TensorPlan | None) -> None:
         GulliverError: naming it.
     """
     for path, module in model.named_modules():
-        found = _drops(path, module)
-        why = None if found is None else _unknown(model, path, module, found, plan)
-        if why:
-            raise GulliverError(f"{path}.{found} {why}: {INSTEAD}")
+        for name in _drops(path, module):
+            why = _unknown(model, path, module, name, plan)
+            if why:
+                raise GulliverError(f"{path}.{name} {why}: {INSTEAD}")
 
 
-def _drops(path: str, module: nn.Module) -> str | None:
-    """The attribute by which a module drops."""
+def _drops(path: str, module: nn.Module) -> list[str]:
+    """The attributes by which a module drops."""
     if any(part in DRAWN_ALIKE for part in path.split(".")):
-        return None
+        return []
     if isinstance(module, DROPOUTS):
-        return "p" if module.p > 0 else None
-    values = vars(module).items()
-    return next(
-        (n for n, v in values if ("drop" in n or "jitter" in n) and isinstance(v, float) and v > 0),
-        None,
-    )
+        return ["p"] if module.p > 0 else []
+    rates = {n: v for n, v in vars(module).items() if "drop" in n or "jitter" in n}
+    return [name for name, value in rates.items() if isinstance(value, float) and value > 0]
 
 
 def _unknown(
@@ -289,7 +286,8 @@ class _Site(TorchFunctionMode):
             return attention_with_dropout(*args, **kwargs, drop=self.drops.draw)
         # A module in evaluation is no site, so these are asked to draw now.
         asked = kwargs.get("training", True) and kwargs.get("p", kwargs.get("dropout_p", 1.0))
-        if func in OTHERS and asked:
+        single = func is torch.rand and args == ([],)  # for a layerdrop, which is 0 here
+        if func in OTHERS and asked and not single:
             raise GulliverError(
                 f"{self.path} calls {func.__name__}, whose masks are not drawn by position: "
                 f"{INSTEAD}"
@@ -319,7 +317,7 @@ def _sites_of(model: nn.Module) -> list[str]:
     """Paths of modules that drop, and of those that have them and may drop as they say."""
     paths: dict[str, None] = {}
     for path, module in model.named_modules():
-        if _drops(path, module) is None:
+        if not _drops(path, module):
             continue
         paths[path] = None
         while isinstance(module, (*DROPOUTS, nn.ModuleList, nn.ModuleDict, nn.Sequential)):
