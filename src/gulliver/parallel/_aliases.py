@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
 from gulliver.parallel._optimizer import named_trainables
-from gulliver.parallel.zero._elementwise import is_boosted
+from gulliver.parallel.zero import is_boosted
 
 
 def check_unshared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
