@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from benchmarks._harness import Spread, alternate
-from gulliver.comm import Line, all_reduce, barrier, init_world
+from gulliver.comm import RankGroup, all_reduce, barrier, init_world
 from gulliver.comm import shutdown as leave
 from gulliver.parallel.pipeline import Pipeline, block_costs, cut, deal, make_stage, stack_of
 
@@ -113,7 +113,7 @@ def measure(options: Options, model: str) -> Found:
     """One rank's part on one network."""
     world = init_world()
     torch.set_num_threads(1)
-    line = Line(tuple(range(world.size)), world.rank)
+    line = RankGroup(tuple(range(world.size)), world.rank)
     shape = (options.samples, options.length, options.hidden)
     batch = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     forward, backward = block_seconds(build(model, options), batch, options)
@@ -133,7 +133,7 @@ Step = Callable[[], float]
 
 
 def _contestant(
-    name: str, model: str, options: Options, line: Line, batch: Tensor
+    name: str, model: str, options: Options, line: RankGroup, batch: Tensor
 ) -> tuple[Step, tuple[int, ...]]:
     whole = build(model, options)
     if name in TORCH:
@@ -154,20 +154,20 @@ def _contestant(
 
 
 def _torch(
-    schedule: Any, whole: nn.Sequential, options: Options, line: Line, batch: Tensor
+    schedule: Any, whole: nn.Sequential, options: Options, line: RankGroup, batch: Tensor
 ) -> tuple[Step, tuple[int, ...]]:
     """The peer: as many blocks for each stage, cut by hand."""
     bounds = [options.blocks * n // line.size for n in range(line.size + 1)]
-    blocks = list(whole.children())[bounds[line.place] : bounds[line.place + 1]]
+    blocks = list(whole.children())[bounds[line.rank] : bounds[line.rank + 1]]
     mine = nn.Sequential(*blocks)
-    stage = PipelineStage(mine, line.place, line.size, torch.device("cpu"))
+    stage = PipelineStage(mine, line.rank, line.size, torch.device("cpu"))
     run = schedule(stage, options.micro_batches, loss_fn=loss_of)
-    last = line.place == line.size - 1
+    last = line.rank == line.size - 1
 
     def step() -> float:
         mine.zero_grad()
         losses: list[Tensor] = []
-        if line.place == 0:
+        if line.rank == 0:
             run.step(batch)
         elif last:
             run.step(target=batch, losses=losses)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.comm import Line
+from gulliver.comm import RankGroup
 
 COMPUTE = "compute"
 DTENSOR, DTENSOR_SEQUENCE = "DTensor", "DTensor + sequence"
@@ -173,7 +173,7 @@ def ours(name: str, sizes: Sizes) -> Contestant:
     from gulliver.parallel.tensor import apply_tensor, cross_entropy, plan_tensor
 
     model, ranks = sizes.model(), dist.get_world_size()
-    line = Line(tuple(range(ranks)), dist.get_rank(), dist.group.WORLD)
+    line = RankGroup(tuple(range(ranks)), dist.get_rank(), dist.group.WORLD)
     apply_tensor(model, plan_tensor(model, ranks), line, sequence=OURS[name])
     head = model.lm_head
     head.gather_output = False

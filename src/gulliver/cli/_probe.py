@@ -211,7 +211,7 @@ def _operations(
 
     def ring(count: int) -> Callable[[], object]:
         whole = tensors(count)[0].zero_()
-        return lambda: backend_all_reduce(whole, group=torus.flat.group)
+        return lambda: backend_all_reduce(whole, group=torus.flat.process_group)
 
     found = {"all_reduce": reduce, "reduce_scatter": scatter, "all_gather": gather}
     # Over gloo tensor parallelism takes the faster of the two; elsewhere they are one.

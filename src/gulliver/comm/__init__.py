@@ -29,7 +29,7 @@ from gulliver.comm._groups import release_groups, shared_line
 from gulliver.comm._launch import default_ranks, launch, under_launcher
 from gulliver.comm._layout import ChosenAxes, choose_axes
 from gulliver.comm._ledger import Purpose
-from gulliver.comm._line import ALONE, Line
+from gulliver.comm._rank_group import ALONE, RankGroup
 from gulliver.comm._messages import Messages
 from gulliver.comm._point_to_point import (
     Flight,
@@ -61,7 +61,7 @@ __all__ = [
     "Flight",
     "Group",
     "Handle",
-    "Line",
+    "RankGroup",
     "Messages",
     "Purpose",
     "ReduceChoice",

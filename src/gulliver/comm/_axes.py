@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gulliver.comm._choice import Choice
 from gulliver.comm._groups import lasting_group, shared_line
-from gulliver.comm._line import ALONE, Line
+from gulliver.comm._rank_group import ALONE, RankGroup
 from gulliver.errors import GulliverError, nearest
 
 Choose = Callable[[str, int], Choice]
@@ -46,7 +46,7 @@ class Axes:
     sizes: Mapping[str, int]
     ranks: Tensor | None
     device_type: str
-    lines: Mapping[str, Line]
+    lines: Mapping[str, RankGroup]
 
     @cached_property
     def mesh(self) -> DeviceMesh | None:
@@ -74,17 +74,17 @@ class Axes:
         self._check(names)
         return Torus.along(self, names, choose)
 
-    def line(self, name: str) -> Line:
+    def line(self, name: str) -> RankGroup:
         """This rank's line along one axis."""
         return self.lines[name]
 
-    def flat(self, names: Sequence[str]) -> Line:
+    def flat(self, names: Sequence[str]) -> RankGroup:
         """This rank's line through all places along some axes; every rank calls it."""
         if self.ranks is None:
             return ALONE
         rows = _rows(self.sizes, self.ranks, names)
         if len(rows) == 1:
-            return Line(tuple(rows[0]), rows[0].index(dist.get_rank()))
+            return RankGroup(tuple(rows[0]), rows[0].index(dist.get_rank()))
         line = shared_line(rows, "axes")
         # Who passes on the group alone, without the line, would mean the whole world by None.
         return line if line.size > 1 else replace(line, group=lasting_group(line))
@@ -150,14 +150,14 @@ class Torus:
     @property
     def rank(self) -> int:
         """This process's number among them."""
-        return self.flat.place
+        return self.flat.rank
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks in the world that they are."""
         return self.flat.ranks
 
-    def ways(self, collective: str, nbytes: int) -> tuple[Line, ...]:
+    def ways(self, collective: str, nbytes: int) -> tuple[RankGroup, ...]:
         """The lines that a collective of so many bytes goes along: the axes', or all at once."""
         if len(self.lines) < 2 or self.choose is None:
             return self.lines

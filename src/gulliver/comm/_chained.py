@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
-from gulliver.comm._line import Line
+from gulliver.comm._rank_group import RankGroup
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -64,7 +64,7 @@ def run(tensors: Sequence[Tensor], steps: Callable[[], None]) -> list[Any]:
     return []
 
 
-def reduce_scatter(output: Tensor, input: Tensor, op: str, lines: Sequence[Line]) -> None:
+def reduce_scatter(output: Tensor, input: Tensor, op: str, lines: Sequence[RankGroup]) -> None:
     """This rank's part of the reduction, from the inner to the outer axis."""
     parts = input.view(*(line.size for line in lines), output.numel())
     for depth in reversed(range(len(lines))):
@@ -74,7 +74,7 @@ def reduce_scatter(output: Tensor, input: Tensor, op: str, lines: Sequence[Line]
         output.div_(math.prod(line.size for line in lines))
 
 
-def all_gather(output: Tensor, input: Tensor, lines: Sequence[Line]) -> None:
+def all_gather(output: Tensor, input: Tensor, lines: Sequence[RankGroup]) -> None:
     """All parts in the order of the torus, from the outer to the inner axis."""
     parts = input.view(-1)
     for depth, line in enumerate(lines):
@@ -82,7 +82,7 @@ def all_gather(output: Tensor, input: Tensor, lines: Sequence[Line]) -> None:
     output.view(parts.shape).copy_(parts)
 
 
-def all_reduce(tensor: Tensor, op: str, lines: Sequence[Line]) -> None:
+def all_reduce(tensor: Tensor, op: str, lines: Sequence[RankGroup]) -> None:
     """The reduction in place; the innermost axes reduce-scatter, the outermost all-reduces."""
     count = math.prod(line.size for line in lines[1:])
     flat = tensor.view(-1)
@@ -90,7 +90,7 @@ def all_reduce(tensor: Tensor, op: str, lines: Sequence[Line]) -> None:
     shard = padded
     for line in reversed(lines[1:]):
         shard = _reduced(shard.view(line.size, -1), op, line, shard.dtype)
-    work = dist.all_reduce(shard, _operator(op), group=lines[0].group, async_op=True)
+    work = dist.all_reduce(shard, _operator(op), group=lines[0].process_group, async_op=True)
     assert work is not None
     work.wait()
     if op == "mean":
@@ -127,28 +127,28 @@ def exchange_and_add(
     return work, add_up
 
 
-def _reduced(parts: Tensor, op: str, line: Line, dtype: torch.dtype) -> Tensor:
+def _reduced(parts: Tensor, op: str, line: RankGroup, dtype: torch.dtype) -> Tensor:
     """Part r of each rank's ``[size, ...]`` goes to place r of the line and is reduced there."""
     order = line.group_order()
     ordered = order == sorted(order)
     source = parts.contiguous() if ordered else parts[order]
     total = torch.empty_like(source[0], dtype=dtype)
     if dtype != source.dtype:
-        work, finish = exchange_and_add(total, source, op, line.group)
+        work, finish = exchange_and_add(total, source, op, line.process_group)
         work.wait()
         finish()
         return total
     work = reduce_scatter_flat(
-        total.view(-1), source.view(-1), _operator(op), group=line.group, async_op=True
+        total.view(-1), source.view(-1), _operator(op), group=line.process_group, async_op=True
     )
     work.wait()
     return total
 
 
-def _gathered(part: Tensor, line: Line) -> Tensor:
+def _gathered(part: Tensor, line: RankGroup) -> Tensor:
     """The parts of all places of the line: ``[size, ...]``."""
     found = part.new_empty(line.size, *part.shape)
-    all_gather_flat(found.view(-1), part.view(-1), group=line.group, async_op=True).wait()
+    all_gather_flat(found.view(-1), part.view(-1), group=line.process_group, async_op=True).wait()
     order = line.group_order()
     return found if order == sorted(order) else found[torch.tensor(order).argsort()]
 

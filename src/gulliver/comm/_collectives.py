@@ -20,7 +20,7 @@ from gulliver.comm._axes import Torus
 from gulliver.comm._choice import choose_all_reduce
 from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
 from gulliver.comm._ledger import ANY, Purpose
-from gulliver.comm._line import line_of
+from gulliver.comm._rank_group import rank_group_of
 from gulliver.comm._messages import next_tag
 from gulliver.comm._progress import Exchange, Steps, start
 from gulliver.comm._wire import IDENTITY, WireFormat, check_wire
@@ -98,13 +98,13 @@ def all_reduce(
         return Handle()
     if isinstance(group, Torus):
         lines = group.ways("all_reduce", tensor.nbytes)
-        if sends_directly(lines[0].group, tensor):
+        if sends_directly(lines[0].process_group, tensor):
             return _sent(_steps.all_reduce(tensor, op, lines, purpose), async_op)
         queued = _chained.run([tensor], lambda: _chained.all_reduce(tensor, op, lines))
         return _finished(Handle(_Several(queued)), async_op)
     if sends_directly(group, tensor):
         if not async_op and tensor.nbytes <= _steps.DIRECT_BYTES:
-            return _sent(_steps.all_reduce(tensor, op, (line_of(group),), purpose), async_op)
+            return _sent(_steps.all_reduce(tensor, op, (rank_group_of(group),), purpose), async_op)
         if _backend_is_cheaper(tensor, op, group, any_order):
             if purpose is not ANY:
                 next_tag(group, 1, purpose)  # the backend has tags of its own: only noted
@@ -157,7 +157,7 @@ def reduce_scatter(
         return Handle()
     if isinstance(group, Torus):
         lines = group.ways("reduce_scatter", input.nbytes)
-        if sends_directly(lines[0].group, input):
+        if sends_directly(lines[0].process_group, input):
             return _sent(_steps.reduce_scatter(output, input, op, lines, purpose), async_op)
         tensors = [output, input]
         queued = _chained.run(tensors, lambda: _chained.reduce_scatter(output, input, op, lines))
@@ -202,7 +202,7 @@ def all_gather(
         return Handle()
     if isinstance(group, Torus):
         lines = group.ways("all_gather", output.nbytes)
-        if sends_directly(lines[0].group, input):
+        if sends_directly(lines[0].process_group, input):
             return _sent(_steps.all_gather(output, input, lines, purpose), async_op)
         tensors = [output, input]
         queued = _chained.run(tensors, lambda: _chained.all_gather(output, input, lines))
@@ -252,7 +252,7 @@ def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
     if not isinstance(group, Torus):
         return group, rank
     line = group.flat
-    return line.group, line.group_order().index(rank)
+    return line.process_group, line.group_order().index(rank)
 
 
 def _sent(collectives: list[Steps], async_op: bool) -> Handle:

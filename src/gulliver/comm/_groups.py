@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from gulliver.comm._line import Line
+from gulliver.comm._rank_group import RankGroup
 
 Key = tuple[str, tuple[int, ...]]
 
@@ -41,7 +41,7 @@ class _Shared:
     """
 
     group: Any
-    users: list[weakref.ref[Line]] = field(default_factory=list)
+    users: list[weakref.ref[RankGroup]] = field(default_factory=list)
     wanted: bool = True
     for_ever: bool = False
 
@@ -55,7 +55,7 @@ class _Shared:
 _made: WeakKeyDictionary[Any, dict[Key, _Shared]] = WeakKeyDictionary()
 
 
-def shared_line(rows: Sequence[Sequence[int]], use: str) -> Line:
+def shared_line(rows: Sequence[Sequence[int]], use: str) -> RankGroup:
     """This rank's row of ranks with the group of that row; every rank calls it with the same rows.
 
     Args:
@@ -67,20 +67,20 @@ def shared_line(rows: Sequence[Sequence[int]], use: str) -> Line:
     made = [(row, _shared(row, use)) for row in rows if len(row) > 1]
     row = next(row for row in rows if me in row)
     shared = next((shared for other, shared in made if other is row), None)
-    line = Line(tuple(row), row.index(me), shared.group if shared else None)
+    line = RankGroup(tuple(row), row.index(me), shared.group if shared else None)
     if shared is not None:
         shared.users.append(weakref.ref(line))
     return line
 
 
-def lasting_group(line: Line) -> dist.ProcessGroup:
+def lasting_group(line: RankGroup) -> dist.ProcessGroup:
     """The group of a line, also of one rank; it stays as long as the world does."""
     groups = _made.setdefault(dist.group.WORLD, {})
     for shared in groups.values():
-        if line.group is not None and shared.group is line.group:
+        if line.process_group is not None and shared.group is line.process_group:
             shared.for_ever = True
     if line.size > 1:
-        return line.group or dist.group.WORLD  # pyright: ignore[reportReturnType]
+        return line.process_group or dist.group.WORLD  # pyright: ignore[reportReturnType]
     key = "alone", (dist.get_rank(),)
     if key not in groups:
         # No other rank has a part in it, so none is asked; nor does it count when ranks agree.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gulliver.comm._line import Line
+from gulliver.comm._rank_group import RankGroup
 from gulliver.comm._messages import Messages
 from gulliver.comm._wire import IDENTITY, WireFormat, as_bytes, check_wire
 
@@ -84,7 +84,7 @@ def post(
 
 
 def shift(
-    line: Line, outgoing: Tensor, incoming: Tensor, tag: int, wire: WireFormat = IDENTITY
+    line: RankGroup, outgoing: Tensor, incoming: Tensor, tag: int, wire: WireFormat = IDENTITY
 ) -> Flight:
     """Begins to send to the next of a line, and to receive from the one before.
 
@@ -95,12 +95,12 @@ def shift(
         tag: number of the messages; those with one tag arrive in the order they were sent in.
         wire: format that the elements travel in.
     """
-    before, after = (line.ranks[(line.place + step) % line.size] for step in (-1, 1))
-    return Flight(post([(before, incoming)], [(after, outgoing)], line.group, tag, wire), incoming)
+    before, after = (line.ranks[(line.rank + step) % line.size] for step in (-1, 1))
+    return Flight(post([(before, incoming)], [(after, outgoing)], line.process_group, tag, wire), incoming)
 
 
 def exchange(
-    line: Line, outgoing: Sequence[Tensor], counts: Sequence[int], wire: WireFormat = IDENTITY
+    line: RankGroup, outgoing: Sequence[Tensor], counts: Sequence[int], wire: WireFormat = IDENTITY
 ) -> list[Tensor]:
     """An all-to-all of parts of any size, the sizes being known.
 
@@ -110,17 +110,17 @@ def exchange(
         counts: elements that come from each rank.
         wire: format that the elements travel in.
     """
-    own = outgoing[line.place]
-    order = [(line.place + step) % line.size for step in range(1, line.size)]
-    arriving = [own if p == line.place else own.new_empty(n) for p, n in enumerate(counts)]
+    own = outgoing[line.rank]
+    order = [(line.rank + step) % line.size for step in range(1, line.size)]
+    arriving = [own if p == line.rank else own.new_empty(n) for p, n in enumerate(counts)]
     # Each begins with its neighbour, so that not all send to one.
     incoming = [(line.ranks[p], arriving[p]) for p in reversed(order)]
     sent = [(line.ranks[p], outgoing[p]) for p in order]
-    post(incoming, sent, line.group, EXCHANGE_TAG, wire).wait()
+    post(incoming, sent, line.process_group, EXCHANGE_TAG, wire).wait()
     return arriving
 
 
-def gather_integers(line: Line, values: Sequence[int], device: torch.device) -> list[list[int]]:
+def gather_integers(line: RankGroup, values: Sequence[int], device: torch.device) -> list[list[int]]:
     """Every rank's whole numbers; as many from each."""
     own = torch.tensor(values, dtype=torch.int64, device=device)
     if line.size == 1:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from gulliver.comm._ledger import ANY, Purpose
-from gulliver.comm._line import Line
+from gulliver.comm._rank_group import RankGroup
 from gulliver.comm._messages import (
     Messages,
     give_buffer,
@@ -70,7 +70,7 @@ class Exchange:
         keep: what must live until it is sent.
     """
 
-    line: Line
+    line: RankGroup
     tag: int
     receives: list[Any] = field(default_factory=list)
     sends: list[Any] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Exchange:
         """Posts the receive of a block; its pieces must lie contiguously."""
         for number, piece in enumerate(_pieces(block)):
             rank = self.line.ranks[peer]
-            self.receives.append(receive(piece, rank, self.line.group, self.tag + number))
+            self.receives.append(receive(piece, rank, self.line.process_group, self.tag + number))
 
     def send(self, peers: Iterable[int], block: Tensor) -> None:
         """Sends a block to several ranks of the line."""
@@ -89,7 +89,7 @@ class Exchange:
         for peer in peers:
             for number, piece in enumerate(pieces):
                 rank = self.line.ranks[peer]
-                self.sends.append(send(piece, rank, self.line.group, self.tag + number))
+                self.sends.append(send(piece, rank, self.line.process_group, self.tag + number))
 
     def arrivals(self) -> Messages:
         """What is to be received and was not waited for."""
@@ -104,7 +104,7 @@ class Exchange:
     @property
     def peers(self) -> list[int]:
         """The other places of the line."""
-        return others(self.line.place, self.line.size)
+        return others(self.line.rank, self.line.size)
 
 
 def run(collectives: Sequence[Steps], at_once: bool) -> list[Any]:
@@ -124,7 +124,7 @@ def run(collectives: Sequence[Steps], at_once: bool) -> list[Any]:
 
 
 def reduce_scatter(
-    output: Tensor, input: Tensor, op: str, lines: Sequence[Line], purpose: Purpose = ANY
+    output: Tensor, input: Tensor, op: str, lines: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
     """A reduce-scatter along lines, outer to inner, in segments.
 
@@ -142,7 +142,7 @@ def reduce_scatter(
 
 
 def all_gather(
-    output: Tensor, input: Tensor, lines: Sequence[Line], purpose: Purpose = ANY
+    output: Tensor, input: Tensor, lines: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
     """An all-gather along lines, outer to inner, in segments."""
     return [
@@ -152,7 +152,7 @@ def all_gather(
 
 
 def all_reduce(
-    tensor: Tensor, op: str, lines: Sequence[Line], purpose: Purpose = ANY
+    tensor: Tensor, op: str, lines: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
     """An all-reduce in place along lines, outer to inner, in segments."""
     flat = tensor.view(-1)
@@ -166,7 +166,7 @@ def reduce_scatter_steps(
     output: Tensor,
     input: Tensor,
     op: str,
-    lines: Sequence[Line],
+    lines: Sequence[RankGroup],
     tags: Sequence[int],
     segment: tuple[int, int],
 ) -> Steps:
@@ -180,7 +180,7 @@ def reduce_scatter_steps(
         buffer = take_buffer((sizes[depth] - 1) * rows * length, dtype)
         slots = buffer.view(sizes[depth] - 1, rows, length)
         for peer in exchange.peers:
-            exchange.receive(peer, slots[_slot(peer, exchange.line.place)])
+            exchange.receive(peer, slots[_slot(peer, exchange.line.rank)])
         stages.append((exchange, slots))
         dtype = output.dtype
     blocks = input.view(math.prod(sizes[:-1]), sizes[-1], output.numel())[
@@ -191,12 +191,12 @@ def reduce_scatter_steps(
         for peer in exchange.peers:
             exchange.send([peer], blocks[:, peer])
         yield exchange.arrivals()
-        own = blocks[:, line.place]
+        own = blocks[:, line.rank]
         if number == len(stages) - 1:
             total = output[segment[0] : segment[1]].view(own.shape)
         else:
             total = _scratch(slots, output.dtype)
-        add_up(total, own, slots, line.place, op)
+        add_up(total, own, slots, line.rank, op)
         if number < len(stages) - 1:
             blocks = total.view(math.prod(sizes[: -number - 2]), sizes[-number - 2], length)
     if op == "mean":
@@ -209,7 +209,7 @@ def reduce_scatter_steps(
 def all_gather_steps(
     output: Tensor,
     input: Tensor,
-    lines: Sequence[Line],
+    lines: Sequence[RankGroup],
     tags: Sequence[int],
     segment: tuple[int, int],
 ) -> Steps:
@@ -229,11 +229,11 @@ def all_gather_steps(
             exchange.receive(peer, block)
         stages.append((exchange, blocks, packed))
     first, blocks, _ = stages[0]
-    own, mine = blocks[0, first.line.place], input.view(-1)[segment[0] : segment[1]]
+    own, mine = blocks[0, first.line.rank], input.view(-1)[segment[0] : segment[1]]
     if own.data_ptr() != mine.data_ptr():
         own.copy_(mine)
     for exchange, blocks, packed in stages:
-        exchange.send(exchange.peers, blocks[:, exchange.line.place])
+        exchange.send(exchange.peers, blocks[:, exchange.line.rank])
         yield exchange.arrivals()
         for peer, block in packed.items():
             blocks[:, peer].copy_(block)
@@ -244,7 +244,7 @@ def all_gather_steps(
 def all_reduce_steps(
     tensor: Tensor,
     op: str,
-    lines: Sequence[Line],
+    lines: Sequence[RankGroup],
     tags: Sequence[int],
     segment: tuple[int, int],
 ) -> Steps:
@@ -289,14 +289,14 @@ class _Level:
     def __init__(
         self,
         tensor: Tensor,
-        line: Line,
+        line: RankGroup,
         interval: tuple[int, int],
         whole: bool,
         tags: Sequence[int],
     ) -> None:
         self.tensor, self.line, self.whole = tensor, line, whole
         self.intervals = [interval] * line.size if whole else _cut(interval, line.size)
-        self.mine = self.intervals[line.place]
+        self.mine = self.intervals[line.rank]
         self.out, self.back = Exchange(line, tags[0]), Exchange(line, tags[1])
         length = self.mine[1] - self.mine[0]
         buffer = take_buffer((line.size - 1) * length, tensor.dtype)
@@ -305,7 +305,7 @@ class _Level:
     def post(self) -> None:
         """Posts all receives."""
         for peer in self.out.peers:
-            self.out.receive(peer, self.slots[_slot(peer, self.line.place)])
+            self.out.receive(peer, self.slots[_slot(peer, self.line.rank)])
             if not self.whole:
                 self.back.receive(peer, self._part(peer))
 
@@ -317,13 +317,13 @@ class _Level:
 
     def add_up(self, op: str) -> None:
         """Puts the sum in this rank's place."""
-        own = self._part(self.line.place)
-        add_up(own, own, self.slots, self.line.place, op)
+        own = self._part(self.line.rank)
+        add_up(own, own, self.slots, self.line.rank, op)
 
     def gather(self) -> Messages:
         """Sends the finished interval to all."""
         if not self.whole:
-            self.back.send(self.back.peers, self._part(self.line.place))
+            self.back.send(self.back.peers, self._part(self.line.rank))
         return self.back.arrivals()
 
     def _part(self, place: int) -> Tensor:
@@ -362,7 +362,7 @@ def add_up(total: Tensor, own: Tensor, slots: Tensor, rank: int, op: str) -> Non
             add(into if number > 1 else terms[0], term, out=into)
 
 
-def _along(parts: Tensor, lines: Sequence[Line], depth: int) -> Tensor:
+def _along(parts: Tensor, lines: Sequence[RankGroup], depth: int) -> Tensor:
     """What travels along an axis in an all-gather: ``[rows, ranks, length]``.
 
     The outer axes are gathered by then, hence the rows; along the inner ones it is this rank's.
@@ -370,7 +370,7 @@ def _along(parts: Tensor, lines: Sequence[Line], depth: int) -> Tensor:
     sizes = [line.size for line in lines]
     inner = 0
     for line in lines[depth + 1 :]:
-        inner = inner * line.size + line.place
+        inner = inner * line.size + line.rank
     rows, after = math.prod(sizes[:depth]), math.prod(sizes[depth + 1 :])
     return parts.view(rows, sizes[depth], after, parts.shape[1])[:, :, inner]
 
@@ -401,11 +401,11 @@ def _scratch(slots: Tensor, dtype: torch.dtype) -> Tensor:
     return slots[0] if slots.dtype == dtype else torch.empty_like(slots[0], dtype=dtype)
 
 
-def _tags(lines: Sequence[Line], purpose: Purpose = ANY) -> list[int]:
+def _tags(lines: Sequence[RankGroup], purpose: Purpose = ANY) -> list[int]:
     """The first tag of each line, followed by one for each row."""
     found, rows = [], 1
     for line in lines:
-        found.append(next_tag(line.group, rows, purpose))
+        found.append(next_tag(line.process_group, rows, purpose))
         rows *= line.size
     return found
 
@@ -418,7 +418,7 @@ def _cut(interval: tuple[int, int], count: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def _segments(length: int, nbytes: int, lines: Sequence[Line]) -> list[tuple[int, int]]:
+def _segments(length: int, nbytes: int, lines: Sequence[RankGroup]) -> list[tuple[int, int]]:
     """Intervals of a part that travel one after the other."""
     if len(lines) == 1 or not nbytes:
         return [(0, length)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.checkpoint import as_leaf
-from gulliver.comm import ALONE, Line
+from gulliver.comm import ALONE, RankGroup
 from gulliver.memory import Part, before_write, part_of, region_of, set_region
 
 
@@ -31,7 +31,7 @@ class ExponentialAverage:
                 set_region(self.shadow[name], region)
 
     def leaves(
-        self, replicas: Line = ALONE, writes: Callable[[str, Tensor], bool] | None = None
+        self, replicas: RankGroup = ALONE, writes: Callable[[str, Tensor], bool] | None = None
     ) -> dict[str, Tensor | Part]:
         """The average by name, regions as parts of their whole.
 
@@ -43,10 +43,10 @@ class ExponentialAverage:
         """
         if writes is not None:
             own = [name for name, value in self.shadow.items() if writes(name, value)]
-            mine = own[replicas.place :: replicas.size]
+            mine = own[replicas.rank :: replicas.size]
             return {name: part_of(self.shadow[name]) for name in mine}
         cut = [name for name, value in self.shadow.items() if region_of(value) is not None]
-        others = set(cut) - set(cut[replicas.place :: replicas.size])
+        others = set(cut) - set(cut[replicas.rank :: replicas.size])
         return {n: as_leaf(v) for n, v in self.shadow.items() if n not in others}
 
     @torch.no_grad()

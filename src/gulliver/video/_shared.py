@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gulliver.booster.hybrid import wire_stdit
-from gulliver.comm import ALONE, Line, all_gather, broadcast, gather_objects, make_axes
+from gulliver.comm import ALONE, RankGroup, all_gather, broadcast, gather_objects, make_axes
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder
@@ -82,7 +82,7 @@ class Shared:
     model: Callable[..., Tensor]
     ranks: int = 1
     rank: int = 0
-    branches: Line = ALONE
+    branches: RankGroup = ALONE
 
     def agree(self, requests: Any) -> None:
         """Refuses requests that differ between the ranks.
@@ -164,7 +164,7 @@ def share(
 class OneBranch:
     """Calls a model with this rank's branch of a batch that holds two, and gives both answers."""
 
-    def __init__(self, model: Callable[..., Tensor], line: Line) -> None:
+    def __init__(self, model: Callable[..., Tensor], line: RankGroup) -> None:
         assert line.size == 2, "guidance has two branches"
         self._model, self._line = model, line
 
@@ -172,12 +172,12 @@ class OneBranch:
         of_branch = {n: None if v is None else self._own(v) for n, v in inputs.items()}
         own = self._model(self._own(x), self._own(timestep), **of_branch).contiguous()
         both = own.new_empty(2, *own.shape)
-        all_gather(both.view(-1), own.view(-1), self._line.group)
+        all_gather(both.view(-1), own.view(-1), self._line.process_group)
         # A group numbers its ranks in ascending order, as this line does.
         return both.flatten(0, 1)
 
     def _own(self, both: Tensor) -> Tensor:
-        return both.chunk(2)[self._line.place]
+        return both.chunk(2)[self._line.rank]
 
 
 def _plan(sequence: int, heads: int) -> SequencePlan:

@@ -28,7 +28,7 @@ from gulliver.booster import (
 )
 from gulliver.booster.hybrid import HybridOptimizer, size_axes
 from gulliver.checkpoint import Mismatch, load
-from gulliver.comm import ALONE, Line, World, all_reduce, barrier, gather_objects, guard, init_world
+from gulliver.comm import ALONE, RankGroup, World, all_reduce, barrier, gather_objects, guard, init_world
 from gulliver.data import ClipTable
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder, stdit3
@@ -442,7 +442,7 @@ class Trainer:
         )
 
     @property
-    def _shares(self) -> tuple[Line, Callable[[str, Tensor], bool] | None]:
+    def _shares(self) -> tuple[RankGroup, Callable[[str, Tensor], bool] | None]:
         """Ranks that hold the same parts of the model, and which of these they save."""
         boosted = self.optimizer
         if not isinstance(boosted, HybridOptimizer):

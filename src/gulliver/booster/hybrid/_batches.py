@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import Line
+from gulliver.comm import RankGroup
 from gulliver.errors import GulliverError
 from gulliver.families import is_hugging_face, own_loss
 from gulliver.parallel.pipeline import agree
@@ -78,7 +78,7 @@ class Vocabulary:
             )
 
 
-def watch_batches(model: nn.Module, line: Line, vocabulary: Vocabulary) -> None:
+def watch_batches(model: nn.Module, line: RankGroup, vocabulary: Vocabulary) -> None:
     """Compares what a model is called with over the ranks that share it, at every call."""
     if line.size == 1:
         return

@@ -182,9 +182,9 @@ class PositionDropout:
         drawn = torch.randint(2**62, (1,)).to(device)
         if line.size > 1:
             # A group numbers its ranks in ascending order, a line need not.
-            broadcast(drawn, sorted(line.ranks).index(line.ranks[0]), line.group)
+            broadcast(drawn, sorted(line.ranks).index(line.ranks[0]), line.process_group)
         # Replicas read other samples, and drop other elements even where their users seed alike.
-        self._next = Forward(mix(int(drawn), self.mesh.data.place))
+        self._next = Forward(mix(int(drawn), self.mesh.data.rank))
 
     def before(self, start: int, samples: int) -> None:
         """Says which samples of the batch the next forward has."""

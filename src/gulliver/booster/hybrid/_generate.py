@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster.hybrid._cache import ShardedCache
-from gulliver.comm import Line, broadcast
+from gulliver.comm import RankGroup, broadcast
 from gulliver.errors import GulliverError, nearest
 
 OPTIONS = (
@@ -163,12 +163,12 @@ class _Pick:
         return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
 
 
-def _tell(tokens: Tensor, line: Line) -> None:
+def _tell(tokens: Tensor, line: RankGroup) -> None:
     if line.size > 1:
-        broadcast(tokens, _first(line), line.group)
+        broadcast(tokens, _first(line), line.process_group)
 
 
-def _first(line: Line) -> int:
+def _first(line: RankGroup) -> int:
     """How the group numbers the line's first rank."""
     return line.group_order().index(0)
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gulliver.comm import Line, all_reduce
+from gulliver.comm import RankGroup, all_reduce
 from gulliver.errors import GulliverError
 from gulliver.parallel.sequence import SequenceGroups, Tail, unshard, unshard_tail
 
@@ -40,7 +40,7 @@ class Counting:
 def token_losses(
     logits: Tensor,
     labels: Tensor,
-    tensor: Line,
+    tensor: RankGroup,
     columns: tuple[int, int] | None,
     ignore_index: int = -100,
 ) -> Tensor:
@@ -89,7 +89,7 @@ def mean_over_ranks(
     sums = torch.stack([total.detach().double(), count.double()])
     if groups.plan.degree > 1:
         own = sums[1].clone()
-        all_reduce(sums, group=groups.all.group)
+        all_reduce(sums, group=groups.all.process_group)
         if counting.items is not None:
             sums[1] = own
     whole = (sums[0] / sums[1]).to(losses.dtype)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gulliver.comm import ALONE, Axes, Line, make_axes
+from gulliver.comm import ALONE, Axes, RankGroup, make_axes
 from gulliver.errors import GulliverError
 from gulliver.parallel.sequence import SequenceGroups, SequencePlan, make_groups
 
@@ -33,19 +33,19 @@ class HybridMesh:
     """
 
     sizes: Mapping[str, int]
-    pipeline: Line
-    data: Line
+    pipeline: RankGroup
+    data: RankGroup
     sequence: SequenceGroups
-    tensor: Line
-    replicas: Line
-    shards: Line
-    model: Line
+    tensor: RankGroup
+    replicas: RankGroup
+    shards: RankGroup
+    model: RankGroup
 
     @property
     def place(self) -> dict[str, int]:
         """Where this rank is on each axis."""
         lines = (self.pipeline, self.data, self.sequence.all, self.tensor)
-        return {name: line.place for name, line in zip(AXES, lines, strict=True)}
+        return {name: line.rank for name, line in zip(AXES, lines, strict=True)}
 
 
 def size_axes(world: int, pp_size: int, sp_size: int, tp_size: int) -> dict[str, int]:
@@ -89,10 +89,10 @@ def make_mesh(sizes: Mapping[str, int], sequence: SequencePlan, device_type: str
     assert sequence.degree == sizes["sp"], "the sequence plan is of the sequence axis"
     axes = make_axes(sizes, device_type=device_type)
 
-    def flat(*names: str) -> Line:
+    def flat(*names: str) -> RankGroup:
         return axes.flat(names) if math.prod(sizes[n] for n in names) > 1 else ALONE
 
-    def line(name: str) -> Line:
+    def line(name: str) -> RankGroup:
         return axes.line(name) if sizes[name] > 1 else ALONE
 
     return HybridMesh(

@@ -55,7 +55,7 @@ class HybridOptimizer(ZeroOptimizer):
         asleep: Sequence[nn.Parameter] = (),
         **options: Any,
     ) -> None:
-        super().__init__(inner, names, zero_stage, group=mesh.replicas.group, **options)
+        super().__init__(inner, names, zero_stage, group=mesh.replicas.process_group, **options)
         self._frozen = list(asleep)
         self.mesh, self.pipeline_stage = mesh, pipeline_stage
         self.pipeline: Pipeline | None = None
@@ -63,7 +63,7 @@ class HybridOptimizer(ZeroOptimizer):
         self._copies = pipeline_stage.copies() if pipeline_stage is not None else {}
         self.whole_groups = [list(group) for group in whole_groups]
         self.responsible = self._writes
-        self.written_elsewhere = {n for n, line in self._copies.items() if line.place > 0}
+        self.written_elsewhere = {n for n, line in self._copies.items() if line.rank > 0}
         if pipeline_stage is not None:
             self.written_elsewhere |= _buffers_before(pipeline_stage)
         self._counted = {name: self._weight(name, p) for p, name in self.names.items()}
@@ -128,12 +128,12 @@ class HybridOptimizer(ZeroOptimizer):
         share = torch.stack(list(terms.values())).sum()
         assert isinstance(whole, Tensor), "there is something to train"
         if self.mesh.shards.size > 1:
-            all_reduce(whole, "sum", self.mesh.shards.group)
+            all_reduce(whole, "sum", self.mesh.shards.process_group)
         return shown(share, whole.to(share.dtype))
 
     def _writes(self, name: str) -> bool:
         """Whether this rank and its replicas save what several of them have alike."""
-        return self.mesh.tensor.place == 0 and name not in self.written_elsewhere
+        return self.mesh.tensor.rank == 0 and name not in self.written_elsewhere
 
     def _weight(self, name: str, parameter: nn.Parameter) -> float:
         """What this rank's values count in a sum over all shards."""
@@ -167,7 +167,7 @@ class HybridOptimizer(ZeroOptimizer):
         if self.parts > 1:
             all_reduce(total, "sum", self.group)
         if self.mesh.shards.size > 1:
-            all_reduce(total, "sum", self.mesh.shards.group)
+            all_reduce(total, "sum", self.mesh.shards.process_group)
         return total
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -182,7 +182,7 @@ class HybridOptimizer(ZeroOptimizer):
     def _joined(self, held: Held) -> dict[str, Tensor]:
         """Whole tensors of what the ranks of one model hold of them."""
         found: dict[str, Tensor] = {}
-        for part in gather_objects(held, self.mesh.shards.group) if self._is_cut else [held]:
+        for part in gather_objects(held, self.mesh.shards.process_group) if self._is_cut else [held]:
             for name, (value, region) in part.items():
                 if region is None:
                     found.setdefault(name, value)
@@ -200,8 +200,8 @@ class HybridOptimizer(ZeroOptimizer):
 
 def _buffers_before(stage: Stage) -> set[str]:
     """Names of buffers that an earlier stage has, too; every rank of the pipeline calls it."""
-    found = gather_objects(list(persistent_buffers(stage.model)), stage.line.group)
+    found = gather_objects(list(persistent_buffers(stage.model)), stage.line.process_group)
     # A group numbers its ranks in ascending order, a line need not.
     by_rank = dict(zip(sorted(stage.line.ranks), found, strict=True))
-    earlier = stage.line.ranks[: stage.line.place]
+    earlier = stage.line.ranks[: stage.line.rank]
     return {name for rank in earlier for name in by_rank[rank]}

@@ -137,7 +137,7 @@ class Parts:
             return
         lengths = shared.ask(x) if shared.lengths is None else shared.lengths
         if lengths:
-            place = shared.line.place
+            place = shared.line.rank
             start = sum(lengths[:place])
             own = torch.arange(start, start + lengths[place])
             if x.dim() < 3:
@@ -150,10 +150,10 @@ class Parts:
         if groups:
             # Where key-value heads are copied, each rank has as many query heads as the others.
             dealt = deal(max(groups, line.size), line.size)
-            if x.dim() != 4 or x.shape[1] % dealt[line.place]:
+            if x.dim() != 4 or x.shape[1] % dealt[line.rank]:
                 raise _unknown(path, x, "[batch, heads, queries, keys]")
-            heads = x.shape[1] // dealt[line.place]
-            start = sum(dealt[: line.place]) * heads
+            heads = x.shape[1] // dealt[line.rank]
+            start = sum(dealt[: line.rank]) * heads
             whole = max(groups, line.size) * heads
             dims[1] = Along(torch.arange(start, start + x.shape[1]), whole)
             return

@@ -38,7 +38,7 @@ from gulliver.booster.hybrid._stdit_choice import (
     Width,
     choose_scheme,
 )
-from gulliver.comm import ALONE, Line, all_reduce, broadcast
+from gulliver.comm import ALONE, RankGroup, all_reduce, broadcast
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster, current_cluster
 from gulliver.models import CaptionEmbedder, Mix, STDiT3
@@ -60,7 +60,7 @@ def wire_stdit(
     model: nn.Module,
     groups: SequenceGroups,
     mode: str,
-    tensor: Line = ALONE,
+    tensor: RankGroup = ALONE,
     *,
     scheme: str | None = None,
     cluster: Cluster | None = None,
@@ -118,7 +118,7 @@ class Wiring:
     def __init__(
         self,
         groups: SequenceGroups,
-        tensor: Line,
+        tensor: RankGroup,
         choice: tuple[Width, SequencePlan, str, Cluster, str | None],
         show: Show | None,
     ) -> None:
@@ -179,7 +179,7 @@ class Wiring:
             return None
         dropped = (torch.rand(len(y), device=y.device) < embedder.drop).to(torch.uint8)
         for line in self._lines:
-            broadcast(dropped, _first(line), line.group)
+            broadcast(dropped, _first(line), line.process_group)
         return y, dropped.bool()
 
 
@@ -248,7 +248,7 @@ class _MeanGradient(torch.autograd.Function):
     """The same; its gradient is averaged over the ranks of a line."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+    def forward(ctx: Any, x: Tensor, line: RankGroup) -> Tensor:
         ctx.line = line
         return x.view_as(x)
 
@@ -273,12 +273,12 @@ def _both(sharded: type[nn.Module], kind: type[nn.Module]) -> Any:
     return type(kind.__name__, (sharded, kind) if kind not in sharded.__mro__ else (sharded,), {})
 
 
-def _first(line: Line) -> int:
+def _first(line: RankGroup) -> int:
     """The number that a line's group gives its first rank."""
     return line.group_order().index(0)
 
 
-def _width(model: STDiT3, tensor: Line) -> Width:
+def _width(model: STDiT3, tensor: RankGroup) -> Width:
     """Found from the configuration, so that every pipeline stage finds the same."""
     return Width(
         channels=model.hidden_size,

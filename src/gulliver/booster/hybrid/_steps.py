@@ -25,7 +25,7 @@ from gulliver.booster.hybrid._dropout import PositionDropout
 from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
 from gulliver.booster.hybrid._stdit import wire_stdit
 from gulliver.booster.hybrid._transformers import wire_sequence
-from gulliver.comm import Line, broadcast, current_world
+from gulliver.comm import RankGroup, broadcast, current_world
 from gulliver.errors import GulliverError
 from gulliver.families import SHARED_BY_TENSOR, hugging_face_of, is_hugging_face
 from gulliver.parallel import ZeroOptimizer, named_groups
@@ -220,7 +220,7 @@ def finish(
         refuse_whole(model)  # before all other hooks
 
 
-def draw_alike(model: nn.Module, lines: Sequence[Line]) -> None:
+def draw_alike(model: nn.Module, lines: Sequence[RankGroup]) -> None:
     """Lets ranks that compute the same draw the same: at each call they take one seed."""
     device = current_world().device
     shared = [line for line in lines if line.size > 1]
@@ -231,7 +231,7 @@ def draw_alike(model: nn.Module, lines: Sequence[Line]) -> None:
         drawn = torch.randint(2**62, (1,)).to(device)
         for line in shared:
             # A group numbers its ranks in ascending order, a line need not.
-            broadcast(drawn, sorted(line.ranks).index(line.ranks[0]), line.group)
+            broadcast(drawn, sorted(line.ranks).index(line.ranks[0]), line.process_group)
         torch.manual_seed(int(drawn))
 
     if shared:

@@ -54,7 +54,7 @@ from gulliver.booster.hybrid._loss import (
     mean_over_ranks,
     token_losses,
 )
-from gulliver.comm import ALONE, Line
+from gulliver.comm import ALONE, RankGroup
 from gulliver.errors import GulliverError
 from gulliver.families import (
     Experts,
@@ -77,7 +77,7 @@ LOCAL_ROPE = ("dynamic", "longrope")
 """Kinds of rotary embedding that look at the largest position of a call, which ranks differ in."""
 
 
-def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: Line = ALONE) -> None:
+def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = ALONE) -> None:
     """Makes a Hugging Face model share its sequences between ranks, in place.
 
     Parameters stay as they are, whole or cut by tensor parallelism; blocks may be missing. All
@@ -174,7 +174,7 @@ class Wiring:
     def __init__(
         self,
         groups: SequenceGroups,
-        tensor: Line,
+        tensor: RankGroup,
         known: Sequences,
         task: bool,
         experts: Experts | None,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gulliver.comm import Line, all_gather
+from gulliver.comm import RankGroup, all_gather
 from gulliver.errors import GulliverError
 from gulliver.parallel.pipeline._batch import leaves
 
@@ -24,7 +24,7 @@ SAMPLED = 2**20
 """Bytes looked at of a large tensor, spread over it evenly."""
 
 
-def agree(batch: Any, state: str, line: Line, device: torch.device, check: bool) -> str:
+def agree(batch: Any, state: str, line: RankGroup, device: torch.device, check: bool) -> str:
     """Compares the batches of a rank group; every rank of it calls this.
 
     Args:
@@ -44,7 +44,7 @@ def agree(batch: Any, state: str, line: Line, device: torch.device, check: bool)
         [digest(batch) if check else 0, _number(state.encode())], dtype=torch.int64, device=device
     )
     found = torch.empty(2 * line.size, dtype=torch.int64, device=device)
-    all_gather(found, own, line.group)
+    all_gather(found, own, line.process_group)
     rows = found.view(-1, 2).tolist()
     # A group numbers its ranks in ascending order, a line need not.
     by_rank = dict(zip(sorted(line.ranks), rows, strict=True))

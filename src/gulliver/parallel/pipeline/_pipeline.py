@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import Line, broadcast, guard, together
+from gulliver.comm import RankGroup, broadcast, guard, together
 from gulliver.errors import GulliverError
 from gulliver.families import asks_routers, hugging_face_of, own_loss
 from gulliver.parallel.pipeline._agree import agree
@@ -65,7 +65,7 @@ class Pipeline:
         micro_batches: int | None = None,
         *,
         call: Callable[..., Any] | None = None,
-        readers: Line | None = None,
+        readers: RankGroup | None = None,
         check_batch: bool = True,
         look: Callable[[Any], None] | None = None,
         before: Callable[[int, int], None] | None = None,
@@ -218,7 +218,7 @@ class Pipeline:
 
     def _share(self, losses: _Losses) -> Tensor | None:
         """Returns the batch's loss on every rank."""
-        mine = self.stage.line.place == self.stage.last_place
+        mine = self.stage.line.rank == self.stage.last_place
         # Whether there is a loss at all, and of which dtype, the last stage alone knows.
         found = torch.zeros(2, dtype=torch.float64, device=self._device())
         total = losses.total()
@@ -232,7 +232,7 @@ class Pipeline:
         line = self.stage.line
         if line.size > 1:
             source = sorted(line.ranks).index(line.ranks[self.stage.last_place])
-            broadcast(found, source, line.group)
+            broadcast(found, source, line.process_group)
 
     def _agree(self, batch: Batch, forward_only: bool) -> str:
         frozen = "".join("01"[p.requires_grad] for p in self.model.parameters())
@@ -282,7 +282,7 @@ class Pipeline:
         dropped = (torch.rand(len(batch["y"]), device=self._device()) < drop).to(torch.uint8)
         if self.readers.size > 1:
             source = sorted(self.readers.ranks).index(self.readers.ranks[0])
-            broadcast(dropped, source, self.readers.group)
+            broadcast(dropped, source, self.readers.process_group)
         return {**batch, "drop_caption": dropped.bool()}
 
     def _device(self) -> torch.device:

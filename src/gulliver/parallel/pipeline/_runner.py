@@ -98,7 +98,7 @@ class Runner:
         # What schedules read.
         self.submod, self.device = stage.model, device
         self.stage_index, self.num_stages = number, stage.cut.stages
-        self.group, self.group_rank = stage.line.group, stage.line.place
+        self.group, self.group_rank = stage.line.process_group, stage.line.rank
         self.group_size = stage.line.size
         self.stage_index_to_group_rank = dict(enumerate(places))
         self.has_backward = True

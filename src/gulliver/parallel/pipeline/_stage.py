@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import Line, all_reduce, post
+from gulliver.comm import RankGroup, all_reduce, post
 from gulliver.errors import GulliverError
 from gulliver.parallel.pipeline._cut import Cut
 from gulliver.parallel.pipeline._placeholders import Placeholder, PlaceholderBlock, own, own_memory
@@ -43,7 +43,7 @@ class Stage:
     model: nn.Module
     stack: Stack
     cut: Cut
-    line: Line
+    line: RankGroup
     numbers: tuple[tuple[int, ...], ...]
     stage_forward: StageForward
     tied: Mapping[str, tuple[int, ...]]
@@ -52,7 +52,7 @@ class Stage:
     @property
     def own(self) -> tuple[int, ...]:
         """Numbers of this rank's stages."""
-        return self.numbers[self.line.place]
+        return self.numbers[self.line.rank]
 
     @property
     def last_place(self) -> int:
@@ -66,11 +66,11 @@ class Stage:
             found.setdefault(self.aliases.get(name, name), parameter)
         return found
 
-    def copies(self) -> dict[str, Line]:
+    def copies(self) -> dict[str, RankGroup]:
         """Returns the ranks that hold each tied parameter of this rank, without process groups."""
-        place = self.line.place
+        place = self.line.rank
         return {
-            name: Line(tuple(self.line.ranks[p] for p in places), places.index(place))
+            name: RankGroup(tuple(self.line.ranks[p] for p in places), places.index(place))
             for name, places in self.tied.items()
             if place in places
         }
@@ -109,7 +109,7 @@ class Stage:
 
 
 def make_stage(
-    model: nn.Module, stack: Stack, cut: Cut, line: Line, numbers: Sequence[Sequence[int]]
+    model: nn.Module, stack: Stack, cut: Cut, line: RankGroup, numbers: Sequence[Sequence[int]]
 ) -> Stage:
     """Turns a whole model into one rank's stage, in place.
 
@@ -130,7 +130,7 @@ def make_stage(
     stage_forward = StageForward(stack, cut.bounds)
     kept = [_kept(model, stack, cut, held) for held in numbers]
     aliases, tied = _tied(model, stack, kept)
-    mine = kept[line.place]
+    mine = kept[line.rank]
     _replace(model, stack, stage_forward, mine)
     held = tuple(tuple(n) for n in numbers)
     return Stage(model, stack, cut, line, held, stage_forward, tied, aliases)
@@ -303,30 +303,30 @@ def _lend(model: nn.Module, stack: Stack, first: int, blocks: Sequence[int]) -> 
         vars(module)[f"has_{name}"] = True
 
 
-def _sum(value: Tensor, places: Sequence[int], line: Line) -> None:
+def _sum(value: Tensor, places: Sequence[int], line: RankGroup) -> None:
     """Sums a tensor over some ranks of a group, in the order of the ranks.
 
     Point to point: a process group for each set of stages that share a weight would have to be
     made by all ranks.
     """
     if len(places) == line.size:
-        all_reduce(value, "sum", line.group)
+        all_reduce(value, "sum", line.process_group)
         return
     own = value.contiguous()
-    others = [place for place in places if place != line.place]
+    others = [place for place in places if place != line.rank]
     found = {place: torch.empty_like(own) for place in others}
-    found[line.place] = own.clone()
+    found[line.rank] = own.clone()
     incoming = [(line.ranks[p], found[p]) for p in others]
-    post(incoming, [(line.ranks[p], found[line.place]) for p in others], line.group, 0).wait()
+    post(incoming, [(line.ranks[p], found[line.rank]) for p in others], line.process_group, 0).wait()
     total = found[places[0]]
     for place in places[1:]:
         total = total + found[place]
     value.copy_(total)
 
 
-def _send_first(value: Tensor, places: Sequence[int], line: Line) -> None:
+def _send_first(value: Tensor, places: Sequence[int], line: RankGroup) -> None:
     """Sends the value of the first of some ranks to the others."""
-    if line.place == places[0]:
-        post([], [(line.ranks[p], value) for p in places[1:]], line.group, 0).wait()
+    if line.rank == places[0]:
+        post([], [(line.ranks[p], value) for p in places[1:]], line.process_group, 0).wait()
     else:
-        post([(line.ranks[places[0]], value)], [], line.group, 0).wait()
+        post([(line.ranks[places[0]], value)], [], line.process_group, 0).wait()

@@ -114,7 +114,7 @@ def _attention(
     how = How(
         1 / math.sqrt(q.shape[3]) if scale is None else scale,
         mask.rules(q.shape[0], queries.length, keys.length),
-        heads.runs(groups.ulysses.place),
+        heads.runs(groups.ulysses.rank),
         kernel,
         deterministic,
     )

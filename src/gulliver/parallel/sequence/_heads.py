@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gulliver.comm import Line, exchange
+from gulliver.comm import RankGroup, exchange
 from gulliver.errors import GulliverError
 from gulliver.parallel.sequence._layout import Interval, split_sizes
 
@@ -107,7 +107,7 @@ class Swap:
         totals: number of heads of each tensor.
     """
 
-    line: Line
+    line: RankGroup
     heads: tuple[tuple[Interval, ...], ...]
     lengths: tuple[tuple[int, ...], ...]
     totals: tuple[int, ...]
@@ -121,7 +121,7 @@ class Swap:
         Returns:
             Tensors ``[batch, own heads, tokens of the group, dim]``.
         """
-        ranks, me = range(self.line.size), self.line.place
+        ranks, me = range(self.line.size), self.line.rank
         outgoing = [
             [t[:, slice(*of[r])] for t, of in zip(tensors, self.heads, strict=True)] for r in ranks
         ]
@@ -137,7 +137,7 @@ class Swap:
 
     def to_sequence(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Inverts `to_heads`; what several ranks have of one head is added up."""
-        ranks, me = range(self.line.size), self.line.place
+        ranks, me = range(self.line.size), self.line.rank
         cuts = [t.split(lengths, 2) for t, lengths in zip(tensors, self.lengths, strict=True)]
         shapes = [
             [
@@ -187,7 +187,7 @@ class ToSequence(torch.autograd.Function):
 
 
 def _exchange(
-    line: Line, outgoing: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]
+    line: RankGroup, outgoing: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]
 ) -> list[list[Tensor]]:
     """Sends a list of tensors to each rank in one message, and takes apart what arrives."""
     flat = [torch.cat([t.reshape(-1) for t in tensors]) for tensors in outgoing]

@@ -17,7 +17,7 @@ from typing import get_args
 
 import torch.distributed as dist
 
-from gulliver.comm import ALONE, Line, shared_line
+from gulliver.comm import ALONE, RankGroup, shared_line
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.sequence._layout import Layout, LayoutName
 
@@ -80,20 +80,20 @@ class SequenceGroups:
     """
 
     plan: SequencePlan
-    all: Line = ALONE
-    ulysses: Line = ALONE
-    inner: Line = ALONE
-    outer: Line = ALONE
+    all: RankGroup = ALONE
+    ulysses: RankGroup = ALONE
+    inner: RankGroup = ALONE
+    outer: RankGroup = ALONE
 
     @property
     def rank(self) -> int:
         """Rank of this process in the sequence."""
-        return self.all.place
+        return self.all.rank
 
     @property
     def place(self) -> int:
         """Ring rank of this process: its position in the ring."""
-        return self.outer.place * self.inner.size + self.inner.place
+        return self.outer.rank * self.inner.size + self.inner.rank
 
 
 def make_groups(

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gulliver.comm import Flight, Line, shift
+from gulliver.comm import Flight, RankGroup, shift
 from gulliver.parallel.sequence._plan import SequenceGroups
 
 BLOCK_TAG, GATHERED_TAG = 100, 200
@@ -64,7 +64,7 @@ class Visit:
 class _Carousel:
     """Hops of one piece of each block along one ring, arriving in two buffers in turn."""
 
-    def __init__(self, line: Line, piece: int, largest: int) -> None:
+    def __init__(self, line: RankGroup, piece: int, largest: int) -> None:
         self._line, self._piece, self._largest = line, piece, largest
         self._buffers: list[Tensor | None] = [None, None]
         self._hops = 0
@@ -95,7 +95,7 @@ class _Road:
     def origin(self, a: int, b: int) -> int:
         """Returns the ring rank whose block is here in step (a, b)."""
         outer, inner = self._groups.outer, self._groups.inner
-        return (outer.place - a) % outer.size * inner.size + (inner.place - b) % inner.size
+        return (outer.rank - a) % outer.size * inner.size + (inner.rank - b) % inner.size
 
     def visit(self, a: int, b: int, block: Tensor, half: int | None = None) -> Visit:
         """Returns the visit of step (a, b)."""
@@ -261,7 +261,7 @@ class _Trip:
         total = self.add(first, (yield visit), visit)
         return total if arriving is None else self.add(total, arriving.wait(), visit)
 
-    def _send_home(self, line: Line, gathered: Tensor, origin: int) -> Flight:
+    def _send_home(self, line: RankGroup, gathered: Tensor, origin: int) -> Flight:
         """Sends a sum after its block; what comes in is the sum for the next one."""
         incoming = gathered.new_empty(self.gathered_count(origin, self.piece))
         return shift(line, gathered, incoming, GATHERED_TAG + self.piece)

@@ -144,7 +144,7 @@ def mean_loss(losses: Tensor, groups: SequenceGroups, counted: Tensor | None = N
         [kept.detach().double().sum(), kept.new_tensor(count, dtype=torch.float64)]
     )
     if groups.plan.degree > 1:
-        all_reduce(totals, group=groups.all.group)
+        all_reduce(totals, group=groups.all.process_group)
     share = kept.sum() / totals[1].clamp(min=1).to(losses.dtype)
     whole = (totals[0] / totals[1].clamp(min=1)).to(losses.dtype)
     # The value of the whole, the gradient of the share.

@@ -106,7 +106,7 @@ class _TwoRings(torch.autograd.Function):
 def _summed(whole: Tensor, groups: SequenceGroups) -> Tensor:
     flat = whole.contiguous().view(-1)
     if groups.plan.degree > 1:
-        all_reduce(flat, group=groups.all.group)
+        all_reduce(flat, group=groups.all.process_group)
     return flat.view(whole.shape)
 
 

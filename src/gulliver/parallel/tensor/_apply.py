@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver._compat import share_forward_hooks
-from gulliver.comm import Line
+from gulliver.comm import RankGroup
 from gulliver.errors import GulliverError, nearest
 from gulliver.families import family_of, type_of
 from gulliver.memory import Region, region_of, set_region
@@ -50,7 +50,7 @@ MODES = ("split_gather", "ring")
 
 
 def apply_tensor(
-    model: nn.Module, plan: TensorPlan, line: Line, sequence: SequenceMode | None = None
+    model: nn.Module, plan: TensorPlan, line: RankGroup, sequence: SequenceMode | None = None
 ) -> None:
     """Shards a model over a rank group, in place; every rank of the group calls it.
 
@@ -113,7 +113,7 @@ def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None
 
 class _Applied:
     def __init__(
-        self, model: nn.Module, plan: TensorPlan, line: Line, sequence: SequenceMode | None
+        self, model: nn.Module, plan: TensorPlan, line: RankGroup, sequence: SequenceMode | None
     ) -> None:
         self.model, self.plan, self.line, self.sequence = model, plan, line, sequence
         self.modules = dict(model.named_modules(remove_duplicate=False))
@@ -148,7 +148,7 @@ class _Applied:
             return
         self.replaced[id(module)] = module
         for name, dim in placed.dims.items():
-            runs = placed.runs(self.line.size, self.line.place, name)
+            runs = placed.runs(self.line.size, self.line.rank, name)
             setattr(module, name, self._part(module._parameters[name], dim, runs))
         if placed.how.kind == "experts":
             share_experts(module, self.line)
@@ -158,7 +158,7 @@ class _Applied:
     def _cut(
         self, path: str, module: nn.Module, placed: Placed, shared: Mapping[str, SharedSequence]
     ) -> nn.Module:
-        runs = placed.runs(self.line.size, self.line.place)
+        runs = placed.runs(self.line.size, self.line.rank)
         parameters = {
             name: None if p is None else self._part(p, placed.dims.get(name), runs, placed.copies)
             for name, p in module._parameters.items()
@@ -224,7 +224,7 @@ class _Applied:
                 expect_whole(path, self.modules[path], sequence)
         for path, names in plan.sliced.items():
             spans = intervals(deal(plan.attention[path], line.size))
-            slice_heads(self.modules[path], names, plan.attention[path], spans[line.place])
+            slice_heads(self.modules[path], names, plan.attention[path], spans[line.rank])
         inside = [
             module
             for stack in shared
@@ -290,10 +290,10 @@ def cut_parameter(
     return local
 
 
-def scale_heads(attention: nn.Module, line: Line, groups: int) -> None:
+def scale_heads(attention: nn.Module, line: RankGroup, groups: int) -> None:
     """Scales an attention module's counts of heads to this rank's share, as it reshapes by them."""
     copied = line.size > groups
-    local, of = (1, line.size) if copied else (deal(groups, line.size)[line.place], groups)
+    local, of = (1, line.size) if copied else (deal(groups, line.size)[line.rank], groups)
     for name in (*SCALED, REPEATED) if copied else SCALED:
         count = vars(attention).get(name)
         if isinstance(count, int):
@@ -323,7 +323,7 @@ def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Int
     module.register_forward_pre_hook(cut, with_kwargs=True)
 
 
-def sum_gradients(model: nn.Module, modules: list[nn.Module], line: Line) -> None:
+def sum_gradients(model: nn.Module, modules: list[nn.Module], line: RankGroup) -> None:
     """Sums the gradients of whole (replicated) parameters of some modules over the ranks.
 
     Of a region that several ranks hold, each of these has the sum of their gradients.
@@ -380,7 +380,7 @@ def _trained(module: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Para
     return [(name, p) for name, p in found if p is not None and p.requires_grad]
 
 
-def _summed_once(parameter: nn.Parameter, line: Line, grad: Tensor) -> Tensor:
+def _summed_once(parameter: nn.Parameter, line: RankGroup, grad: Tensor) -> Tensor:
     return grad if "_summed_at_use" in vars(parameter) else summed(grad, line)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from gulliver.comm import ALONE, Line
+from gulliver.comm import ALONE, RankGroup
 
 
 class OnLine(nn.Module):
@@ -17,7 +17,7 @@ class OnLine(nn.Module):
         line: rank group that the layer is sharded over.
     """
 
-    def __init__(self, line: Line = ALONE) -> None:
+    def __init__(self, line: RankGroup = ALONE) -> None:
         super().__init__()
         self.line = line
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from gulliver.comm import Line, all_reduce
+from gulliver.comm import RankGroup, all_reduce
 from gulliver.memory import Region
 from gulliver.parallel.tensor._pieces import pieces_of, start_gather, start_reduce
 
@@ -45,13 +45,13 @@ def uncompiled(function: F) -> F:
 
 
 @uncompiled
-def copy(x: Tensor, line: Line) -> Tensor:
+def copy(x: Tensor, line: RankGroup) -> Tensor:
     """Returns the same tensor; its gradient is summed over the ranks."""
     return x if line.size == 1 else _Copy.apply(x, line)
 
 
 @uncompiled
-def copy_region(x: Tensor, line: Line, region: Region) -> Tensor:
+def copy_region(x: Tensor, line: RankGroup, region: Region) -> Tensor:
     """Returns the same tensor; its gradient is summed over the ranks that hold the same region.
 
     Args:
@@ -63,13 +63,13 @@ def copy_region(x: Tensor, line: Line, region: Region) -> Tensor:
 
 
 @uncompiled
-def reduce(x: Tensor, line: Line) -> Tensor:
+def reduce(x: Tensor, line: RankGroup) -> Tensor:
     """Returns the sum over the ranks; its gradient goes to each as it is."""
     return x if line.size == 1 else _Reduce.apply(x, line)
 
 
 @uncompiled
-def gather(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+def gather(x: Tensor, dim: int, lengths: Sequence[int], line: RankGroup) -> Tensor:
     """Gathers the whole of which each rank has a piece; of the gradient each keeps its piece.
 
     Args:
@@ -82,33 +82,33 @@ def gather(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
 
 
 @uncompiled
-def split(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+def split(x: Tensor, dim: int, lengths: Sequence[int], line: RankGroup) -> Tensor:
     """Returns this rank's piece of a whole that all have; the gradient is gathered."""
     return x if line.size == 1 else _Split.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
 @uncompiled
-def gather_partial(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+def gather_partial(x: Tensor, dim: int, lengths: Sequence[int], line: RankGroup) -> Tensor:
     """Gathers the whole of which each rank has a piece; gradients are reduce-scattered."""
     return x if line.size == 1 else _GatherPartial.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
 @uncompiled
-def reduce_split(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+def reduce_split(x: Tensor, dim: int, lengths: Sequence[int], line: RankGroup) -> Tensor:
     """Returns this rank's piece of the sum over the ranks; the gradient is gathered."""
     return x if line.size == 1 else _ReduceSplit.apply(x, dim % x.dim(), tuple(lengths), line)
 
 
-def summed(x: Tensor, line: Line) -> Tensor:
+def summed(x: Tensor, line: RankGroup) -> Tensor:
     """Returns the sum over the ranks in a new tensor; not differentiable."""
     total = x.detach().clone().contiguous()
-    all_reduce(total, group=line.group, any_order=True)
+    all_reduce(total, group=line.process_group, any_order=True)
     return total
 
 
 class _Copy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+    def forward(ctx: Any, x: Tensor, line: RankGroup) -> Tensor:
         ctx.line = line
         return x.view_as(x)
 
@@ -119,7 +119,7 @@ class _Copy(Function):
 
 class _CopyRegion(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line, region: Region) -> Tensor:
+    def forward(ctx: Any, x: Tensor, line: RankGroup, region: Region) -> Tensor:
         ctx.how = line, region
         return x.view_as(x)
 
@@ -135,7 +135,7 @@ class _CopyRegion(Function):
 
 class _Reduce(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+    def forward(ctx: Any, x: Tensor, line: RankGroup) -> Tensor:
         return summed(x, line)
 
     @staticmethod
@@ -145,7 +145,7 @@ class _Reduce(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: Line) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: RankGroup) -> Tensor:
         ctx.cut = dim, lengths, line
         return start_gather(x, dim, lengths, line)()
 
@@ -156,7 +156,7 @@ class _Gather(Function):
 
 class _Split(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: Line) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: RankGroup) -> Tensor:
         ctx.cut = dim, lengths, line
         return _own(x, dim, lengths, line)
 
@@ -167,7 +167,7 @@ class _Split(Function):
 
 class _GatherPartial(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: Line) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: RankGroup) -> Tensor:
         ctx.cut = dim, lengths, line
         return start_gather(x, dim, lengths, line)()
 
@@ -178,7 +178,7 @@ class _GatherPartial(Function):
 
 class _ReduceSplit(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: Line) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: RankGroup) -> Tensor:
         ctx.cut = dim, lengths, line
         return start_reduce(x, dim, lengths, line)()
 
@@ -187,7 +187,7 @@ class _ReduceSplit(Function):
         return start_gather(grads[0], *ctx.cut)(), None, None, None
 
 
-def _own(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
-    start, stop = pieces_of(lengths)[line.place]
+def _own(x: Tensor, dim: int, lengths: Sequence[int], line: RankGroup) -> Tensor:
+    start, stop = pieces_of(lengths)[line.rank]
     # A copy: a view would keep the whole alive.
     return x.narrow(dim, start, stop - start).clone()

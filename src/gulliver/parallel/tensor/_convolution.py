@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.comm import ALONE, Line
+from gulliver.comm import ALONE, RankGroup
 from gulliver.parallel.tensor._base import OnLine
 from gulliver.parallel.tensor._collectives import copy, gather, reduce, split
 from gulliver.parallel.tensor._deal import deal
@@ -28,7 +28,7 @@ class _Convolution(OnLine):
     bias: nn.Parameter | None
 
     def __init__(
-        self, like: nn.Module, weight: nn.Parameter, bias: nn.Parameter | None, line: Line
+        self, like: nn.Module, weight: nn.Parameter, bias: nn.Parameter | None, line: RankGroup
     ) -> None:
         super().__init__(line)
         assert isinstance(like, nn.Conv1d | nn.Conv2d | nn.Conv3d)
@@ -62,7 +62,7 @@ class ColumnConvolution(_Convolution):
         like: nn.Module,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        line: Line = ALONE,
+        line: RankGroup = ALONE,
         gather_output: bool = False,
     ) -> None:
         super().__init__(like, weight, bias, line)
@@ -92,7 +92,7 @@ class RowConvolution(_Convolution):
         like: nn.Module,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        line: Line = ALONE,
+        line: RankGroup = ALONE,
         split_input: bool = False,
     ) -> None:
         super().__init__(like, weight, bias, line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.comm import ALONE, Line
+from gulliver.comm import ALONE, RankGroup
 from gulliver.errors import GulliverError
 from gulliver.parallel.tensor._base import OnLine
 from gulliver.parallel.tensor._collectives import gather, reduce
@@ -25,7 +25,7 @@ class _Embedding(OnLine):
     scale_grad_by_freq = False
     sparse = False
 
-    def __init__(self, weight: nn.Parameter, line: Line) -> None:
+    def __init__(self, weight: nn.Parameter, line: RankGroup) -> None:
         super().__init__(line)
         self.weight = weight
 
@@ -56,7 +56,7 @@ class VocabularyEmbedding(_Embedding):
     def __init__(
         self,
         weight: nn.Parameter,
-        line: Line = ALONE,
+        line: RankGroup = ALONE,
         rows: Interval | None = None,
         total: int = 0,
         padding_idx: int | None = None,
@@ -104,7 +104,7 @@ class ColumnEmbedding(_Embedding):
     def __init__(
         self,
         weight: nn.Parameter,
-        line: Line = ALONE,
+        line: RankGroup = ALONE,
         columns: Interval | None = None,
         total: int = 0,
         padding_idx: int | None = None,

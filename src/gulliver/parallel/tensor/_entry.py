@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from gulliver.comm import Line, all_reduce
+from gulliver.comm import RankGroup, all_reduce
 from gulliver.parallel.tensor._pieces import (
     Reduction,
     Wait,
@@ -77,7 +77,7 @@ class Cut:
         return list(x.split(list(self.lengths), self.dim))
 
 
-def enter(x: Tensor, line: Line, cut: Cut | None) -> Tensor:
+def enter(x: Tensor, line: RankGroup, cut: Cut | None) -> Tensor:
     """Begins to communicate the input of columns; pass what is returned to all of them.
 
     Args:
@@ -100,7 +100,7 @@ def enter(x: Tensor, line: Line, cut: Cut | None) -> Tensor:
     return arriving
 
 
-def enter_whole(x: Tensor, line: Line) -> Tensor:
+def enter_whole(x: Tensor, line: RankGroup) -> Tensor:
     """Enters a whole tensor, once for all columns that are given this very object."""
     # Noted on the tensor, as nothing tells a column which others read its input.
     before = vars(x).get("_entered")
@@ -192,7 +192,7 @@ class Entry:
         cut: sharding of the input, None where it is whole.
     """
 
-    def __init__(self, line: Line, cut: Cut | None) -> None:
+    def __init__(self, line: RankGroup, cut: Cut | None) -> None:
         self.line, self.cut = line, cut
         self._columns = 0
         self._reset()
@@ -246,11 +246,11 @@ class Entry:
             before = sums[place]
             return part if before is None else part.add_(before)
 
-        shape = (*grads[line.place].shape[:-1], weight.shape[0 if transposed else 1])
+        shape = (*grads[line.rank].shape[:-1], weight.shape[0 if transposed else 1])
         reduction = Reduction(shape, cut.dim, cut.lengths, line, grad)
         for place in reduction.order:
             reduction.send(place, piece(place))
-        own, self._sum = piece(line.place), None
+        own, self._sum = piece(line.rank), None
         self._reduced = lambda: reduction.finish(own)
 
     def weight_gradient(self, grad: Tensor, own: Tensor, transposed: bool) -> Tensor:
@@ -293,7 +293,7 @@ class Entry:
             return start_reduce(grad, cut.dim, cut.lengths, line)
         # Summed in place: it was made here, by `input_gradient`, and nobody else reads it.
         grad = grad.contiguous()
-        handle = all_reduce(grad, group=line.group, async_op=True, any_order=True)
+        handle = all_reduce(grad, group=line.process_group, async_op=True, any_order=True)
 
         def wait() -> Tensor:
             handle.wait()

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import Line
+from gulliver.comm import RankGroup
 from gulliver.errors import GulliverError
 from gulliver.parallel.tensor._collectives import copy, reduce
 
@@ -95,7 +95,7 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, Part]:
     return found
 
 
-def share_experts(module: nn.Module, line: Line) -> None:
+def share_experts(module: nn.Module, line: RankGroup) -> None:
     """Adds hooks with which a module of sharded experts takes whole tensors and returns them."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -115,7 +115,7 @@ def share_experts(module: nn.Module, line: Line) -> None:
     module.register_forward_hook(after, always_call=True)
 
 
-def share_rotary(module: nn.Module, width: int, line: Line) -> None:
+def share_rotary(module: nn.Module, width: int, line: RankGroup) -> None:
     """Sums the gradient of the last `width` features of a module's output over the ranks.
 
     All heads read these features as they are, and each rank has some of the heads: the gradient on
@@ -129,5 +129,5 @@ def share_rotary(module: nn.Module, width: int, line: Line) -> None:
     module.register_forward_hook(after)
 
 
-def _copied(value: Any, line: Line) -> Any:
+def _copied(value: Any, line: RankGroup) -> Any:
     return copy(value, line) if isinstance(value, Tensor) and value.is_floating_point() else value

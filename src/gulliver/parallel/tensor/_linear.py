@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from gulliver.comm import ALONE, Line, all_reduce
+from gulliver.comm import ALONE, RankGroup, all_reduce
 from gulliver.parallel.tensor._base import OnLine
 from gulliver.parallel.tensor._collectives import gather, split, uncompiled
 from gulliver.parallel.tensor._deal import Interval, deal
@@ -60,7 +60,7 @@ class _Sharded(OnLine):
     bias: nn.Parameter | None
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, line: Line, transposed: bool
+        self, weight: nn.Parameter, bias: nn.Parameter | None, line: RankGroup, transposed: bool
     ) -> None:
         super().__init__(line)
         self.weight = weight
@@ -80,7 +80,7 @@ class _Sharded(OnLine):
     def extra_repr(self) -> str:
         """Returns what `print` shows."""
         shape = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{shape}, bias={self.bias is not None}, rank {self.line.place} of {self.line.size}"
+        return f"{shape}, bias={self.bias is not None}, rank {self.line.rank} of {self.line.size}"
 
 
 class ColumnLinear(_Sharded):
@@ -103,7 +103,7 @@ class ColumnLinear(_Sharded):
         self,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        line: Line = ALONE,
+        line: RankGroup = ALONE,
         runs: tuple[Interval, ...] = (),
         total: int = 0,
         transposed: bool = False,
@@ -162,7 +162,7 @@ class RowLinear(_Sharded):
         self,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        line: Line = ALONE,
+        line: RankGroup = ALONE,
         transposed: bool = False,
         split_input: bool = False,
         total: int = 0,
@@ -242,7 +242,7 @@ class _Row(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        line: Line,
+        line: RankGroup,
         cut: Cut | None,
         transposed: bool,
     ) -> Tensor:
@@ -254,7 +254,7 @@ class _Row(Function):
         else:
             y = product(x, weight, None, transposed).contiguous()
             if cut is None:
-                all_reduce(y, group=line.group, any_order=True)
+                all_reduce(y, group=line.process_group, any_order=True)
             else:
                 y = start_reduce(y, cut.dim, cut.lengths, line)()
         # After the sum: before it the bias would be added once for each rank.
@@ -277,21 +277,21 @@ class _Row(Function):
         return of_x, of_weight, of_bias, None, None, None
 
 
-def _reduced_in_pieces(x: Tensor, weight: Tensor, line: Line, cut: Cut, transposed: bool) -> Tensor:
+def _reduced_in_pieces(x: Tensor, weight: Tensor, line: RankGroup, cut: Cut, transposed: bool) -> Tensor:
     """Returns this rank's piece of the output; the others go out while the next is computed."""
     pieces = cut.pieces(x)
-    shape = (*pieces[line.place].shape[:-1], weight.shape[1 if transposed else 0])
+    shape = (*pieces[line.rank].shape[:-1], weight.shape[1 if transposed else 0])
     reduction = Reduction(shape, cut.dim, cut.lengths, line, x)
     for place in reduction.order:
         reduction.send(place, product(pieces[place], weight, None, transposed))
-    return reduction.finish(product(pieces[line.place], weight, None, transposed))
+    return reduction.finish(product(pieces[line.rank], weight, None, transposed))
 
 
 def _gradients_in_pieces(
     grad: Tensor,
     x: Tensor | None,
     weight: Tensor | None,
-    line: Line,
+    line: RankGroup,
     cut: Cut,
     transposed: bool,
 ) -> tuple[Tensor | None, Tensor | None]:

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from gulliver.comm import Line, all_reduce
+from gulliver.comm import RankGroup, all_reduce
 from gulliver.errors import GulliverError
 
 
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,
-    line: Line,
+    line: RankGroup,
     vocabulary: tuple[int, int],
     ignore_index: int = -100,
 ) -> Tensor:
@@ -57,7 +57,7 @@ def cross_entropy(
 class _CrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, line: Line, start: int, ignore_index: int
+        ctx: Any, logits: Tensor, labels: Tensor, line: RankGroup, start: int, ignore_index: int
     ) -> Tensor:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         precise = logits.to(wide)
@@ -106,6 +106,6 @@ def _own(labels: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
     return here, column.masked_fill(~here, 0)
 
 
-def _everywhere(tensor: Tensor, op: Any, line: Line) -> None:
+def _everywhere(tensor: Tensor, op: Any, line: RankGroup) -> None:
     if line.size > 1:
-        all_reduce(tensor, op, group=line.group)
+        all_reduce(tensor, op, group=line.process_group)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gulliver.comm import Line
+from gulliver.comm import RankGroup
 from gulliver.errors import GulliverError
 from gulliver.parallel.tensor._deal import deal
 from gulliver.parallel.tensor._entry import Cut
@@ -35,7 +35,7 @@ class SharedSequence:
         inside: number of running modules that entered their input.
     """
 
-    def __init__(self, line: Line, ring: bool) -> None:
+    def __init__(self, line: RankGroup, ring: bool) -> None:
         self.line, self.ring = line, ring
         self.lengths: tuple[int, ...] | None = None
         self.inside = 0
@@ -79,7 +79,7 @@ class SharedSequence:
             lengths = gather_sizes(own, self.line, piece.device)
         elif dim == 0:
             # Rows of a batch: tokens stand in another order than elsewhere, until they are cut.
-            lengths = tuple(n * (own // lengths[self.line.place]) for n in lengths)
+            lengths = tuple(n * (own // lengths[self.line.rank]) for n in lengths)
         self._rows = lengths
         return Cut(dim, lengths, self.ring)
 

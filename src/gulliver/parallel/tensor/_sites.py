@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import Line
+from gulliver.comm import RankGroup
 from gulliver.errors import GulliverError
 from gulliver.parallel.tensor._collectives import gather, split
 from gulliver.parallel.tensor._entry import Arriving, enter
@@ -69,7 +69,7 @@ def expect_whole(path: str, module: nn.Module, shared: SharedSequence) -> None:
         lengths = shared.lengths
         if not lengths or not args or not isinstance(args[0], Tensor) or args[0].dim() < 3:
             return
-        if args[0].shape[1] == lengths[shared.line.place]:
+        if args[0].shape[1] == lengths[shared.line.rank]:
             raise GulliverError(
                 f"{path} gets a piece of the sequence inside of a module that gathers it: "
                 "its gradient would be partial; use sequence_parallelism_mode=None"
@@ -97,7 +97,7 @@ def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool
         block.register_forward_hook(guard.after, always_call=True)
 
 
-def gather_outputs(module: nn.Module, line: Line) -> None:
+def gather_outputs(module: nn.Module, line: RankGroup) -> None:
     """Gathers the hidden states in a module's outputs, such as ``output_hidden_states``.
 
     Args:
@@ -109,7 +109,7 @@ def gather_outputs(module: nn.Module, line: Line) -> None:
         if isinstance(value, Tensor):
             lengths = vars(value).get("_lengths") or UNCUT
             # What the last block joined has the lengths as well.
-            cut = lengths != UNCUT and value.shape[1] == lengths[line.place] != sum(lengths)
+            cut = lengths != UNCUT and value.shape[1] == lengths[line.rank] != sum(lengths)
             return gather(value, 1, lengths, line) if cut else value
         if isinstance(value, dict):
             for key, entry in value.items():

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Line:
+class RankGroup:
     """Ranks that follow each other, the last one followed by the first.
 
     Attributes:
@@ -19,8 +19,8 @@ class Line:
     """
 
     ranks: tuple[int, ...] = (0,)
-    place: int = 0
-    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    process_group: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:
@@ -29,15 +29,15 @@ class Line:
 
     def group_order(self) -> list[int]:
         """Places in this line, in the order in which the group numbers its ranks."""
-        members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        members = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
         return [self.ranks.index(member) for member in members]
 
 
-def line_of(group: dist.ProcessGroup | None) -> Line:
+def rank_group_of(group: dist.ProcessGroup | None) -> RankGroup:
     """The ranks of a group, as it numbers them."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return Line(tuple(ranks), dist.get_rank(group), group)
+    return RankGroup(tuple(ranks), dist.get_rank(group), group)
 
 
-ALONE = Line()
+ALONE = RankGroup()
 """A line of one rank."""
