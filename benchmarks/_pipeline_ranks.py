@@ -113,7 +113,7 @@ def measure(options: Options, model: str) -> Found:
     """One rank's part on one network."""
     world = init_world()
     torch.set_num_threads(1)
-    line = RankGroup(tuple(range(world.size)), world.rank)
+    rank_group = RankGroup(tuple(range(world.size)), world.rank)
     shape = (options.samples, options.length, options.hidden)
     batch = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     forward, backward = block_seconds(build(model, options), batch, options)
@@ -121,7 +121,7 @@ def measure(options: Options, model: str) -> Found:
     losses: dict[str, float] = {}
     turns: dict[str, Callable[[], float]] = {}
     for name in options.contestants:
-        step, cuts[name] = _contestant(name, model, options, line, batch)
+        step, cuts[name] = _contestant(name, model, options, rank_group, batch)
         turns[name] = lambda step=step, name=name: _turn(step, name, losses)
     steps = alternate(turns, options.rounds)
     dist.barrier()
@@ -133,17 +133,17 @@ Step = Callable[[], float]
 
 
 def _contestant(
-    name: str, model: str, options: Options, line: RankGroup, batch: Tensor
+    name: str, model: str, options: Options, rank_group: RankGroup, batch: Tensor
 ) -> tuple[Step, tuple[int, ...]]:
     whole = build(model, options)
     if name in TORCH:
-        return _torch(TORCH[name], whole, options, line, batch)
+        return _torch(TORCH[name], whole, options, rank_group, batch)
     style, chunks = OURS["1f1b"] if name == EVEN else OURS[name]
-    numbers = deal(style, line.size, chunks)
+    numbers = deal(style, rank_group.size, chunks)
     stack = stack_of(whole)
     costs = [1.0] * options.blocks if name == EVEN else block_costs(whole, stack)
     found = cut(whole, stack, sum(map(len, numbers)), costs=costs)
-    stage = make_stage(whole, stack, found, line, numbers)
+    stage = make_stage(whole, stack, found, rank_group, numbers)
     pipe = Pipeline(stage, style, options.micro_batches)
 
     def step() -> float:
@@ -154,20 +154,20 @@ def _contestant(
 
 
 def _torch(
-    schedule: Any, whole: nn.Sequential, options: Options, line: RankGroup, batch: Tensor
+    schedule: Any, whole: nn.Sequential, options: Options, rank_group: RankGroup, batch: Tensor
 ) -> tuple[Step, tuple[int, ...]]:
     """The peer: as many blocks for each stage, cut by hand."""
-    bounds = [options.blocks * n // line.size for n in range(line.size + 1)]
-    blocks = list(whole.children())[bounds[line.rank] : bounds[line.rank + 1]]
+    bounds = [options.blocks * n // rank_group.size for n in range(rank_group.size + 1)]
+    blocks = list(whole.children())[bounds[rank_group.rank] : bounds[rank_group.rank + 1]]
     mine = nn.Sequential(*blocks)
-    stage = PipelineStage(mine, line.rank, line.size, torch.device("cpu"))
+    stage = PipelineStage(mine, rank_group.rank, rank_group.size, torch.device("cpu"))
     run = schedule(stage, options.micro_batches, loss_fn=loss_of)
-    last = line.rank == line.size - 1
+    last = rank_group.rank == rank_group.size - 1
 
     def step() -> float:
         mine.zero_grad()
         losses: list[Tensor] = []
-        if line.rank == 0:
+        if rank_group.rank == 0:
             run.step(batch)
         elif last:
             run.step(target=batch, losses=losses)
@@ -175,7 +175,7 @@ def _torch(
             run.step()
         # Ours gives every rank the loss.
         found = torch.stack(losses).mean().detach() if last else torch.zeros(())
-        dist.broadcast(found, line.size - 1)
+        dist.broadcast(found, rank_group.size - 1)
         return float(found)
 
     return step, tuple(b - a for a, b in itertools.pairwise(bounds))

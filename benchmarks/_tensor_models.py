@@ -173,14 +173,14 @@ def ours(name: str, sizes: Sizes) -> Contestant:
     from gulliver.parallel.tensor import apply_tensor, cross_entropy, plan_tensor
 
     model, ranks = sizes.model(), dist.get_world_size()
-    line = RankGroup(tuple(range(ranks)), dist.get_rank(), dist.group.WORLD)
-    apply_tensor(model, plan_tensor(model, ranks), line, sequence=OURS[name])
+    rank_group = RankGroup(tuple(range(ranks)), dist.get_rank(), dist.group.WORLD)
+    apply_tensor(model, plan_tensor(model, ranks), rank_group, sequence=OURS[name])
     head = model.lm_head
     head.gather_output = False
 
     def loss(seed: int) -> Tensor:
         tokens, labels = sizes.batch_of(seed)
-        return cross_entropy(_logits(model, tokens), labels, line, head.columns).mean()
+        return cross_entropy(_logits(model, tokens), labels, rank_group, head.columns).mean()
 
     return Contestant(name, loss, _adamw(model))
 

@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         "sequence: a block is taken for that of the rank on the other side",
         "parallel/sequence/_ring.py",
-        "* inner.size + (inner.place - b) % inner.size",
-        "* inner.size + (inner.place + b) % inner.size",
+        "* inner.size + (inner.rank - b) % inner.size",
+        "* inner.size + (inner.rank + b) % inner.size",
         ("sequence",),
     ),
     Mutant(

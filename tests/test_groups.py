@@ -8,7 +8,7 @@ import os
 import torch
 
 from gulliver.booster import Booster, HybridParallelPlugin
-from gulliver.comm import World, all_reduce, make_axes, release_groups, shared_line
+from gulliver.comm import World, all_reduce, make_axes, release_groups, shared_rank_group
 from gulliver.parallel.sequence import SequencePlan, make_groups
 from tests.hybrid_models import batch, build
 from tests.pool import Pool
@@ -39,38 +39,44 @@ def test_boosts_one_after_another_share_their_groups(pool: Pool) -> None:
 
 def _shares(world: World) -> None:
     axes, again = (make_axes({"outer": 2, "inner": 2}) for _ in range(2))
-    assert axes.group("inner") is again.group("inner") is axes.line("inner").group
-    assert axes.line("outer").group is not axes.line("inner").group
-    assert make_groups(SequencePlan(inner=2)).inner.group is not axes.line("inner").group
+    assert axes.group("inner") is again.group("inner") is axes.rank_group("inner").process_group
+    assert axes.rank_group("outer").process_group is not axes.rank_group("inner").process_group
+    assert (
+        make_groups(SequencePlan(inner=2)).inner.process_group
+        is not axes.rank_group("inner").process_group
+    )
     mesh = make_axes({"outer": 4, "inner": 1}).mesh
     assert mesh is not None
     assert mesh["inner"].size() == 1
     assert mesh["outer"].get_local_rank() == world.rank
 
     rows = [[1, 0], [2, 3]]
-    line = shared_line(rows, "test")
-    assert (line.ranks, line.place) == (((1, 0), (2, 3))[world.rank // 2], (1, 0, 0, 1)[world.rank])
-    first = line.group
+    rank_group = shared_rank_group(rows, "test")
+    assert (rank_group.ranks, rank_group.rank) == (
+        ((1, 0), (2, 3))[world.rank // 2],
+        (1, 0, 0, 1)[world.rank],
+    )
+    first = rank_group.process_group
     # One rank lets go: the others use it still, so it stays for all.
     if world.rank == 0:
-        del line
+        del rank_group
     release_groups()
     release_groups()
-    line = shared_line(rows, "test")
-    assert line.group is first
+    rank_group = shared_rank_group(rows, "test")
+    assert rank_group.process_group is first
     total = torch.tensor([float(world.rank)])
-    all_reduce(total, group=line.group)
+    all_reduce(total, group=rank_group.process_group)
     assert total.item() == (1 if world.rank < 2 else 5)
     # Nobody has it: it goes where the ranks meet for the second time since it was asked for.
-    del line
+    del rank_group
     release_groups()
-    assert shared_line(rows, "test").group is first
+    assert shared_rank_group(rows, "test").group is first
     release_groups()
     release_groups()
-    line = shared_line(rows, "test")
-    assert line.group is not first
+    rank_group = shared_rank_group(rows, "test")
+    assert rank_group.process_group is not first
     total = torch.tensor([1.0])
-    all_reduce(total, group=line.group)
+    all_reduce(total, group=rank_group.process_group)
     assert total.item() == 2
     # What was given out without a line may be in use for all that is known here.
     kept = axes.group("inner")

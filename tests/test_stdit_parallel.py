@@ -107,8 +107,8 @@ def inputs_of(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     }
 
 
-def results_of(model: STDiT3, inputs: dict[str, Any], line: Line | None) -> dict[str, Tensor]:
-    """Output, gradients of inputs, and those of parameters, averaged over a line."""
+def results_of(model: STDiT3, inputs: dict[str, Any], rank_group: Line | None) -> dict[str, Tensor]:
+    """Output, gradients of inputs, and those of parameters, averaged over a rank group."""
     model.zero_grad()
     out = model(**inputs)
     weights = torch.arange(out.numel(), dtype=out.dtype).view_as(out).sin()
@@ -119,9 +119,9 @@ def results_of(model: STDiT3, inputs: dict[str, Any], line: Line | None) -> dict
             continue
         assert parameter.grad is not None, name
         grad = parameter.grad.clone()
-        if line is not None:
-            dist.all_reduce(grad, group=line.group)
-            grad /= line.size
+        if rank_group is not None:
+            dist.all_reduce(grad, group=rank_group.process_group)
+            grad /= rank_group.size
         found[name] = grad
     return found
 
@@ -252,9 +252,9 @@ def _beside_tensor_parallelism(world: World, scheme: str) -> list[tuple[float, s
     axes = make_axes({"sp": 2, "tp": 2})
     alone = build()
     wired = copy.deepcopy(alone)
-    apply_tensor(wired, plan_tensor(wired, 2), axes.line("tp"))
+    apply_tensor(wired, plan_tensor(wired, 2), axes.rank_group("tp"))
     groups = make_groups(SequencePlan(ulysses=2), [[0, 2], [1, 3]])
-    wire_stdit(wired, groups, "all_to_all", axes.line("tp"), scheme=scheme)
+    wire_stdit(wired, groups, "all_to_all", axes.rank_group("tp"), scheme=scheme)
     errors = []
     for case in CASES[:2]:
         expected = results_of(alone, inputs_of(case), None)
@@ -285,7 +285,9 @@ def _beside_a_pipeline(world: World, scheme: str) -> list[tuple[float, str]]:
     alone = build()
     wired = copy.deepcopy(alone)
     stack = stack_of(wired)
-    stage = make_stage(wired, stack, cut(wired, stack, 2), axes.line("pp"), deal("1f1b", 2, 1))
+    stage = make_stage(
+        wired, stack, cut(wired, stack, 2), axes.rank_group("pp"), deal("1f1b", 2, 1)
+    )
     groups = make_groups(SequencePlan(ulysses=2))
     wire_stdit(wired, groups, "all_to_all", scheme=scheme)
     errors = []

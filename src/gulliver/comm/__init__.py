@@ -25,11 +25,10 @@ from gulliver.comm._collectives import (
     group_size,
     reduce_scatter,
 )
-from gulliver.comm._groups import release_groups, shared_line
+from gulliver.comm._groups import release_groups, shared_rank_group
 from gulliver.comm._launch import default_ranks, launch, under_launcher
 from gulliver.comm._layout import ChosenAxes, choose_axes
 from gulliver.comm._ledger import Purpose
-from gulliver.comm._rank_group import ALONE, RankGroup
 from gulliver.comm._messages import Messages
 from gulliver.comm._point_to_point import (
     Flight,
@@ -39,6 +38,7 @@ from gulliver.comm._point_to_point import (
     post,
     shift,
 )
+from gulliver.comm._rank_group import ALONE, RankGroup
 from gulliver.comm._watchdog import Watchdog
 from gulliver.comm._wire import IDENTITY, WireFormat
 from gulliver.comm._world import (
@@ -61,9 +61,9 @@ __all__ = [
     "Flight",
     "Group",
     "Handle",
-    "RankGroup",
     "Messages",
     "Purpose",
+    "RankGroup",
     "ReduceChoice",
     "Torus",
     "Watchdog",
@@ -96,7 +96,7 @@ __all__ = [
     "reduce_choices",
     "reduce_scatter",
     "release_groups",
-    "shared_line",
+    "shared_rank_group",
     "shift",
     "shutdown",
     "together",

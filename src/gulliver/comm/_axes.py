@@ -3,9 +3,9 @@
     axes = make_axes({"node": 2, "local": 4})          # outer to inner, slow to fast
     reduce_scatter(part, whole, group=axes.torus())    # as group=None, step by step over the axes
 
-An axis is a line of ranks through each rank. A torus is all ranks that some axes reach; its ranks
-are numbered with the outer axis first, so that rank (o, i) is o * inner + i, and every collective
-that takes a group takes a torus.
+An axis is a rank group through each rank. A torus is all ranks that some axes reach; its ranks are
+numbered with the outer axis first, so that rank (o, i) is o * inner + i, and every collective that
+takes a group takes a torus.
 
 Read `make_axes`, `Axes`, `Torus`. It does not know how collectives run; that is in `_steps.py` and
 `_chained.py`.
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gulliver.comm._choice import Choice
-from gulliver.comm._groups import lasting_group, shared_line
+from gulliver.comm._groups import lasting_group, shared_rank_group
 from gulliver.comm._rank_group import ALONE, RankGroup
 from gulliver.errors import GulliverError, nearest
 
@@ -40,13 +40,13 @@ class Axes:
         sizes: outer to inner.
         ranks: ranks of the world by their place along each axis; None in a world of one.
         device_type: kind of device of the tensors.
-        lines: this rank's line along each axis.
+        rank_groups: this rank's line along each axis.
     """
 
     sizes: Mapping[str, int]
     ranks: Tensor | None
     device_type: str
-    lines: Mapping[str, RankGroup]
+    rank_groups: Mapping[str, RankGroup]
 
     @cached_property
     def mesh(self) -> DeviceMesh | None:
@@ -61,7 +61,7 @@ class Axes:
     def group(self, name: str) -> dist.ProcessGroup | None:
         """The ranks along one axis, through this one; None in a world of one."""
         self._check((name,))
-        return lasting_group(self.line(name)) if self.ranks is not None else None
+        return lasting_group(self.rank_group(name)) if self.ranks is not None else None
 
     def torus(self, *names: str, choose: Choose | None = None) -> Torus:
         """The ranks along some axes; every rank of the world calls it, in one order.
@@ -74,9 +74,9 @@ class Axes:
         self._check(names)
         return Torus.along(self, names, choose)
 
-    def line(self, name: str) -> RankGroup:
+    def rank_group(self, name: str) -> RankGroup:
         """This rank's line along one axis."""
-        return self.lines[name]
+        return self.rank_groups[name]
 
     def flat(self, names: Sequence[str]) -> RankGroup:
         """This rank's line through all places along some axes; every rank calls it."""
@@ -85,9 +85,13 @@ class Axes:
         rows = _rows(self.sizes, self.ranks, names)
         if len(rows) == 1:
             return RankGroup(tuple(rows[0]), rows[0].index(dist.get_rank()))
-        line = shared_line(rows, "axes")
-        # Who passes on the group alone, without the line, would mean the whole world by None.
-        return line if line.size > 1 else replace(line, group=lasting_group(line))
+        rank_group = shared_rank_group(rows, "axes")
+        # Who passes on the group alone, without the rank group, would mean the whole world by None.
+        return (
+            rank_group
+            if rank_group.size > 1
+            else replace(rank_group, process_group=lasting_group(rank_group))
+        )
 
     def _check(self, names: Sequence[str]) -> None:
         for name in names:
@@ -113,7 +117,7 @@ class Torus:
 
     Attributes:
         axes: name and size of each, outer to inner.
-        lines: this rank's line along each axis that has more than one rank, outer to inner.
+        rank_groups: this rank's line along each axis that has more than one rank, outer to inner.
         flat: all its ranks, numbered outer axis first.
 
     Raises:
@@ -139,8 +143,8 @@ class Torus:
     def _lay(self, axes: Axes, names: tuple[str, ...], choose: Choose | None) -> None:
         self.axes = {name: axes.sizes[name] for name in names}
         self.choose = choose
-        self.lines = tuple(axes.line(name) for name in names if axes.sizes[name] > 1)
-        self.flat = self.lines[0] if len(self.lines) == 1 else axes.flat(names)
+        self.rank_groups = tuple(axes.rank_group(name) for name in names if axes.sizes[name] > 1)
+        self.flat = self.rank_groups[0] if len(self.rank_groups) == 1 else axes.flat(names)
 
     @property
     def size(self) -> int:
@@ -158,10 +162,10 @@ class Torus:
         return self.flat.ranks
 
     def ways(self, collective: str, nbytes: int) -> tuple[RankGroup, ...]:
-        """The lines that a collective of so many bytes goes along: the axes', or all at once."""
-        if len(self.lines) < 2 or self.choose is None:
-            return self.lines
-        return self.lines if self.choose(collective, nbytes).kind == "torus" else (self.flat,)
+        """The rank groups that a collective of so many bytes goes along: one per axis, or one."""
+        if len(self.rank_groups) < 2 or self.choose is None:
+            return self.rank_groups
+        return self.rank_groups if self.choose(collective, nbytes).kind == "torus" else (self.flat,)
 
     def __repr__(self) -> str:
         return "Torus(" + " x ".join(f"{n} {s}" for n, s in self.axes.items()) + ")"
@@ -196,8 +200,8 @@ def make_axes(
     if device_type is None:
         device_type = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
     ranks = torch.tensor(order, device="cpu").view(*sizes.values())
-    lines = {name: shared_line(_rows(sizes, ranks, (name,)), "axis") for name in sizes}
-    return Axes(dict(sizes), ranks, device_type, lines)
+    rank_groups = {name: shared_rank_group(_rows(sizes, ranks, (name,)), "axis") for name in sizes}
+    return Axes(dict(sizes), ranks, device_type, rank_groups)
 
 
 def _rows(sizes: Mapping[str, int], ranks: Tensor, names: Sequence[str]) -> list[list[int]]:

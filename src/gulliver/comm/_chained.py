@@ -64,39 +64,41 @@ def run(tensors: Sequence[Tensor], steps: Callable[[], None]) -> list[Any]:
     return []
 
 
-def reduce_scatter(output: Tensor, input: Tensor, op: str, lines: Sequence[RankGroup]) -> None:
+def reduce_scatter(
+    output: Tensor, input: Tensor, op: str, rank_groups: Sequence[RankGroup]
+) -> None:
     """This rank's part of the reduction, from the inner to the outer axis."""
-    parts = input.view(*(line.size for line in lines), output.numel())
-    for depth in reversed(range(len(lines))):
-        parts = _reduced(parts.movedim(depth, 0), op, lines[depth], output.dtype)
+    parts = input.view(*(rank_group.size for rank_group in rank_groups), output.numel())
+    for depth in reversed(range(len(rank_groups))):
+        parts = _reduced(parts.movedim(depth, 0), op, rank_groups[depth], output.dtype)
     output.copy_(parts.view_as(output))
     if op == "mean":
-        output.div_(math.prod(line.size for line in lines))
+        output.div_(math.prod(rank_group.size for rank_group in rank_groups))
 
 
-def all_gather(output: Tensor, input: Tensor, lines: Sequence[RankGroup]) -> None:
+def all_gather(output: Tensor, input: Tensor, rank_groups: Sequence[RankGroup]) -> None:
     """All parts in the order of the torus, from the outer to the inner axis."""
     parts = input.view(-1)
-    for depth, line in enumerate(lines):
-        parts = _gathered(parts.contiguous(), line).movedim(0, depth)
+    for depth, rank_group in enumerate(rank_groups):
+        parts = _gathered(parts.contiguous(), rank_group).movedim(0, depth)
     output.view(parts.shape).copy_(parts)
 
 
-def all_reduce(tensor: Tensor, op: str, lines: Sequence[RankGroup]) -> None:
+def all_reduce(tensor: Tensor, op: str, rank_groups: Sequence[RankGroup]) -> None:
     """The reduction in place; the innermost axes reduce-scatter, the outermost all-reduces."""
-    count = math.prod(line.size for line in lines[1:])
+    count = math.prod(rank_group.size for rank_group in rank_groups[1:])
     flat = tensor.view(-1)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % count))
     shard = padded
-    for line in reversed(lines[1:]):
-        shard = _reduced(shard.view(line.size, -1), op, line, shard.dtype)
-    work = dist.all_reduce(shard, _operator(op), group=lines[0].process_group, async_op=True)
+    for rank_group in reversed(rank_groups[1:]):
+        shard = _reduced(shard.view(rank_group.size, -1), op, rank_group, shard.dtype)
+    work = dist.all_reduce(shard, _operator(op), group=rank_groups[0].process_group, async_op=True)
     assert work is not None
     work.wait()
     if op == "mean":
-        shard.div_(math.prod(line.size for line in lines))
-    for line in lines[1:]:
-        shard = _gathered(shard.view(-1), line)
+        shard.div_(math.prod(rank_group.size for rank_group in rank_groups))
+    for rank_group in rank_groups[1:]:
+        shard = _gathered(shard.view(-1), rank_group)
     flat.copy_(shard.view(-1)[: flat.numel()])
 
 
@@ -127,29 +129,35 @@ def exchange_and_add(
     return work, add_up
 
 
-def _reduced(parts: Tensor, op: str, line: RankGroup, dtype: torch.dtype) -> Tensor:
-    """Part r of each rank's ``[size, ...]`` goes to place r of the line and is reduced there."""
-    order = line.group_order()
+def _reduced(parts: Tensor, op: str, rank_group: RankGroup, dtype: torch.dtype) -> Tensor:
+    """Part r of each rank's ``[size, ...]`` goes to rank r of the group and is reduced there."""
+    order = rank_group.group_order()
     ordered = order == sorted(order)
     source = parts.contiguous() if ordered else parts[order]
     total = torch.empty_like(source[0], dtype=dtype)
     if dtype != source.dtype:
-        work, finish = exchange_and_add(total, source, op, line.process_group)
+        work, finish = exchange_and_add(total, source, op, rank_group.process_group)
         work.wait()
         finish()
         return total
     work = reduce_scatter_flat(
-        total.view(-1), source.view(-1), _operator(op), group=line.process_group, async_op=True
+        total.view(-1),
+        source.view(-1),
+        _operator(op),
+        group=rank_group.process_group,
+        async_op=True,
     )
     work.wait()
     return total
 
 
-def _gathered(part: Tensor, line: RankGroup) -> Tensor:
-    """The parts of all places of the line: ``[size, ...]``."""
-    found = part.new_empty(line.size, *part.shape)
-    all_gather_flat(found.view(-1), part.view(-1), group=line.process_group, async_op=True).wait()
-    order = line.group_order()
+def _gathered(part: Tensor, rank_group: RankGroup) -> Tensor:
+    """The parts of all places of the rank group: ``[size, ...]``."""
+    found = part.new_empty(rank_group.size, *part.shape)
+    all_gather_flat(
+        found.view(-1), part.view(-1), group=rank_group.process_group, async_op=True
+    ).wait()
+    order = rank_group.group_order()
     return found if order == sorted(order) else found[torch.tensor(order).argsort()]
 
 

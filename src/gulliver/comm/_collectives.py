@@ -20,9 +20,9 @@ from gulliver.comm._axes import Torus
 from gulliver.comm._choice import choose_all_reduce
 from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
 from gulliver.comm._ledger import ANY, Purpose
-from gulliver.comm._rank_group import rank_group_of
 from gulliver.comm._messages import next_tag
 from gulliver.comm._progress import Exchange, Steps, start
+from gulliver.comm._rank_group import rank_group_of
 from gulliver.comm._wire import IDENTITY, WireFormat, check_wire
 from gulliver.errors import GulliverError, nearest
 
@@ -97,10 +97,10 @@ def all_reduce(
     if size == 1:
         return Handle()
     if isinstance(group, Torus):
-        lines = group.ways("all_reduce", tensor.nbytes)
-        if sends_directly(lines[0].process_group, tensor):
-            return _sent(_steps.all_reduce(tensor, op, lines, purpose), async_op)
-        queued = _chained.run([tensor], lambda: _chained.all_reduce(tensor, op, lines))
+        rank_groups = group.ways("all_reduce", tensor.nbytes)
+        if sends_directly(rank_groups[0].process_group, tensor):
+            return _sent(_steps.all_reduce(tensor, op, rank_groups, purpose), async_op)
+        queued = _chained.run([tensor], lambda: _chained.all_reduce(tensor, op, rank_groups))
         return _finished(Handle(_Several(queued)), async_op)
     if sends_directly(group, tensor):
         if not async_op and tensor.nbytes <= _steps.DIRECT_BYTES:
@@ -156,11 +156,13 @@ def reduce_scatter(
             output.copy_(input)
         return Handle()
     if isinstance(group, Torus):
-        lines = group.ways("reduce_scatter", input.nbytes)
-        if sends_directly(lines[0].process_group, input):
-            return _sent(_steps.reduce_scatter(output, input, op, lines, purpose), async_op)
+        rank_groups = group.ways("reduce_scatter", input.nbytes)
+        if sends_directly(rank_groups[0].process_group, input):
+            return _sent(_steps.reduce_scatter(output, input, op, rank_groups, purpose), async_op)
         tensors = [output, input]
-        queued = _chained.run(tensors, lambda: _chained.reduce_scatter(output, input, op, lines))
+        queued = _chained.run(
+            tensors, lambda: _chained.reduce_scatter(output, input, op, rank_groups)
+        )
         return _finished(Handle(_Several(queued)), async_op)
     if sends_directly(group, input):
         steps = direct_reduce_scatter(output, input, op, group, purpose)
@@ -201,11 +203,11 @@ def all_gather(
             output.copy_(input)
         return Handle()
     if isinstance(group, Torus):
-        lines = group.ways("all_gather", output.nbytes)
-        if sends_directly(lines[0].process_group, input):
-            return _sent(_steps.all_gather(output, input, lines, purpose), async_op)
+        rank_groups = group.ways("all_gather", output.nbytes)
+        if sends_directly(rank_groups[0].process_group, input):
+            return _sent(_steps.all_gather(output, input, rank_groups, purpose), async_op)
         tensors = [output, input]
-        queued = _chained.run(tensors, lambda: _chained.all_gather(output, input, lines))
+        queued = _chained.run(tensors, lambda: _chained.all_gather(output, input, rank_groups))
         return _finished(Handle(_Several(queued)), async_op)
     if sends_directly(group, input):
         steps = direct_all_gather(output, input, group, purpose)
@@ -251,8 +253,8 @@ def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
     """The group that torch knows, and how it numbers a rank."""
     if not isinstance(group, Torus):
         return group, rank
-    line = group.flat
-    return line.process_group, line.group_order().index(rank)
+    rank_group = group.flat
+    return rank_group.process_group, rank_group.group_order().index(rank)
 
 
 def _sent(collectives: list[Steps], async_op: bool) -> Handle:

@@ -35,9 +35,9 @@ class _Shared:
 
     Attributes:
         group: process group of the ranks.
-        users: lines of this process that were given it; those that are gone are empty.
+        users: rank groups of this process that were given it; those that are gone are empty.
         wanted: since the ranks agreed the last time.
-        for_ever: the group was given out without a line, so nobody knows its users.
+        for_ever: the group was given out without a rank group, so nobody knows its users.
     """
 
     group: Any
@@ -55,7 +55,7 @@ class _Shared:
 _made: WeakKeyDictionary[Any, dict[Key, _Shared]] = WeakKeyDictionary()
 
 
-def shared_line(rows: Sequence[Sequence[int]], use: str) -> RankGroup:
+def shared_rank_group(rows: Sequence[Sequence[int]], use: str) -> RankGroup:
     """This rank's row of ranks with the group of that row; every rank calls it with the same rows.
 
     Args:
@@ -67,20 +67,20 @@ def shared_line(rows: Sequence[Sequence[int]], use: str) -> RankGroup:
     made = [(row, _shared(row, use)) for row in rows if len(row) > 1]
     row = next(row for row in rows if me in row)
     shared = next((shared for other, shared in made if other is row), None)
-    line = RankGroup(tuple(row), row.index(me), shared.group if shared else None)
+    rank_group = RankGroup(tuple(row), row.index(me), shared.group if shared else None)
     if shared is not None:
-        shared.users.append(weakref.ref(line))
-    return line
+        shared.users.append(weakref.ref(rank_group))
+    return rank_group
 
 
-def lasting_group(line: RankGroup) -> dist.ProcessGroup:
-    """The group of a line, also of one rank; it stays as long as the world does."""
+def lasting_group(rank_group: RankGroup) -> dist.ProcessGroup:
+    """The group of a rank group, also of one rank; it stays as long as the world does."""
     groups = _made.setdefault(dist.group.WORLD, {})
     for shared in groups.values():
-        if line.process_group is not None and shared.group is line.process_group:
+        if rank_group.process_group is not None and shared.group is rank_group.process_group:
             shared.for_ever = True
-    if line.size > 1:
-        return line.process_group or dist.group.WORLD  # pyright: ignore[reportReturnType]
+    if rank_group.size > 1:
+        return rank_group.process_group or dist.group.WORLD  # pyright: ignore[reportReturnType]
     key = "alone", (dist.get_rank(),)
     if key not in groups:
         # No other rank has a part in it, so none is asked; nor does it count when ranks agree.

@@ -1,4 +1,4 @@
-"""Messages between ranks that know each other's sizes: to the next one of a line, and to each.
+"""Messages between ranks that know each other's sizes: to the next of a group, and to each.
 
 [Note: gloo and NCCL] Everything goes through `torch.distributed.batch_isend_irecv`. Over gloo its
 messages are posted one after the other, so the receives stand first: a message that finds its
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gulliver.comm._rank_group import RankGroup
 from gulliver.comm._messages import Messages
+from gulliver.comm._rank_group import RankGroup
 from gulliver.comm._wire import IDENTITY, WireFormat, as_bytes, check_wire
 
 EXCHANGE_TAG = 300
@@ -84,45 +84,58 @@ def post(
 
 
 def shift(
-    line: RankGroup, outgoing: Tensor, incoming: Tensor, tag: int, wire: WireFormat = IDENTITY
+    rank_group: RankGroup, outgoing: Tensor, incoming: Tensor, tag: int, wire: WireFormat = IDENTITY
 ) -> Flight:
-    """Begins to send to the next of a line, and to receive from the one before.
+    """Begins to send to the next of a rank group, and to receive from the one before.
 
     Args:
-        line: ranks, more than one.
+        rank_group: ranks, more than one.
         outgoing: contiguous tensor, not to be written to before it was waited for.
         incoming: contiguous tensor, as long as what the one before sends.
         tag: number of the messages; those with one tag arrive in the order they were sent in.
         wire: format that the elements travel in.
     """
-    before, after = (line.ranks[(line.rank + step) % line.size] for step in (-1, 1))
-    return Flight(post([(before, incoming)], [(after, outgoing)], line.process_group, tag, wire), incoming)
+    before, after = (
+        rank_group.ranks[(rank_group.rank + step) % rank_group.size] for step in (-1, 1)
+    )
+    return Flight(
+        post([(before, incoming)], [(after, outgoing)], rank_group.process_group, tag, wire),
+        incoming,
+    )
 
 
 def exchange(
-    line: RankGroup, outgoing: Sequence[Tensor], counts: Sequence[int], wire: WireFormat = IDENTITY
+    rank_group: RankGroup,
+    outgoing: Sequence[Tensor],
+    counts: Sequence[int],
+    wire: WireFormat = IDENTITY,
 ) -> list[Tensor]:
     """An all-to-all of parts of any size, the sizes being known.
 
     Args:
-        line: ranks.
+        rank_group: ranks.
         outgoing: flat tensors, one for each rank; the own one is returned as it is.
         counts: elements that come from each rank.
         wire: format that the elements travel in.
     """
-    own = outgoing[line.rank]
-    order = [(line.rank + step) % line.size for step in range(1, line.size)]
-    arriving = [own if p == line.rank else own.new_empty(n) for p, n in enumerate(counts)]
+    own = outgoing[rank_group.rank]
+    order = [(rank_group.rank + step) % rank_group.size for step in range(1, rank_group.size)]
+    arriving = [own if p == rank_group.rank else own.new_empty(n) for p, n in enumerate(counts)]
     # Each begins with its neighbour, so that not all send to one.
-    incoming = [(line.ranks[p], arriving[p]) for p in reversed(order)]
-    sent = [(line.ranks[p], outgoing[p]) for p in order]
-    post(incoming, sent, line.process_group, EXCHANGE_TAG, wire).wait()
+    incoming = [(rank_group.ranks[p], arriving[p]) for p in reversed(order)]
+    sent = [(rank_group.ranks[p], outgoing[p]) for p in order]
+    post(incoming, sent, rank_group.process_group, EXCHANGE_TAG, wire).wait()
     return arriving
 
 
-def gather_integers(line: RankGroup, values: Sequence[int], device: torch.device) -> list[list[int]]:
+def gather_integers(
+    rank_group: RankGroup, values: Sequence[int], device: torch.device
+) -> list[list[int]]:
     """Every rank's whole numbers; as many from each."""
     own = torch.tensor(values, dtype=torch.int64, device=device)
-    if line.size == 1:
+    if rank_group.size == 1:
         return [list(values)]
-    return [t.tolist() for t in exchange(line, [own] * line.size, [len(values)] * line.size)]
+    return [
+        t.tolist()
+        for t in exchange(rank_group, [own] * rank_group.size, [len(values)] * rank_group.size)
+    ]

@@ -12,10 +12,10 @@ class RankGroup:
     """Ranks that follow each other, the last one followed by the first.
 
     Attributes:
-        ranks: ranks of the world.
-        place: number of this process among them.
-        group: process group that they all belong to; None for a line of one, and for the whole
-            world.
+        ranks: ranks of the world, in the order of the group.
+        rank: number of this process among them.
+        process_group: process group that they all belong to; None for a group of one rank, and for
+            the whole world.
     """
 
     ranks: tuple[int, ...] = (0,)
@@ -24,11 +24,11 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return len(self.ranks)
 
     def group_order(self) -> list[int]:
-        """Places in this line, in the order in which the group numbers its ranks."""
+        """Ranks of this group, in the order in which the process group numbers them."""
         members = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
         return [self.ranks.index(member) for member in members]
 
@@ -40,4 +40,4 @@ def rank_group_of(group: dist.ProcessGroup | None) -> RankGroup:
 
 
 ALONE = RankGroup()
-"""A line of one rank."""
+"""A rank group of one rank."""

@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 
 from gulliver.comm._ledger import ANY, Purpose
-from gulliver.comm._rank_group import RankGroup
 from gulliver.comm._messages import (
     Messages,
     give_buffer,
@@ -46,6 +45,7 @@ from gulliver.comm._messages import (
     take_buffer,
 )
 from gulliver.comm._progress import Steps, drive, start
+from gulliver.comm._rank_group import RankGroup
 
 ROW_BYTES = 32 << 10
 """Rows from this size on travel as they lie."""
@@ -60,17 +60,17 @@ SEGMENTS, LEAST_SEGMENT, MOST_SEGMENT = 8, 512 << 10, 4 << 20
 
 @dataclass
 class Exchange:
-    """One exchange of blocks ``[rows, length]`` along a line.
+    """One exchange of blocks ``[rows, length]`` along a rank group.
 
     Attributes:
-        line: ranks.
+        rank_group: ranks.
         tag: the first of as many as there are rows.
         receives: those that were posted and not waited for.
         sends: the same.
         keep: what must live until it is sent.
     """
 
-    line: RankGroup
+    rank_group: RankGroup
     tag: int
     receives: list[Any] = field(default_factory=list)
     sends: list[Any] = field(default_factory=list)
@@ -79,17 +79,21 @@ class Exchange:
     def receive(self, peer: int, block: Tensor) -> None:
         """Posts the receive of a block; its pieces must lie contiguously."""
         for number, piece in enumerate(_pieces(block)):
-            rank = self.line.ranks[peer]
-            self.receives.append(receive(piece, rank, self.line.process_group, self.tag + number))
+            rank = self.rank_group.ranks[peer]
+            self.receives.append(
+                receive(piece, rank, self.rank_group.process_group, self.tag + number)
+            )
 
     def send(self, peers: Iterable[int], block: Tensor) -> None:
-        """Sends a block to several ranks of the line."""
+        """Sends a block to several ranks of the rank group."""
         pieces = _pieces(block)
         self.keep += pieces
         for peer in peers:
             for number, piece in enumerate(pieces):
-                rank = self.line.ranks[peer]
-                self.sends.append(send(piece, rank, self.line.process_group, self.tag + number))
+                rank = self.rank_group.ranks[peer]
+                self.sends.append(
+                    send(piece, rank, self.rank_group.process_group, self.tag + number)
+                )
 
     def arrivals(self) -> Messages:
         """What is to be received and was not waited for."""
@@ -103,8 +107,8 @@ class Exchange:
 
     @property
     def peers(self) -> list[int]:
-        """The other places of the line."""
-        return others(self.line.rank, self.line.size)
+        """The other places of the rank group."""
+        return others(self.rank_group.rank, self.rank_group.size)
 
 
 def run(collectives: Sequence[Steps], at_once: bool) -> list[Any]:
@@ -124,41 +128,47 @@ def run(collectives: Sequence[Steps], at_once: bool) -> list[Any]:
 
 
 def reduce_scatter(
-    output: Tensor, input: Tensor, op: str, lines: Sequence[RankGroup], purpose: Purpose = ANY
+    output: Tensor, input: Tensor, op: str, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
-    """A reduce-scatter along lines, outer to inner, in segments.
+    """A reduce-scatter along rank groups, outer to inner, in segments.
 
     Args:
         output: this rank's part, perhaps of a wider dtype than the input.
         input: one part for each rank, in the order of the torus.
         op: sum, mean or max.
-        lines: through this rank.
+        rank_groups: through this rank.
         purpose: all ranks pass the same.
     """
     return [
-        reduce_scatter_steps(output, input, op, lines, _tags(lines, purpose), segment)
-        for segment in _segments(output.numel(), input.nbytes, lines)
+        reduce_scatter_steps(output, input, op, rank_groups, _tags(rank_groups, purpose), segment)
+        for segment in _segments(output.numel(), input.nbytes, rank_groups)
     ]
 
 
 def all_gather(
-    output: Tensor, input: Tensor, lines: Sequence[RankGroup], purpose: Purpose = ANY
+    output: Tensor, input: Tensor, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
-    """An all-gather along lines, outer to inner, in segments."""
+    """An all-gather along rank groups, outer to inner, in segments."""
     return [
-        all_gather_steps(output, input, lines, _tags(lines, purpose), segment)
-        for segment in _segments(input.numel(), output.nbytes, lines)
+        all_gather_steps(output, input, rank_groups, _tags(rank_groups, purpose), segment)
+        for segment in _segments(input.numel(), output.nbytes, rank_groups)
     ]
 
 
 def all_reduce(
-    tensor: Tensor, op: str, lines: Sequence[RankGroup], purpose: Purpose = ANY
+    tensor: Tensor, op: str, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
-    """An all-reduce in place along lines, outer to inner, in segments."""
+    """An all-reduce in place along rank groups, outer to inner, in segments."""
     flat = tensor.view(-1)
     return [
-        all_reduce_steps(flat, op, lines, _tags(lines, purpose) + _tags(lines, purpose), segment)
-        for segment in _segments(flat.numel(), flat.nbytes, lines)
+        all_reduce_steps(
+            flat,
+            op,
+            rank_groups,
+            _tags(rank_groups, purpose) + _tags(rank_groups, purpose),
+            segment,
+        )
+        for segment in _segments(flat.numel(), flat.nbytes, rank_groups)
     ]
 
 
@@ -166,37 +176,37 @@ def reduce_scatter_steps(
     output: Tensor,
     input: Tensor,
     op: str,
-    lines: Sequence[RankGroup],
+    rank_groups: Sequence[RankGroup],
     tags: Sequence[int],
     segment: tuple[int, int],
 ) -> Steps:
     """One segment, an interval of each part, from the inner to the outer axis."""
-    sizes, length = [line.size for line in lines], segment[1] - segment[0]
+    sizes, length = [rank_group.size for rank_group in rank_groups], segment[1] - segment[0]
     stages: list[tuple[Exchange, Tensor]] = []
     dtype = input.dtype
-    for depth in reversed(range(len(lines))):
-        exchange = Exchange(lines[depth], tags[depth])
+    for depth in reversed(range(len(rank_groups))):
+        exchange = Exchange(rank_groups[depth], tags[depth])
         rows = math.prod(sizes[:depth])
         buffer = take_buffer((sizes[depth] - 1) * rows * length, dtype)
         slots = buffer.view(sizes[depth] - 1, rows, length)
         for peer in exchange.peers:
-            exchange.receive(peer, slots[_slot(peer, exchange.line.rank)])
+            exchange.receive(peer, slots[_slot(peer, exchange.rank_group.rank)])
         stages.append((exchange, slots))
         dtype = output.dtype
     blocks = input.view(math.prod(sizes[:-1]), sizes[-1], output.numel())[
         ..., segment[0] : segment[1]
     ]
     for number, (exchange, slots) in enumerate(stages):
-        line = exchange.line
+        rank_group = exchange.rank_group
         for peer in exchange.peers:
             exchange.send([peer], blocks[:, peer])
         yield exchange.arrivals()
-        own = blocks[:, line.rank]
+        own = blocks[:, rank_group.rank]
         if number == len(stages) - 1:
             total = output[segment[0] : segment[1]].view(own.shape)
         else:
             total = _scratch(slots, output.dtype)
-        add_up(total, own, slots, line.rank, op)
+        add_up(total, own, slots, rank_group.rank, op)
         if number < len(stages) - 1:
             blocks = total.view(math.prod(sizes[: -number - 2]), sizes[-number - 2], length)
     if op == "mean":
@@ -209,16 +219,18 @@ def reduce_scatter_steps(
 def all_gather_steps(
     output: Tensor,
     input: Tensor,
-    lines: Sequence[RankGroup],
+    rank_groups: Sequence[RankGroup],
     tags: Sequence[int],
     segment: tuple[int, int],
 ) -> Steps:
     """One segment, an interval of each part, from the outer to the inner axis."""
     stages: list[tuple[Exchange, Tensor, dict[int, Tensor]]] = []
-    for depth, line in enumerate(lines):
-        exchange = Exchange(line, tags[depth])
+    for depth, rank_group in enumerate(rank_groups):
+        exchange = Exchange(rank_group, tags[depth])
         blocks = _along(
-            output.view(math.prod(line.size for line in lines), input.numel()), lines, depth
+            output.view(math.prod(rank_group.size for rank_group in rank_groups), input.numel()),
+            rank_groups,
+            depth,
         )
         blocks = blocks[..., segment[0] : segment[1]]
         packed = {}
@@ -229,11 +241,11 @@ def all_gather_steps(
             exchange.receive(peer, block)
         stages.append((exchange, blocks, packed))
     first, blocks, _ = stages[0]
-    own, mine = blocks[0, first.line.rank], input.view(-1)[segment[0] : segment[1]]
+    own, mine = blocks[0, first.rank_group.rank], input.view(-1)[segment[0] : segment[1]]
     if own.data_ptr() != mine.data_ptr():
         own.copy_(mine)
     for exchange, blocks, packed in stages:
-        exchange.send(exchange.peers, blocks[:, exchange.line.rank])
+        exchange.send(exchange.peers, blocks[:, exchange.rank_group.rank])
         yield exchange.arrivals()
         for peer, block in packed.items():
             blocks[:, peer].copy_(block)
@@ -244,18 +256,20 @@ def all_gather_steps(
 def all_reduce_steps(
     tensor: Tensor,
     op: str,
-    lines: Sequence[RankGroup],
+    rank_groups: Sequence[RankGroup],
     tags: Sequence[int],
     segment: tuple[int, int],
 ) -> Steps:
     """One segment, an interval of the tensor: sums on the way out, sends them on the way back."""
     levels: list[_Level] = []
     mine = segment
-    for depth in reversed(range(len(lines))):
+    for depth in reversed(range(len(rank_groups))):
         nbytes = (mine[1] - mine[0]) * tensor.element_size()
-        more = (lines[depth].size - 2) * nbytes
+        more = (rank_groups[depth].size - 2) * nbytes
         whole = nbytes <= TINY_BYTES or (depth == 0 and more <= DIRECT_BYTES)
-        levels.append(_Level(tensor, lines[depth], mine, whole, tags[depth :: len(lines)]))
+        levels.append(
+            _Level(tensor, rank_groups[depth], mine, whole, tags[depth :: len(rank_groups)])
+        )
         mine = levels[-1].mine
     for level in levels:
         level.post()
@@ -266,7 +280,7 @@ def all_reduce_steps(
             yield level.out.departures()
         level.add_up(op)
     if op == "mean":
-        tensor[mine[0] : mine[1]].div_(math.prod(line.size for line in lines))
+        tensor[mine[0] : mine[1]].div_(math.prod(rank_group.size for rank_group in rank_groups))
     for level in reversed(levels):
         yield level.gather()
     for level in levels:
@@ -280,7 +294,7 @@ class _Level:
 
     Args:
         tensor: flat.
-        line: the ranks along the axis.
+        rank_group: the ranks along the axis.
         interval: part of the tensor, summed along the inner axes.
         whole: everybody sends all of it to everybody, and nothing comes back.
         tags: numbers of the messages on the way out and the way back.
@@ -289,23 +303,23 @@ class _Level:
     def __init__(
         self,
         tensor: Tensor,
-        line: RankGroup,
+        rank_group: RankGroup,
         interval: tuple[int, int],
         whole: bool,
         tags: Sequence[int],
     ) -> None:
-        self.tensor, self.line, self.whole = tensor, line, whole
-        self.intervals = [interval] * line.size if whole else _cut(interval, line.size)
-        self.mine = self.intervals[line.rank]
-        self.out, self.back = Exchange(line, tags[0]), Exchange(line, tags[1])
+        self.tensor, self.rank_group, self.whole = tensor, rank_group, whole
+        self.intervals = [interval] * rank_group.size if whole else _cut(interval, rank_group.size)
+        self.mine = self.intervals[rank_group.rank]
+        self.out, self.back = Exchange(rank_group, tags[0]), Exchange(rank_group, tags[1])
         length = self.mine[1] - self.mine[0]
-        buffer = take_buffer((line.size - 1) * length, tensor.dtype)
-        self.slots = buffer.view(line.size - 1, 1, length)
+        buffer = take_buffer((rank_group.size - 1) * length, tensor.dtype)
+        self.slots = buffer.view(rank_group.size - 1, 1, length)
 
     def post(self) -> None:
         """Posts all receives."""
         for peer in self.out.peers:
-            self.out.receive(peer, self.slots[_slot(peer, self.line.rank)])
+            self.out.receive(peer, self.slots[_slot(peer, self.rank_group.rank)])
             if not self.whole:
                 self.back.receive(peer, self._part(peer))
 
@@ -317,13 +331,13 @@ class _Level:
 
     def add_up(self, op: str) -> None:
         """Puts the sum in this rank's place."""
-        own = self._part(self.line.rank)
-        add_up(own, own, self.slots, self.line.rank, op)
+        own = self._part(self.rank_group.rank)
+        add_up(own, own, self.slots, self.rank_group.rank, op)
 
     def gather(self) -> Messages:
         """Sends the finished interval to all."""
         if not self.whole:
-            self.back.send(self.back.peers, self._part(self.line.rank))
+            self.back.send(self.back.peers, self._part(self.rank_group.rank))
         return self.back.arrivals()
 
     def _part(self, place: int) -> Tensor:
@@ -362,15 +376,15 @@ def add_up(total: Tensor, own: Tensor, slots: Tensor, rank: int, op: str) -> Non
             add(into if number > 1 else terms[0], term, out=into)
 
 
-def _along(parts: Tensor, lines: Sequence[RankGroup], depth: int) -> Tensor:
+def _along(parts: Tensor, rank_groups: Sequence[RankGroup], depth: int) -> Tensor:
     """What travels along an axis in an all-gather: ``[rows, ranks, length]``.
 
     The outer axes are gathered by then, hence the rows; along the inner ones it is this rank's.
     """
-    sizes = [line.size for line in lines]
+    sizes = [rank_group.size for rank_group in rank_groups]
     inner = 0
-    for line in lines[depth + 1 :]:
-        inner = inner * line.size + line.rank
+    for rank_group in rank_groups[depth + 1 :]:
+        inner = inner * rank_group.size + rank_group.rank
     rows, after = math.prod(sizes[:depth]), math.prod(sizes[depth + 1 :])
     return parts.view(rows, sizes[depth], after, parts.shape[1])[:, :, inner]
 
@@ -401,12 +415,12 @@ def _scratch(slots: Tensor, dtype: torch.dtype) -> Tensor:
     return slots[0] if slots.dtype == dtype else torch.empty_like(slots[0], dtype=dtype)
 
 
-def _tags(lines: Sequence[RankGroup], purpose: Purpose = ANY) -> list[int]:
-    """The first tag of each line, followed by one for each row."""
+def _tags(rank_groups: Sequence[RankGroup], purpose: Purpose = ANY) -> list[int]:
+    """The first tag of each rank group, followed by one for each row."""
     found, rows = [], 1
-    for line in lines:
-        found.append(next_tag(line.process_group, rows, purpose))
-        rows *= line.size
+    for rank_group in rank_groups:
+        found.append(next_tag(rank_group.process_group, rows, purpose))
+        rows *= rank_group.size
     return found
 
 
@@ -418,9 +432,9 @@ def _cut(interval: tuple[int, int], count: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def _segments(length: int, nbytes: int, lines: Sequence[RankGroup]) -> list[tuple[int, int]]:
+def _segments(length: int, nbytes: int, rank_groups: Sequence[RankGroup]) -> list[tuple[int, int]]:
     """Intervals of a part that travel one after the other."""
-    if len(lines) == 1 or not nbytes:
+    if len(rank_groups) == 1 or not nbytes:
         return [(0, length)]
     wanted = min(max(nbytes // SEGMENTS, LEAST_SEGMENT), MOST_SEGMENT)
     return [cut for cut in _cut((0, length), -(-nbytes // wanted)) if cut[1] > cut[0]]

@@ -149,7 +149,7 @@ def share(
     if world == 1:
         return Shared(model)
     axes = make_axes({"branch": guidance_ranks, "sequence": sequence})
-    branches = axes.line("branch") if guidance_ranks > 1 else ALONE
+    branches = axes.rank_group("branch") if guidance_ranks > 1 else ALONE
     if sequence > 1:
         starts = range(0, world, sequence)
         groups = make_groups(
@@ -164,20 +164,20 @@ def share(
 class OneBranch:
     """Calls a model with this rank's branch of a batch that holds two, and gives both answers."""
 
-    def __init__(self, model: Callable[..., Tensor], line: RankGroup) -> None:
-        assert line.size == 2, "guidance has two branches"
-        self._model, self._line = model, line
+    def __init__(self, model: Callable[..., Tensor], rank_group: RankGroup) -> None:
+        assert rank_group.size == 2, "guidance has two branches"
+        self._model, self._rank_group = model, rank_group
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
         of_branch = {n: None if v is None else self._own(v) for n, v in inputs.items()}
         own = self._model(self._own(x), self._own(timestep), **of_branch).contiguous()
         both = own.new_empty(2, *own.shape)
-        all_gather(both.view(-1), own.view(-1), self._line.process_group)
+        all_gather(both.view(-1), own.view(-1), self._rank_group.process_group)
         # A group numbers its ranks in ascending order, as this line does.
         return both.flatten(0, 1)
 
     def _own(self, both: Tensor) -> Tensor:
-        return both.chunk(2)[self._line.rank]
+        return both.chunk(2)[self._rank_group.rank]
 
 
 def _plan(sequence: int, heads: int) -> SequencePlan:

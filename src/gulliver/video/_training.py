@@ -28,7 +28,16 @@ from gulliver.booster import (
 )
 from gulliver.booster.hybrid import HybridOptimizer, size_axes
 from gulliver.checkpoint import Mismatch, load
-from gulliver.comm import ALONE, RankGroup, World, all_reduce, barrier, gather_objects, guard, init_world
+from gulliver.comm import (
+    ALONE,
+    RankGroup,
+    World,
+    all_reduce,
+    barrier,
+    gather_objects,
+    guard,
+    init_world,
+)
 from gulliver.data import ClipTable
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder, stdit3

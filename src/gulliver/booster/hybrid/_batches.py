@@ -78,15 +78,15 @@ class Vocabulary:
             )
 
 
-def watch_batches(model: nn.Module, line: RankGroup, vocabulary: Vocabulary) -> None:
+def watch_batches(model: nn.Module, rank_group: RankGroup, vocabulary: Vocabulary) -> None:
     """Compares what a model is called with over the ranks that share it, at every call."""
-    if line.size == 1:
+    if rank_group.size == 1:
         return
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         device = given[0].device if given else torch.device("cpu")
-        agree({"args": args, **kwargs}, "", line, device, check=True)
+        agree({"args": args, **kwargs}, "", rank_group, device, check=True)
         names = inspect.signature(module.forward).parameters
         vocabulary.check({**dict(zip(names, args, strict=False)), **kwargs})
 

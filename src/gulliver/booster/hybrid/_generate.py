@@ -163,14 +163,14 @@ class _Pick:
         return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
 
 
-def _tell(tokens: Tensor, line: RankGroup) -> None:
-    if line.size > 1:
-        broadcast(tokens, _first(line), line.process_group)
+def _tell(tokens: Tensor, rank_group: RankGroup) -> None:
+    if rank_group.size > 1:
+        broadcast(tokens, _first(rank_group), rank_group.process_group)
 
 
-def _first(line: RankGroup) -> int:
-    """How the group numbers the line's first rank."""
-    return line.group_order().index(0)
+def _first(rank_group: RankGroup) -> int:
+    """How the group numbers the rank group's first rank."""
+    return rank_group.group_order().index(0)
 
 
 def _left_padding(ids: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -44,8 +44,8 @@ class HybridMesh:
     @property
     def place(self) -> dict[str, int]:
         """Where this rank is on each axis."""
-        lines = (self.pipeline, self.data, self.sequence.all, self.tensor)
-        return {name: line.rank for name, line in zip(AXES, lines, strict=True)}
+        rank_groups = (self.pipeline, self.data, self.sequence.all, self.tensor)
+        return {name: rank_group.rank for name, rank_group in zip(AXES, rank_groups, strict=True)}
 
 
 def size_axes(world: int, pp_size: int, sp_size: int, tp_size: int) -> dict[str, int]:
@@ -92,15 +92,15 @@ def make_mesh(sizes: Mapping[str, int], sequence: SequencePlan, device_type: str
     def flat(*names: str) -> RankGroup:
         return axes.flat(names) if math.prod(sizes[n] for n in names) > 1 else ALONE
 
-    def line(name: str) -> RankGroup:
-        return axes.line(name) if sizes[name] > 1 else ALONE
+    def rank_group(name: str) -> RankGroup:
+        return axes.rank_group(name) if sizes[name] > 1 else ALONE
 
     return HybridMesh(
         sizes=dict(sizes),
-        pipeline=line("pp"),
-        data=line("dp"),
+        pipeline=rank_group("pp"),
+        data=rank_group("dp"),
         sequence=make_groups(sequence, _sequences(axes)),
-        tensor=line("tp"),
+        tensor=rank_group("tp"),
         replicas=axes.flat(("dp", "sp")),
         shards=flat("pp", "tp"),
         model=flat("pp", "sp", "tp"),

@@ -63,7 +63,9 @@ class HybridOptimizer(ZeroOptimizer):
         self._copies = pipeline_stage.copies() if pipeline_stage is not None else {}
         self.whole_groups = [list(group) for group in whole_groups]
         self.responsible = self._writes
-        self.written_elsewhere = {n for n, line in self._copies.items() if line.rank > 0}
+        self.written_elsewhere = {
+            n for n, rank_group in self._copies.items() if rank_group.rank > 0
+        }
         if pipeline_stage is not None:
             self.written_elsewhere |= _buffers_before(pipeline_stage)
         self._counted = {name: self._weight(name, p) for p, name in self.names.items()}
@@ -182,7 +184,9 @@ class HybridOptimizer(ZeroOptimizer):
     def _joined(self, held: Held) -> dict[str, Tensor]:
         """Whole tensors of what the ranks of one model hold of them."""
         found: dict[str, Tensor] = {}
-        for part in gather_objects(held, self.mesh.shards.process_group) if self._is_cut else [held]:
+        for part in (
+            gather_objects(held, self.mesh.shards.process_group) if self._is_cut else [held]
+        ):
             for name, (value, region) in part.items():
                 if region is None:
                     found.setdefault(name, value)
@@ -200,8 +204,8 @@ class HybridOptimizer(ZeroOptimizer):
 
 def _buffers_before(stage: Stage) -> set[str]:
     """Names of buffers that an earlier stage has, too; every rank of the pipeline calls it."""
-    found = gather_objects(list(persistent_buffers(stage.model)), stage.line.process_group)
-    # A group numbers its ranks in ascending order, a line need not.
-    by_rank = dict(zip(sorted(stage.line.ranks), found, strict=True))
-    earlier = stage.line.ranks[: stage.line.rank]
+    found = gather_objects(list(persistent_buffers(stage.model)), stage.rank_group.process_group)
+    # A group numbers its ranks in ascending order, a rank group need not.
+    by_rank = dict(zip(sorted(stage.rank_group.ranks), found, strict=True))
+    earlier = stage.rank_group.ranks[: stage.rank_group.rank]
     return {name for rank in earlier for name in by_rank[rank]}

@@ -137,7 +137,7 @@ class Parts:
             return
         lengths = shared.ask(x) if shared.lengths is None else shared.lengths
         if lengths:
-            place = shared.line.rank
+            place = shared.rank_group.rank
             start = sum(lengths[:place])
             own = torch.arange(start, start + lengths[place])
             if x.dim() < 3:
@@ -145,16 +145,16 @@ class Parts:
             dims[1] = _cut(path, x, own, sum(lengths))
 
     def _features(self, path: str, x: Tensor, dims: list[Along]) -> None:
-        line, runs = self.mesh.tensor, getattr(self.apart, "runs", ())
+        rank_group, runs = self.mesh.tensor, getattr(self.apart, "runs", ())
         groups = next((n for p, n in self.attention.items() if f"{path}.".startswith(f"{p}.")), 0)
         if groups:
             # Where key-value heads are copied, each rank has as many query heads as the others.
-            dealt = deal(max(groups, line.size), line.size)
-            if x.dim() != 4 or x.shape[1] % dealt[line.rank]:
+            dealt = deal(max(groups, rank_group.size), rank_group.size)
+            if x.dim() != 4 or x.shape[1] % dealt[rank_group.rank]:
                 raise _unknown(path, x, "[batch, heads, queries, keys]")
-            heads = x.shape[1] // dealt[line.rank]
-            start = sum(dealt[: line.rank]) * heads
-            whole = max(groups, line.size) * heads
+            heads = x.shape[1] // dealt[rank_group.rank]
+            start = sum(dealt[: rank_group.rank]) * heads
+            whole = max(groups, rank_group.size) * heads
             dims[1] = Along(torch.arange(start, start + x.shape[1]), whole)
             return
         sizes = [stop - start for start, stop in runs]

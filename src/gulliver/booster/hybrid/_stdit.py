@@ -123,7 +123,7 @@ class Wiring:
         show: Show | None,
     ) -> None:
         self.groups = groups
-        self._lines = [line for line in (tensor, groups.all) if line.size > 1]
+        self._lines = [rank_group for rank_group in (tensor, groups.all) if rank_group.size > 1]
         self._choice = choice
         self._show = show if groups.rank == 0 else None
         self._chosen: dict[Clip, ChosenScheme] = {}
@@ -178,8 +178,8 @@ class Wiring:
         if given is not None or not embedder.training or embedder.drop <= 0:
             return None
         dropped = (torch.rand(len(y), device=y.device) < embedder.drop).to(torch.uint8)
-        for line in self._lines:
-            broadcast(dropped, _first(line), line.process_group)
+        for rank_group in self._lines:
+            broadcast(dropped, _first(rank_group), rank_group.process_group)
         return y, dropped.bool()
 
 
@@ -245,17 +245,17 @@ class ShardedFinalLayer(FinalLayer):
 
 
 class _MeanGradient(torch.autograd.Function):
-    """The same; its gradient is averaged over the ranks of a line."""
+    """The same; its gradient is averaged over the ranks of a rank group."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: RankGroup) -> Tensor:
-        ctx.line = line
+    def forward(ctx: Any, x: Tensor, rank_group: RankGroup) -> Tensor:
+        ctx.rank_group = rank_group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         whole = grad.contiguous().clone()
-        all_reduce(whole.view(-1), "mean", ctx.line.group)
+        all_reduce(whole.view(-1), "mean", ctx.rank_group.process_group)
         return whole, None
 
 
@@ -273,9 +273,9 @@ def _both(sharded: type[nn.Module], kind: type[nn.Module]) -> Any:
     return type(kind.__name__, (sharded, kind) if kind not in sharded.__mro__ else (sharded,), {})
 
 
-def _first(line: RankGroup) -> int:
-    """The number that a line's group gives its first rank."""
-    return line.group_order().index(0)
+def _first(rank_group: RankGroup) -> int:
+    """The number that a rank group's group gives its first rank."""
+    return rank_group.group_order().index(0)
 
 
 def _width(model: STDiT3, tensor: RankGroup) -> Width:

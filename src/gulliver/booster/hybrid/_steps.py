@@ -220,18 +220,20 @@ def finish(
         refuse_whole(model)  # before all other hooks
 
 
-def draw_alike(model: nn.Module, lines: Sequence[RankGroup]) -> None:
+def draw_alike(model: nn.Module, rank_groups: Sequence[RankGroup]) -> None:
     """Lets ranks that compute the same draw the same: at each call they take one seed."""
     device = current_world().device
-    shared = [line for line in lines if line.size > 1]
+    shared = [rank_group for rank_group in rank_groups if rank_group.size > 1]
 
     def seed(module: nn.Module, *_: Any) -> None:
         if not module.training:
             return
         drawn = torch.randint(2**62, (1,)).to(device)
-        for line in shared:
-            # A group numbers its ranks in ascending order, a line need not.
-            broadcast(drawn, sorted(line.ranks).index(line.ranks[0]), line.process_group)
+        for rank_group in shared:
+            # A group numbers its ranks in ascending order, a rank group need not.
+            broadcast(
+                drawn, sorted(rank_group.ranks).index(rank_group.ranks[0]), rank_group.process_group
+            )
         torch.manual_seed(int(drawn))
 
     if shared:
@@ -253,5 +255,5 @@ def _refuse_saving(*_: Any, **__: Any) -> None:
 
 
 def say() -> Callable[[str], None] | None:
-    """Tells a line on the first rank; None on the others."""
+    """Tells a rank group on the first rank; None on the others."""
     return (lambda line: print(line, file=sys.stderr)) if current_world().is_main else None

@@ -24,13 +24,13 @@ SAMPLED = 2**20
 """Bytes looked at of a large tensor, spread over it evenly."""
 
 
-def agree(batch: Any, state: str, line: RankGroup, device: torch.device, check: bool) -> str:
+def agree(batch: Any, state: str, rank_group: RankGroup, device: torch.device, check: bool) -> str:
     """Compares the batches of a rank group; every rank of it calls this.
 
     Args:
         batch: batch of this rank.
         state: state of this rank.
-        line: rank group that shares a model.
+        rank_group: rank group that shares a model.
         device: device of the tensors that are sent.
         check: whether batches are compared; False takes them for equal.
 
@@ -43,19 +43,19 @@ def agree(batch: Any, state: str, line: RankGroup, device: torch.device, check: 
     own = torch.tensor(
         [digest(batch) if check else 0, _number(state.encode())], dtype=torch.int64, device=device
     )
-    found = torch.empty(2 * line.size, dtype=torch.int64, device=device)
-    all_gather(found, own, line.process_group)
+    found = torch.empty(2 * rank_group.size, dtype=torch.int64, device=device)
+    all_gather(found, own, rank_group.process_group)
     rows = found.view(-1, 2).tolist()
-    # A group numbers its ranks in ascending order, a line need not.
-    by_rank = dict(zip(sorted(line.ranks), rows, strict=True))
-    first = line.ranks[0]
-    for rank in line.ranks:
+    # A group numbers its ranks in ascending order, a rank group need not.
+    by_rank = dict(zip(sorted(rank_group.ranks), rows, strict=True))
+    first = rank_group.ranks[0]
+    for rank in rank_group.ranks:
         if by_rank[rank][0] != by_rank[first][0]:
             raise GulliverError(
                 f"rank {rank} has another batch than rank {first}, and they share one model: give "
                 "all ranks of a model the same samples"
             )
-    return ",".join(str(by_rank[rank][1]) for rank in line.ranks)
+    return ",".join(str(by_rank[rank][1]) for rank in rank_group.ranks)
 
 
 def digest(batch: Any) -> int:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gulliver.comm import RankGroup, operations, post
 from gulliver.comm import Messages as UnderWay
+from gulliver.comm import RankGroup, operations, post
 from gulliver.errors import GulliverError
 
 HEADER = 64
@@ -85,14 +85,16 @@ class Messages:
     """Both ends of one stage: the cuts before and behind it.
 
     Args:
-        line: rank group of the pipeline.
+        rank_group: rank group of the pipeline.
         stage: number of the stage.
         places: rank in the group of each stage.
         micro_batches: most micro-batches of a run.
     """
 
-    def __init__(self, line: RankGroup, stage: int, places: Sequence[int], micro_batches: int) -> None:
-        self.line, self.stage, self.places = line, stage, places
+    def __init__(
+        self, rank_group: RankGroup, stage: int, places: Sequence[int], micro_batches: int
+    ) -> None:
+        self.rank_group, self.stage, self.places = rank_group, stage, places
         self.micro_batches = micro_batches
         self._known: dict[tuple[int, str], tuple[Meta, ...]] = {}
         self._headers: list[UnderWay] = []
@@ -127,7 +129,12 @@ class Messages:
             peer = self._peer(self.stage - 1)
             assert peer is not None, "stages of one rank tell each other by `hand_over`"
             header = torch.empty(HEADER, dtype=torch.int64)
-            post([(peer, header)], [], self.line.process_group, self._tag(self.stage, 2, micro, 0)).wait()
+            post(
+                [(peer, header)],
+                [],
+                self.rank_group.process_group,
+                self._tag(self.stage, 2, micro, 0),
+            ).wait()
             known = self._known[self.stage, kind] = _decode(header)
         return known
 
@@ -139,7 +146,7 @@ class Messages:
         peer = self._peer(self.stage + 1)
         tag = self._tag(self.stage + 1, 2, micro, 0)
         assert peer is not None
-        self._headers.append(post([], [(peer, _encode(metas))], self.line.process_group, tag))
+        self._headers.append(post([], [(peer, _encode(metas))], self.rank_group.process_group, tag))
 
     def finish(self) -> None:
         """Waits for headers that are still under way."""
@@ -166,13 +173,13 @@ class Messages:
             messages = [] if tensor is None else [(peer, tensor)]
             ways = ([], messages) if sends else (messages, [])
             tag = self._tag(cut, int(not forward), micro, entry)
-            found += operations(*ways, self.line.process_group, tag)
+            found += operations(*ways, self.rank_group.process_group, tag)
         return found
 
     def _peer(self, stage: int) -> int | None:
         """Rank of a neighbouring stage; None where it is this rank's own."""
         place = self.places[stage]
-        return None if place == self.line.rank else self.line.ranks[place]
+        return None if place == self.rank_group.rank else self.rank_group.ranks[place]
 
     def _tag(self, cut: int, way: int, micro: int, entry: int) -> int:
         return 1 + ((cut * 3 + way) * self.micro_batches + micro) * 4 + entry

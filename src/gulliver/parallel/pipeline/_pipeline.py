@@ -74,8 +74,8 @@ class Pipeline:
         self.stage, self.style, self.call = stage, style, call
         self.micro_batches = micro_batches or 2 * stage.cut.stages
         self.look, self.before = look, before
-        self.readers, self.check_batch = readers or stage.line, check_batch
-        check_counts(style, stage.cut.stages, stage.line.size, self.micro_batches)
+        self.readers, self.check_batch = readers or stage.rank_group, check_batch
+        check_counts(style, stage.cut.stages, stage.rank_group.size, self.micro_batches)
         self._runners: list[Runner] = []
         self._schedule: Any = None
         self._failed = False
@@ -153,7 +153,7 @@ class Pipeline:
         return {"loss": loss, "outputs": merge(found, weights.own) if found else None}
 
     def _go(self, run: Run, losses: _Losses, forward_only: bool) -> None:
-        if self.stage.line.size == 1 and self.stage.cut.stages == 1:
+        if self.stage.rank_group.size == 1 and self.stage.cut.stages == 1:
             self._alone(run, losses, forward_only)
             return
         self._loss = losses
@@ -218,7 +218,7 @@ class Pipeline:
 
     def _share(self, losses: _Losses) -> Tensor | None:
         """Returns the batch's loss on every rank."""
-        mine = self.stage.line.rank == self.stage.last_place
+        mine = self.stage.rank_group.rank == self.stage.last_place
         # Whether there is a loss at all, and of which dtype, the last stage alone knows.
         found = torch.zeros(2, dtype=torch.float64, device=self._device())
         total = losses.total()
@@ -229,10 +229,10 @@ class Pipeline:
 
     def _tell(self, found: Tensor) -> None:
         """Broadcasts from the rank of the last stage."""
-        line = self.stage.line
-        if line.size > 1:
-            source = sorted(line.ranks).index(line.ranks[self.stage.last_place])
-            broadcast(found, source, line.process_group)
+        rank_group = self.stage.rank_group
+        if rank_group.size > 1:
+            source = sorted(rank_group.ranks).index(rank_group.ranks[self.stage.last_place])
+            broadcast(found, source, rank_group.process_group)
 
     def _agree(self, batch: Batch, forward_only: bool) -> str:
         frozen = "".join("01"[p.requires_grad] for p in self.model.parameters())

@@ -87,7 +87,7 @@ class Runner:
         device: torch.device,
     ) -> None:
         self.stage = stage
-        self.messages = Messages(stage.line, number, places, micro_batches)
+        self.messages = Messages(stage.rank_group, number, places, micro_batches)
         self.run: Run | None = None
         self._looked: set[str] = set()
         self._received: dict[int, Carry] = {}
@@ -98,8 +98,8 @@ class Runner:
         # What schedules read.
         self.submod, self.device = stage.model, device
         self.stage_index, self.num_stages = number, stage.cut.stages
-        self.group, self.group_rank = stage.line.process_group, stage.line.rank
-        self.group_size = stage.line.size
+        self.group, self.group_rank = stage.rank_group.process_group, stage.rank_group.rank
+        self.group_size = stage.rank_group.size
         self.stage_index_to_group_rank = dict(enumerate(places))
         self.has_backward = True
         self.args_recv_info: dict[int, tuple[()]] = {0: ()}

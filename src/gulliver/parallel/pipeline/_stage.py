@@ -32,7 +32,7 @@ class Stage:
         model: model with placeholder modules where others' modules were.
         stack: blocks of the whole model.
         cut: cut of the whole model.
-        line: rank group of the pipeline.
+        rank_group: rank group of the pipeline.
         numbers: numbers of the stages on each of these ranks.
         stage_forward: stage forward that the blocks of the model go through.
         tied: ranks in the group that hold a parameter that several hold, by the first name that
@@ -43,7 +43,7 @@ class Stage:
     model: nn.Module
     stack: Stack
     cut: Cut
-    line: RankGroup
+    rank_group: RankGroup
     numbers: tuple[tuple[int, ...], ...]
     stage_forward: StageForward
     tied: Mapping[str, tuple[int, ...]]
@@ -52,7 +52,7 @@ class Stage:
     @property
     def own(self) -> tuple[int, ...]:
         """Numbers of this rank's stages."""
-        return self.numbers[self.line.rank]
+        return self.numbers[self.rank_group.rank]
 
     @property
     def last_place(self) -> int:
@@ -68,9 +68,9 @@ class Stage:
 
     def copies(self) -> dict[str, RankGroup]:
         """Returns the ranks that hold each tied parameter of this rank, without process groups."""
-        place = self.line.rank
+        place = self.rank_group.rank
         return {
-            name: RankGroup(tuple(self.line.ranks[p] for p in places), places.index(place))
+            name: RankGroup(tuple(self.rank_group.ranks[p] for p in places), places.index(place))
             for name, places in self.tied.items()
             if place in places
         }
@@ -94,7 +94,7 @@ class Stage:
                 raise GulliverError(f"the gradient of tied parameter {name!r} was not given")
         for name, places in self.tied.items():
             if name in gradients and name in mine:
-                _sum(gradients[name], places, self.line)
+                _sum(gradients[name], places, self.rank_group)
 
     def share_tied(self) -> None:
         """Gives all copies of tied parameters the values of the first stage that holds them."""
@@ -104,12 +104,16 @@ class Stage:
                 if name not in mine or mine[name].is_meta:
                     continue
                 value = mine[name].detach().contiguous()
-                _send_first(value, places, self.line)
+                _send_first(value, places, self.rank_group)
                 mine[name].copy_(value)
 
 
 def make_stage(
-    model: nn.Module, stack: Stack, cut: Cut, line: RankGroup, numbers: Sequence[Sequence[int]]
+    model: nn.Module,
+    stack: Stack,
+    cut: Cut,
+    rank_group: RankGroup,
+    numbers: Sequence[Sequence[int]],
 ) -> Stage:
     """Turns a whole model into one rank's stage, in place.
 
@@ -117,7 +121,7 @@ def make_stage(
         model: whole model, the same on all ranks of the pipeline; its parameters may be on meta.
         stack: blocks of the model.
         cut: cut of the blocks into stages.
-        line: rank group of the pipeline.
+        rank_group: rank group of the pipeline.
         numbers: numbers of the stages that each rank holds.
 
     Returns:
@@ -130,10 +134,10 @@ def make_stage(
     stage_forward = StageForward(stack, cut.bounds)
     kept = [_kept(model, stack, cut, held) for held in numbers]
     aliases, tied = _tied(model, stack, kept)
-    mine = kept[line.rank]
+    mine = kept[rank_group.rank]
     _replace(model, stack, stage_forward, mine)
     held = tuple(tuple(n) for n in numbers)
-    return Stage(model, stack, cut, line, held, stage_forward, tied, aliases)
+    return Stage(model, stack, cut, rank_group, held, stage_forward, tied, aliases)
 
 
 def checkpoint_blocks(stage: Stage, paths: Collection[str] | None = None) -> None:
@@ -303,30 +307,37 @@ def _lend(model: nn.Module, stack: Stack, first: int, blocks: Sequence[int]) -> 
         vars(module)[f"has_{name}"] = True
 
 
-def _sum(value: Tensor, places: Sequence[int], line: RankGroup) -> None:
+def _sum(value: Tensor, places: Sequence[int], rank_group: RankGroup) -> None:
     """Sums a tensor over some ranks of a group, in the order of the ranks.
 
     Point to point: a process group for each set of stages that share a weight would have to be
     made by all ranks.
     """
-    if len(places) == line.size:
-        all_reduce(value, "sum", line.process_group)
+    if len(places) == rank_group.size:
+        all_reduce(value, "sum", rank_group.process_group)
         return
     own = value.contiguous()
-    others = [place for place in places if place != line.rank]
+    others = [place for place in places if place != rank_group.rank]
     found = {place: torch.empty_like(own) for place in others}
-    found[line.rank] = own.clone()
-    incoming = [(line.ranks[p], found[p]) for p in others]
-    post(incoming, [(line.ranks[p], found[line.rank]) for p in others], line.process_group, 0).wait()
+    found[rank_group.rank] = own.clone()
+    incoming = [(rank_group.ranks[p], found[p]) for p in others]
+    post(
+        incoming,
+        [(rank_group.ranks[p], found[rank_group.rank]) for p in others],
+        rank_group.process_group,
+        0,
+    ).wait()
     total = found[places[0]]
     for place in places[1:]:
         total = total + found[place]
     value.copy_(total)
 
 
-def _send_first(value: Tensor, places: Sequence[int], line: RankGroup) -> None:
+def _send_first(value: Tensor, places: Sequence[int], rank_group: RankGroup) -> None:
     """Sends the value of the first of some ranks to the others."""
-    if line.rank == places[0]:
-        post([], [(line.ranks[p], value) for p in places[1:]], line.process_group, 0).wait()
+    if rank_group.rank == places[0]:
+        post(
+            [], [(rank_group.ranks[p], value) for p in places[1:]], rank_group.process_group, 0
+        ).wait()
     else:
-        post([(line.ranks[places[0]], value)], [], line.process_group, 0).wait()
+        post([(rank_group.ranks[places[0]], value)], [], rank_group.process_group, 0).wait()

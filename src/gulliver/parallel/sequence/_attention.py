@@ -125,7 +125,7 @@ def _attention(
     swap = _swap(heads, groups, queries, keys)
     q, k, v = ToHeads.apply(swap, q, k, v)
     out = _apply(q, k, v, call)
-    back = Swap(swap.line, swap.heads[:1], swap.lengths[:1], swap.totals[:1])
+    back = Swap(swap.rank_group, swap.heads[:1], swap.lengths[:1], swap.totals[:1])
     return ToSequence.apply(back, out)
 
 

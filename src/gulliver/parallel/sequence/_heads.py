@@ -101,13 +101,13 @@ class Swap:
     """The sharding of some tensors before and after an exchange.
 
     Attributes:
-        line: rank group of Ulysses.
+        rank_group: rank group of Ulysses.
         heads: interval of heads of each rank, for each tensor.
         lengths: tokens of each rank, for each tensor.
         totals: number of heads of each tensor.
     """
 
-    line: RankGroup
+    rank_group: RankGroup
     heads: tuple[tuple[Interval, ...], ...]
     lengths: tuple[tuple[int, ...], ...]
     totals: tuple[int, ...]
@@ -121,7 +121,7 @@ class Swap:
         Returns:
             Tensors ``[batch, own heads, tokens of the group, dim]``.
         """
-        ranks, me = range(self.line.size), self.line.rank
+        ranks, me = range(self.rank_group.size), self.rank_group.rank
         outgoing = [
             [t[:, slice(*of[r])] for t, of in zip(tensors, self.heads, strict=True)] for r in ranks
         ]
@@ -132,12 +132,12 @@ class Swap:
             ]
             for r in ranks
         ]
-        arrived = _exchange(self.line, outgoing, shapes)
+        arrived = _exchange(self.rank_group, outgoing, shapes)
         return [torch.cat(parts, 2) for parts in zip(*arrived, strict=True)]
 
     def to_sequence(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Inverts `to_heads`; what several ranks have of one head is added up."""
-        ranks, me = range(self.line.size), self.line.rank
+        ranks, me = range(self.rank_group.size), self.rank_group.rank
         cuts = [t.split(lengths, 2) for t, lengths in zip(tensors, self.lengths, strict=True)]
         shapes = [
             [
@@ -146,7 +146,7 @@ class Swap:
             ]
             for r in ranks
         ]
-        arrived = _exchange(self.line, [[cut[r] for cut in cuts] for r in ranks], shapes)
+        arrived = _exchange(self.rank_group, [[cut[r] for cut in cuts] for r in ranks], shapes)
         parts = zip(*arrived, strict=True)
         return [
             _placed(list(part), of, total)
@@ -187,12 +187,12 @@ class ToSequence(torch.autograd.Function):
 
 
 def _exchange(
-    line: RankGroup, outgoing: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]
+    rank_group: RankGroup, outgoing: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]
 ) -> list[list[Tensor]]:
     """Sends a list of tensors to each rank in one message, and takes apart what arrives."""
     flat = [torch.cat([t.reshape(-1) for t in tensors]) for tensors in outgoing]
     counts = [[torch.Size(shape).numel() for shape in from_rank] for from_rank in shapes]
-    arrived = exchange(line, flat, [sum(c) for c in counts])
+    arrived = exchange(rank_group, flat, [sum(c) for c in counts])
     return [
         [part.view(shape) for part, shape in zip(whole.split(c), from_rank, strict=True)]
         for whole, c, from_rank in zip(arrived, counts, shapes, strict=True)

@@ -17,7 +17,7 @@ from typing import get_args
 
 import torch.distributed as dist
 
-from gulliver.comm import ALONE, RankGroup, shared_line
+from gulliver.comm import ALONE, RankGroup, shared_rank_group
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.sequence._layout import Layout, LayoutName
 
@@ -133,7 +133,9 @@ def make_groups(
     for ranks in members:
         for name, row in _axes(ranks, plan):
             rows.setdefault(name, []).append(row)
-    return SequenceGroups(plan, **{name: shared_line(r, "sequence") for name, r in rows.items()})
+    return SequenceGroups(
+        plan, **{name: shared_rank_group(r, "sequence") for name, r in rows.items()}
+    )
 
 
 def _axes(ranks: list[int], plan: SequencePlan) -> list[tuple[str, list[int]]]:

@@ -64,8 +64,8 @@ class Visit:
 class _Carousel:
     """Hops of one piece of each block along one ring, arriving in two buffers in turn."""
 
-    def __init__(self, line: RankGroup, piece: int, largest: int) -> None:
-        self._line, self._piece, self._largest = line, piece, largest
+    def __init__(self, rank_group: RankGroup, piece: int, largest: int) -> None:
+        self._rank_group, self._piece, self._largest = rank_group, piece, largest
         self._buffers: list[Tensor | None] = [None, None]
         self._hops = 0
 
@@ -80,7 +80,7 @@ class _Carousel:
             # Fresh memory is slow to touch: two buffers serve all hops.
             buffer = self._buffers[which] = block.new_empty(self._largest)
         self._hops += 1
-        return shift(self._line, block, buffer[:count], BLOCK_TAG + self._piece)
+        return shift(self._rank_group, block, buffer[:count], BLOCK_TAG + self._piece)
 
 
 class _Road:
@@ -261,7 +261,7 @@ class _Trip:
         total = self.add(first, (yield visit), visit)
         return total if arriving is None else self.add(total, arriving.wait(), visit)
 
-    def _send_home(self, line: RankGroup, gathered: Tensor, origin: int) -> Flight:
+    def _send_home(self, rank_group: RankGroup, gathered: Tensor, origin: int) -> Flight:
         """Sends a sum after its block; what comes in is the sum for the next one."""
         incoming = gathered.new_empty(self.gathered_count(origin, self.piece))
-        return shift(line, gathered, incoming, GATHERED_TAG + self.piece)
+        return shift(rank_group, gathered, incoming, GATHERED_TAG + self.piece)

@@ -50,26 +50,26 @@ MODES = ("split_gather", "ring")
 
 
 def apply_tensor(
-    model: nn.Module, plan: TensorPlan, line: RankGroup, sequence: SequenceMode | None = None
+    model: nn.Module, plan: TensorPlan, rank_group: RankGroup, sequence: SequenceMode | None = None
 ) -> None:
     """Shards a model over a rank group, in place; every rank of the group calls it.
 
     Args:
         model: model that the plan was made for, the same on all ranks.
         plan: plan that `plan_tensor` made.
-        line: rank group of as many ranks as the plan; with one rank nothing is changed.
+        rank_group: rank group of as many ranks as the plan; with one rank nothing is changed.
         sequence: how the sequence is sharded between blocks, over the same ranks; None: not at all.
 
     Raises:
         GulliverError: the group has another size, the mode is unknown, or the model has no blocks
             that take hidden states of shape ``[batch, length, width]``.
     """
-    if line.size != plan.size:
-        raise GulliverError(f"the plan is for {plan.size} ranks, the line has {line.size}")
+    if rank_group.size != plan.size:
+        raise GulliverError(f"the plan is for {plan.size} ranks, the line has {rank_group.size}")
     if sequence is not None and sequence not in MODES:
         raise GulliverError(f"unknown mode {sequence!r}: {nearest(sequence, MODES)}")
-    if line.size > 1:
-        _Applied(model, plan, line, sequence).run()
+    if rank_group.size > 1:
+        _Applied(model, plan, rank_group, sequence).run()
 
 
 def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None:
@@ -113,9 +113,13 @@ def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None
 
 class _Applied:
     def __init__(
-        self, model: nn.Module, plan: TensorPlan, line: RankGroup, sequence: SequenceMode | None
+        self,
+        model: nn.Module,
+        plan: TensorPlan,
+        rank_group: RankGroup,
+        sequence: SequenceMode | None,
     ) -> None:
-        self.model, self.plan, self.line, self.sequence = model, plan, line, sequence
+        self.model, self.plan, self.rank_group, self.sequence = model, plan, rank_group, sequence
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.local: dict[int, nn.Parameter] = {}
         self.replaced: dict[int, nn.Module] = {}
@@ -125,7 +129,7 @@ class _Applied:
         shared: dict[str, SharedSequence] = {}
         if self.sequence is not None:
             ring = self.sequence == "ring"
-            shared = {stack: SharedSequence(self.line, ring) for stack in self.plan.stacks}
+            shared = {stack: SharedSequence(self.rank_group, ring) for stack in self.plan.stacks}
         for path, placed in self.plan.modules.items():
             module = self.modules[path]
             if placed.how.kind == "summed":
@@ -139,7 +143,7 @@ class _Applied:
             setattr(self.model.get_submodule(parent), name, self.replaced[id(module)])
         self._tie()
         for path, groups in self.plan.attention.items():
-            scale_heads(self.modules[path], self.line, groups)
+            scale_heads(self.modules[path], self.rank_group, groups)
         self._hook(shared)
 
     def _cut_inside(self, path: str, module: nn.Module, placed: Placed) -> None:
@@ -148,17 +152,19 @@ class _Applied:
             return
         self.replaced[id(module)] = module
         for name, dim in placed.dims.items():
-            runs = placed.runs(self.line.size, self.line.rank, name)
+            runs = placed.runs(self.rank_group.size, self.rank_group.rank, name)
             setattr(module, name, self._part(module._parameters[name], dim, runs))
         if placed.how.kind == "experts":
-            share_experts(module, self.line)
+            share_experts(module, self.rank_group)
         if placed.how.kind == "latent":
-            share_rotary(module, _rotary_width(self.modules[path.rpartition(".")[0]]), self.line)
+            share_rotary(
+                module, _rotary_width(self.modules[path.rpartition(".")[0]]), self.rank_group
+            )
 
     def _cut(
         self, path: str, module: nn.Module, placed: Placed, shared: Mapping[str, SharedSequence]
     ) -> nn.Module:
-        runs = placed.runs(self.line.size, self.line.rank)
+        runs = placed.runs(self.rank_group.size, self.rank_group.rank)
         parameters = {
             name: None if p is None else self._part(p, placed.dims.get(name), runs, placed.copies)
             for name, p in module._parameters.items()
@@ -177,23 +183,23 @@ class _Applied:
         parameters: dict[str, Any],
         shared: SharedSequence | None,
     ) -> nn.Module:
-        how, line, weight = placed.how, self.line, parameters["weight"]
+        how, rank_group, weight = placed.how, self.rank_group, parameters["weight"]
         bias, transposed = parameters.get("bias"), is_transposed(module)
         column = how.kind == "column"
         if type(module) in CONVOLUTIONS:
             if column:
-                return ColumnConvolution(module, weight, bias, line, how.gather)
-            return RowConvolution(module, weight, bias, line, how.split)
+                return ColumnConvolution(module, weight, bias, rank_group, how.gather)
+            return RowConvolution(module, weight, bias, rank_group, how.split)
         if column:
             return ColumnLinear(
-                weight, bias, line, runs, placed.total, transposed, how.gather, shared
+                weight, bias, rank_group, runs, placed.total, transposed, how.gather, shared
             )
         if how.kind == "row":
-            return RowLinear(weight, bias, line, transposed, how.split, placed.total, shared)
+            return RowLinear(weight, bias, rank_group, transposed, how.split, placed.total, shared)
         padding = module.padding_idx
         if how.kind == "vocabulary":
-            return VocabularyEmbedding(weight, line, runs[0], placed.total, padding)
-        return ColumnEmbedding(weight, line, runs[0], placed.total, padding, how.gather)
+            return VocabularyEmbedding(weight, rank_group, runs[0], placed.total, padding)
+        return ColumnEmbedding(weight, rank_group, runs[0], placed.total, padding, how.gather)
 
     def _part(
         self, whole: Any, dim: int | None, runs: tuple[Interval, ...], copies: int = 1
@@ -213,7 +219,7 @@ class _Applied:
                     setattr(module, name, self.local[id(parameter)])
 
     def _hook(self, shared: Mapping[str, SharedSequence]) -> None:
-        plan, line = self.plan, self.line
+        plan, rank_group = self.plan, self.rank_group
         for path in plan.sites:
             sequence = _stack_of(path, shared)
             if sequence is not None:
@@ -223,8 +229,8 @@ class _Applied:
             if sequence is not None:
                 expect_whole(path, self.modules[path], sequence)
         for path, names in plan.sliced.items():
-            spans = intervals(deal(plan.attention[path], line.size))
-            slice_heads(self.modules[path], names, plan.attention[path], spans[line.rank])
+            spans = intervals(deal(plan.attention[path], rank_group.size))
+            slice_heads(self.modules[path], names, plan.attention[path], spans[rank_group.rank])
         inside = [
             module
             for stack in shared
@@ -239,14 +245,14 @@ class _Applied:
         for path, sequence in shared.items():
             guard_stack(path, self.model.get_submodule(path), sequence, plan.known)
         for path in {path: None for stack in shared for path in _above(stack)}:
-            gather_outputs(self.model.get_submodule(path), line)
+            gather_outputs(self.model.get_submodule(path), rank_group)
         refuse_outputs(self.model, bool(shared))
         copied = [
             module
             for module in self.replaced.values()
             if any((r := region_of(p)) and r.copies > 1 for p in module.parameters(recurse=False))
         ]
-        sum_gradients(self.model, inside + summed_up + copied, line)
+        sum_gradients(self.model, inside + summed_up + copied, rank_group)
 
     def _in_site(self, path: str) -> bool:
         """Whether a module works on the whole sequence again, past the columns of a site.
@@ -290,10 +296,12 @@ def cut_parameter(
     return local
 
 
-def scale_heads(attention: nn.Module, line: RankGroup, groups: int) -> None:
+def scale_heads(attention: nn.Module, rank_group: RankGroup, groups: int) -> None:
     """Scales an attention module's counts of heads to this rank's share, as it reshapes by them."""
-    copied = line.size > groups
-    local, of = (1, line.size) if copied else (deal(groups, line.size)[line.rank], groups)
+    copied = rank_group.size > groups
+    local, of = (
+        (1, rank_group.size) if copied else (deal(groups, rank_group.size)[rank_group.rank], groups)
+    )
     for name in (*SCALED, REPEATED) if copied else SCALED:
         count = vars(attention).get(name)
         if isinstance(count, int):
@@ -323,7 +331,7 @@ def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Int
     module.register_forward_pre_hook(cut, with_kwargs=True)
 
 
-def sum_gradients(model: nn.Module, modules: list[nn.Module], line: RankGroup) -> None:
+def sum_gradients(model: nn.Module, modules: list[nn.Module], rank_group: RankGroup) -> None:
     """Sums the gradients of whole (replicated) parameters of some modules over the ranks.
 
     Of a region that several ranks hold, each of these has the sum of their gradients.
@@ -338,7 +346,7 @@ def sum_gradients(model: nn.Module, modules: list[nn.Module], line: RankGroup) -
     Args:
         model: model whose calls find parameters that came later.
         modules: modules whose whole parameters have partial gradients.
-        line: rank group to sum over.
+        rank_group: rank group to sum over.
     """
     # By name: a copy of a module has parameters that know of no region.
     names: dict[nn.Module, dict[str, Region | None]] = {}
@@ -353,7 +361,7 @@ def sum_gradients(model: nn.Module, modules: list[nn.Module], line: RankGroup) -
             # which a parameter that is gathered on demand waits.
             used, region = parameter.view_as(parameter), own[name]
             vars(module)[name] = (
-                copy(used, line) if region is None else copy_region(used, line, region)
+                copy(used, rank_group) if region is None else copy_region(used, rank_group, region)
             )
 
     def leave(module: nn.Module, *_: Any) -> None:
@@ -364,7 +372,7 @@ def sum_gradients(model: nn.Module, modules: list[nn.Module], line: RankGroup) -
         for module in modules:
             for name, parameter in _trained(module, names[module]):
                 if names[module][name] is None and "_summed" not in vars(parameter):
-                    parameter.register_hook(partial(_summed_once, parameter, line))
+                    parameter.register_hook(partial(_summed_once, parameter, rank_group))
                     vars(parameter)["_summed"] = True
 
     for module in modules:
@@ -380,8 +388,8 @@ def _trained(module: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Para
     return [(name, p) for name, p in found if p is not None and p.requires_grad]
 
 
-def _summed_once(parameter: nn.Parameter, line: RankGroup, grad: Tensor) -> Tensor:
-    return grad if "_summed_at_use" in vars(parameter) else summed(grad, line)
+def _summed_once(parameter: nn.Parameter, rank_group: RankGroup, grad: Tensor) -> Tensor:
+    return grad if "_summed_at_use" in vars(parameter) else summed(grad, rank_group)
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:

@@ -14,16 +14,16 @@ class OnLine(nn.Module):
     """A module that holds one rank's shard of a layer.
 
     Attributes:
-        line: rank group that the layer is sharded over.
+        rank_group: rank group that the layer is sharded over.
     """
 
-    def __init__(self, line: RankGroup = ALONE) -> None:
+    def __init__(self, rank_group: RankGroup = ALONE) -> None:
         super().__init__()
-        self.line = line
+        self.rank_group = rank_group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A process group cannot be copied: a copy of the module shares it.
-        memo[id(self.line)] = self.line
+        memo[id(self.rank_group)] = self.rank_group
         memo[id(self)] = copied = type(self).__new__(type(self))
         vars(copied).update(deepcopy(vars(self), memo))
         return copied

@@ -45,98 +45,112 @@ def uncompiled(function: F) -> F:
 
 
 @uncompiled
-def copy(x: Tensor, line: RankGroup) -> Tensor:
+def copy(x: Tensor, rank_group: RankGroup) -> Tensor:
     """Returns the same tensor; its gradient is summed over the ranks."""
-    return x if line.size == 1 else _Copy.apply(x, line)
+    return x if rank_group.size == 1 else _Copy.apply(x, rank_group)
 
 
 @uncompiled
-def copy_region(x: Tensor, line: RankGroup, region: Region) -> Tensor:
+def copy_region(x: Tensor, rank_group: RankGroup, region: Region) -> Tensor:
     """Returns the same tensor; its gradient is summed over the ranks that hold the same region.
 
     Args:
         x: region of one run, which `region.copies` ranks have alike.
-        line: rank group that shares the whole.
+        rank_group: rank group that shares the whole.
         region: region of the whole that `x` is.
     """
-    return _CopyRegion.apply(x, line, region)
+    return _CopyRegion.apply(x, rank_group, region)
 
 
 @uncompiled
-def reduce(x: Tensor, line: RankGroup) -> Tensor:
+def reduce(x: Tensor, rank_group: RankGroup) -> Tensor:
     """Returns the sum over the ranks; its gradient goes to each as it is."""
-    return x if line.size == 1 else _Reduce.apply(x, line)
+    return x if rank_group.size == 1 else _Reduce.apply(x, rank_group)
 
 
 @uncompiled
-def gather(x: Tensor, dim: int, lengths: Sequence[int], line: RankGroup) -> Tensor:
+def gather(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
     """Gathers the whole of which each rank has a piece; of the gradient each keeps its piece.
 
     Args:
         x: this rank's piece.
         dim: dimension that is sharded.
         lengths: length of each rank's piece along `dim`.
-        line: rank group to gather over.
+        rank_group: rank group to gather over.
     """
-    return x if line.size == 1 else _Gather.apply(x, dim % x.dim(), tuple(lengths), line)
+    return (
+        x if rank_group.size == 1 else _Gather.apply(x, dim % x.dim(), tuple(lengths), rank_group)
+    )
 
 
 @uncompiled
-def split(x: Tensor, dim: int, lengths: Sequence[int], line: RankGroup) -> Tensor:
+def split(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
     """Returns this rank's piece of a whole that all have; the gradient is gathered."""
-    return x if line.size == 1 else _Split.apply(x, dim % x.dim(), tuple(lengths), line)
+    return x if rank_group.size == 1 else _Split.apply(x, dim % x.dim(), tuple(lengths), rank_group)
 
 
 @uncompiled
-def gather_partial(x: Tensor, dim: int, lengths: Sequence[int], line: RankGroup) -> Tensor:
+def gather_partial(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
     """Gathers the whole of which each rank has a piece; gradients are reduce-scattered."""
-    return x if line.size == 1 else _GatherPartial.apply(x, dim % x.dim(), tuple(lengths), line)
+    return (
+        x
+        if rank_group.size == 1
+        else _GatherPartial.apply(x, dim % x.dim(), tuple(lengths), rank_group)
+    )
 
 
 @uncompiled
-def reduce_split(x: Tensor, dim: int, lengths: Sequence[int], line: RankGroup) -> Tensor:
+def reduce_split(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
     """Returns this rank's piece of the sum over the ranks; the gradient is gathered."""
-    return x if line.size == 1 else _ReduceSplit.apply(x, dim % x.dim(), tuple(lengths), line)
+    return (
+        x
+        if rank_group.size == 1
+        else _ReduceSplit.apply(x, dim % x.dim(), tuple(lengths), rank_group)
+    )
 
 
-def summed(x: Tensor, line: RankGroup) -> Tensor:
+def summed(x: Tensor, rank_group: RankGroup) -> Tensor:
     """Returns the sum over the ranks in a new tensor; not differentiable."""
     total = x.detach().clone().contiguous()
-    all_reduce(total, group=line.process_group, any_order=True)
+    all_reduce(total, group=rank_group.process_group, any_order=True)
     return total
 
 
 class _Copy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: RankGroup) -> Tensor:
-        ctx.line = line
+    def forward(ctx: Any, x: Tensor, rank_group: RankGroup) -> Tensor:
+        ctx.rank_group = rank_group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return summed(grads[0], ctx.line), None
+        return summed(grads[0], ctx.rank_group), None
 
 
 class _CopyRegion(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: RankGroup, region: Region) -> Tensor:
-        ctx.how = line, region
+    def forward(ctx: Any, x: Tensor, rank_group: RankGroup, region: Region) -> Tensor:
+        ctx.how = rank_group, region
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        line, region = ctx.how
+        rank_group, region = ctx.how
         ((start, stop),) = region.runs
         # All regions at once: it is small, and needs no groups of the ranks that share one.
         whole = grads[0].new_zeros(region.shape)
         whole.narrow(region.dim, start, stop - start).copy_(grads[0])
-        return summed(whole, line).narrow(region.dim, start, stop - start).contiguous(), None, None
+        return (
+            summed(whole, rank_group).narrow(region.dim, start, stop - start).contiguous(),
+            None,
+            None,
+        )
 
 
 class _Reduce(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: RankGroup) -> Tensor:
-        return summed(x, line)
+    def forward(ctx: Any, x: Tensor, rank_group: RankGroup) -> Tensor:
+        return summed(x, rank_group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -145,9 +159,11 @@ class _Reduce(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: RankGroup) -> Tensor:
-        ctx.cut = dim, lengths, line
-        return start_gather(x, dim, lengths, line)()
+    def forward(
+        ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], rank_group: RankGroup
+    ) -> Tensor:
+        ctx.cut = dim, lengths, rank_group
+        return start_gather(x, dim, lengths, rank_group)()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -156,9 +172,11 @@ class _Gather(Function):
 
 class _Split(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: RankGroup) -> Tensor:
-        ctx.cut = dim, lengths, line
-        return _own(x, dim, lengths, line)
+    def forward(
+        ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], rank_group: RankGroup
+    ) -> Tensor:
+        ctx.cut = dim, lengths, rank_group
+        return _own(x, dim, lengths, rank_group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -167,9 +185,11 @@ class _Split(Function):
 
 class _GatherPartial(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: RankGroup) -> Tensor:
-        ctx.cut = dim, lengths, line
-        return start_gather(x, dim, lengths, line)()
+    def forward(
+        ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], rank_group: RankGroup
+    ) -> Tensor:
+        ctx.cut = dim, lengths, rank_group
+        return start_gather(x, dim, lengths, rank_group)()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -178,16 +198,18 @@ class _GatherPartial(Function):
 
 class _ReduceSplit(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], line: RankGroup) -> Tensor:
-        ctx.cut = dim, lengths, line
-        return start_reduce(x, dim, lengths, line)()
+    def forward(
+        ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], rank_group: RankGroup
+    ) -> Tensor:
+        ctx.cut = dim, lengths, rank_group
+        return start_reduce(x, dim, lengths, rank_group)()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return start_gather(grads[0], *ctx.cut)(), None, None, None
 
 
-def _own(x: Tensor, dim: int, lengths: Sequence[int], line: RankGroup) -> Tensor:
-    start, stop = pieces_of(lengths)[line.rank]
+def _own(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
+    start, stop = pieces_of(lengths)[rank_group.rank]
     # A copy: a view would keep the whole alive.
     return x.narrow(dim, start, stop - start).clone()

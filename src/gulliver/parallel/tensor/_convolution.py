@@ -28,9 +28,13 @@ class _Convolution(OnLine):
     bias: nn.Parameter | None
 
     def __init__(
-        self, like: nn.Module, weight: nn.Parameter, bias: nn.Parameter | None, line: RankGroup
+        self,
+        like: nn.Module,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        rank_group: RankGroup,
     ) -> None:
-        super().__init__(line)
+        super().__init__(rank_group)
         assert isinstance(like, nn.Conv1d | nn.Conv2d | nn.Conv3d)
         self.weight = weight
         self.register_parameter("bias", bias)
@@ -53,7 +57,7 @@ class ColumnConvolution(_Convolution):
         like: the whole layer, for stride, padding and dilation.
         weight: shard of the weight along dim 0.
         bias: shard of the bias, or None.
-        line: rank group that the layer is sharded over.
+        rank_group: rank group that the layer is sharded over.
         gather_output: whether all ranks get all channels.
     """
 
@@ -62,18 +66,18 @@ class ColumnConvolution(_Convolution):
         like: nn.Module,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        line: RankGroup = ALONE,
+        rank_group: RankGroup = ALONE,
         gather_output: bool = False,
     ) -> None:
-        super().__init__(like, weight, bias, line)
+        super().__init__(like, weight, bias, rank_group)
         self.total, self.gather_output = int(like.out_channels), gather_output  # pyright: ignore[reportArgumentType]
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns some or all output channels of an input that is whole on all ranks."""
-        y = self._apply_weight(copy(x, self.line), self.bias)
+        y = self._apply_weight(copy(x, self.rank_group), self.bias)
         if not self.gather_output:
             return y
-        return gather(y, self._channels, deal(self.total, self.line.size), self.line)
+        return gather(y, self._channels, deal(self.total, self.rank_group.size), self.rank_group)
 
 
 class RowConvolution(_Convolution):
@@ -83,7 +87,7 @@ class RowConvolution(_Convolution):
         like: the whole layer, for stride, padding and dilation.
         weight: shard of the weight along dim 1.
         bias: whole bias, or None; added once, after the sum.
-        line: rank group that the layer is sharded over.
+        rank_group: rank group that the layer is sharded over.
         split_input: whether the input is whole on all ranks, and each takes its channels.
     """
 
@@ -92,17 +96,17 @@ class RowConvolution(_Convolution):
         like: nn.Module,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        line: RankGroup = ALONE,
+        rank_group: RankGroup = ALONE,
         split_input: bool = False,
     ) -> None:
-        super().__init__(like, weight, bias, line)
+        super().__init__(like, weight, bias, rank_group)
         self.total, self.split_input = int(like.in_channels), split_input  # pyright: ignore[reportArgumentType]
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns all output channels, the same on all ranks, from this rank's input channels."""
         if self.split_input:
-            x = split(x, self._channels, deal(self.total, self.line.size), self.line)
-        y = reduce(self._apply_weight(x, None), self.line)
+            x = split(x, self._channels, deal(self.total, self.rank_group.size), self.rank_group)
+        y = reduce(self._apply_weight(x, None), self.rank_group)
         if self.bias is None:
             return y
         return y + self.bias.view(-1, *[1] * (self.weight.dim() - 2))

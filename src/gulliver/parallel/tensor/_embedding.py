@@ -25,8 +25,8 @@ class _Embedding(OnLine):
     scale_grad_by_freq = False
     sparse = False
 
-    def __init__(self, weight: nn.Parameter, line: RankGroup) -> None:
-        super().__init__(line)
+    def __init__(self, weight: nn.Parameter, rank_group: RankGroup) -> None:
+        super().__init__(rank_group)
         self.weight = weight
 
     @property
@@ -47,7 +47,7 @@ class VocabularyEmbedding(_Embedding):
 
     Args:
         weight: this rank's rows, ``[rows, width]``.
-        line: rank group that the vocabulary is sharded over.
+        rank_group: rank group that the vocabulary is sharded over.
         rows: first of this rank's rows and one past the last.
         total: rows of the whole.
         padding_idx: index in the whole of a row that never has a gradient.
@@ -56,12 +56,12 @@ class VocabularyEmbedding(_Embedding):
     def __init__(
         self,
         weight: nn.Parameter,
-        line: RankGroup = ALONE,
+        rank_group: RankGroup = ALONE,
         rows: Interval | None = None,
         total: int = 0,
         padding_idx: int | None = None,
     ) -> None:
-        super().__init__(weight, line)
+        super().__init__(weight, rank_group)
         self.rows = rows or (0, weight.shape[0])
         self.total, self.padding_idx = total or weight.shape[0], padding_idx
 
@@ -85,7 +85,7 @@ class VocabularyEmbedding(_Embedding):
         # that the kernel's own assertion finds it.
         own = (ids - start).masked_fill(~here, 0).masked_fill(nowhere, self.total)
         vectors = F.embedding(own, self.weight, padding)
-        return reduce(vectors.masked_fill(~here.unsqueeze(-1), 0), self.line)
+        return reduce(vectors.masked_fill(~here.unsqueeze(-1), 0), self.rank_group)
 
 
 class ColumnEmbedding(_Embedding):
@@ -93,7 +93,7 @@ class ColumnEmbedding(_Embedding):
 
     Args:
         weight: this rank's columns, ``[vocabulary, columns]``.
-        line: rank group that the columns are sharded over.
+        rank_group: rank group that the columns are sharded over.
         columns: first of this rank's columns and one past the last.
         total: columns of the whole.
         padding_idx: index of a row that never has a gradient.
@@ -104,13 +104,13 @@ class ColumnEmbedding(_Embedding):
     def __init__(
         self,
         weight: nn.Parameter,
-        line: RankGroup = ALONE,
+        rank_group: RankGroup = ALONE,
         columns: Interval | None = None,
         total: int = 0,
         padding_idx: int | None = None,
         gather_output: bool = False,
     ) -> None:
-        super().__init__(weight, line)
+        super().__init__(weight, rank_group)
         self.columns = columns or (0, weight.shape[1])
         self.total, self.padding_idx = total or weight.shape[1], padding_idx
         self.gather_output = gather_output
@@ -120,5 +120,5 @@ class ColumnEmbedding(_Embedding):
         vectors = F.embedding(ids, self.weight, self.padding_idx)
         if not self.gather_output:
             return vectors
-        lengths = deal(self.total, self.line.size)
-        return gather(vectors, vectors.dim() - 1, lengths, self.line)
+        lengths = deal(self.total, self.rank_group.size)
+        return gather(vectors, vectors.dim() - 1, lengths, self.rank_group)

@@ -77,19 +77,19 @@ class Cut:
         return list(x.split(list(self.lengths), self.dim))
 
 
-def enter(x: Tensor, line: RankGroup, cut: Cut | None) -> Tensor:
+def enter(x: Tensor, rank_group: RankGroup, cut: Cut | None) -> Tensor:
     """Begins to communicate the input of columns; pass what is returned to all of them.
 
     Args:
         x: the whole, or this rank's piece of it; cast to what autocast computes in.
-        line: rank group that the columns are sharded over.
+        rank_group: rank group that the columns are sharded over.
         cut: sharding of the pieces; None where `x` is whole.
 
     Returns:
         A tensor of the whole's shape, with the gradient that belongs to `x`.
     """
     x = autocast(x)
-    entry = Entry(line, cut)
+    entry = Entry(rank_group, cut)
     token = _Enter.apply(x, entry)
     arrival = Arrival(entry, x.detach())
     if cut is None:
@@ -100,7 +100,7 @@ def enter(x: Tensor, line: RankGroup, cut: Cut | None) -> Tensor:
     return arriving
 
 
-def enter_whole(x: Tensor, line: RankGroup) -> Tensor:
+def enter_whole(x: Tensor, rank_group: RankGroup) -> Tensor:
     """Enters a whole tensor, once for all columns that are given this very object."""
     # Noted on the tensor, as nothing tells a column which others read its input.
     before = vars(x).get("_entered")
@@ -108,10 +108,12 @@ def enter_whole(x: Tensor, line: RankGroup) -> Tensor:
     if before is not None:
         arrival = arrival_of(before)
         assert arrival is not None
-        known = arrival.entry.line == line and before.dtype == autocast(x.detach()).dtype
+        known = (
+            arrival.entry.rank_group == rank_group and before.dtype == autocast(x.detach()).dtype
+        )
         if known and before.requires_grad == recorded:
             return before
-    vars(x)["_entered"] = entered = enter(x, line, None)
+    vars(x)["_entered"] = entered = enter(x, rank_group, None)
     return entered
 
 
@@ -140,13 +142,13 @@ class Arrival:
         self._data: Tensor | None = None
         self._wait: Wait | None = None
         self._ring: Iterator[tuple[int, Tensor]] | None = None
-        line, cut = entry.line, entry.cut
+        rank_group, cut = entry.rank_group, entry.cut
         if cut is None:
             self._data = own
         elif cut.ring:
-            self._ring = _begun(ring_gather(own, cut.dim, cut.lengths, line))
+            self._ring = _begun(ring_gather(own, cut.dim, cut.lengths, rank_group))
         else:
-            self._wait = start_gather(own, cut.dim, cut.lengths, line)
+            self._wait = start_gather(own, cut.dim, cut.lengths, rank_group)
 
     def data(self) -> Tensor:
         """Waits for the whole and returns it."""
@@ -188,12 +190,12 @@ class Entry:
     Each column calls `begin`, `add`, `weight_gradient` and `leave`, as far as it needs them.
 
     Attributes:
-        line: rank group that the columns are sharded over.
+        rank_group: rank group that the columns are sharded over.
         cut: sharding of the input, None where it is whole.
     """
 
-    def __init__(self, line: RankGroup, cut: Cut | None) -> None:
-        self.line, self.cut = line, cut
+    def __init__(self, rank_group: RankGroup, cut: Cut | None) -> None:
+        self.rank_group, self.cut = rank_group, cut
         self._columns = 0
         self._reset()
 
@@ -220,9 +222,9 @@ class Entry:
             self._again = own
         elif self._again is None and self._wait is None and self._ring is None:
             if cut.ring:
-                self._ring = _begun(ring_gather(own, cut.dim, cut.lengths, self.line))
+                self._ring = _begun(ring_gather(own, cut.dim, cut.lengths, self.rank_group))
             else:
-                self._wait = start_gather(own, cut.dim, cut.lengths, self.line)
+                self._wait = start_gather(own, cut.dim, cut.lengths, self.rank_group)
 
     def add(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
         """Adds a column's input gradient; the last column begins the sum over the ranks."""
@@ -236,21 +238,21 @@ class Entry:
 
     def _add_in_pieces(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
         # Other ranks' pieces first: each is on its way while the next is computed.
-        cut, line = self.cut, self.line
+        cut, rank_group = self.cut, self.rank_group
         assert cut is not None
         grads = cut.pieces(grad)
-        sums = cut.pieces(self._sum) if self._sum is not None else [None] * line.size
+        sums = cut.pieces(self._sum) if self._sum is not None else [None] * rank_group.size
 
         def piece(place: int) -> Tensor:
             part = input_gradient(grads[place], weight, transposed)
             before = sums[place]
             return part if before is None else part.add_(before)
 
-        shape = (*grads[line.rank].shape[:-1], weight.shape[0 if transposed else 1])
-        reduction = Reduction(shape, cut.dim, cut.lengths, line, grad)
+        shape = (*grads[rank_group.rank].shape[:-1], weight.shape[0 if transposed else 1])
+        reduction = Reduction(shape, cut.dim, cut.lengths, rank_group, grad)
         for place in reduction.order:
             reduction.send(place, piece(place))
-        own, self._sum = piece(line.rank), None
+        own, self._sum = piece(rank_group.rank), None
         self._reduced = lambda: reduction.finish(own)
 
     def weight_gradient(self, grad: Tensor, own: Tensor, transposed: bool) -> Tensor:
@@ -288,12 +290,12 @@ class Entry:
         return found
 
     def _reduce(self, grad: Tensor) -> Wait:
-        line, cut = self.line, self.cut
+        rank_group, cut = self.rank_group, self.cut
         if cut is not None:
-            return start_reduce(grad, cut.dim, cut.lengths, line)
+            return start_reduce(grad, cut.dim, cut.lengths, rank_group)
         # Summed in place: it was made here, by `input_gradient`, and nobody else reads it.
         grad = grad.contiguous()
-        handle = all_reduce(grad, group=line.process_group, async_op=True, any_order=True)
+        handle = all_reduce(grad, group=rank_group.process_group, async_op=True, any_order=True)
 
         def wait() -> Tensor:
             handle.wait()
@@ -346,8 +348,8 @@ class _Look(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        cut, line = ctx.entry.cut, ctx.entry.line
-        return cut.pieces(grads[0])[line.place].contiguous(), None
+        cut, rank_group = ctx.entry.cut, ctx.entry.rank_group
+        return cut.pieces(grads[0])[rank_group.rank].contiguous(), None
 
 
 SHAPES = (

@@ -95,7 +95,7 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, Part]:
     return found
 
 
-def share_experts(module: nn.Module, line: RankGroup) -> None:
+def share_experts(module: nn.Module, rank_group: RankGroup) -> None:
     """Adds hooks with which a module of sharded experts takes whole tensors and returns them."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -103,19 +103,19 @@ def share_experts(module: nn.Module, line: RankGroup) -> None:
         if added is not None:
             # Every rank adds the output's bias before the sum, so each adds its share of it. As an
             # attribute it is found before the parameter of this name, while the module runs.
-            vars(module)[ADDED] = copy(added, line) / line.size
-        given = {name: _copied(value, line) for name, value in kwargs.items()}
-        return tuple(_copied(value, line) for value in args), given
+            vars(module)[ADDED] = copy(added, rank_group) / rank_group.size
+        given = {name: _copied(value, rank_group) for name, value in kwargs.items()}
+        return tuple(_copied(value, rank_group) for value in args), given
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         vars(module).pop(ADDED, None)
-        return None if output is None else reduce(output, line)
+        return None if output is None else reduce(output, rank_group)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
 
 
-def share_rotary(module: nn.Module, width: int, line: RankGroup) -> None:
+def share_rotary(module: nn.Module, width: int, rank_group: RankGroup) -> None:
     """Sums the gradient of the last `width` features of a module's output over the ranks.
 
     All heads read these features as they are, and each rank has some of the heads: the gradient on
@@ -124,10 +124,14 @@ def share_rotary(module: nn.Module, width: int, line: RankGroup) -> None:
 
     def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         latent, rotary = output.split([output.shape[-1] - width, width], -1)
-        return torch.cat([latent, copy(rotary, line)], -1)
+        return torch.cat([latent, copy(rotary, rank_group)], -1)
 
     module.register_forward_hook(after)
 
 
-def _copied(value: Any, line: RankGroup) -> Any:
-    return copy(value, line) if isinstance(value, Tensor) and value.is_floating_point() else value
+def _copied(value: Any, rank_group: RankGroup) -> Any:
+    return (
+        copy(value, rank_group)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+    )

@@ -60,9 +60,13 @@ class _Sharded(OnLine):
     bias: nn.Parameter | None
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, line: RankGroup, transposed: bool
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        rank_group: RankGroup,
+        transposed: bool,
     ) -> None:
-        super().__init__(line)
+        super().__init__(rank_group)
         self.weight = weight
         self.register_parameter("bias", bias)
         self.transposed = transposed
@@ -80,7 +84,8 @@ class _Sharded(OnLine):
     def extra_repr(self) -> str:
         """Returns what `print` shows."""
         shape = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{shape}, bias={self.bias is not None}, rank {self.line.rank} of {self.line.size}"
+        rank, size = self.rank_group.rank, self.rank_group.size
+        return f"{shape}, bias={self.bias is not None}, rank {rank} of {size}"
 
 
 class ColumnLinear(_Sharded):
@@ -89,7 +94,7 @@ class ColumnLinear(_Sharded):
     Args:
         weight: this rank's rows of the weight matrix.
         bias: this rank's entries of the bias, or None.
-        line: rank group that the layer is sharded over.
+        rank_group: rank group that the layer is sharded over.
         runs: intervals of this rank's outputs in the whole layer; several where projections are
             fused.
         total: outputs of the whole layer.
@@ -103,14 +108,14 @@ class ColumnLinear(_Sharded):
         self,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        line: RankGroup = ALONE,
+        rank_group: RankGroup = ALONE,
         runs: tuple[Interval, ...] = (),
         total: int = 0,
         transposed: bool = False,
         gather_output: bool = False,
         shared: SharedSequence | None = None,
     ) -> None:
-        super().__init__(weight, bias, line, transposed)
+        super().__init__(weight, bias, rank_group, transposed)
         self.runs = runs or ((0, self.out_features),)
         self.total = total or self.out_features
         self.gather_output, self.shared = gather_output, shared
@@ -129,19 +134,19 @@ class ColumnLinear(_Sharded):
             x: input ``[..., inputs]``, whole or entered; with `shared` a piece of the sequence.
         """
         weight, bias = _autocast(x, self.weight, self.bias)
-        if self.line.size == 1:
+        if self.rank_group.size == 1:
             return product(x, weight, bias, self.transposed)
         arrival = arrival_of(x)
         if arrival is None:
             if self.shared is None or self.shared.inside:
-                x = enter_whole(x, self.line)
+                x = enter_whole(x, self.rank_group)
             else:
-                x = enter(x, self.line, self.shared.cut_of(x))
+                x = enter(x, self.rank_group, self.shared.cut_of(x))
             arrival = arrival_of(x)
         y = _Column.apply(token_of(x), weight, bias, arrival, self.transposed)
         if self.gather_output:
-            lengths = deal(self.total, self.line.size)
-            return gather(y, y.dim() - 1, lengths, self.line)
+            lengths = deal(self.total, self.rank_group.size)
+            return gather(y, y.dim() - 1, lengths, self.rank_group)
         return y
 
 
@@ -151,7 +156,7 @@ class RowLinear(_Sharded):
     Args:
         weight: this rank's columns of the weight matrix.
         bias: whole bias, or None.
-        line: rank group that the layer is sharded over.
+        rank_group: rank group that the layer is sharded over.
         transposed: whether the weight is ``[inputs, outputs]``.
         split_input: whether the input is whole on all ranks, and each takes its features.
         total: inputs of the whole layer, for `split_input`.
@@ -162,13 +167,13 @@ class RowLinear(_Sharded):
         self,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        line: RankGroup = ALONE,
+        rank_group: RankGroup = ALONE,
         transposed: bool = False,
         split_input: bool = False,
         total: int = 0,
         shared: SharedSequence | None = None,
     ) -> None:
-        super().__init__(weight, bias, line, transposed)
+        super().__init__(weight, bias, rank_group, transposed)
         self.split_input, self.total, self.shared = split_input, total, shared
 
     @uncompiled
@@ -180,12 +185,12 @@ class RowLinear(_Sharded):
         """
         weight, bias = _autocast(x, self.weight, self.bias)
         x = autocast(x)
-        if self.line.size == 1:
+        if self.rank_group.size == 1:
             return product(x, weight, bias, self.transposed)
         if self.split_input:
-            x = split(x, x.dim() - 1, deal(self.total, self.line.size), self.line)
+            x = split(x, x.dim() - 1, deal(self.total, self.rank_group.size), self.rank_group)
         cut = self.shared.cut_for(x) if self.shared else None
-        return _Row.apply(x, weight, bias, self.line, cut, self.transposed)
+        return _Row.apply(x, weight, bias, self.rank_group, cut, self.transposed)
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -242,56 +247,58 @@ class _Row(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        line: RankGroup,
+        rank_group: RankGroup,
         cut: Cut | None,
         transposed: bool,
     ) -> Tensor:
-        ctx.how = line, cut, transposed
+        ctx.how = rank_group, cut, transposed
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         if cut is not None and cut.ring:
-            y = _reduced_in_pieces(x, weight, line, cut, transposed)
+            y = _reduced_in_pieces(x, weight, rank_group, cut, transposed)
         else:
             y = product(x, weight, None, transposed).contiguous()
             if cut is None:
-                all_reduce(y, group=line.process_group, any_order=True)
+                all_reduce(y, group=rank_group.process_group, any_order=True)
             else:
-                y = start_reduce(y, cut.dim, cut.lengths, line)()
+                y = start_reduce(y, cut.dim, cut.lengths, rank_group)()
         # After the sum: before it the bias would be added once for each rank.
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight = ctx.saved_tensors
-        line, cut, transposed = ctx.how
+        rank_group, cut, transposed = ctx.how
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad = grads[0].contiguous()
         of_bias = bias_gradient(grad) if needs_bias else None
         if cut is not None and cut.ring and (needs_x or needs_weight):
-            found = _gradients_in_pieces(grad, x, weight, line, cut, transposed)
+            found = _gradients_in_pieces(grad, x, weight, rank_group, cut, transposed)
             return *found, of_bias, None, None, None
         if cut is not None and (needs_x or needs_weight):
-            grad = start_gather(grad, cut.dim, cut.lengths, line)()
+            grad = start_gather(grad, cut.dim, cut.lengths, rank_group)()
         of_x = input_gradient(grad, weight, transposed) if needs_x else None
         of_weight = weight_gradient(grad, x, transposed) if needs_weight else None
         return of_x, of_weight, of_bias, None, None, None
 
 
-def _reduced_in_pieces(x: Tensor, weight: Tensor, line: RankGroup, cut: Cut, transposed: bool) -> Tensor:
+def _reduced_in_pieces(
+    x: Tensor, weight: Tensor, rank_group: RankGroup, cut: Cut, transposed: bool
+) -> Tensor:
     """Returns this rank's piece of the output; the others go out while the next is computed."""
     pieces = cut.pieces(x)
-    shape = (*pieces[line.rank].shape[:-1], weight.shape[1 if transposed else 0])
-    reduction = Reduction(shape, cut.dim, cut.lengths, line, x)
+    shape = (*pieces[rank_group.rank].shape[:-1], weight.shape[1 if transposed else 0])
+    reduction = Reduction(shape, cut.dim, cut.lengths, rank_group, x)
     for place in reduction.order:
         reduction.send(place, product(pieces[place], weight, None, transposed))
-    return reduction.finish(product(pieces[line.rank], weight, None, transposed))
+    return reduction.finish(product(pieces[rank_group.rank], weight, None, transposed))
 
 
 def _gradients_in_pieces(
     grad: Tensor,
     x: Tensor | None,
     weight: Tensor | None,
-    line: RankGroup,
+    rank_group: RankGroup,
     cut: Cut,
     transposed: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -299,10 +306,10 @@ def _gradients_in_pieces(
     parts: dict[int, Tensor] = {}
     inputs = cut.pieces(x) if x is not None else []
     total = Sum()
-    for place, piece in ring_gather(grad, cut.dim, cut.lengths, line):
+    for place, piece in ring_gather(grad, cut.dim, cut.lengths, rank_group):
         if weight is not None:
             parts[place] = input_gradient(piece, weight, transposed)
         if inputs:
             total.add(weight_gradient(piece, inputs[place], transposed))
-    of_x = torch.cat([parts[p] for p in range(line.size)], cut.dim) if parts else None
+    of_x = torch.cat([parts[p] for p in range(rank_group.size)], cut.dim) if parts else None
     return of_x, total.value(grad.dtype) if inputs else None

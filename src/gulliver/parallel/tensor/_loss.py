@@ -25,7 +25,7 @@ from gulliver.errors import GulliverError
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,
-    line: RankGroup,
+    rank_group: RankGroup,
     vocabulary: tuple[int, int],
     ignore_index: int = -100,
 ) -> Tensor:
@@ -34,7 +34,7 @@ def cross_entropy(
     Args:
         logits: this rank's columns, ``[..., stop - start]``.
         labels: token ids in the whole vocabulary, ``[...]``, the same on all ranks.
-        line: rank group that the vocabulary is sharded over.
+        rank_group: rank group that the vocabulary is sharded over.
         vocabulary: first of this rank's columns and one past the last.
         ignore_index: label whose loss and gradient are 0.
 
@@ -51,20 +51,25 @@ def cross_entropy(
             f"logits of shape {tuple(logits.shape)} do not fit labels {tuple(labels.shape)} and "
             f"columns {start} to {stop}: expected {(*labels.shape, stop - start)}"
         )
-    return _CrossEntropy.apply(logits, labels, line, start, ignore_index)
+    return _CrossEntropy.apply(logits, labels, rank_group, start, ignore_index)
 
 
 class _CrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, line: RankGroup, start: int, ignore_index: int
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        rank_group: RankGroup,
+        start: int,
+        ignore_index: int,
     ) -> Tensor:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         precise = logits.to(wide)
         # A rank may have no column at all.
         low = torch.finfo(wide).min
         largest = precise.amax(-1) if precise.shape[-1] else precise.new_full(labels.shape, low)
-        _everywhere(largest, "max", line)
+        _everywhere(largest, "max", rank_group)
         total = (precise - largest.unsqueeze(-1)).exp().sum(-1)
         here, column = _own(labels, start, logits.shape[-1])
         if precise.shape[-1]:
@@ -72,7 +77,7 @@ class _CrossEntropy(Function):
         else:
             target = torch.zeros_like(total)
         sums = torch.stack([total, target, here.to(wide)])
-        _everywhere(sums, "sum", line)
+        _everywhere(sums, "sum", rank_group)
         total, target, found = sums.unbind()
         log_total = largest + total.log()
         ignored = labels == ignore_index
@@ -106,6 +111,6 @@ def _own(labels: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
     return here, column.masked_fill(~here, 0)
 
 
-def _everywhere(tensor: Tensor, op: Any, line: RankGroup) -> None:
-    if line.size > 1:
-        all_reduce(tensor, op, group=line.process_group)
+def _everywhere(tensor: Tensor, op: Any, rank_group: RankGroup) -> None:
+    if rank_group.size > 1:
+        all_reduce(tensor, op, group=rank_group.process_group)

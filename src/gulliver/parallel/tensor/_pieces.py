@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gulliver.comm import RankGroup, Messages, all_gather, post, reduce_scatter
+from gulliver.comm import Messages, RankGroup, all_gather, post, reduce_scatter
 from gulliver.parallel.tensor._deal import intervals
 
 RING_TAG, PIECE_TAG, SIZE_TAG = 500, 600, 700
@@ -30,22 +30,22 @@ Wait = Callable[[], Tensor]
 """Waits for a collective and returns its result."""
 
 
-def start_gather(own: Tensor, dim: int, lengths: Sequence[int], line: RankGroup) -> Wait:
+def start_gather(own: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Wait:
     """Begins to gather the pieces of all ranks.
 
     Args:
         own: this rank's piece.
         dim: dimension that is sharded, counted from the front.
         lengths: length of each rank's piece along `dim`.
-        line: rank group to gather over.
+        rank_group: rank group to gather over.
 
     Returns:
         A function that waits and returns the whole.
     """
-    longest, size, slots = max(lengths), line.size, _slots(line)
+    longest, size, slots = max(lengths), rank_group.size, _slots(rank_group)
     padded = _padded(own, dim, longest)
     flat = padded.new_empty(size * padded.numel())
-    handle = all_gather(flat, padded.view(-1), group=line.process_group, async_op=True)
+    handle = all_gather(flat, padded.view(-1), group=rank_group.process_group, async_op=True)
     buffer = flat.view(size, *padded.shape)
 
     def wait() -> Tensor:
@@ -59,7 +59,7 @@ def start_gather(own: Tensor, dim: int, lengths: Sequence[int], line: RankGroup)
     return wait
 
 
-def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], line: RankGroup) -> Wait:
+def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Wait:
     """Begins to reduce-scatter a tensor; arguments are as those of `start_gather`.
 
     Returns:
@@ -67,41 +67,45 @@ def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], line: RankGrou
     """
     longest = max(lengths)
     parts = whole.detach().split(list(lengths), dim)
-    stacked = torch.stack([_padded(parts[place], dim, longest) for place in line.group_order()])
+    stacked = torch.stack(
+        [_padded(parts[place], dim, longest) for place in rank_group.group_order()]
+    )
     shape = stacked.shape[1:]
     own = stacked.new_empty(stacked[0].numel())
-    handle = reduce_scatter(own, stacked.view(-1), group=line.process_group, async_op=True)
+    handle = reduce_scatter(own, stacked.view(-1), group=rank_group.process_group, async_op=True)
     # It is read until the collective is done.
     kept = [stacked]
 
     def wait() -> Tensor:
         handle.wait()
         kept.clear()
-        return own.view(shape).narrow(dim, 0, lengths[line.rank]).contiguous()
+        return own.view(shape).narrow(dim, 0, lengths[rank_group.rank]).contiguous()
 
     return wait
 
 
 def ring_gather(
-    own: Tensor, dim: int, lengths: Sequence[int], line: RankGroup
+    own: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup
 ) -> Iterator[tuple[int, Tensor]]:
     """Yields every rank and its piece, this rank's first, while the next piece travels.
 
     Every piece is passed on to the next rank, so each link carries one piece at a time.
     """
-    place, piece = line.rank, own.detach().contiguous()
-    after, before = (line.ranks[(place + step) % line.size] for step in (1, -1))
-    for step in range(line.size):
+    place, piece = rank_group.rank, own.detach().contiguous()
+    after, before = (rank_group.ranks[(place + step) % rank_group.size] for step in (1, -1))
+    for step in range(rank_group.size):
         messages, coming = None, piece
-        if step < line.size - 1:
+        if step < rank_group.size - 1:
             shape = list(own.shape)
-            shape[dim] = lengths[(place - 1) % line.size]
+            shape[dim] = lengths[(place - 1) % rank_group.size]
             coming = own.new_empty(shape)
-            messages = post([(before, coming)], [(after, piece)], line.process_group, RING_TAG + step)
+            messages = post(
+                [(before, coming)], [(after, piece)], rank_group.process_group, RING_TAG + step
+            )
         yield place, piece
         if messages is not None:
             messages.wait()
-        place, piece = (place - 1) % line.size, coming
+        place, piece = (place - 1) % rank_group.size, coming
 
 
 class Reduction:
@@ -113,34 +117,41 @@ class Reduction:
         shape: shape of the own piece.
         dim: dimension that is sharded.
         lengths: length of each rank's piece.
-        line: rank group to sum over.
+        rank_group: rank group to sum over.
         like: tensor of the dtype and device of the pieces.
     """
 
     def __init__(
-        self, shape: Sequence[int], dim: int, lengths: Sequence[int], line: RankGroup, like: Tensor
+        self,
+        shape: Sequence[int],
+        dim: int,
+        lengths: Sequence[int],
+        rank_group: RankGroup,
+        like: Tensor,
     ) -> None:
-        self._line = line
+        self._rank_group = rank_group
         self._messages: list[Messages] = []
         self._shape = tuple(shape)
         self._arrived = {
-            place: like.new_empty(self._shape) for place in range(line.size) if place != line.rank
+            place: like.new_empty(self._shape)
+            for place in range(rank_group.size)
+            if place != rank_group.rank
         }
 
     @property
     def order(self) -> list[int]:
         """Order in which pieces are computed: at any time all ranks send to different ones."""
-        place, size = self._line.rank, self._line.size
+        place, size = self._rank_group.rank, self._rank_group.size
         return [(place + step) % size for step in range(1, size)]
 
     def send(self, place: int, piece: Tensor) -> None:
         """Sends the piece of another rank, and begins to receive one."""
-        line, piece = self._line, piece.detach().contiguous()
-        step = (place - line.rank) % line.size
-        source = (line.rank - step) % line.size
-        incoming = [(line.ranks[source], self._arrived[source])]
-        sent = [(line.ranks[place], piece)]
-        self._messages.append(post(incoming, sent, line.process_group, PIECE_TAG + step))
+        rank_group, piece = self._rank_group, piece.detach().contiguous()
+        step = (place - rank_group.rank) % rank_group.size
+        source = (rank_group.rank - step) % rank_group.size
+        incoming = [(rank_group.ranks[source], self._arrived[source])]
+        sent = [(rank_group.ranks[place], piece)]
+        self._messages.append(post(incoming, sent, rank_group.process_group, PIECE_TAG + step))
 
     def finish(self, own: Tensor) -> Tensor:
         """Returns the sum of all ranks' pieces for this one, added in the order of the ranks."""
@@ -148,8 +159,8 @@ class Reduction:
             self._messages.pop(0).wait()
         wide = own.dtype if own.dtype.itemsize > 2 else torch.float32
         total: Tensor | None = None
-        for place in range(self._line.size):
-            term = own if place == self._line.rank else self._arrived.pop(place)
+        for place in range(self._rank_group.size):
+            term = own if place == self._rank_group.rank else self._arrived.pop(place)
             total = term.to(wide, copy=True) if total is None else total.add_(term)
         assert total is not None
         return total.to(own.dtype)
@@ -160,19 +171,19 @@ def pieces_of(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return intervals(lengths)
 
 
-def gather_sizes(size: int, line: RankGroup, device: torch.device) -> tuple[int, ...]:
+def gather_sizes(size: int, rank_group: RankGroup, device: torch.device) -> tuple[int, ...]:
     """Returns the numbers that all ranks of the group passed; one small all-gather."""
     own = torch.tensor([size], device=device)
-    sizes = own.new_empty(line.size)
-    all_gather(sizes, own, group=line.process_group)
+    sizes = own.new_empty(rank_group.size)
+    all_gather(sizes, own, group=rank_group.process_group)
     found: list[int] = sizes.tolist()
-    return tuple(found[slot] for slot in _slots(line))
+    return tuple(found[slot] for slot in _slots(rank_group))
 
 
-def _slots(line: RankGroup) -> list[int]:
-    """Returns where the group's collectives put the piece of each rank of a line."""
-    order = line.group_order()
-    return [order.index(place) for place in range(line.size)]
+def _slots(rank_group: RankGroup) -> list[int]:
+    """Returns where the group's collectives put the piece of each rank of a rank group."""
+    order = rank_group.group_order()
+    return [order.index(place) for place in range(rank_group.size)]
 
 
 def _padded(piece: Tensor, dim: int, length: int) -> Tensor:

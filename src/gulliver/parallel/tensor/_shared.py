@@ -29,21 +29,21 @@ class SharedSequence:
     """The sharding of the sequence that the blocks of a stack are in.
 
     Attributes:
-        line: rank group that the sequence is sharded over.
+        rank_group: rank group that the sequence is sharded over.
         ring: whether it is gathered and scattered piece by piece.
         lengths: length of each rank's piece while a block runs; None where it is not known.
         inside: number of running modules that entered their input.
     """
 
-    def __init__(self, line: RankGroup, ring: bool) -> None:
-        self.line, self.ring = line, ring
+    def __init__(self, rank_group: RankGroup, ring: bool) -> None:
+        self.rank_group, self.ring = rank_group, ring
         self.lengths: tuple[int, ...] | None = None
         self.inside = 0
         self._rows: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedSequence:
         # A process group cannot be copied; nothing lasts here from call to call.
-        return memo.setdefault(id(self), SharedSequence(self.line, self.ring))
+        return memo.setdefault(id(self), SharedSequence(self.rank_group, self.ring))
 
     def deal(self, length: int, training: bool) -> tuple[int, ...]:
         """Returns the lengths of the pieces of a sequence; `UNCUT` for one that is too short.
@@ -51,18 +51,19 @@ class SharedSequence:
         Raises:
             GulliverError: in training, there are fewer tokens than ranks.
         """
-        if length >= self.line.size:
-            return deal(length, self.line.size)
+        if length >= self.rank_group.size:
+            return deal(length, self.rank_group.size)
         if training:
+            size = self.rank_group.size
             raise GulliverError(
-                f"a sequence of {length} tokens cannot be cut over {self.line.size} tensor ranks: "
-                f"train on at least {self.line.size} tokens, or without sequence_parallelism_mode"
+                f"a sequence of {length} tokens cannot be cut over {size} tensor ranks: "
+                f"train on at least {size} tokens, or without sequence_parallelism_mode"
             )
         return UNCUT
 
     def ask(self, piece: Tensor) -> tuple[int, ...]:
         """Returns the lengths of all ranks' pieces; one small all-gather."""
-        return gather_sizes(piece.shape[1], self.line, piece.device)
+        return gather_sizes(piece.shape[1], self.rank_group, piece.device)
 
     def cut_of(self, piece: Tensor) -> Cut | None:
         """Returns the sharding of a tensor of which this rank has a piece.
@@ -76,10 +77,10 @@ class SharedSequence:
         dim = 1 if piece.dim() > 2 else 0
         own = piece.shape[dim]
         if lengths is None:
-            lengths = gather_sizes(own, self.line, piece.device)
+            lengths = gather_sizes(own, self.rank_group, piece.device)
         elif dim == 0:
             # Rows of a batch: tokens stand in another order than elsewhere, until they are cut.
-            lengths = tuple(n * (own // lengths[self.line.rank]) for n in lengths)
+            lengths = tuple(n * (own // lengths[self.rank_group.rank]) for n in lengths)
         self._rows = lengths
         return Cut(dim, lengths, self.ring)
 
@@ -92,6 +93,6 @@ class SharedSequence:
         if self.lengths == UNCUT:
             return None
         if whole.dim() > 2:
-            return Cut(1, deal(whole.shape[1], self.line.size), self.ring)
+            return Cut(1, deal(whole.shape[1], self.rank_group.size), self.ring)
         assert sum(self._rows) == len(whole), "rows leave a block as they entered"
         return Cut(0, self._rows, self.ring)

@@ -36,7 +36,7 @@ def take_in_once(site: nn.Module, shared: SharedSequence) -> None:
         if shared.inside or not isinstance(value, Tensor) or isinstance(value, Arriving):
             return value
         cut = shared.cut_of(value)
-        return value if cut is None else enter(value, shared.line, cut)
+        return value if cut is None else enter(value, shared.rank_group, cut)
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         name = next((n for n in HIDDEN if n in kwargs), None)
@@ -69,7 +69,7 @@ def expect_whole(path: str, module: nn.Module, shared: SharedSequence) -> None:
         lengths = shared.lengths
         if not lengths or not args or not isinstance(args[0], Tensor) or args[0].dim() < 3:
             return
-        if args[0].shape[1] == lengths[shared.line.rank]:
+        if args[0].shape[1] == lengths[shared.rank_group.rank]:
             raise GulliverError(
                 f"{path} gets a piece of the sequence inside of a module that gathers it: "
                 "its gradient would be partial; use sequence_parallelism_mode=None"
@@ -97,20 +97,20 @@ def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool
         block.register_forward_hook(guard.after, always_call=True)
 
 
-def gather_outputs(module: nn.Module, line: RankGroup) -> None:
+def gather_outputs(module: nn.Module, rank_group: RankGroup) -> None:
     """Gathers the hidden states in a module's outputs, such as ``output_hidden_states``.
 
     Args:
         module: module around a stack.
-        line: rank group that the sequence is sharded over.
+        rank_group: rank group that the sequence is sharded over.
     """
 
     def whole(value: Any) -> Any:
         if isinstance(value, Tensor):
             lengths = vars(value).get("_lengths") or UNCUT
             # What the last block joined has the lengths as well.
-            cut = lengths != UNCUT and value.shape[1] == lengths[line.rank] != sum(lengths)
-            return gather(value, 1, lengths, line) if cut else value
+            cut = lengths != UNCUT and value.shape[1] == lengths[rank_group.rank] != sum(lengths)
+            return gather(value, 1, lengths, rank_group) if cut else value
         if isinstance(value, dict):
             for key, entry in value.items():
                 found = whole(entry)
@@ -178,7 +178,7 @@ class _Guard:
         if self.first:
             shared.lengths = shared.deal(hidden.shape[1], torch.is_grad_enabled())
             if shared.lengths != UNCUT:
-                hidden = split(hidden, 1, shared.lengths, shared.line)
+                hidden = split(hidden, 1, shared.lengths, shared.rank_group)
                 vars(hidden)["_lengths"] = shared.lengths
         else:
             # None where it comes from another stage: the ranks then ask each other.
@@ -195,7 +195,7 @@ class _Guard:
             return output
         hidden = output[0] if isinstance(output, tuple) else output
         if self.last and lengths != UNCUT:
-            hidden = gather(hidden, 1, lengths, shared.line)
+            hidden = gather(hidden, 1, lengths, shared.rank_group)
         vars(hidden)["_lengths"] = lengths
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
