@@ -83,26 +83,19 @@ class Running:
         return Comparison(tuple(rows))
 
     def _held(self) -> dict[str, int]:
-        """Bytes of model state that this rank holds, gradients at their most when a step ended."""
-        optimizer, parameters = self.optimizer, self.optimizer.parameter_bytes(self.model)
+        """Bytes of model state that this rank holds: of ZeRO at the fullest moment so far."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, ZeroOptimizer):
+            inside = optimizer.names | optimizer.shards.frozen_names
+            found = dict(optimizer.held_bytes.fullest)
+            found["parameters"] += sum(p.nbytes for p in self.model.parameters() if p not in inside)
+            return found
         state = sum(
             value.nbytes
             for entry in optimizer.state.values()
             for value in entry.values()
             if isinstance(value, Tensor) and value.ndim
         )
-        if isinstance(optimizer, ZeroOptimizer):
-            chunks = [c.chunk for c in optimizer.everything]
-            inside = optimizer.names | optimizer.frozen_names
-            beside = sum(p.nbytes for p in self.model.parameters() if p not in inside)
-            copies = [c.home.nbytes for c in chunks if c.home.dtype != c.dtype]
-            homes = [
-                c.home.nbytes for c in chunks if c.home.dtype == c.dtype and not c.home_is_view
-            ]
-            buffers = [c.buffer.nbytes for c in chunks if c.buffer is not None]
-            parameters, state = beside + sum(homes) + sum(buffers), state + sum(copies)
-        return {
-            "parameters": parameters,
-            "gradients": optimizer.most_gradients,
-            "optimizer_state": state,
-        }
+        parameters = optimizer.parameter_bytes(self.model)
+        gradients = optimizer.most_gradients
+        return {"parameters": parameters, "gradients": gradients, "optimizer_state": state}

@@ -62,7 +62,7 @@ class HybridOptimizer(ZeroOptimizer):
         self._apart = False  # whether stages have made gradients that are not added up
         self._copies = pipeline_stage.copies() if pipeline_stage is not None else {}
         self.whole_groups = [list(group) for group in whole_groups]
-        self.responsible = self._writes
+        self.responsible = self._is_responsible
         self.written_elsewhere = {
             n for n, rank_group in self._copies.items() if rank_group.rank > 0
         }
@@ -133,7 +133,7 @@ class HybridOptimizer(ZeroOptimizer):
             all_reduce(whole, "sum", self.mesh.shards.process_group)
         return shown(share, whole.to(share.dtype))
 
-    def _writes(self, name: str) -> bool:
+    def _is_responsible(self, name: str) -> bool:
         """Whether this rank and its replicas save what several of them have alike."""
         return self.mesh.tensor.rank == 0 and name not in self.written_elsewhere
 

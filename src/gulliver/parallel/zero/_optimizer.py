@@ -161,6 +161,11 @@ class ZeroOptimizer(BoostedOptimizer):
         return self.shards.chunks
 
     @property
+    def frozen_names(self) -> dict[nn.Parameter, str]:
+        """Parameters that are sharded and not trained, with their names."""
+        return self.shards.frozen_names
+
+    @property
     def gatherer(self) -> Gatherer:
         """Moves parameters from the shards to the ranks."""
         return self.shards.gatherer
@@ -411,13 +416,13 @@ class ZeroOptimizer(BoostedOptimizer):
         self.shards.publish_masters()
 
     @property
-    def _writes(self) -> _saved.Writes:
+    def _writer(self) -> _saved.Writes:
         """Who saves what, where no rank has the whole model."""
         return None if self.has_whole_model else self.writes
 
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
         """The model's state as far as this rank has it; nothing is gathered or waited for."""
-        return _saved.model_leaves(self.shards, model, self._writes)
+        return _saved.model_leaves(self.shards, model, self._writer)
 
     def load_leaves(self, model: nn.Module) -> dict[str, Leaf]:
         """What of the model's state this rank fills when it is loaded: all that it holds."""
@@ -425,7 +430,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def state_leaves(self) -> Saved:
         """The optimizer's state as far as this rank has it."""
-        return _saved.state_leaves(self.shards, self._writes)
+        return _saved.state_leaves(self.shards, self._writer)
 
     @property
     def has_whole_state(self) -> bool:
@@ -477,7 +482,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
 def export_leaves(optimizer: ZeroOptimizer) -> Saved:
     """State and, of parameters of 16 bits, their float32 copies, as far as this rank saves them."""
-    return _saved.export_leaves(optimizer.shards, optimizer._writes)
+    return _saved.export_leaves(optimizer.shards, optimizer._writer)
 
 
 def import_leaves(
