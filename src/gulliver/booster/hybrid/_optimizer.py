@@ -62,7 +62,7 @@ class HybridOptimizer(ZeroOptimizer):
         self._apart = False  # whether stages have made gradients that are not added up
         self._copies = pipeline_stage.copies() if pipeline_stage is not None else {}
         self.whole_groups = [list(group) for group in whole_groups]
-        self.responsible = self._writes
+        self.responsible = self._saves_copy
         self.written_elsewhere = {n for n, line in self._copies.items() if line.place > 0}
         if pipeline_stage is not None:
             self.written_elsewhere |= _buffers_before(pipeline_stage)
@@ -131,7 +131,7 @@ class HybridOptimizer(ZeroOptimizer):
             all_reduce(whole, "sum", self.mesh.shards.group)
         return shown(share, whole.to(share.dtype))
 
-    def _writes(self, name: str) -> bool:
+    def _saves_copy(self, name: str) -> bool:
         """Whether this rank and its replicas save what several of them have alike."""
         return self.mesh.tensor.place == 0 and name not in self.written_elsewhere
 
