@@ -86,7 +86,7 @@ def check_cut(
         lists = (*(stages[0].lists if stages else ()), *(tensor.stacks if tensor else ()))
         check_compiled(model, tensor, lists, plan.pipeline.schedule, mode)
     if drops_by_position(plan, model):
-        check_positions(model, tensor)
+        check_positions(model, tensor, plan.recompute if stages is None else ())
     check_hooks(model, tensor, mode)
     if tensor is not None:
         _check_share(plan, model, tensor)

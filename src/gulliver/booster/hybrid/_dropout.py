@@ -17,7 +17,7 @@ whole activation (`gulliver.parallel.drop`). Three things have to be known where
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,12 +71,15 @@ def drops_by_position(plan: Plan, model: nn.Module) -> bool:
     return by_position and bool(dropouts_of(model))
 
 
-def check_positions(model: nn.Module, plan: TensorPlan | None) -> None:
+def check_positions(
+    model: nn.Module, plan: TensorPlan | None, recomputed: Collection[str] = ()
+) -> None:
     """Refuses what drops in a way that is not drawn by position; looks only.
 
     Args:
         model: still whole.
         plan: how its tensors are cut; None not at all.
+        recomputed: paths of blocks whose forward transformers computes again, without their hooks.
 
     Raises:
         GulliverError: naming it.
@@ -84,6 +87,10 @@ def check_positions(model: nn.Module, plan: TensorPlan | None) -> None:
     for path, module in model.named_modules():
         for name in _drops(path, module):
             why = _unknown(model, path, module, name, plan)
+            # Others carry the switch, too, and are recomputed as a part of these.
+            layer = any(c.__name__ == "GradientCheckpointingLayer" for c in type(module).__mro__)
+            if path in recomputed and layer:
+                why = "drops in a block whose forward alone is recomputed (checkpoint_activations)"
             if why:
                 raise GulliverError(f"{path}.{name} {why}: {INSTEAD}")
 
