@@ -295,7 +295,7 @@ def hybrid(cell: Cell, dtype: torch.dtype, steps: int = STEPS) -> Run:
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, make_optimizer(model))
     run = Run([], {}, {})
-    place = optimizer.mesh.data.place
+    place = optimizer.mesh.data.rank
     for step in range(steps):
         data = samples(cell, place, step, dtype)
         if piped(cell):

@@ -117,8 +117,8 @@ MUTANTS = (
     Mutant(
         "tensor: ranks keep each other's piece",
         "parallel/tensor/_collectives.py",
-        "start, stop = pieces_of(lengths)[line.place]",
-        "start, stop = pieces_of(lengths)[line.place - 1]",
+        "start, stop = pieces_of(lengths)[rank_group.rank]",
+        "start, stop = pieces_of(lengths)[rank_group.rank - 1]",
         ("tensor",),
     ),
     Mutant(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import ALONE, Line, World
+from gulliver.comm import ALONE, RankGroup, World
 from gulliver.parallel.pipeline import (
     Pipeline,
     checkpoint_blocks,
@@ -65,8 +65,8 @@ def criterion(family: str) -> Callable[[Any, Any], Tensor]:
     return loss
 
 
-def line_of(world: World) -> Line:
-    return Line(tuple(range(world.size)), world.rank) if world.size > 1 else ALONE
+def rank_group_of(world: World) -> RankGroup:
+    return RankGroup(tuple(range(world.size)), world.rank) if world.size > 1 else ALONE
 
 
 def pipeline_of(
@@ -81,7 +81,7 @@ def pipeline_of(
     numbers = deal(style, world.size, chunks)
     found = stack_of(model, **stack)
     cuts = cut(model, found, sum(map(len, numbers)), at=at)
-    stage = make_stage(model, found, cuts, line_of(world), numbers)
+    stage = make_stage(model, found, cuts, rank_group_of(world), numbers)
     stage.share_tied()
     return Pipeline(stage, style, micro_batches)
 

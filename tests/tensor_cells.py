@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import Line, World
+from gulliver.comm import RankGroup, World
 from gulliver.memory import Region, region_of
 from gulliver.parallel.tensor import apply_tensor, plan_tensor
 from tests.hybrid_models import DECODERS, FAMILIES, batch, build, precise_loss
@@ -44,9 +44,9 @@ def cells(families: tuple[str, ...] = FAMILIES, ranks: tuple[int, ...] = (2, 3, 
     ]
 
 
-def line_of(world: World) -> Line:
+def rank_group_of(world: World) -> RankGroup:
     """All ranks of the world."""
-    return Line(tuple(range(world.size)), world.rank, None)
+    return RankGroup(tuple(range(world.size)), world.rank, None)
 
 
 def part(whole: Tensor, region: Region | None) -> Tensor:
@@ -94,7 +94,7 @@ def errors_of(
 ) -> dict[str, float]:
     """The worst errors of a model on this rank: output, loss, gradients."""
     whole, model = build(family, dtype), build(family, dtype)
-    apply_tensor(model, plan_tensor(model, world.size), line_of(world), mode)
+    apply_tensor(model, plan_tensor(model, world.size), rank_group_of(world), mode)
     if checkpointing:
         model.gradient_checkpointing_enable()
     worst = {"output": 0.0, "loss": 0.0, "gradients": 0.0}

@@ -14,7 +14,7 @@ import torch
 
 from gulliver.booster.hybrid._choice import use_measured_links
 from gulliver.comm import (
-    Line,
+    RankGroup,
     WireFormat,
     World,
     all_gather,
@@ -243,8 +243,8 @@ def test_wire_formats_that_nobody_has_written_are_refused_by_name() -> None:
         lambda: all_reduce(row, wire=wire),
         lambda: reduce_scatter(row, row, wire=wire),
         lambda: all_gather(row, row, wire=wire),
-        lambda: exchange(Line((0,)), [row], [2], wire),
-        lambda: shift(Line((0, 1)), row, row, 1, wire),
+        lambda: exchange(RankGroup((0,)), [row], [2], wire),
+        lambda: shift(RankGroup((0, 1)), row, row, 1, wire),
         lambda: operations([], [(1, row)], None, 1, wire),
     ):
         with pytest.raises(GulliverError, match="'identify': did you mean 'identity'"):

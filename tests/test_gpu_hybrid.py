@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from gulliver.booster import Booster, HybridParallelPlugin
-from gulliver.comm import ALONE, Line, World, adopt_world, all_gather, all_reduce
+from gulliver.comm import ALONE, RankGroup, World, adopt_world, all_gather, all_reduce
 from gulliver.parallel.pipeline import agree
 from gulliver.parallel.sequence import Mask, SequencePlan, attention, make_groups
 from gulliver.parallel.sequence._kernels import KERNELS, Asked, asked_of, select
@@ -155,6 +155,6 @@ def test_collectives_of_one_rank_leave_what_there_is(nccl: World, dtype: torch.d
 
 
 def test_batches_on_a_gpu_are_compared(nccl: World) -> None:
-    rank_group = Line((0,), 0, dist.group.WORLD)
+    rank_group = RankGroup((0,), 0, dist.group.WORLD)
     given = {"x": torch.ones(3, device="cuda", dtype=torch.bfloat16)}
     assert agree(given, "training", rank_group, nccl.device, check=True)

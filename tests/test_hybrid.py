@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gulliver.booster import Booster, HybridParallelPlugin
 from gulliver.booster.hybrid._capability import MODES, Wanted, check, families
 from gulliver.booster.hybrid._mesh import make_mesh, size_axes
-from gulliver.comm import Line, World
+from gulliver.comm import RankGroup, World
 from gulliver.errors import GulliverError
 from gulliver.parallel.pipeline import agree
 from gulliver.parallel.sequence import SequencePlan
@@ -161,7 +161,7 @@ def test_every_family_runs_under_modes_that_exist() -> None:
 
 
 def _other_batches(world: World) -> str:
-    line = Line(tuple(range(world.size)), world.rank, torch.distributed.group.WORLD)
+    line = RankGroup(tuple(range(world.size)), world.rank, torch.distributed.group.WORLD)
     data = batch("llama", 2, seed=0)
     agree(data, "", line, torch.device("cpu"), check=True)
     if world.rank == 2:

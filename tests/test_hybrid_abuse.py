@@ -112,7 +112,7 @@ def _train(cell: Cell, how: dict[str, Any], hybrid: bool) -> dict[str, Any]:
     if hybrid:
         booster = Booster(plugin=HybridParallelPlugin(**plugin, chunk_mb=0.01, verbose=False))
         model, optimizer, *_ = booster.boost(model, optimizer, lr_scheduler=scheduler)
-        place = optimizer.mesh.data.place
+        place = optimizer.mesh.data.rank
     norms: list[float] = []
 
     def accumulate(number: int) -> None:
@@ -303,7 +303,7 @@ def _overflow(world: World, plugin: dict[str, Any]) -> tuple[bool, int, float, b
     model = build("llama", torch.float32, layers=4 if _is_piped(plugin) else 2)
     booster = Booster(plugin=HybridParallelPlugin(**plugin, precision="fp16", verbose=False))
     model, optimizer, *_ = booster.boost(model, make_optimizer(model))
-    place = optimizer.mesh.data.place
+    place = optimizer.mesh.data.rank
     data = batch("llama", 4, seed=place)
     states, scale = [saved_weights(booster, model)], optimizer.scaler.scale
 

@@ -52,7 +52,7 @@ def _train(world: World, family: str, folder: Path, plugin: dict[str, Any]) -> T
     model, optimizer, *_ = booster.boost(model, make_optimizer(model))
     assert not any(p.is_meta for p in model.parameters())
     for step in range(STEPS):
-        data = _batch(step, optimizer.mesh.data.place)
+        data = _batch(step, optimizer.mesh.data.rank)
         booster.execute_pipeline(iter([data]), model, None, optimizer)
         optimizer.step()
         optimizer.zero_grad()

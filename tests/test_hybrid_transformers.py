@@ -54,7 +54,7 @@ def averaged(model: nn.Module, groups: Any) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        all_reduce(grad, group=groups.all.group)
+        all_reduce(grad, group=groups.all.process_group)
         found[name] = grad / groups.all.size
     return found
 
@@ -482,13 +482,13 @@ def test_ranks_draw_alike_and_rows_end(pool: Pool) -> None:
 
 def _tensor_too(world: World, family: str, sequence: bool) -> list[float]:
     """Errors of loss and gradients on a grid of tensor ranks inside sequence ranks."""
-    from gulliver.comm import Line
+    from gulliver.comm import RankGroup
     from gulliver.parallel.tensor import apply_tensor, plan_tensor
 
     pairs = [[0, 1], [2, 3]]
     made: list[Any] = [torch.distributed.new_group(pair) for pair in pairs[: world.size // 2]]
     mine = world.rank // 2
-    line = Line(tuple(pairs[mine]), world.rank % 2, made[mine])
+    line = RankGroup(tuple(pairs[mine]), world.rank % 2, made[mine])
     plan = PLANS["ring 2"] if sequence else SequencePlan()
     groups = make_groups(plan, [[0, 2], [1, 3]] if sequence else None)
     model, twin = make(family), make(family)

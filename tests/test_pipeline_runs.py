@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import Line, World
+from gulliver.comm import RankGroup, World
 from gulliver.errors import GulliverError
 from gulliver.parallel.pipeline import (
     STYLES,
@@ -229,7 +229,7 @@ def test_names_and_blocks_stay_and_nothing_is_made_for_what_is_elsewhere() -> No
     stack = stack_of(model)
     found = cut(model, stack, 2, at=[2, 4])
     blocks = [model.get_submodule(path) for path in stack.blocks]
-    stage = make_stage(model, stack, found, Line((0, 1), 1), deal("1f1b", 2))
+    stage = make_stage(model, stack, found, RankGroup((0, 1), 1), deal("1f1b", 2))
     mine = dict(model.named_parameters())
     assert all(p.is_meta and whole.get(n, p) is p for n, p in mine.items())
     assert {n for n in mine if ".block." in n} == {
@@ -385,12 +385,12 @@ def test_random_choices_that_stages_would_make_differently_are_refused() -> None
     model.model.decoder.layerdrop = 0.1
     stack = stack_of(model)
     with pytest.raises(GulliverError, match="layerdrop"):
-        make_stage(model, stack, cut(model, stack, 2), Line((0, 1), 0), deal("1f1b", 2))
+        make_stage(model, stack, cut(model, stack, 2), RankGroup((0, 1), 0), deal("1f1b", 2))
 
 
 LOOP = """
 import sys, torch
-from gulliver.comm import Line, init_world
+from gulliver.comm import RankGroup, init_world
 from gulliver.errors import GulliverError
 from tests.pipelines import batch_of, criterion, pipeline_of, plain
 world = init_world(silence_s=4)

@@ -368,7 +368,7 @@ def _edited(world: World, text: str, names: list[str]) -> dict[str, tuple[float,
         grid = Grid("edited", 2 * booster.plan.mesh.of("data"), {"pp_size": 2})
         cell = Cell(LLAMA, grid, clip=plan.max_norm)
         for step in range(2):
-            data = samples(cell, optimizer.mesh.data.place, step, torch.float64)
+            data = samples(cell, optimizer.mesh.data.rank, step, torch.float64)
             if optimizer.pipeline is not None:
                 weight = "shifted_labels"
                 booster.execute_pipeline(iter([data]), model, None, optimizer, weight=weight)

@@ -429,7 +429,7 @@ def _counted_in_pieces(world: World, *args: Any) -> list[dict]:
 def _counted(world: World, plan: SequencePlan, shape: Shape, circulate: str) -> list[dict]:
     """Bytes and messages that this rank sends in a forward and in a backward."""
     groups = make_groups(plan)
-    lines = {id(getattr(groups, n).group): n for n in ("ulysses", "inner", "outer")}
+    lines = {id(getattr(groups, n).process_group): n for n in ("ulysses", "inner", "outer")}
     counts: dict[str, list[int]] = {}
 
     def count(true: Any, calls: list[Any]) -> list[Any]:

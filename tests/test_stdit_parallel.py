@@ -26,7 +26,7 @@ from gulliver.booster.hybrid._stdit_choice import (
     Width,
     choose_scheme,
 )
-from gulliver.comm import Line, World, make_axes
+from gulliver.comm import RankGroup, World, make_axes
 from gulliver.comm import _point_to_point as wire
 from gulliver.errors import GulliverError
 from gulliver.hardware import Axis, Cluster, Device, Link, described
@@ -107,7 +107,9 @@ def inputs_of(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     }
 
 
-def results_of(model: STDiT3, inputs: dict[str, Any], rank_group: Line | None) -> dict[str, Tensor]:
+def results_of(
+    model: STDiT3, inputs: dict[str, Any], rank_group: RankGroup | None
+) -> dict[str, Tensor]:
     """Output, gradients of inputs, and those of parameters, averaged over a rank group."""
     model.zero_grad()
     out = model(**inputs)
@@ -299,7 +301,7 @@ def _beside_a_pipeline(world: World, scheme: str) -> list[tuple[float, str]]:
         found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
         stage.sum_tied({n: grad for n, grad in found.items() if n in stage.tied})
         for grad in found.values():
-            dist.all_reduce(grad, group=groups.all.group)
+            dist.all_reduce(grad, group=groups.all.process_group)
             grad /= 2
         expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
         errors.append(largest_error(found, {n: expected[n] for n in found}))

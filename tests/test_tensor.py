@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gulliver.comm import Line, World
+from gulliver.comm import RankGroup, World
 from gulliver.errors import GulliverError
 from gulliver.memory import Region, region_of
 from gulliver.parallel.tensor import (
@@ -40,8 +40,8 @@ from tests.tensor_cells import (
     cells,
     compare,
     errors_of,
-    line_of,
     part,
+    rank_group_of,
     relative,
 )
 
@@ -152,7 +152,7 @@ def _cut_unknown(world: World, mode: Any, frozen: str = "") -> list[float]:
     for each in (whole, model):
         for name, parameter in each.named_parameters():
             parameter.requires_grad_(not frozen or frozen not in name)
-    apply_tensor(model, plan_tensor(model, world.size, RULES), line_of(world), mode)
+    apply_tensor(model, plan_tensor(model, world.size, RULES), rank_group_of(world), mode)
     return [_worst(model, whole, _ids(length)) for length in (9, 12, 5)]
 
 
@@ -172,7 +172,7 @@ def test_frozen_parameters_stay_frozen(pool: Pool, frozen: str, mode: Any) -> No
 def _thawed(world: World) -> float:
     whole, model = _model(), _model()
     model.requires_grad_(False)
-    apply_tensor(model, plan_tensor(model, world.size, RULES), line_of(world), "split_gather")
+    apply_tensor(model, plan_tensor(model, world.size, RULES), rank_group_of(world), "split_gather")
     model.requires_grad_(True)
     return _worst(model, whole, _ids())
 
@@ -183,7 +183,7 @@ def test_parameters_may_be_thawed_later(pool: Pool) -> None:
 
 def _copied(world: World) -> list[Any]:
     whole, model = _model(), _model()
-    apply_tensor(model, plan_tensor(model, world.size, RULES), line_of(world), "ring")
+    apply_tensor(model, plan_tensor(model, world.size, RULES), rank_group_of(world), "ring")
     twin = copy.deepcopy(model)
     same = torch.equal(_train(twin, _ids()), _train(model, _ids()))
     for own, copied in zip(model.parameters(), twin.parameters(), strict=True):
@@ -203,7 +203,7 @@ def test_a_cut_model_can_be_copied_and_tied_parts_are_one(pool: Pool) -> None:
 def _in_two_stages(world: World) -> list[float]:
     """Two passes forward, then their gradients, of other lengths."""
     whole, model = _model(), _model()
-    apply_tensor(model, plan_tensor(model, world.size, RULES), line_of(world), "split_gather")
+    apply_tensor(model, plan_tensor(model, world.size, RULES), rank_group_of(world), "split_gather")
     for each in (whole, model):
         each.zero_grad()
         losses = [each(_ids(length)).square().mean() for length in (8, 9)]
@@ -226,7 +226,7 @@ def _kept(world: World, mode: Any) -> tuple[int, int]:
     """Elements that an MLP keeps of its input, over those of the rank's piece and of the whole."""
     torch.manual_seed(0)
     width, wide, length = 40, 8, 16
-    line = line_of(world)
+    line = rank_group_of(world)
     shared = entry.Cut(1, deal(length, world.size), mode == "ring")
     columns = [ColumnLinear(nn.Parameter(torch.randn(wide, width)), None, line) for _ in range(2)]
     x = torch.randn(2, length // world.size, width, requires_grad=True)
@@ -259,7 +259,7 @@ def _looked_at(world: World) -> float:
     whole = x.clone().requires_grad_()
     (F.linear(whole, weight).sin() + F.linear(whole.exp().cumsum(1), weight)).sum().backward()
     assert whole.grad is not None
-    line, worst = line_of(world), 0.0
+    line, worst = rank_group_of(world), 0.0
     ((start, stop),) = share(8, 8, world.size, world.rank)
     ((a, b),) = share(9, 9, world.size, world.rank)
     for ring in (False, True):
@@ -282,7 +282,7 @@ def test_an_input_under_way_can_be_used_by_any_operation(pool: Pool) -> None:
 
 def _autocast(world: World, mode: Any) -> tuple[float, float]:
     whole, model = _model(torch.float32), _model(torch.float32)
-    apply_tensor(model, plan_tensor(model, world.size, RULES), line_of(world), mode)
+    apply_tensor(model, plan_tensor(model, world.size, RULES), rank_group_of(world), mode)
     with torch.autocast("cpu", torch.bfloat16):
         expected, found = _train(whole, _ids()), _train(model, _ids())
     assert found.dtype == expected.dtype == torch.bfloat16
@@ -306,7 +306,7 @@ def _on_meta(world: World) -> float:
     with torch.device("meta"):
         model = Model().double()
     model.head.weight = model.embed.weight
-    apply_tensor(model, plan_tensor(model, world.size, RULES), line_of(world), "split_gather")
+    apply_tensor(model, plan_tensor(model, world.size, RULES), rank_group_of(world), "split_gather")
     assert all(p.is_meta for p in model.parameters())
     materialize(model, "cpu")
     assert model.head.weight is model.embed.weight
@@ -327,7 +327,7 @@ def _convolutions(world: World, dims: int) -> float:
     whole = nn.Sequential(kind(3, 7, 3, stride=2, padding=1), nn.SiLU(), kind(7, 4, 2)).double()
     model = copy.deepcopy(whole)
     plan = plan_tensor(model, world.size, {"0": "column", "2": "row"})
-    apply_tensor(model, plan, line_of(world))
+    apply_tensor(model, plan, rank_group_of(world))
     x = torch.randn(2, 3, *[8] * dims, dtype=torch.float64)
     return _worst(model, whole, x)
 
@@ -344,7 +344,7 @@ def _gathered(world: World) -> float:
     ).double()
     model = copy.deepcopy(whole)
     rules = {"0": "embedding, gathered", "1": "column, gathered", "3": "row, split"}
-    apply_tensor(model, plan_tensor(model, world.size, rules), line_of(world))
+    apply_tensor(model, plan_tensor(model, world.size, rules), rank_group_of(world))
     return _worst(model, whole, torch.arange(9).view(3, 3))
 
 
@@ -355,7 +355,7 @@ def test_gathered_columns_and_split_rows(pool: Pool) -> None:
 
 def _conjugates(world: World) -> float:
     """Every collective's backward is the transpose of its forward."""
-    line, lengths = line_of(world), deal(7, world.size)
+    line, lengths = rank_group_of(world), deal(7, world.size)
     (start, stop), worst = share(7, 7, world.size, world.rank)[0], 0.0
     whole = torch.arange(42, dtype=torch.float64).view(2, 7, 3)
     own = whole[:, start:stop].clone().requires_grad_()
@@ -396,7 +396,7 @@ def _loss(world: World, dtype: torch.dtype, scale: float) -> list[float]:
     weights = torch.randn(2, 6, generator=generator, dtype=torch.float64)
     start, stop = share(13, 13, world.size, world.rank)[0]
     own = logits[..., start:stop].clone().requires_grad_()
-    found = cross_entropy(own, labels, line_of(world), (start, stop))
+    found = cross_entropy(own, labels, rank_group_of(world), (start, stop))
     assert found.dtype == (dtype if dtype == torch.float64 else torch.float32)
     (found * weights.to(found.dtype)).sum().backward()
     whole = logits.double().requires_grad_()
@@ -422,7 +422,7 @@ def _labels_out_of_range(world: World) -> str:
     start, stop = share(5, 5, world.size, world.rank)[0]
     logits = torch.zeros(3, stop - start)
     with pytest.raises(GulliverError) as raised:
-        cross_entropy(logits, torch.tensor([2, 5, -100]), line_of(world), (start, stop))
+        cross_entropy(logits, torch.tensor([2, 5, -100]), rank_group_of(world), (start, stop))
     return str(raised.value)
 
 
@@ -433,7 +433,7 @@ def test_a_label_that_nobody_has_is_named_on_every_rank(pool: Pool) -> None:
 
 def _ids_out_of_range(world: World) -> str:
     model = _model()
-    apply_tensor(model, plan_tensor(model, world.size, RULES), line_of(world))
+    apply_tensor(model, plan_tensor(model, world.size, RULES), rank_group_of(world))
     with pytest.raises(IndexError) as raised:
         model.embed(torch.tensor([[13]]))
     return str(raised.value)
@@ -475,7 +475,7 @@ def _own_plan(world: World, kind: str, mode: Any) -> float:
         config = getattr(transformers, f"{kind}Config")(**sizes, **heads)
         models.append(getattr(transformers, f"{kind}ForCausalLM")(config).double())
     whole, model = models
-    apply_tensor(model, plan_tensor(model, world.size), line_of(world), mode)
+    apply_tensor(model, plan_tensor(model, world.size), rank_group_of(world), mode)
     return max(compare(model, whole, "llama", batch("llama", length=11)).values())
 
 
@@ -503,7 +503,7 @@ def test_blocks_may_be_computed_again(pool: Pool, family: str, mode: str) -> Non
 def _checkpoints_in_flight(world: World, family: str) -> float:
     """Two passes of other lengths, both recomputed after both ran."""
     whole, model = build(family), build(family)
-    apply_tensor(model, plan_tensor(model, world.size), line_of(world), "split_gather")
+    apply_tensor(model, plan_tensor(model, world.size), rank_group_of(world), "split_gather")
     model.gradient_checkpointing_enable()
     for each in (whole, model):
         losses = [each(**batch(family, length=n)).logits.square().mean() for n in (8, 9)]
@@ -522,7 +522,7 @@ def test_checkpoints_of_other_lengths_may_be_in_flight(pool: Pool, family: str) 
 
 def _generated(world: World, mode: Any) -> list[bool]:
     whole, model = build("llama").eval(), build("llama").eval()
-    apply_tensor(model, plan_tensor(model, world.size), line_of(world), mode)
+    apply_tensor(model, plan_tensor(model, world.size), rank_group_of(world), mode)
     ids = batch("llama")["input_ids"]
     asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "use_cache": True}
     expected = whole.generate(ids, **asked)
@@ -620,28 +620,28 @@ def test_wrong_rules_are_refused() -> None:
 def test_a_plan_is_for_its_line_and_modes_are_known() -> None:
     plan = plan_tensor(_model(), 2, RULES)
     with pytest.raises(GulliverError, match="the plan is for 2 ranks, the line has 1"):
-        apply_tensor(_model(), plan, Line())
+        apply_tensor(_model(), plan, RankGroup())
     wrong: Any = "split"
     with pytest.raises(GulliverError, match="did you mean 'split_gather'"):
-        apply_tensor(_model(), plan, Line((0, 1), 0, None), wrong)
+        apply_tensor(_model(), plan, RankGroup((0, 1), 0, None), wrong)
 
 
 def test_the_stdit_is_not_cut_between_blocks() -> None:
     model = build("stdit3")
     with pytest.raises(GulliverError, match="its own sequence modes"):
-        apply_tensor(model, plan_tensor(model, 2), Line((0, 1), 0, None), "ring")
+        apply_tensor(model, plan_tensor(model, 2), RankGroup((0, 1), 0, None), "ring")
 
 
 def test_one_rank_changes_nothing() -> None:
     model = _model()
     before = dict(model.named_modules())
-    apply_tensor(model, plan_tensor(model, 1, RULES), Line(), "ring")
+    apply_tensor(model, plan_tensor(model, 1, RULES), RankGroup(), "ring")
     assert dict(model.named_modules()) == before
 
 
 def _too_short(world: World) -> str:
     model = _model()
-    apply_tensor(model, plan_tensor(model, world.size, RULES), line_of(world), "split_gather")
+    apply_tensor(model, plan_tensor(model, world.size, RULES), rank_group_of(world), "split_gather")
     try:
         model(_ids(2))
     except GulliverError as error:
@@ -656,7 +656,7 @@ def test_fewer_tokens_than_ranks_are_refused_in_training(pool: Pool) -> None:
 
 def _unknown_arguments(world: World) -> str:
     model = _model()
-    apply_tensor(model, plan_tensor(model, world.size, RULES), line_of(world), "split_gather")
+    apply_tensor(model, plan_tensor(model, world.size, RULES), rank_group_of(world), "split_gather")
     model.blocks[0].forward = lambda x, other: x  # pyright: ignore[reportAttributeAccessIssue]
     try:
         model.blocks[0](torch.zeros(1, 4, 7), torch.zeros(1, requires_grad=True))

@@ -187,9 +187,11 @@ class PositionDropout:
             return
         line, device = self.mesh.model, next(self.model.parameters()).device
         drawn = torch.randint(2**62, (1,)).to(device)
-        if line.size > 1:
-            # A group numbers its ranks in ascending order, a line need not.
-            broadcast(drawn, sorted(line.ranks).index(line.ranks[0]), line.process_group)
+        if rank_group.size > 1:
+            # A group numbers its ranks in ascending order, a rank_group need not.
+            broadcast(
+                drawn, sorted(rank_group.ranks).index(rank_group.ranks[0]), rank_group.process_group
+            )
         # Replicas read other samples, and drop other elements even where their users seed alike.
         self._next = Forward(mix(int(drawn), self.mesh.data.rank))
 
