@@ -185,10 +185,10 @@ class PositionDropout:
         """Takes a seed for a batch, the same on all ranks that read it."""
         if not self.model.training:
             return
-        line, device = self.mesh.model, next(self.model.parameters()).device
+        rank_group, device = self.mesh.model, next(self.model.parameters()).device
         drawn = torch.randint(2**62, (1,)).to(device)
         if rank_group.size > 1:
-            # A group numbers its ranks in ascending order, a rank_group need not.
+            # A group numbers its ranks in ascending order, a rank group need not.
             broadcast(
                 drawn, sorted(rank_group.ranks).index(rank_group.ranks[0]), rank_group.process_group
             )
