@@ -114,7 +114,7 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
         GulliverError: naming what is wrong.
     """
     if plan.mesh.names_model:
-        check_new(model)
+        check_new(plan, model)
     if optimizer is not None:
         named_trainables(model, optimizer)
     half = plan.precision.parameters

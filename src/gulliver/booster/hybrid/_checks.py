@@ -38,12 +38,14 @@ NO_BLOCKS = (
 )
 
 
-def check_new(model: nn.Module) -> None:
-    """Refuses what was boosted before, while all ranks still have the same.
+def check_new(plan: Plan, model: nn.Module) -> None:
+    """Refuses what was boosted before, and adapters that no plan can be resolved for.
 
     Raises:
-        GulliverError: it was.
+        GulliverError: naming which.
     """
+    if plan.mesh.cuts_model:
+        check_virtual_tokens(model)
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
         raise GulliverError("the model is boosted already: boost each model once, or build it anew")
 
@@ -67,8 +69,6 @@ def check_cut(
     )
     sizes = tensor_size, pipeline_size, sequence_size
     check(Wanted(family, *sizes, mode, dtypes, anonymous=not dtypes))
-    if plan.mesh.cuts_model:
-        check_virtual_tokens(model)
     check_batch_norms(model, plan.mesh.of("pipeline"), mode)
     check_embeddings(model, plan.sequence.degree, plan.mesh.of("pipeline"))
     if optimizer is not None and optimizer.state:
