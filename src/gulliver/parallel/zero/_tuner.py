@@ -57,12 +57,12 @@ class Stage(Enum):
 
 @dataclass
 class Tuning:
-    """What was found.
+    """The result of tuning.
 
     Attributes:
         chosen: bytes of a chunk.
         predicted: seconds of a step by size, from the model of its timeline.
-        measured: and by the clock, of the sizes that were tried.
+        measured: seconds of a step by the clock, for the sizes that were tried.
         link: seconds that a reduce-scatter and an all-gather occupy the link beside their bytes,
             and seconds per byte.
         latency_s: seconds until a transfer that has the link to itself is there.
