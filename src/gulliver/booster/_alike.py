@@ -15,7 +15,7 @@ from gulliver.comm import gather_objects
 from gulliver.errors import GulliverError, first_difference
 
 Signature = dict[str, str]
-"""By name, what a tensor of a model is."""
+"""What each tensor of a model is, by its name."""
 
 
 def check_alike(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

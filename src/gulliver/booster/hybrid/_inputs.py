@@ -50,12 +50,13 @@ class Opened:
 
     Attributes:
         call: what its attention is given.
-        targets: None where the model computes its loss itself, or none is asked for.
+        targets: what the loss needs; None where the model computes its loss itself, or none is
+            asked for.
         tail: last tokens whose logits are asked for, where not all are.
-        hold: the logits stay where they are.
-        as_tuple: the user asked for a tuple.
+        hold: whether the logits stay where they are.
+        as_tuple: whether the user asked for a tuple.
         shared: whether the sequence is cut at all.
-        balances: the routers' loss of all tokens is added.
+        balances: whether the routers' loss of all tokens is added.
     """
 
     call: Call

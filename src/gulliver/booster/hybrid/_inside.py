@@ -80,7 +80,7 @@ def _check_beneath(model: nn.Module, paths: Iterable[str], why: str) -> None:
 
 
 def _users(hooks: Iterable[Any]) -> list[Any]:
-    """Those that no library has registered for its own ends."""
+    """The hooks that the user has registered, not a library for its own ends."""
     return [hook for hook in hooks if _module_of(hook).partition(".")[0] not in LIBRARIES]
 
 
