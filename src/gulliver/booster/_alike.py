@@ -22,9 +22,10 @@ def check_alike(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
     """Refuses models that differ between ranks; every rank calls it.
 
     Raises:
-        GulliverError: on all ranks, naming the first tensor that differs.
+        GulliverError: the models differ; on all ranks, with the first tensor that does.
     """
     mine = _signature(model, optimizer)
+    # Digests first: signatures are long, and nearly always the same on all ranks.
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(gather_objects(digest))) > 1:
         raise GulliverError(_difference(gather_objects(mine)))

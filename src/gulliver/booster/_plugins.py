@@ -66,7 +66,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
             precision: dtype of autocast, or none.
 
         Raises:
-            GulliverError: so many ranks cannot run it.
+            GulliverError: it cannot be run by so many ranks.
         """
 
     def for_model(
@@ -119,7 +119,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
         """Refuses what this plugin cannot run; nothing is changed yet.
 
         Raises:
-            GulliverError: naming what is wrong.
+            GulliverError: the plugin cannot run it; what is wrong is named.
         """
         ranks = current_world().size
         choices = self.choices(ranks, precision)

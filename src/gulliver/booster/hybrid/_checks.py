@@ -39,10 +39,10 @@ NO_BLOCKS = (
 
 
 def check_new(model: nn.Module) -> None:
-    """Refuses what was boosted before, while all ranks still have the same.
+    """Refuses a model that was boosted before, while all ranks still have the same.
 
     Raises:
-        GulliverError: it was.
+        GulliverError: the model was boosted before.
     """
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
         raise GulliverError("the model is boosted already: boost each model once, or build it anew")
@@ -58,7 +58,7 @@ def check_cut(
     """Refuses what cannot be done, before anything is; it looks only.
 
     Raises:
-        GulliverError: naming what cannot, and what would be right.
+        GulliverError: something of the plan cannot be done; it names that, and what would be right.
     """
     family, mode = family_of(model), plan.sequence.mode
     dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
@@ -101,7 +101,7 @@ def check_recompute(plan: Plan, model: nn.Module) -> None:
     """Refuses blocks that cannot be recomputed.
 
     Raises:
-        GulliverError: naming the first, and the nearest that can.
+        GulliverError: a path is of no block that can be recomputed; it names the nearest that is.
     """
     known = recomputable(plan, model) if plan.recompute else ()
     if plan.recompute and not known:

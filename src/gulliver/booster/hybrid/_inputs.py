@@ -110,7 +110,7 @@ class Batch:
         """Refuses what no part of the library understands.
 
         Raises:
-            GulliverError: naming the argument.
+            GulliverError: an argument is not understood; it is named.
         """
         for name, value in self.kwargs.items():
             plain = value is None or isinstance(value, bool | int | float | str)
@@ -244,7 +244,7 @@ def check_length(groups: SequenceGroups, length: int) -> None:
     """Refuses sequences of which some rank would have nothing.
 
     Raises:
-        GulliverError: naming the least length.
+        GulliverError: the sequences are too short; the least length is named.
     """
     if min(groups.plan.lay(length).sizes()) == 0:
         least = next(

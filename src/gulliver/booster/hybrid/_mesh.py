@@ -72,7 +72,7 @@ def check_size(name: str, size: object) -> None:
     """Refuses what is no number of ranks or parts.
 
     Raises:
-        GulliverError: naming the argument.
+        GulliverError: `size` is no whole number of at least 1; the argument is named.
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise GulliverError(f"{name} must be a whole number of at least 1, not {size!r}")

@@ -360,7 +360,7 @@ def check_dropout(model: nn.Module, known: Sequences) -> None:
     """Refuses what is dropped at random where ranks would have to choose alike.
 
     Raises:
-        GulliverError: naming the setting.
+        GulliverError: the model drops something; the setting is named.
     """
     config: Any = model.config
     for name in known.dropouts:
