@@ -112,7 +112,7 @@ def part_of(tensor: Tensor) -> Part:
     """All that a tensor holds, as a part of its whole.
 
     Raises:
-        GulliverError: its elements lie apart.
+        GulliverError: the elements of the tensor are not contiguous.
     """
     region = region_of(tensor)
     if not tensor.is_contiguous():

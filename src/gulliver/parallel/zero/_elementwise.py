@@ -63,7 +63,7 @@ def check_optimizer(
         pp_size: stages, of which each steps its own parameters only.
 
     Raises:
-        GulliverError: naming the optimizer and what to use.
+        GulliverError: the optimizer would be given less than it needs; it says what to use.
     """
     name = type(optimizer).__name__
     if _is_torchs(optimizer) and name in NEVER:

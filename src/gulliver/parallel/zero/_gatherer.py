@@ -330,7 +330,7 @@ class Gatherer:
         """Brings what was written to ``parameter.data`` to the shards.
 
         Raises:
-            GulliverError: it was written after a step that changed the parameter.
+            GulliverError: such a copy was written after a step that changed the parameter.
         """
         if not self.lent:
             return

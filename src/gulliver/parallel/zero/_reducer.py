@@ -239,7 +239,7 @@ class GradientReducer:
         return sharded.chunk.layout.parts == 1 and not sharded.chunk.has_master
 
     def _before_gradient(self, name: str) -> None:
-        """Lets a chunk collect, and a parameter have no stand-in where autograd adds to it."""
+        """Lets a chunk collect, and takes the stand-in away where autograd is about to add."""
         home = self._home[name]
         if self._settled and not self._reducing:
             raise GulliverError(
