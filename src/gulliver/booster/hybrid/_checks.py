@@ -60,7 +60,7 @@ def check_cut(
     """Refuses what cannot be done, before anything is; it looks only.
 
     Raises:
-        GulliverError: naming what cannot, and what would be right.
+        GulliverError: something of the plan cannot be done; it names that, and what would be right.
     """
     family, mode = family_of(model), plan.sequence.mode
     dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
@@ -101,7 +101,7 @@ def check_recompute(plan: Plan, model: nn.Module) -> None:
     """Refuses blocks that cannot be recomputed.
 
     Raises:
-        GulliverError: naming the first, and the nearest that can.
+        GulliverError: a path is of no block that can be recomputed; it names the nearest that is.
     """
     known = recomputable(plan, model) if plan.recompute else ()
     if plan.recompute and not known:
