@@ -25,7 +25,7 @@ SENTENCES = re.compile(r"(whether|where|only|one|what|if|when|before|after)\b", 
 SECTION = re.compile(r"^(\s*)(Args|Attributes):\s*$")
 ENTRY = re.compile(r"^(\s+)\*{0,2}(\w+)(?: \([^)]*\))?: (.+)$")
 # Rooms that are not mended yet, or parts of them: paths below `SOURCE` without a suffix.
-LATER = ("booster", "checkpoint", "memory", "plan", "video")
+LATER = ("booster", "checkpoint", "memory", "plan")
 LATER += ("parallel/_optimizer", "parallel/zero")
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while something runs: a progress bar, or plain lines without a terminal."""
+"""Progress for people: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 def console() -> Console:
-    """Where messages for people go; standard output stays free for results.
+    """The console of messages for people; standard output stays free for results.
 
     Names are shown as they are: a folder called ``run[v2]`` is no markup.
     """
