@@ -44,7 +44,7 @@ def doctor(folder: Path, mib: int) -> int:
         mib: most MiB that are written and read.
 
     Raises:
-        GulliverError: the folder is none, or cannot be written, or has no room.
+        GulliverError: no such folder, or one that cannot be written or has no space.
     """
     check_folder(folder, mib)
     table = Table(title=f"Gulliver {__version__} on {platform.node()}", title_justify="left")

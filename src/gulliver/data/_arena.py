@@ -215,7 +215,7 @@ class PinnedArena:
                 self._grow(need)
 
     def statistics(self) -> ArenaStatistics:
-        """What the arena did so far."""
+        """Returns what the arena did so far."""
         with self._lock:
             self._reclaim()
             return ArenaStatistics(

@@ -41,7 +41,7 @@ USED_AT_ONCE = 2
 
 @dataclass(frozen=True)
 class LoaderStatistics:
-    """What a loader did so far.
+    """Counts of what a loader did so far.
 
     Attributes:
         batches: number of batches handed out, over all epochs.

@@ -26,7 +26,7 @@ ENOUGH_PIXELS = 0.8
 
 @dataclass(frozen=True)
 class Probe:
-    """What a file holds: frames, height, width, and frames per second."""
+    """Contents of a file: frames, height, width, and frames per second."""
 
     frames: int
     height: int

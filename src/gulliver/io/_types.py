@@ -105,7 +105,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Counters:
-    """What an engine has done so far.
+    """Counts of what an engine has done so far.
 
     Attributes:
         written: bytes written.
