@@ -1,4 +1,4 @@
-"""What differs between supported torch versions, and every private torch symbol, in one place.
+"""Differences between supported torch versions, and every private torch symbol, in one place.
 
 Each name here has a test, in `tests/test_compat.py` or `tests/test_worlds.py`.
 """
@@ -24,21 +24,21 @@ reduce_scatter_flat: Callable[..., Any] = getattr(
 
 
 def fake_store() -> dist.Store:
-    """A store that the process group "fake" accepts; importing it registers that group."""
+    """Makes a store for the process group "fake"; the import registers that backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def local_tensor_mode(size: int) -> AbstractContextManager[Any]:
-    """A mode in which one program computes the values of `size` ranks."""
+    """Makes a mode in which one program computes the values of `size` ranks."""
     from torch.distributed._local_tensor import LocalTensorMode
 
     return LocalTensorMode(size)
 
 
 def map_ranks(make: Callable[[int], Tensor]) -> Tensor:
-    """Inside `local_tensor_mode`, the tensor whose value on each rank is ``make(rank)``."""
+    """Makes, inside `local_tensor_mode`, the tensor with the value ``make(rank)`` on each rank."""
     from torch.distributed._local_tensor import rank_map
 
     return rank_map(make)
@@ -49,7 +49,7 @@ def threaded_groups() -> Iterator[Callable[[BaseException], None]]:
     """Lets ranks be threads of this process, with the process group "threaded".
 
     Yields:
-        What a rank that failed calls with its error, so that the others stop waiting for it.
+        A function that a failed rank calls with its error, so that the others stop waiting for it.
     """
     from torch._C._distributed_c10d import (
         _set_thread_isolation_mode,  # pyright: ignore[reportAttributeAccessIssue]
@@ -67,7 +67,7 @@ def threaded_groups() -> Iterator[Callable[[BaseException], None]]:
 
 
 def storage_users(tensor: Tensor) -> int:
-    """How many tensors share the storage of `tensor`, itself included."""
+    """Counts the tensors that share the storage of `tensor`, itself included."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
@@ -75,7 +75,7 @@ def storage_users(tensor: Tensor) -> int:
 without_torch_functions: Callable[[], AbstractContextManager[Any]] = (
     torch._C.DisableTorchFunctionSubclass
 )
-"""Lets operations take subclasses for tensors, without their ``__torch_function__``."""
+"""Context in which operations treat subclasses as plain tensors, past ``__torch_function__``."""
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
@@ -111,7 +111,7 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """What ``module.compile()`` has put in place of the module's call."""
+    """Returns what ``module.compile()`` has put in place of the module's call, or None."""
     return getattr(module, "_compiled_call_impl", None)
 
 
@@ -183,10 +183,11 @@ def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 
 # Attention kernels that return the log-sum-exp of each row's logits, which torch's public attention
 # does not, and their backwards, which take the output and log-sum-exp of more keys than they see.
+# All take q, k and v as [B, H, S, D] and return log-sum-exps as [B, H, S].
 
 
 def attention_op(name: str) -> Callable[..., Any] | None:
-    """The overload of a private attention operator of torch, None where there is none."""
+    """Looks up a private attention operator of torch; None where there is none."""
     packet = getattr(torch.ops.aten, name, None)
     return None if packet is None else packet.default
 
@@ -319,7 +320,7 @@ def context_parallel_ring(rotate: str) -> tuple[Callable[..., Any], Callable[...
     Its public entrance knows the ops of CUDA only.
 
     Args:
-        rotate: how keys and values go round, "allgather" or "alltoall".
+        rotate: method that passes keys and values on, "allgather" or "alltoall".
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention
 

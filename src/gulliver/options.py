@@ -16,7 +16,7 @@ from typing import Any
 from gulliver.errors import GulliverError
 
 MOST = 2**31 - 1
-"""Where nothing else bounds a whole number."""
+"""Upper bound of whole numbers that have no other."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ AT_LEAST_0 = Range(0)
 AT_LEAST_1 = Range(1)
 SHARE = Range(0, 1)
 RATE = Range(0, 10, open_below=True)
-"""Learning rates."""
+"""Range of learning rates."""
 RANKS = Range(0, 1024)
-"""Processes on one machine."""
+"""Range of numbers of processes on one machine."""
 SEED = Range(-(2**63), 2**63 - 1)
 GUIDANCE = Range(-1000, 1000)
 
 
 def whole_number(name: str, value: Any) -> int:
-    """A whole number of Python, numpy or torch as one of Python.
+    """Converts a whole number of Python, numpy or torch to an int.
 
     Raises:
-        GulliverError: naming what is none.
+        GulliverError: it is no whole number; a bool counts as none.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -72,10 +72,10 @@ def whole_number(name: str, value: Any) -> int:
 
 
 def positive_number(name: str, value: Any) -> float:
-    """A number above 0.
+    """Converts a number above 0 to a float.
 
     Raises:
-        GulliverError: naming what is none.
+        GulliverError: it is no number, or not above 0.
     """
     if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
         raise GulliverError(f"{name} must be a number, not {value!r}")
@@ -85,7 +85,7 @@ def positive_number(name: str, value: Any) -> float:
 
 
 def ranges_of(kind: type) -> dict[str, Range]:
-    """The range of each option of a dataclass that has one."""
+    """Finds the range of each option of a dataclass that has one."""
     found = {}
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         for extra in getattr(hint, "__metadata__", ()):
@@ -98,8 +98,8 @@ def check_options(options: Any, prefix: str = "--") -> None:
     """Refuses numbers that lie outside of their range, in options and in those inside them.
 
     Args:
-        options: a dataclass.
-        prefix: of its names, for the message.
+        options: dataclass instance, whose fields may be dataclasses too.
+        prefix: prefix of the options' names, for the message.
 
     Raises:
         GulliverError: naming the option, its value and what would be right.

@@ -115,12 +115,16 @@ def check_groups(ours: list[list[str]], saved: list[Any], folder: Path) -> None:
             )
 
 
-def write_scheduler(lr_scheduler: Any, path: Path) -> None:
-    """Writes a scheduler's numbers as JSON."""
+def write_scheduler(lr_scheduler: Any, path: Path, writes: bool) -> None:
+    """Writes a scheduler's numbers as JSON, on the rank that writes; all of them check it."""
     tensors, skeleton = split_state(scheduler_numbers(lr_scheduler))
     if tensors:
-        raise GulliverError(f"{type(lr_scheduler).__name__} keeps tensors: it cannot be saved")
-    write_json(path, {"scheduler": type(lr_scheduler).__name__, "state": skeleton})
+        raise GulliverError(
+            f"{type(lr_scheduler).__name__} keeps tensors, which a file of numbers does not take: "
+            "save it with booster.save(..., lr_scheduler=...), or make its optimizer's lr a float"
+        )
+    if writes:
+        write_json(path, {"scheduler": type(lr_scheduler).__name__, "state": skeleton})
 
 
 def read_scheduler(lr_scheduler: Any, path: Path) -> None:

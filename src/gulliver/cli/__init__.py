@@ -1,4 +1,4 @@
-"""The console script `gulliver`: thin; every command is a call into the rooms below."""
+"""The console script `gulliver`: thin; every command is a call into the library."""
 
 from gulliver.cli._main import main
 

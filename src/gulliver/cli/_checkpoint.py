@@ -1,4 +1,4 @@
-"""``gulliver checkpoint``: what is there, whether it is whole, what differs, and other formats."""
+"""``gulliver checkpoint``: lists, verifies, compares and converts checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from gulliver.errors import GulliverError
 PATIENCE_S = 2.0
 """Seconds after which a bar is shown."""
 ALL = "all"
-"""As an entry: all of them."""
+"""Value of ``--entry`` for all entries."""
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -47,7 +47,7 @@ DTYPES = {
 
 
 def checkpoint_command(config: CheckpointConfig, arguments: list[str]) -> int:
-    """Runs one of the four."""
+    """Runs one of the four actions."""
     return _COMMANDS[type(config.action)](config.action)
 
 
@@ -58,7 +58,7 @@ def _out() -> Console:
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on the terminal, for what takes longer than a moment."""
+    """Shows a bar on the terminal for what takes longer than `PATIENCE_S`."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -90,7 +90,7 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def ls(options: Ls) -> int:
-    """Prints a table."""
+    """Prints a table of steps, or of what a step or file holds."""
     path = options.folder
     if is_step_or_run(path):
         if options.step is None and not (path / "manifest.json").is_file():
@@ -207,7 +207,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Writes a number of bytes for people."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
@@ -219,7 +219,7 @@ def size(count: float) -> str:
 
 
 def verify_all(options: Verify) -> int:
-    """Prints what is broken, and how fast was read."""
+    """Prints what is broken, and how fast it was read; the exit code is 1 where something is."""
     path = options.folder
     if options.all and options.step is not None:
         raise GulliverError("--step and --all exclude each other: one step, or every step")
@@ -270,7 +270,7 @@ def _after_file(problem: Any) -> str:
 
 
 def diff(options: Diff) -> int:
-    """Prints what differs."""
+    """Prints what differs; the exit code is 1 where something does."""
     with _bar("comparing") as told:
         found = compare(
             options.a,
@@ -331,7 +331,7 @@ def _first(names: list[str], show: int) -> list[str]:
 
 
 def convert(options: Convert) -> int:
-    """Makes the other format."""
+    """Writes the other format."""
     ours = is_step_or_run(options.source)
     to = options.to if options.to != "auto" else ("huggingface" if ours else "step")
     if options.target.suffix == ".safetensors":

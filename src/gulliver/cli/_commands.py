@@ -1,4 +1,4 @@
-"""The commands. Each is a call into the rooms below; their options are in `_options.py`."""
+"""The commands. Each is a call into the library; their options are in `_options.py`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from gulliver.video import (
 )
 
 CONDITION_FRAMES = 5
-"""Of the end of a clip, where nobody says how many."""
+"""Default number of conditioning frames, from the end of a clip."""
 
 
 def train_command(config: TrainConfig, arguments: list[str]) -> int:
@@ -89,7 +89,7 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
 def _made(
     config: GenerateConfig, model: VideoModel, prompts: list[str], bucket: Bucket, show: bool
 ) -> list[Any]:
-    """The clips, in the order of the prompts."""
+    """Makes the clips, in the order of the prompts."""
     sampling = SamplingConfig(config.steps, config.guidance)
     given = None if config.image is None else read_frames(config.image, 1)
     requests = [
@@ -129,7 +129,7 @@ def _prompts(config: GenerateConfig) -> list[str]:
 
 
 def _sides(aspect_ratio: str, resolution: int) -> tuple[int, int]:
-    """Height and width in multiples of 8 with about resolution**2 pixels in an aspect ratio."""
+    """Chooses height and width, multiples of 8, for about resolution**2 pixels at a ratio."""
     try:
         width, height = (int(part) for part in aspect_ratio.split(":"))
         if not 1 <= min(width, height) <= max(width, height) <= 1000:
@@ -182,14 +182,14 @@ def probe_command(config: ProbeConfig, arguments: list[str]) -> int:
 
 
 def doctor_command(config: DoctorConfig, arguments: list[str]) -> int:
-    """Looks, measures, prints."""
+    """Prints versions, the I/O engine and measured speeds of the disk."""
     from gulliver.cli._doctor import doctor
 
     return doctor(config.folder, config.mib)
 
 
 def capabilities_command(config: CapabilitiesConfig, arguments: list[str]) -> int:
-    """Prints the table that `HybridParallelPlugin` asks."""
+    """Prints the table that `HybridParallelPlugin` consults."""
     from rich.console import Console
     from rich.table import Table
 

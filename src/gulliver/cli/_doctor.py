@@ -33,18 +33,18 @@ from gulliver.io import (
 MIB = 2**20
 GIB = 2**30
 ENOUGH_S = 1.5
-"""Writing, and reading, ends after so long."""
+"""Seconds after which writing, and reading, ends."""
 
 
 def doctor(folder: Path, mib: int) -> int:
     """Runs the command.
 
     Args:
-        folder: whose disk is measured.
-        mib: MiB that are written and read at most.
+        folder: folder on the disk to measure.
+        mib: most MiB that are written and read.
 
     Raises:
-        GulliverError: the folder is none, or cannot be written, or has no room.
+        GulliverError: no such folder, or one that cannot be written or has no space.
     """
     check_folder(folder, mib)
     table = Table(title=f"Gulliver {__version__} on {platform.node()}", title_justify="left")
@@ -63,7 +63,7 @@ def doctor(folder: Path, mib: int) -> int:
 
 
 def check_folder(folder: Path, mib: int) -> None:
-    """Refuses, before anything is measured, a place that cannot be."""
+    """Refuses, before anything is measured, a folder that cannot be written."""
     if mib < 1:
         raise GulliverError(f"--mib {mib}: at least 1")
     if not folder.exists():
@@ -75,7 +75,7 @@ def check_folder(folder: Path, mib: int) -> None:
 
 
 def machine() -> Iterator[tuple[str, str]]:
-    """Versions, devices, cores and memory."""
+    """Yields versions, devices, cores and memory, each as a row of the table."""
     devices = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     yield "torch", f"{torch.__version__}, Python {platform.python_version()}"
     yield "GPUs", ", ".join(devices) or "none"
@@ -88,7 +88,7 @@ def machine() -> Iterator[tuple[str, str]]:
 
 
 def engine_rows(engine: Engine) -> Iterator[tuple[str, str]]:
-    """Which engine runs, and why not a better one."""
+    """Yields the engine that runs, and why not a better one."""
     forced = os.environ.get("GULLIVER_IO")
     if forced:
         why = f"GULLIVER_IO={forced}"
@@ -101,7 +101,7 @@ def engine_rows(engine: Engine) -> Iterator[tuple[str, str]]:
 
 
 def disk_rows(engine: Engine, folder: Path, mib: int) -> Iterator[tuple[str, str]]:
-    """Writes and reads a file, and removes it whatever happens."""
+    """Yields how fast a file is written and read; it is removed whatever happens."""
     pages = [engine.acquire() for _ in range(8)]
     noise = np.random.default_rng(0)
     for page in pages:

@@ -1,6 +1,6 @@
-"""Finding the command, and how errors look: one line and a non-zero exit.
+"""Finds the command, and prints errors as one line with a non-zero exit code.
 
-Options are read, and refused, before torch is imported: help comes at once.
+Options are read, and refused, before torch is imported, so that help comes at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gulliver.errors import GulliverError, nearest
 
 
 class Command(NamedTuple):
-    """Where a command's options and its function are, as module and name, and what it does."""
+    """A command: its options and its function, each as (module, name), and what it does."""
 
     options: tuple[str, str]
     function: tuple[str, str]
@@ -65,7 +65,7 @@ COMMANDS = {
 
 
 def run(arguments: list[str]) -> int:
-    """Finds the command, reads its options and runs it; the exit code."""
+    """Finds the command, reads its options and runs it; returns the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(
             "usage: gulliver COMMAND [options]      (gulliver COMMAND --help lists the options)\n"
@@ -84,7 +84,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _options(name: str, arguments: list[str]) -> Any:
-    """The options of a command, from its arguments."""
+    """Reads the options of a command from its arguments."""
     import tyro
 
     from gulliver.options import check_options

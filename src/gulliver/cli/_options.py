@@ -1,6 +1,6 @@
-"""What the commands are told: frozen dataclasses, which are also the command line.
+"""Options of the commands: frozen dataclasses, which are also the command line.
 
-Nothing here imports torch, nor may it: ``--help`` reads this page. `train` and `demo` have theirs
+Nothing here imports torch, nor may it: ``--help`` reads this module. `train` and `demo` have theirs
 in `gulliver.video._config`.
 """
 
@@ -22,7 +22,7 @@ class GenerateConfig:
     run: Path = Path("out/demo/run")
     """Folder of the training run."""
     prompt: tuple[str, ...] = ()
-    """What to show; several make several clips."""
+    """Sentence to show; several make several clips."""
     prompts: Path | None = None
     """A text file with a prompt on each line."""
     out: Path = Path("clip.gif")
@@ -34,11 +34,11 @@ class GenerateConfig:
     resolution: Annotated[int, Range(8, 65535)] = 32
     """Side in pixels of the square with as many pixels as the clip."""
     image: Path | None = None
-    """First frame: a picture that starts to move."""
+    """Picture that becomes the first frame."""
     extend: Path | None = None
-    """A clip to go on with; --frames counts the conditioning frames too."""
+    """Clip to continue; --frames counts the conditioning frames too."""
     condition_frames: Annotated[int | None, Range(1, 65535)] = None
-    """With --extend: how many of its last frames are given (4 k + 1); 5 by default."""
+    """Number of last frames that --extend gives to the model (4 k + 1); 5 by default."""
     seed: Annotated[int, SEED] = 0
     """Noise of the first clip; the next clips take the next seeds."""
     steps: Annotated[int, Range(1, 100_000)] = 24
@@ -46,13 +46,13 @@ class GenerateConfig:
     guidance: Annotated[float, GUIDANCE] = 2.0
     """Weight of the sentence; 1 turns guidance off."""
     scale: Annotated[int, Range(1, 64)] = 4
-    """Repeat every pixel so many times in the file."""
+    """Times that every pixel is repeated in the file."""
     fps: Annotated[float, Range(0, 1000, open_below=True)] = 8.0
     """Frames per second of the file."""
     sequence: Annotated[int, RANKS] = 0
-    """Ranks that share each clip's tokens; 0: all that guidance leaves."""
+    """Ranks that share each clip's tokens; 0 takes all that guidance leaves."""
     guidance_ranks: Annotated[int, Range(0, 2)] = 0
-    """2: with and without the sentence on ranks of their own; 0: where that is possible."""
+    """2 runs the model with and without the sentence on separate ranks; 0: 2 where possible."""
     ranks: Annotated[int, RANKS] = 0
     """Processes on this machine; 0: --sequence x --guidance-ranks. Ignored under torchrun."""
 
@@ -64,13 +64,13 @@ class EvaluateConfig:
     run: Path = Path("out/demo/run")
     """Folder of the training run."""
     samples: Annotated[int, Range(1, 1_000_000)] = 200
-    """Prompts."""
+    """Number of prompts."""
     steps: Annotated[int, Range(1, 100_000)] = 24
     """Sampling steps."""
     guidance: Annotated[float, GUIDANCE] = 2.0
     """Weight of the sentence."""
     out: Path | None = None
-    """Write the figures there as JSON."""
+    """JSON file to write the figures to."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class ProbeConfig:
     out: Path | None = None
     """File to write; by default the measurement is kept in the cache, one file per machine."""
     folder: Path = Path(".")
-    """Whose disk is measured."""
+    """Folder on the disk to measure."""
     again: bool = False
-    """Measure although there is a measurement of this machine."""
+    """Measure anew, even if there is a measurement of this machine."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class DoctorConfig:
     """Says what runs here: the I/O engine and why, versions, memory, and how fast the disk is."""
 
     folder: Path = Path(".")
-    """Whose disk is measured, by a file that is removed again."""
+    """Folder on the disk to measure, by a file that is removed again."""
     mib: Annotated[int, Range(1, 2**20)] = 512
-    """MiB that are written and read at most; a few seconds at most."""
+    """Most MiB to write and to read; it takes a few seconds at most."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class Ls:
     """Lists the steps of a run, or what a step, a file or a Hugging Face folder holds."""
 
     folder: tyro.conf.Positional[Path]
-    """Of a run, of a step, or of Hugging Face's; or a file."""
+    """Path to a run, a step, a Hugging Face folder or a file."""
     step: Annotated[int | None, AT_LEAST_0] = None
-    """Show this step of a run."""
+    """Step of the run to show."""
     tensors: bool = False
     """List all tensors."""
 
@@ -117,11 +117,11 @@ class Verify:
     """Reads every byte of a step and checks it against its checksum."""
 
     folder: tyro.conf.Positional[Path]
-    """Of a run or of a step."""
+    """Path to a run or a step."""
     step: Annotated[int | None, AT_LEAST_0] = None
-    """Of a run; by default the newest."""
+    """Step of the run; by default the newest."""
     all: bool = False
-    """Every step of the run."""
+    """Verify every step of the run."""
 
 
 @dataclass(frozen=True)
@@ -131,15 +131,15 @@ class Diff:
     a: tyro.conf.Positional[Path]
     """A run, a step, a safetensors file or a Hugging Face folder."""
     b: tyro.conf.Positional[Path]
-    """The other."""
+    """The other one, of any of these."""
     entry: str = "model"
-    """Of steps; all for all of them, with what is no tensor."""
+    """Entry of the steps to compare; all: every entry, with values that are no tensors."""
     tolerance: Annotated[float, AT_LEAST_0] = 0.0
-    """How far elements may be apart."""
+    """Difference of elements that counts as equal."""
     relative: Annotated[float, AT_LEAST_0] = 0.0
-    """How far they may be apart in terms of the larger one."""
+    """Difference allowed on top, as a share of the larger element."""
     any_dtype: bool = False
-    """Other dtypes are no difference."""
+    """Do not count other dtypes as a difference."""
     step_a: Annotated[int | None, AT_LEAST_0] = None
     """Step of the first, if that is a run."""
     step_b: Annotated[int | None, AT_LEAST_0] = None
@@ -155,21 +155,21 @@ class Convert:
     source: tyro.conf.Positional[Path]
     """A run, a step, a safetensors file or a Hugging Face folder."""
     target: tyro.conf.Positional[Path]
-    """A folder or file.safetensors to make; for a step, the folder of a run."""
+    """Folder or .safetensors file to make; for a step, the folder of a run."""
     to: Literal["auto", "huggingface", "step"] = "auto"
-    """auto: the one that the source is not."""
+    """Format to make; auto: the one that the source is not."""
     step: Annotated[int | None, AT_LEAST_0] = None
-    """Of a run; by default the newest. Where a step is made, its number: 0 by default."""
+    """Step of the run, by default the newest; or number of the step to make, by default 0."""
     entry: str = "model"
-    """Of the step."""
+    """Entry of the step to read or write."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
-    """Convert floating-point tensors to it."""
+    """Dtype to convert floating-point tensors to; by default they keep theirs."""
     prefix: str = ""
-    """Only tensors whose names begin with it, and without it."""
+    """Take only tensors whose names begin with this, which is cut off."""
     max_shard_gb: Annotated[float, Range(0, 1e6, open_below=True)] = 5.0
-    """Gigabytes of tensors in a file."""
+    """Most gigabytes of tensors in one file."""
     model_config: Path | None = None
-    """A config.json to put beside the weights."""
+    """Path to a config.json to put beside the weights."""
 
 
 Action = (

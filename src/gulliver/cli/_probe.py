@@ -42,7 +42,7 @@ from gulliver.hardware import (
 )
 
 BUSY = 0.5
-"""A spread above it is worth a remark."""
+"""Relative spread above which the machine was busy."""
 Progress = Callable[[str], None]
 ONE_RANK = "link probing needs several ranks: torchrun --nproc-per-node 4 -m gulliver.cli probe"
 
@@ -165,7 +165,7 @@ def _curves(cluster: Cluster) -> list[Curve]:
 def _with_collectives(
     axes: tuple[Axis, ...], order: tuple[int, ...] | None, device: torch.device, progress: Progress
 ) -> tuple[Axis, ...]:
-    """The axes, with the collectives along each of them measured, and those of all at once."""
+    """Measures the collectives along each axis, and along all axes at once."""
     named = make_axes({axis.name: axis.size for axis in axes}, order)
 
     def measured(torus: Torus) -> Along:
@@ -183,14 +183,14 @@ def _with_collectives(
 
 
 def _flat(collective: str, nbytes: int) -> Choice:
-    """Whatever it costs."""
+    """Chooses the flat algorithm, whatever it costs: all ranks at once are to be measured."""
     return Choice(collective, nbytes, "flat", 0.0, 0.0)
 
 
 def _operations(
     torus: Torus, device: torch.device
 ) -> dict[str, Callable[[int], Callable[[], object]]]:
-    """What runs each collective once along a torus, on so many bytes."""
+    """Makes, for each collective, a function of bytes that prepares one run along a torus."""
 
     def tensors(count: int) -> tuple[torch.Tensor, torch.Tensor]:
         whole = torch.ones(count // 4, device=device)
@@ -219,7 +219,7 @@ def _operations(
 
 
 def _looked_up(path: Path, again: bool) -> tuple[Cluster | None, str | None]:
-    """What is kept, or else why nothing could be kept there."""
+    """Returns what is kept, or else why nothing could be kept there."""
     try:
         if path.exists() and not again:
             return Cluster.load(path), None

@@ -1,4 +1,4 @@
-"""Feeding: clips, where they come from, which meet in a step, and how they get to the device."""
+"""Data: clips and their sources, the order of samples, and the way of batches to the device."""
 
 from gulliver.data._arena import ArenaStatistics, PinnedArena
 from gulliver.data._clips import BrokenClip, Bucket, Clip, ClipBatch, ClipDataset, collate

@@ -43,13 +43,13 @@ from gulliver.solve import Extents, size_class
 
 _log = logging.getLogger("gulliver")
 DEFAULT_LIMIT = 2**30
-"""Bytes of an arena of which nothing else is said."""
+"""Default limit of an arena, in bytes."""
 PORTABLE = 1
 """cudaHostRegisterPortable: locked for all devices of the process."""
 
 
 class Event(Protocol):
-    """What says that a copy is done; `torch.cuda.Event` is one."""
+    """An event that tells when a copy is done; `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
         """Whether it has happened."""
@@ -62,7 +62,7 @@ class Event(Protocol):
 
 @dataclass(frozen=True)
 class ArenaStatistics:
-    """What an arena did, all in bytes or numbers of tensors.
+    """Counts of what an arena did, in bytes or numbers of tensors.
 
     Attributes:
         hits: tensors placed in memory that was there.
@@ -119,16 +119,16 @@ class PinnedArena:
     """Pre-allocated host memory that is lent as tensors and comes back by itself.
 
     A block is free again when the last tensor that looks at it is gone and the events of the device
-    copies from it have happened. The loader says which these are; who copies to a device without
-    waiting by himself tells `hold`, or keeps the tensor until then. Any thread may use an arena.
+    copies from it have happened. The loader tells the arena of its own copies; whoever else copies
+    to a device asynchronously calls `hold`, or keeps the tensor until then. Any thread may use it.
     Blocks begin on a page and waste less than an eighth of their tensor, besides the rest of a
     page.
 
     Args:
-        limit: most bytes of slabs. What does not fit is ordinary memory, counted as a miss; an
-            arena neither grows beyond its limit nor waits for memory.
-        pin: lock the pages, so that devices copy at full speed and without the host waiting;
-            None: where there is CUDA. Otherwise buffers are page-aligned.
+        limit: most bytes of all slabs together. What does not fit is ordinary memory, counted as a
+            miss; an arena neither grows beyond its limit nor waits for memory.
+        pin: whether to lock the pages, so that devices copy at full speed and without the host
+            waiting; None locks them where there is CUDA. Otherwise buffers are page-aligned.
 
     Raises:
         GulliverError: a limit below a page, or page-locking without CUDA.
@@ -152,7 +152,7 @@ class PinnedArena:
         self._held: deque[tuple[Event, list[Tensor]]] = deque()
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of a host tensor in memory of the arena."""
+        """Copies a host tensor into memory of the arena."""
         return self.copy_all([tensor])[0]
 
     def copy_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -170,7 +170,7 @@ class PinnedArena:
         return copies
 
     def empty_all(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Host tensors with any content, together in one place where they can be.
+        """Lends uninitialized host tensors, side by side in one slab where there is room.
 
         Args:
             like: tensors with the shapes, strides and dtypes wanted; their device may be ``meta``.
@@ -215,7 +215,7 @@ class PinnedArena:
                 self._grow(need)
 
     def statistics(self) -> ArenaStatistics:
-        """What the arena did so far."""
+        """Returns what the arena did so far."""
         with self._lock:
             self._reclaim()
             return ArenaStatistics(
@@ -236,9 +236,10 @@ class PinnedArena:
             event.synchronize()
 
     def _place(self, needs: list[int]) -> list[_Block | int]:
-        """A block for each size, or just the size where it has to be plain memory."""
+        """Returns a block for each size, or just the size where it has to be plain memory."""
         self._reclaim()
         sizes = [size_class(need) for need in needs]
+        # One hole for all, see [Note: why a warmed-up arena never misses].
         found = self._extents.take(sum(sizes)) if sizes else None
         if found is not None:
             number, start = found
@@ -276,7 +277,7 @@ class PinnedArena:
         return _Block(self._slabs[number], start, size, need)
 
     def _owner(self, block: _Block | int) -> np.ndarray:
-        """The object whose end is the end of a block, see [Note: who frees a block]."""
+        """Makes the object whose end frees a block, see [Note: who frees a block]."""
         if isinstance(block, int):
             return np.empty(block, np.uint8)
         owner = block.slab.bytes[block.start : block.start + block.asked]
@@ -336,6 +337,7 @@ class _Slab:
             self.bytes = np.frombuffer(mmap.mmap(-1, size), np.uint8)
         except (OSError, ValueError) as error:
             raise GulliverError(f"no {size} bytes of host memory for batches: {error}") from None
+        # Touches every page now: the first write to fresh memory would wait for the system.
         self.bytes.fill(0)
         if pin:
             runtime: Any = torch.cuda.cudart()

@@ -1,4 +1,4 @@
-"""The words of this room: buckets, clips, data sets, and a batch of clips of one bucket."""
+"""The types of `gulliver.data`: buckets, clips, data sets, and batches of clips of one bucket."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Clip:
-    """A clip [3, T, H, W] in [-1, 1], its caption, frame rate (1/s) and place in the data set."""
+    """A clip [3, T, H, W] in [-1, 1], its caption, frame rate (1/s) and index in the data set."""
 
     video: Tensor
     caption: str
@@ -49,7 +49,7 @@ class BrokenClip:
 
 @runtime_checkable
 class ClipDataset(Protocol):
-    """What a data set of clips offers."""
+    """The interface of a data set of clips."""
 
     def __len__(self) -> int: ...
 
@@ -86,9 +86,9 @@ def collate(
     """Reads samples of one bucket as a batch; broken ones are left out and named.
 
     Args:
-        dataset: of clips.
-        indices: of the samples.
-        seeds: one for each, of the frames that are taken of a longer clip; None takes the first.
+        dataset: data set of clips.
+        indices: indices of the samples, all of one bucket.
+        seeds: seed of each sample, which chooses the frames of a longer clip; None takes the first.
     """
     clips: list[Clip] = []
     kept: list[int] = []

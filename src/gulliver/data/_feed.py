@@ -1,7 +1,7 @@
-"""Batches on their way to a loop: made by whoever asks for them, or by a thread, before their time.
+"""Batches on their way to a loop: made by whoever asks for them, or ahead of use by a thread.
 
-Read `Feed`, then `_run`, which is its thread. An error travels in the place of its batch. What it
-does not know: which batches these are, and how they are moved.
+Read `Feed`, then `_run`, which is its thread. An error is handed over in place of its batch.
+What it does not know: which batches these are, and how they are moved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gulliver.data._transfer import Moved
 from gulliver.errors import GulliverError
 
 AT_EXIT_S = 5.0
-"""How long an ending interpreter waits for a thread to put its workers away."""
+"""Seconds that an ending interpreter waits for a thread to end its workers."""
 NEWER = "this iteration was ended by a newer one, or by another position, of the same loader"
 _OPEN: weakref.WeakSet[Feed] = weakref.WeakSet()
 
@@ -33,7 +33,7 @@ class Inline:
         self._ahead, self._closed = ahead, False
 
     def get(self) -> Moved | BaseException | None:
-        """The next batch, or its error; None at the end."""
+        """Returns the next batch, or its error; None at the end."""
         if self._closed:
             raise GulliverError(NEWER)
         while len(self._ready) <= self._ahead:
@@ -44,17 +44,17 @@ class Inline:
         return self._ready.popleft() if self._ready else None
 
     def close(self) -> None:
-        """Lets go of what was made ahead, and of what makes it."""
+        """Drops what was made ahead, and the iterator that makes it."""
         self._closed = True
         self._ready.clear()
         self._entries = iter(())
 
     def join(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is no thread."""
 
 
 class Feed:
-    """Batches made by torch's workers, moved by a thread, at most `ahead` before their time.
+    """Batches made by torch's workers and moved by a thread, at most `ahead` of use.
 
     The thread knows its channel only, so that nothing keeps this object from being collected.
     """
@@ -85,7 +85,7 @@ class Feed:
 
 
 class _Channel:
-    """What goes from the thread to the loop: permits one way, batches the other."""
+    """The queue between thread and loop: permits go one way, batches the other."""
 
     def __init__(self, ahead: int) -> None:
         # A permit is asked for before a batch is moved, so that no more than `ahead` of them hold
@@ -110,7 +110,7 @@ class _Channel:
 
 
 def _run(source: list[Iterator[Any]], move: Callable[[Any], Moved], channel: _Channel) -> None:
-    """The thread. `source` is a list so that popping it leaves the one reference here."""
+    """Runs the thread; `source` is a list, so that popping it leaves the only reference here."""
     entries = _moved(source.pop(), move)
     while True:
         channel.permits.acquire()
@@ -132,7 +132,7 @@ def _run(source: list[Iterator[Any]], move: Callable[[Any], Moved], channel: _Ch
 
 
 def _moved(batches: Iterator[Any], move: Callable[[Any], Moved]) -> Iterator[Moved | BaseException]:
-    """Batches on their way; last, in the place of one that could not be made, its error."""
+    """Yields moved batches; last, in place of one that could not be made, its error."""
     try:
         while True:
             batch, error = _attempt(next, batches)
@@ -155,7 +155,7 @@ def _moved(batches: Iterator[Any], move: Callable[[Any], Moved]) -> Iterator[Mov
 
 
 def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, BaseException | None]:
-    """What a function returned, and what it raised."""
+    """Returns what a function returned, and what it raised."""
     try:
         return function(argument), None
     except BaseException as error:
@@ -164,7 +164,7 @@ def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, BaseEx
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that the ending interpreter cuts off leaves workers and devices in mid-air."""
+    """Ends all threads: one that the ending interpreter cuts off leaves its workers behind."""
     for feed in list(_OPEN):
         feed.close()
     for feed in list(_OPEN):

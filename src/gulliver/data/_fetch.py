@@ -28,7 +28,7 @@ from gulliver.data._sampler import Step
 from gulliver.errors import GulliverError
 
 ORDER, BATCH, STREAM = range(3)
-"""What a seed is for: an epoch's order, a batch by its number, a batch of a worker's stream."""
+"""Purposes of a seed: an epoch's order, a batch by its number, a batch of a worker's stream."""
 _END = object()
 
 
@@ -48,7 +48,7 @@ class Mark(NamedTuple):
 
 
 def words(seed: int, *places: int) -> np.ndarray:
-    """Four words of 32 random bits that hang on a seed and on where it is used."""
+    """Draws four words of 32 bits that depend on a seed and on where it is used."""
     return np.random.SeedSequence([seed, *places]).generate_state(4)
 
 
@@ -56,8 +56,8 @@ def words(seed: int, *places: int) -> np.ndarray:
 def seeded(seed: int, *places: int) -> Iterator[None]:
     """Seeds the global generators of Python, numpy and torch (on the host).
 
-    In a worker they belong to us. In the training process they are put back, and what the model
-    draws is the same with and without a loader.
+    In the training process they are put back afterwards, so that what the model draws is the same
+    with and without a loader; in a worker nobody else uses them.
     """
     at_home = get_worker_info() is None
     before = _states() if at_home else None
@@ -80,18 +80,19 @@ def _states() -> tuple[Any, Any, torch.Tensor]:
 
 
 class Orders:
-    """The batches of an epoch as work, in their order; the sampler of torch's loader.
+    """The sampler of torch's loader: yields the batches of an epoch as `Work`, in order.
 
     Args:
-        source: of indices, in the user's way: a batch sampler, or a sampler.
-        stateful: the one of the user's samplers that has a state, and so goes on by itself.
-        seed: and rank.
-        own: a generator to be seeded for each epoch.
-        given: the generator that the user gave the loader.
-        generators: of the user, `given` among them, whose states decide the order of an epoch.
+        source: the user's batch sampler, or sampler.
+        stateful: the user's sampler that has a state, and so resumes by itself; None without one.
+        seed: seed and rank.
+        own: generator to be seeded for each epoch.
+        given: generator that the user gave the loader.
+        generators: the user's, `given` among them, whose states decide the order of an epoch.
 
     Attributes:
-        marks: for every batch drawn, the state after it of `stateful`, and whether it is the last.
+        marks: mark of every batch drawn: the state of `stateful` after it, and whether it is the
+            last.
         at_start: states of `generators` at the start of the epoch under way.
     """
 
@@ -114,18 +115,18 @@ class Orders:
         Args:
             epoch: the number of the epoch.
             start: number of the first batch.
-            generators: states that the order is drawn from, if not from the present ones.
+            generators: generator states that the order is drawn from; None: the present ones.
         """
         self._epoch, self._start, self.at_start = epoch, start, generators
         # Another one, as a thread that is about to end may still draw for the iteration before.
         self.marks: deque[Mark] = deque()
 
     def end(self) -> None:
-        """The epoch is over: the next one is drawn from what the generators then are."""
+        """Ends the epoch: the next one is drawn from the generators as they then are."""
         self.at_start = None
 
     def generator_states(self) -> list[str]:
-        """The states that the epoch under way was drawn from, or the next one will be."""
+        """Returns the states that the epoch under way was, or the next one will be, drawn from."""
         if self.at_start is not None:
             return self.at_start
         return [_text(generator.get_state()) for generator in self._generators]
@@ -169,13 +170,13 @@ def _number(state: np.ndarray) -> int:
 
 
 class Fetch(Dataset):
-    """A map-style data set whose items are whole batches, by their work.
+    """A map-style data set whose items are whole batches, looked up by their `Work`.
 
     Args:
-        dataset: of the user.
-        collate: of the user.
-        is_batched: whether `indices` of a work are many.
-        seed: and rank; None leaves the generators alone.
+        dataset: the user's data set.
+        collate: the user's function, from a list of samples to a batch.
+        is_batched: whether `indices` of a `Work` is a list of indices, not one index.
+        seed: seed and rank; None leaves the generators alone.
     """
 
     def __init__(
@@ -218,15 +219,16 @@ class Stream(IterableDataset):
     """An iterable data set whose items are whole batches.
 
     Args:
-        dataset: of the user.
-        collate: of the user.
-        batch_size: None for samples one by one.
-        drop_last: drop a last batch that is not full.
-        seed: and rank.
-        shared: read by worker processes, which keep this object over epochs.
+        dataset: the user's data set.
+        collate: the user's function, from a list of samples to a batch.
+        batch_size: samples of a batch; None for samples one by one.
+        drop_last: whether to drop a last batch that is not full.
+        seed: seed and rank.
+        shared: whether worker processes read it, which keep this object over epochs.
 
     Attributes:
-        marks: in a loader without workers, after each batch, the data set's state if it has one.
+        marks: mark of each batch: the data set's state after it, if it has one; filled only
+            without workers.
     """
 
     def __init__(
@@ -240,7 +242,8 @@ class Stream(IterableDataset):
     ) -> None:
         self.dataset, self._collate = dataset, collate
         self._batch_size, self._drop_last, self._seed = batch_size, drop_last, seed
-        # Epoch, and number of the first batch.
+        # Epoch, and number of the first batch. A tensor in shared memory: persistent workers copy
+        # this object once, and read the next epoch from here.
         self._place = torch.zeros(2, dtype=torch.int64)
         if shared:
             self._place.share_memory_()
@@ -254,10 +257,10 @@ class Stream(IterableDataset):
         self.marks: deque[Mark] = deque()
 
     def end(self) -> None:
-        """The epoch is over."""
+        """Does nothing: a stream has no generators of ours."""
 
     def generator_states(self) -> list[str]:
-        """None: a stream has no order of ours."""
+        """Returns no states: a stream has no order of ours."""
         return []
 
     def __iter__(self) -> Iterator[Any]:
@@ -305,7 +308,7 @@ class WorkerStart:
 
 
 def length_of(sized: Any) -> int | None:
-    """The length of what has one."""
+    """Returns the length of what has one, else None."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -313,12 +316,12 @@ def length_of(sized: Any) -> int | None:
 
 
 def as_is(batch: Any) -> Any:
-    """The batch: it is collated already."""
+    """Returns the batch: it is collated already."""
     return batch
 
 
 def check_seed(seed: int) -> int:
-    """A seed that every generator takes.
+    """Returns a seed that every generator takes.
 
     Raises:
         GulliverError: it is no whole number from 0 on.

@@ -38,7 +38,7 @@ class Turn(NamedTuple):
         return abs(self.b) + abs(self.c) > abs(self.a) + abs(self.d)
 
     def applied(self, picture: np.ndarray) -> np.ndarray:
-        """A stored picture [H, W, 3] as it is to be shown."""
+        """Turns a stored picture [H, W, 3] as it is to be shown; a view."""
         across, down = (self.c, self.b) if self.swaps else (self.a, self.d)
         if self.swaps:
             picture = picture.swapaxes(0, 1)
@@ -68,21 +68,21 @@ class Frame:
 
     @property
     def height(self) -> int:
-        """As it is shown."""
+        """Height in pixels of the upright frame."""
         return self.decoded.width if self.turn.swaps else self.decoded.height
 
     @property
     def width(self) -> int:
-        """As it is shown."""
+        """Width in pixels of the upright frame."""
         return self.decoded.height if self.turn.swaps else self.decoded.width
 
     def pixels(self) -> np.ndarray:
-        """Levels [H, W, 3] in uint8, upright."""
+        """Converts to upright RGB levels, uint8 [H, W, 3]."""
         return self.turn.applied(self.decoded.to_ndarray(format="rgb24"))
 
 
 def upright_frames(path: Path) -> Iterator[Frame]:
-    """The frames of a file, one after another.
+    """Yields the frames of a file, one after another.
 
     Raises:
         GulliverError: it is missing, holds no video, or breaks off.
@@ -110,7 +110,7 @@ def upright_frames(path: Path) -> Iterator[Frame]:
 
 
 def stacked(frames: list[Frame]) -> np.ndarray:
-    """Frames as one array [T, H, W, 3] in uint8.
+    """Stacks frames into one array, uint8 [T, H, W, 3].
 
     Raises:
         GulliverError: they differ in size, or cannot be converted.
@@ -122,7 +122,7 @@ def stacked(frames: list[Frame]) -> np.ndarray:
 
 
 def _turn_of(path: Path, format_name: str, frame: Any) -> Turn:
-    """How the frames of a file are turned."""
+    """Finds how the frames of a file are turned."""
     if format_name == "image2" or format_name.endswith("_pipe"):
         # Not of the frame: which libraries read EXIF into a matrix differs from version to version.
         return _exif_turn(path)

@@ -2,7 +2,7 @@
 
 Workers, sampling and collation are torch's: a second, inner loader of torch's makes whole batches,
 and a thread of ours takes them from it, moves them into the arena and on to the device, at most
-`ahead` of them before their time. Read `DataLoader.__iter__`, then `_Batches` and `_feed.py`.
+`ahead` of use. Read `DataLoader.__iter__`, then `_Batches` and `_feed.py`.
 
 [Note: the position]
 The state counts batches that were handed to the user, not those made ahead. Each batch brings along
@@ -36,17 +36,17 @@ from gulliver.options import whole_number
 
 _log = logging.getLogger("gulliver")
 USED_AT_ONCE = 2
-"""Batches alive outside the loader: the one in use, and the next before it takes its place."""
+"""Batches alive outside the loader: the one in use, and the next, before that is dropped."""
 
 
 @dataclass(frozen=True)
 class LoaderStatistics:
-    """What a loader did so far.
+    """Counts of what a loader did so far.
 
     Attributes:
-        batches: handed out, over all epochs.
+        batches: number of batches handed out, over all epochs.
         waited_s: seconds that the caller waited for them.
-        arena: None where batches pass through as torch made them.
+        arena: the arena's statistics; None where batches pass through as torch made them.
     """
 
     batches: int
@@ -68,7 +68,7 @@ class DataLoader(torch_data.DataLoader):
       (seed, rank, epoch, number of the batch): not on workers, their number, or what ran before.
       Without `generator` so does the order. The training's own generators are left alone.
     - `state_dict` says which batch comes next; one that loads it goes on there, to the bit.
-    - For a device batches go through a `PinnedArena` and arrive ahead of use, on a side stream.
+    - For a device batches go through a `PinnedArena` and arrive ahead of use, on a copy stream.
       On the host they pass through as they are. With `pin_memory` torch locks their pages, for you
       to copy them; without CUDA they are then copied into an arena, as they are into one given.
 
@@ -77,21 +77,22 @@ class DataLoader(torch_data.DataLoader):
     ends the one before, if that is still open.
 
     Args:
-        dataset: map-style or iterable.
+        dataset: data set, map-style or iterable.
         batch_size: samples of a batch.
-        shuffle: another order in each epoch.
-        device: where batches shall be; None leaves them on the host.
-        ahead: batches made ready before their time, 1 or more.
-        seed: of all that is drawn, the same on all ranks.
-        rank: of this process; None asks torch.distributed.
+        shuffle: whether each epoch has another order.
+        device: device that batches are copied to; None leaves them on the host.
+        ahead: number of batches made ready ahead of use, 1 or more.
+        seed: seed of all that is drawn, the same on all ranks.
+        rank: rank of this process; None asks torch.distributed.
         world_size: number of ranks; None asks torch.distributed.
-        arena: to be shared with other loaders; None makes one if one is needed.
+        arena: arena shared with other loaders; None makes one if one is needed.
         warm_up: one example batch of every shape that occurs, whose tensors may be on ``meta``. All
             memory is then taken now. Otherwise it is taken as batches come, up to `arena_limit`.
         arena_limit: most bytes of the arena that is made here; None: what `warm_up` needs, else
             1 GiB.
-        threaded: without workers, make batches in a thread, before their time. The generators are
-            left alone then: data set and collation must draw from none of the process.
+        threaded: whether a thread makes the batches ahead of use, where there are no workers. The
+            generators are left alone then: data set and collation must draw from none of the
+            process.
         options: further arguments of torch's DataLoader, such as `num_workers`, `sampler`,
             `batch_sampler` (a `BucketSampler` too) and `collate_fn`.
 
@@ -161,7 +162,7 @@ class DataLoader(torch_data.DataLoader):
         return self._epoch
 
     def statistics(self) -> LoaderStatistics:
-        """What the loader and its arena did so far; as text, one line."""
+        """Returns what the loader and its arena did so far; as text, one line."""
         arena = None if self.arena is None else self.arena.statistics()
         return LoaderStatistics(self._batches, self._waited_s, arena)
 
@@ -180,9 +181,9 @@ class DataLoader(torch_data.DataLoader):
             self._stateful.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """An epoch, or the rest of the one that a loaded state is in."""
+        """Begins an epoch, or the rest of the one that a loaded state is in."""
         self._feed.close()
-        # It may be drawing from the sampler still, or waiting for workers that go on to live.
+        # Its thread may still draw from the sampler, or wait for persistent workers.
         self._feed.join()
         passed_over = self._begin()
         # Made in the caller's thread: workers are forked here, and torch's samplers draw here.
@@ -209,7 +210,7 @@ class DataLoader(torch_data.DataLoader):
         return map(self._inner.dataset.__getitem__, chain(first, works))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, after the last batch that it handed out; fit for JSON.
+        """Returns the position after the last batch that was handed out; fit for JSON.
 
         A sampler's or data set's own state is in it as it gave it.
 
@@ -284,7 +285,7 @@ class DataLoader(torch_data.DataLoader):
         return None
 
     def _find_stateful(self) -> Any:
-        """Who keeps the position itself: a data set without workers, or a sampler, or nobody."""
+        """Finds what keeps its own position: a data set without workers, a sampler, or None."""
         if self._is_iterable:
             candidates = [] if self.num_workers else [self.dataset]
         else:
@@ -295,7 +296,7 @@ class DataLoader(torch_data.DataLoader):
         return None
 
     def _user_generators(self) -> list[torch.Generator]:
-        """Those that an order is drawn from, each once."""
+        """Returns the user's generators that an order is drawn from, each once."""
         if self._stateful is not None:
             return []
         inside = getattr(self.batch_sampler, "sampler", None)
@@ -308,7 +309,7 @@ class DataLoader(torch_data.DataLoader):
         return found
 
     def _identity(self) -> dict[str, Any]:
-        """What a position means nothing without."""
+        """Returns what has to be equal here and where a position was saved."""
         identity: dict[str, Any] = {"seed": self.seed}
         if self._stateful is None:
             identity["dataset_length"] = length_of(self.dataset)
@@ -396,7 +397,7 @@ class DataLoader(torch_data.DataLoader):
         """Puts everything in place for an iteration.
 
         Returns:
-            Batches that have to be loaded to be passed over.
+            Number of batches that have to be loaded and passed over.
         """
         goes_on = self._resumes or (self._done and self._stateful is not None)
         if self._done and not goes_on:
@@ -439,7 +440,7 @@ class DataLoader(torch_data.DataLoader):
 
 
 class _Batches:
-    """What a `for` loop over a loader holds; when it is gone, so is the thread behind it."""
+    """The iterator of a `for` loop over a loader; when it is collected, its thread ends."""
 
     def __init__(self, loader: DataLoader, feed: Feed | Inline) -> None:
         self._loader, self._feed = loader, feed
@@ -471,7 +472,7 @@ class _Batches:
 
 
 def _after(batches: Iterator[Any], count: int, work: Orders | Stream) -> Iterator[Any]:
-    """What follows the first batches."""
+    """Yields what follows the first `count` batches."""
     passed = 0
     for _ in islice(batches, count):
         passed += 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def map_leaves(batch: Any, visit: Callable[[Any], Any]) -> Any:
-    """A batch of the same build in which every leaf is what `visit` made of it.
+    """Rebuilds a batch with every leaf replaced by what `visit` returns for it.
 
     A leaf is a tensor, an object with a method ``pin_memory`` (which knows its own tensors best),
     or anything that is no container. Containers keep their type where it can be built again;

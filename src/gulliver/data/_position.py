@@ -1,4 +1,4 @@
-"""What a position in the data means nothing without, and whether it can be one.
+"""Checks of saved positions in the data: their content, and the order that they count in.
 
 What it does not know: how a loader or a sampler goes on from there.
 """
@@ -15,21 +15,21 @@ import torch
 from gulliver.errors import GulliverError
 
 KEYS = {"epoch", "done", "rank", "generators", "inner", "is_over"}
-"""Without which a loader's state is none."""
+"""Keys that every state of a loader has."""
 SETTINGS = ("replacement", "num_samples", "shuffle", "seed", "num_replicas", "drop_last")
 """Attributes of torch's samplers that decide their order, besides their generator."""
 CONTENTS = ("weights", "indices")
-"""Such that are long."""
+"""Long attributes that decide it too: their digest is kept."""
 
 
 def set_state(generator: torch.Generator, state: str) -> None:
-    """Gives a generator the state that a loader has told."""
+    """Gives a generator the state that a loader's state holds, in base64."""
     content = bytearray(base64.b64decode(state, validate=True))
     generator.set_state(torch.frombuffer(content, dtype=torch.uint8))
 
 
 def check_content(state: Any) -> None:
-    """Refuses what no loader has told as its state.
+    """Refuses what is no state of a loader.
 
     Raises:
         GulliverError: something is missing, or of another type.
@@ -49,15 +49,15 @@ def check_content(state: Any) -> None:
 
 
 def check_position(epoch: Any, done: Any, batches: int | None) -> None:
-    """Refuses what is no place in the data.
+    """Refuses what is no position in the data.
 
     Args:
-        epoch: whole epochs before it.
-        done: batches of its epoch before it.
-        batches: of an epoch, where that is known.
+        epoch: number of whole epochs before the position.
+        done: number of batches of its epoch before it.
+        batches: number of batches of an epoch; None where it is not known.
 
     Raises:
-        GulliverError: saying what would be one.
+        GulliverError: not whole numbers from 0 on, or a batch beyond the epoch's end.
     """
     for name, value in (("epoch", epoch), ("done", done)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:

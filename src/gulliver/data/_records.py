@@ -25,9 +25,9 @@ Record = dict[str, object]
 
 
 def read_records(table: Path) -> list[Record]:
-    """The rows of a .csv or .parquet file that has the columns path and text.
+    """Reads the rows of a .csv or .parquet file that has the columns path and text.
 
-    What a row states in the columns `NUMBERS` is a float, or None where it states nothing.
+    Cells of the columns `NUMBERS` become floats, or None where they are empty.
 
     Raises:
         GulliverError: the table is missing or unreadable, lacks a column or has one twice; a row
@@ -52,7 +52,7 @@ def read_records(table: Path) -> list[Record]:
 
 
 def read_utf8(path: Path) -> str:
-    """The text of a file, without the byte order mark that spreadsheets put before it.
+    """Reads the text of a file, without the byte order mark that spreadsheets put before it.
 
     Raises:
         GulliverError: it has another encoding; line and byte are named.
@@ -70,7 +70,7 @@ def read_utf8(path: Path) -> str:
 
 
 def _read_csv(table: Path) -> tuple[list[tuple[str, Record]], list[str]]:
-    """Each row with its place in words, and the columns."""
+    """Returns each row with its file and line for messages, and the columns."""
     reader = csv.reader(io.StringIO(read_utf8(table), newline=""), strict=True)
     columns: list[str] = []
     records, before = [], 0
@@ -95,7 +95,7 @@ def _read_csv(table: Path) -> tuple[list[tuple[str, Record]], list[str]]:
 
 
 def _fitted(where: str, cells: list[str], columns: list[str]) -> Record:
-    """A row by column; cells that it lacks at its end are empty."""
+    """Returns a row by column; cells that it lacks at its end are empty."""
     if len(cells) > len(columns):
         raise GulliverError(
             f"{where}: the row has {len(cells)} fields where the header has {len(columns)}: put "
@@ -131,7 +131,7 @@ def _numbers(where: str, record: Record) -> dict[str, float | None]:
 
 
 def _number(where: str, column: str, cell: object) -> float | None:
-    """What a cell states; None where it is empty, which is NaN to pandas.
+    """Returns the number in a cell; None where it is empty, which is NaN to pandas.
 
     Raises:
         GulliverError: it is no number, or no rate that clips have.

@@ -1,4 +1,4 @@
-"""Which samples meet in which step: every sample once per epoch, on any number of ranks.
+"""Bucketed sampling: every sample once per epoch, one shape per step, any number of ranks.
 
 The order of an epoch is a list of global batches, each of one bucket; it depends on the seed and
 the epoch, never on the number of ranks. A rank takes its contiguous share of every batch, so all
@@ -28,7 +28,7 @@ class Step:
     """One rank's share of a global batch.
 
     `indices` may be empty where a batch has fewer samples than there are ranks; `offset` is the
-    place of the first of them in the batch of `total` samples; `number` counts batches in the
+    position of the first of them in the batch of `total` samples; `number` counts batches in the
     epoch.
     """
 
@@ -43,14 +43,14 @@ class Step:
 class BucketSampler:
     """Batches of equal shape from a data set of many shapes.
 
-    Iterating yields the rest of the present epoch and then moves on to the next one.
+    Iterating yields the rest of the present epoch; the next iteration begins the next epoch.
 
     Args:
-        buckets: the bucket of every sample; None where a sample fits none and is never used.
+        buckets: bucket of every sample; None where a sample fits none and is never used.
         batch_size: samples of a batch over all ranks, one number or one for each bucket.
-        rank: of this process.
+        rank: rank of this process.
         world_size: number of ranks.
-        seed: of the order.
+        seed: seed of the order.
 
     Raises:
         GulliverError: no sample has a bucket; a bucket has no batch size; a rank beyond the world.
@@ -85,7 +85,7 @@ class BucketSampler:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What an order depends on: data, batch sizes and seed, not the ranks."""
+        """Digest of what an order depends on: data, batch sizes and seed, not the ranks."""
         digest = hashlib.blake2b(str(self.seed).encode(), digest_size=8)
         for bucket, members in self._members.items():
             digest.update(f"{bucket}:{self._sizes[bucket]}:{len(members)}".encode())
@@ -93,7 +93,7 @@ class BucketSampler:
         return digest.hexdigest()
 
     def batches(self, epoch: int) -> list[tuple[Bucket, np.ndarray]]:
-        """The global batches of an epoch in their order."""
+        """Draws the global batches of an epoch: the bucket and indices of each, in order."""
         draw = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
         found = []
         for bucket, members in self._members.items():
@@ -126,7 +126,7 @@ class BucketSampler:
         self.epoch, self.done = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler is, after the last step that it gave out."""
+        """Returns the position after the last step that was given out."""
         return {"epoch": self.epoch, "done": self.done, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -143,7 +143,7 @@ class BucketSampler:
         """Refuses what `load_state_dict` does not take.
 
         Raises:
-            GulliverError: as it does.
+            GulliverError: the same errors as there.
         """
         if not isinstance(state, Mapping) or not {"epoch", "done", "fingerprint"} <= set(state):
             raise GulliverError("this is not the state of a bucket sampler: it has no position")
@@ -155,7 +155,7 @@ class BucketSampler:
         check_position(state["epoch"], state["done"], len(self))
 
     def describe(self) -> str:
-        """One line: samples and batches, and how they spread over the buckets."""
+        """Says in one line how many samples and batches there are, and of which buckets."""
         shares = Counter({str(bucket): len(m) for bucket, m in self._members.items()})
         spread = ", ".join(f"{name}: {count}" for name, count in shares.most_common())
         return f"{self.samples} samples in {len(self)} batches ({spread})"

@@ -26,7 +26,7 @@ ENOUGH_PIXELS = 0.8
 
 @dataclass(frozen=True)
 class Probe:
-    """What a file holds: frames, height, width, and frames per second."""
+    """Contents of a file: frames, height, width, and frames per second."""
 
     frames: int
     height: int
@@ -53,14 +53,14 @@ class ClipTable:
     Paths are relative to the table's folder.
 
     Args:
-        table: a .csv or .parquet file.
+        table: path of a .csv or .parquet file.
         buckets: shapes to train on. A clip goes to the bucket with the most pixels, then the most
             frames, then the nearest aspect ratio, among those it fills.
-        frame_interval: take every n-th frame.
+        frame_interval: distance in frames between those taken; 1 takes every frame.
         progress: called with (rows looked at, rows) while files are opened.
 
     Attributes:
-        rows: what is used.
+        rows: rows that are used.
         skipped: name and reason of each row that is not.
 
     Raises:
@@ -120,11 +120,11 @@ class ClipTable:
         return self.rows[index].bucket
 
     def __getitem__(self, index: int) -> Clip | BrokenClip:
-        """A clip, of its first frames."""
+        """Reads a clip from its first frames."""
         return self.read(index, 0)
 
     def read(self, index: int, seed: int) -> Clip | BrokenClip:
-        """A clip, of frames that begin where `seed` says: 0 is the start, all are equally often."""
+        """Reads a clip whose first frame is `seed` modulo the possible starts; 0 is the first."""
         row = self.rows[index]
         try:
             frames = self._window(row, seed)
@@ -146,7 +146,7 @@ class ClipTable:
             return decode(row.path, wanted, interval, seed % (end.frames - end.needed + 1))
 
     def report(self) -> str:
-        """How many rows are used and skipped, and why the first of them were."""
+        """Says how many rows are used and skipped, and why the first of these were."""
         lines = [f"{len(self.rows)} clips used, {len(self.skipped)} skipped"]
         lines += [f"  {name}: {reason}" for name, reason in self.skipped[:20]]
         if len(self.skipped) > 20:
@@ -155,7 +155,7 @@ class ClipTable:
 
 
 def _stated(record: Record, path: Path) -> Probe | None:
-    """What the table itself says of a file, where it says all."""
+    """Returns what the table states of a file; None unless it states all."""
     values = [record[name] for name in NUMBERS]
     stated = [value for value in values if isinstance(value, float)]
     if len(stated) < len(NUMBERS) or not path.is_file():
@@ -179,7 +179,7 @@ def probe_file(path: Path) -> Probe:
 
 
 def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> Bucket:
-    """The bucket with most pixels, then most frames, then the nearest aspect ratio, that is filled.
+    """Chooses, of the buckets filled, most pixels, then most frames, then nearest aspect ratio.
 
     Raises:
         GulliverError: the clip is too short or too small for every bucket.
@@ -204,7 +204,7 @@ def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> B
 
 
 def decode(path: Path, frames: int, interval: int, start: int = 0) -> Tensor:
-    """`frames` frames, every `interval`-th from `start` on, as [T, 3, H, W] in [-1, 1].
+    """Decodes `frames` frames, every `interval`-th from `start`: [T, 3, H, W] in [-1, 1].
 
     Raises:
         EndOfClip: the file has fewer frames.
@@ -231,7 +231,7 @@ class EndOfClip(GulliverError):
 
 
 def span_of(frames: int, interval: int) -> int:
-    """Frames of a file from the first to the last of a window."""
+    """Counts the frames of a file from the first to the last of a window."""
     return (frames - 1) * interval + 1
 
 

@@ -17,23 +17,23 @@ from gulliver.errors import GulliverError
 
 
 class Lane(Protocol):
-    """How tensors get to a device."""
+    """A way of copying tensors to a device."""
 
     def send(self, leaves: list[Any]) -> tuple[list[Any], Event]:
         """Starts copies; the event happens when the sources are no longer read."""
         ...
 
     def receive(self, leaves: list[Any], event: Event) -> None:
-        """Orders what the caller does from now on behind the copies."""
+        """Orders what the caller does next behind the copies."""
         ...
 
 
 class CudaLane:
-    """Copies on a stream of its own, which waits for nothing.
+    """Copies on a copy stream of its own, which never waits for the compute stream.
 
     Args:
-        device: with its index.
-        depth: most copies under way; one more waits for the oldest, in the thread that sends. So
+        device: CUDA device, with its index.
+        depth: most batches under way; one more waits for the oldest, in the thread that sends. So
             the host memory that copies hold is bounded too.
     """
 
@@ -48,8 +48,9 @@ class CudaLane:
             self._under_way.popleft()
         if len(self._under_way) >= self._depth:
             self._under_way.popleft().synchronize()
-        # The results' memory belongs to this stream: it never waits for the compute stream, but
-        # what `receive` records keeps it from being used again too early.
+        # Copy stream. The results are allocated on it, not on the compute stream, or the copies
+        # would have to wait for that; `record_stream` in `receive` keeps their memory from being
+        # used again too early.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             sent = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
             event = torch.cuda.Event()
@@ -58,7 +59,7 @@ class CudaLane:
         return sent, event
 
     def receive(self, leaves: list[Any], event: Event) -> None:
-        """Makes the caller's current stream wait for the copies, and the memory for that stream."""
+        """Makes the caller's current stream wait for the copies; memory waits for it."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(event)  # type: ignore[arg-type]
         for leaf in leaves:
@@ -75,12 +76,12 @@ class Moved(NamedTuple):
 
 
 class Mover:
-    """Moves batches into an arena and, where there is a lane, on to a device.
+    """Moves batches into an arena and, by a copy stream, on to a device.
 
     Args:
-        arena: None leaves host tensors where they are.
-        lane: None leaves batches on the host.
-        locks: without an arena, let torch lock the pages of tensors.
+        arena: arena to copy host tensors into; None leaves them where they are.
+        lane: way to the device; None leaves batches on the host.
+        locks: whether torch locks the pages of tensors, where there is no arena.
     """
 
     def __init__(self, arena: PinnedArena | None, lane: Lane | None, locks: bool = False) -> None:
@@ -106,13 +107,13 @@ class Mover:
         return Moved(rebuilt, sent, event)
 
     def receive(self, moved: Moved) -> Any:
-        """The batch, in order behind its copies for what the caller does next."""
+        """Returns the batch; what the caller does next is ordered behind its copies."""
         if moved.event is not None and self._lane is not None:
             self._lane.receive(moved.leaves, moved.event)
         return moved.batch
 
     def _stage(self, leaves: list[Any]) -> list[Any]:
-        """Host tensors go into the arena; objects lock their own memory, where locking is on."""
+        """Copies host tensors into the arena; other objects lock their memory by `pin_memory`."""
         if self._arena is None:
             return [leaf.pin_memory() for leaf in leaves] if self._locks else leaves
         tensors = iter(self._arena.copy_all([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
@@ -124,7 +125,7 @@ class Mover:
         ]
 
     def _send(self, lane: Lane, staged: list[Any]) -> tuple[list[Any], Event]:
-        """What can travel does; its sources are kept until the device has read them."""
+        """Sends what has a method ``to``; its sources are kept until the device has read them."""
         places = [place for place, leaf in enumerate(staged) if hasattr(leaf, "to")]
         arrived, event = lane.send([staged[place] for place in places])
         sent = list(staged)
@@ -140,15 +141,15 @@ def _is_moved(leaf: Any) -> bool:
 
 
 def lane(device: torch.device | None, ahead: int) -> Lane | None:
-    """The way to a device; None for the host."""
+    """Makes the way to a device; None for the host."""
     return CudaLane(device, ahead) if device is not None and device.type == "cuda" else None
 
 
 def device_of(device: torch.device | str | None) -> torch.device | None:
-    """The device that is meant, if batches can go there.
+    """Resolves the device that batches go to; None where none is named.
 
     Raises:
-        GulliverError: it is none, or not there.
+        GulliverError: no such device, or neither a CPU nor a CUDA device.
     """
     if device is None:
         return None

@@ -20,7 +20,7 @@ from pathlib import Path
 from gulliver.errors import GulliverError
 
 LEFT = re.compile(r"\..*\.([0-9]+)(?:-[0-9a-f]+)?\.partial", re.DOTALL)
-"""Names of what a process, whose number is in it, is writing."""
+"""Temporary names, with the number of the process that writes."""
 PARTIAL = ".partial"
 """Ending of temporary names: whatever carries it may be deleted when nobody is writing."""
 
@@ -36,14 +36,14 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path, needed: int = 0) -> Iterator[Path]:
-    """A temporary path in the folder of `path`, renamed to it when the block ends well.
+    """Yields a temporary path in the folder of `path`, renamed to it when the block ends well.
 
     Args:
-        path: the file to make or to replace; missing folders are made.
-        needed: bytes that will be written, where that is known.
+        path: file to make or to replace; missing folders are made.
+        needed: bytes that will be written; 0 where that is not known.
 
     Raises:
-        GulliverError: the disk is full, or the place cannot be written. `path` is as it was.
+        GulliverError: the disk is full, or the folder cannot be written. `path` is as it was.
     """
     require_space(path.parent, needed)
     # A name that nobody can guess, or a link planted there would be followed.
@@ -55,6 +55,7 @@ def atomic_file(path: Path, needed: int = 0) -> Iterator[Path]:
             yield partial
             sync(partial)
             os.replace(partial, path)
+            # The new name is an entry of the folder, which reaches the disk separately.
             sync(path.parent)
         finally:
             partial.unlink(missing_ok=True)
@@ -78,12 +79,13 @@ def finish_folder(partial: Path, path: Path) -> None:
 
 
 def name_folder(partial: Path, path: Path) -> None:
-    """All of `finish_folder` but for forcing the name, too, to the disk.
+    """Does what `finish_folder` does, without forcing the new name to the disk.
 
     Raises:
-        GulliverError: it has not got its final name.
+        GulliverError: the folder could not be given its final name.
     """
     with named_errors(path):
+        # Contents before the name: after a crash the final name must not lead to half a folder.
         for found in sorted(partial.rglob("*")):
             sync(found)
         sync(partial)
@@ -120,11 +122,11 @@ def remove_all(path: Path) -> None:
 def remove_leftovers(folder: Path) -> list[Path]:
     """Removes what processes that were killed have left half written in a folder.
 
-    Only what is named for a process of this machine that is there no more, and that nobody has
-    locked (`hold`), which keeps what another machine is writing.
+    Removes only what is named for a process that does not run on this machine, and that nobody has
+    locked (`hold`): the lock keeps what another machine is writing.
 
     Returns:
-        What was removed.
+        Paths that were removed.
     """
     removed = []
     for path in folder.glob(f".*{PARTIAL}") if folder.is_dir() else ():
@@ -170,8 +172,8 @@ def require_space(folder: Path, needed: int) -> None:
     """Refuses to begin what the disk has no room for.
 
     Args:
-        folder: where bytes will be written; its nearest existing parent is asked.
-        needed: bytes.
+        folder: folder to write to; its nearest existing parent is asked.
+        needed: bytes to be written.
 
     Raises:
         GulliverError: naming the bytes needed and free.
@@ -188,9 +190,9 @@ def named_errors(path: Path, action: str = "written", needed: int = 0) -> Iterat
     """Turns the system's refusals into one line that names the path.
 
     Args:
-        path: what is worked on.
-        action: what was to be done with it, for the message.
-        needed: bytes to be written, where that is known.
+        path: file or folder that is worked on.
+        action: past participle of what was to be done with it, for the message.
+        needed: bytes to be written; 0 where that is not known.
 
     Raises:
         GulliverError: in place of any error of the operating system.
@@ -254,6 +256,6 @@ def _swap(one: Path, other: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Where results are kept from job to job: ``$GULLIVER_CACHE`` or ``~/.cache/gulliver``."""
+    """Folder that keeps results from job to job: ``$GULLIVER_CACHE`` or ``~/.cache/gulliver``."""
     chosen = os.environ.get("GULLIVER_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "gulliver"

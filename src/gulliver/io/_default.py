@@ -1,4 +1,4 @@
-"""Which engine moves the bytes: the native one where it was built, else the one in Python."""
+"""Chooses the engine that moves the bytes: the native one where it was built, else Python's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _said: set[str] = set()
 
 
 def default_engine(**options: Any) -> Engine:
-    """Makes the native engine where it was built, else that in Python, which the log says once.
+    """Makes the native engine where it was built, else the Python engine, which the log says once.
 
     ``$GULLIVER_IO`` forces one: ``native``, ``threads`` (native without io_uring) or ``python``.
 

@@ -50,7 +50,7 @@ _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Ticket(ABC):
-    """One request: whether, and how, it has ended."""
+    """A handle of one request, which tells whether, and how, it has ended."""
 
     def __init__(self, process: int) -> None:
         self._process = process
@@ -114,8 +114,8 @@ class Ticket(ABC):
 class Engine(ABC):
     """Moves bytes between memory and files; every method may be called from any thread.
 
-    Among the requests that wait, the higher priority goes first; within one, the older. What cannot
-    be is refused here; an implementation has the methods that begin with an underscore.
+    Among the requests that wait, the higher priority goes first; within one, the older. Impossible
+    arguments are refused here; an implementation has the methods that begin with an underscore.
 
     Attributes:
         kind: ``native io_uring``, ``native threads`` or ``python threads``.
@@ -142,7 +142,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def counters(self) -> Counters:
-        """What was done so far."""
+        """Returns what was done so far."""
 
     def grow(self, pages: int) -> None:
         """Adds pages to the pool, touched before this returns.
@@ -186,14 +186,14 @@ class Engine(ABC):
     ) -> Ticket:
         """Gathers segments of memory into a page, and writes it.
 
-        Never waits for a page or the disk; only while `queue` requests are under way.
+        Does not wait for a page or the disk, only while `queue` requests are under way.
 
         Args:
             file: file to write to.
             offset: byte in the file; multiples of 4096 may go past the page cache.
-            segments: (n, 2), address and bytes of each; together at most a page.
-            priority: the higher goes first.
-            views: by the number of a segment: what it is of, where its elements lie apart. Such a
+            segments: table (n, 2), address and bytes of each; together at most a page.
+            priority: order of service; the higher goes first.
+            views: views of segments whose elements lie apart, by the number of the segment. Such a
                 segment has its first byte in the view in place of an address.
 
         Returns:
@@ -207,15 +207,15 @@ class Engine(ABC):
         check_range(offset, self.page_bytes)
         check_views(table, views)
         total = int(table[:, 1].sum())
-        # Copies: the caller may use his table for the next page.
+        # Copies: the caller may reuse the table for the next page.
         request = Request("stage", file, offset, 0, total, priority, table.copy(), dict(views))
         return self._submit(request)
 
     @abstractmethod
     def acquire(self, timeout: float | None = None, *, priority: int = 0) -> Page:
-        """Lends a page to somebody who fills it himself; it comes back by one of the next two.
+        """Lends a page for the caller to fill; `write_page` or `release` gives it back.
 
-        Waits in one line with what is staged, by priority.
+        Waits in one queue with what is staged, by priority.
 
         Raises:
             TimeoutError: none was free in time.
@@ -253,7 +253,7 @@ class Engine(ABC):
         """Reads straight into memory.
 
         May go past the page cache where offset and address are multiples of 4096, unless the file
-        has been prefetched. That the file ends early is an error.
+        has been prefetched. A file that ends early is an error.
         """
         self._check_process()
         check_range(offset, nbytes)
@@ -277,7 +277,8 @@ class Engine(ABC):
     def sync(self, file: File) -> Ticket:
         """Forces a file to the disk, after the writes on it that were submitted before.
 
-        An error of any write on the file, ever, is the error of this.
+        An error of any earlier write on the file is the error of this: whoever waits for the sync
+        alone must not take a broken file for a whole one.
         """
         self._check_process()
         return self._submit(Request("sync", file))
@@ -307,14 +308,14 @@ class Engine(ABC):
         *,
         times: int = 1,
     ) -> None:
-        """For tests: makes system calls fail that have not been made yet.
+        """Makes system calls fail that have not been made yet; for tests.
 
         Args:
             call: kind of system call.
             nth: first one to fail, counted from now: 1 is the next.
             errno: error number that it fails with.
-            short: instead, how many bytes it moves at most.
-            times: how many in a row.
+            short: most bytes that it moves, in place of an error.
+            times: number of calls in a row.
         """
         if call not in CALLS:
             raise GulliverError(f"unknown call {call!r}: {nearest(call, CALLS)}")
@@ -324,7 +325,7 @@ class Engine(ABC):
 
     @abstractmethod
     def hold(self, held: bool) -> None:
-        """For tests: while held, no read, write or sync begins, as on a disk that hangs."""
+        """Lets no read, write or sync begin while held, as on a disk that hangs; for tests."""
 
     @abstractmethod
     def _grow(self, pages: int) -> None: ...
@@ -354,13 +355,13 @@ class Engine(ABC):
         self.close()
 
     def _check_process(self) -> None:
-        """Threads do not survive a fork: a child that waited for them would wait for ever."""
+        """Refuses a forked child: threads do not survive a fork, and it would wait for ever."""
         check_process(self._process)
 
 
 @atexit.register
 def _finish_all() -> None:
-    """What was submitted is finished before the interpreter ends."""
+    """Finishes what was submitted before the interpreter ends."""
     for engine in list(_open_engines):
         if engine._process == os.getpid():
             engine.close()

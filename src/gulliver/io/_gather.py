@@ -1,4 +1,4 @@
-"""Many small pieces of memory, one behind the other: at once, by native threads or by Python."""
+"""Gathers many small pieces of memory into one, by native threads or by Python."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def gather(target: int, segments: NDArray[np.int64]) -> None:
     """Copies pieces of memory one behind the other; returns when all are copied.
 
     Args:
-        target: address; there has to be room for all.
-        segments: (n, 2), address and bytes of each.
+        target: address to copy to; there has to be room for all.
+        segments: table (n, 2), address and bytes of each.
     """
     table = np.ascontiguousarray(segments, dtype=np.int64).reshape(-1, 2)
     if os.environ.get("GULLIVER_IO") != "python" and native_problem() is None:
@@ -32,9 +32,9 @@ def gather_slowly(target: int, table: NDArray[np.int64], views: Mapping[int, Vie
     """Copies pieces of memory one behind the other, in Python.
 
     Args:
-        target: address; there has to be room for all.
-        table: (n, 2), address and bytes of each.
-        views: by the number of a piece: what it is of, where its elements lie apart.
+        target: address to copy to; there has to be room for all.
+        table: table (n, 2), address and bytes of each.
+        views: views of pieces whose elements lie apart, by the number of the piece.
     """
     for number, (begin, nbytes) in enumerate(table.tolist()):
         if number in views and nbytes:
@@ -47,12 +47,13 @@ def gather_slowly(target: int, table: NDArray[np.int64], views: Mapping[int, Vie
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """Bytes of this process as a buffer."""
+    """Returns memory of this process as a writable buffer, without a copy."""
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address))
 
 
 def _elements(view: View) -> np.flatiter:
-    """The elements of a view in row-major order."""
+    """Returns the elements of a view in row-major order."""
+    # Opaque elements: numpy has no bfloat16, and a copy needs their size only.
     kind = np.dtype((np.void, view.itemsize))
     spans = zip(view.sizes, view.strides, strict=True)
     reach = 1 + sum((size - 1) * stride for size, stride in spans)

@@ -1,4 +1,4 @@
-"""The native engine as Python sees it: arguments checked, failures raised; the rest is C++.
+"""The native engine as Python sees it: checks arguments, raises failures; the rest is C++.
 
 The extension `gulliver.io._core` is built from ``native/`` where there is a compiler. Its calls
 release the GIL and wait at most a tenth of a second, so that signals are heard in between.
@@ -30,13 +30,13 @@ from gulliver.io._types import (
 
 Result = TypeVar("Result")
 INTERFACE = 2
-"""Of the extension; both sides count up when their calls change."""
+"""Version of the extension's interface; both sides count up when their calls change."""
 HEARING_S = 0.1
 """Seconds that a call into the extension waits before signals are looked at."""
 
 
 def native_problem() -> str | None:
-    """Why there is no native engine; None where there is one."""
+    """Says why there is no native engine; None where there is one."""
     try:
         built = _extension().INTERFACE
     except ImportError as error:
@@ -96,13 +96,13 @@ class NativeEngine(Engine):
 
     Args:
         page_bytes: size of a page, a multiple of 4096.
-        pages: in the pool.
+        pages: number of pages in the pool.
         copiers: threads that gather and sum.
         writers: threads that call the system; with io_uring one thread keeps several calls of each
             under way instead.
         queue: requests under way before submitting waits.
         direct: whether to go past the page cache where alignment allows it.
-        io_uring: False for threads, True to refuse to do without.
+        io_uring: whether to use io_uring: False for threads, True to fail without it.
 
     Raises:
         GulliverError: no memory for the pool, or io_uring demanded and not allowed here.
@@ -142,7 +142,7 @@ class NativeEngine(Engine):
 
     @property
     def ring_problem(self) -> str:
-        """Why io_uring is not used; empty where it is."""
+        """Says why io_uring is not used; empty where it is."""
         number = self._core.ring_errno
         if number == 0:
             return ""
@@ -230,7 +230,7 @@ class NativeEngine(Engine):
         return NativeTicket(ticket, request.file.path, self._process)
 
     def _call(self, request: Request, core: Any) -> Callable[[], Any]:
-        """The call of the extension; it returns None while its queue is full."""
+        """Returns the call of the extension, which returns None while its queue is full."""
         r, ours = request, self._core
         match r.kind:
             case "stage":
@@ -296,7 +296,7 @@ def _named(failure: tuple[str, int, int], path: Path) -> IoError:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """The extension's refusals in our words' type."""
+    """Raises the extension's errors as `GulliverError`."""
     try:
         yield
     except (GulliverError, TimeoutError):

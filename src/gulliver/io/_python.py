@@ -1,4 +1,4 @@
-"""The engine in pure Python: small and correct, for machines on which the native one is not built.
+"""The Python engine: small and correct, for machines on which the native one is not built.
 
 A request waits in one of two heaps, for a page or for the disk. Whoever frees a page fills it at
 once for the first that waits; `writers` threads call the system. One condition guards all that is
@@ -80,9 +80,9 @@ class PythonTicket(Ticket):
 
 
 class PythonEngine(Engine):
-    """The engine with threads of Python; see `NativeEngine` for the arguments.
+    """The engine with Python threads; see `NativeEngine` for the arguments.
 
-    There are no copiers: who submits, or frees a page, copies. `direct` is not used.
+    There are no copiers: whoever submits, or frees a page, copies. `direct` is not used.
     """
 
     kind = "python threads"
@@ -172,7 +172,7 @@ class PythonEngine(Engine):
         self._lent.remove(page)
 
     def _grant(self) -> None:
-        """Fills free pages for who waits for them, in order; tells of whatever has changed."""
+        """Fills free pages for those who wait for them, in order, and wakes all threads."""
         while self._for_page and self._free:
             ticket = heappop(self._for_page)
             ticket.page = self._free.pop()

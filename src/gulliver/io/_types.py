@@ -1,4 +1,4 @@
-"""What an I/O engine is given and gives back, and what of it is refused before anything is done."""
+"""Arguments and results of the I/O engines, and the checks before anything is done."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class IoError(GulliverError):
     """A file could not be opened, written, read or forced to the disk.
 
     Attributes:
-        path: the file.
+        path: file that it is about.
         offset: byte at which it failed; None where the call has none (opening, fsync).
-        errno: of the system; `errno.ENODATA` where a file ended early.
+        errno: error number of the system; `errno.ENODATA` where a file ended early.
     """
 
     def __init__(self, action: str, path: str | Path, offset: int | None, number: int) -> None:
@@ -45,7 +45,7 @@ class IoError(GulliverError):
         return IoError, (self.action, self.path, self.offset, self.errno)
 
     def again(self) -> IoError:
-        """A copy to raise: one failure may be waited for by several threads."""
+        """Copies the error: several threads may raise one failure, each with its own traceback."""
         return IoError(self.action, self.path, self.offset, self.errno)
 
 
@@ -53,8 +53,8 @@ class File:
     """A file that an engine has open; only that engine takes it.
 
     Attributes:
-        path: as it was opened.
-        nbytes: its size when it was opened, or what was asked of `create`.
+        path: path that it was opened by.
+        nbytes: size when it was opened, or the size that `create` was given.
     """
 
     path: Path
@@ -66,10 +66,10 @@ class View:
     """Elements that lie apart in memory, one behind the other in the row-major order of `sizes`.
 
     Attributes:
-        address: of the first.
+        address: address of the first element.
         itemsize: bytes of an element.
-        sizes: of the dims.
-        strides: elements from one to the next, along each dim.
+        sizes: size of each dim, in elements.
+        strides: stride of each dim, in elements.
     """
 
     address: int
@@ -79,7 +79,7 @@ class View:
 
     @property
     def nbytes(self) -> int:
-        """Of all elements."""
+        """Bytes of all elements."""
         return math.prod(self.sizes) * self.itemsize
 
 
@@ -88,9 +88,9 @@ class Page:
     """A page of the pool, lent by `Engine.acquire`.
 
     Attributes:
-        index: its number in the pool.
-        address: where it begins, a multiple of 4096.
-        nbytes: its size.
+        index: number of the page in the pool.
+        address: address of its first byte, a multiple of 4096.
+        nbytes: size of the page.
     """
 
     index: int
@@ -99,20 +99,20 @@ class Page:
 
     @property
     def array(self) -> NDArray[np.uint8]:
-        """Its memory, (nbytes,); to be used only until it is written or released."""
+        """The page's memory, (nbytes,); to be used only until it is written or released."""
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(self.address))
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What an engine has done so far.
+    """Counts of what an engine has done so far.
 
     Attributes:
-        written: bytes.
-        read: bytes.
-        direct: of both together, the bytes that went past the page cache.
-        pending: requests under way or waiting.
-        free_pages: pages that nobody has.
+        written: bytes written.
+        read: bytes read.
+        direct: bytes, written and read, that went past the page cache.
+        pending: number of requests under way or waiting.
+        free_pages: number of pages that nobody has.
     """
 
     written: int
@@ -124,17 +124,17 @@ class Counters:
 
 @dataclass(frozen=True)
 class Request:
-    """What is submitted, whichever engine takes it.
+    """A request as it is submitted, to either engine.
 
     Attributes:
-        kind: what is to be done; `page` writes an acquired page.
-        file: file that it is done to.
+        kind: operation; `page` writes an acquired page.
+        file: file to read, write or sync.
         offset: first byte in the file.
         address: first byte in memory; of a staged request the page is not known yet.
         nbytes: number of bytes.
-        priority: the higher goes first.
-        table: (n, 2), address and bytes of the segments that are staged.
-        views: by the number of a segment: what it is of, where its elements lie apart.
+        priority: order of service; the higher goes first.
+        table: table (n, 2), address and bytes of the segments that are staged.
+        views: views of segments whose elements lie apart, by the number of the segment.
         page: acquired page that is written.
         checksum: whether what is read is to be summed.
     """
@@ -161,7 +161,7 @@ def check_process(owner: int) -> None:
 
 
 def check_range(offset: int, nbytes: int) -> None:
-    """Refuses what no file has."""
+    """Refuses a negative range, or one beyond any file."""
     if offset < 0 or nbytes < 0:
         raise GulliverError(f"offset {offset} and {nbytes} bytes: neither can be negative")
     if offset + nbytes >= 2**63:
@@ -172,11 +172,11 @@ def check_segments(segments: NDArray[np.int64], page_bytes: int) -> NDArray[np.i
     """Refuses segments that no page can hold.
 
     Args:
-        segments: (n, 2), address and bytes.
-        page_bytes: what they may have together.
+        segments: table (n, 2), address and bytes of each.
+        page_bytes: most bytes of all together.
 
     Returns:
-        The same, contiguous and of 64 bits.
+        The same table, contiguous and of 64 bits.
     """
     table = np.ascontiguousarray(segments, dtype=np.int64)
     if table.size == 0:

@@ -16,7 +16,7 @@ WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 
 
 def to_yaml(value: dict[str, Any]) -> str:
-    """A dict as YAML text that PyYAML reads back as equal; tuples come back as lists."""
+    """Writes a dict as YAML text that PyYAML reads back as equal; tuples come back as lists."""
     return "\n".join(_block(value, 0)) + "\n" if value else "{}\n"
 
 

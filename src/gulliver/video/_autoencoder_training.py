@@ -1,7 +1,7 @@
 """Trains the small autoencoder, and keeps it as one file.
 
-Pixels by mean square error; a little noise on the latents and a weak pull towards zero make
-neighbouring latents decode to neighbouring clips, which the diffusion model needs.
+The loss is the mean square error of pixels; a little noise on the latents and a weak pull towards
+zero make neighbouring latents decode to neighbouring clips, which the diffusion model needs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gulliver.video._skipped import SkippedClips, listing
 LATENT_NOISE = 0.15
 LATENT_PULL = 1e-4
 LARGEST_NORM = 0.05
-"""Without clipping the high learning rate runs away now and then, and costs several dB."""
+"""Largest gradient norm: unclipped, the high learning rate diverges at times, at several dB."""
 STATISTICS_BATCHES = 24
 KIND = "gulliver video autoencoder"
 
@@ -49,10 +49,10 @@ def train_autoencoder(
 
     Args:
         config: steps, batch size and learning rate.
-        dataset: of clips.
-        world: the ranks.
-        seed: of weights, order and noise.
-        report: called with the loss after every step.
+        dataset: data set of clips.
+        world: ranks that train together.
+        seed: seed of weights, order and noise.
+        report: function that is called with the loss after every step.
         unreadable_limit: share of an epoch's clips that may be skipped.
 
     Returns:
@@ -113,7 +113,7 @@ def _endless(sampler: BucketSampler) -> Iterator[Step]:
 def _read(
     dataset: Any, step: Step, seed: int, skipped: SkippedClips, world: World
 ) -> tuple[Tensor | None, int]:
-    """This rank's clips of a step, and how many all ranks have."""
+    """Reads this rank's clips of a step, and counts those of all ranks."""
     windows = [derive(seed, 1, step.epoch, index) for index in step.indices]
     videos = collate(dataset, step.indices, windows).videos
     read = 0 if videos is None else len(videos)
@@ -140,6 +140,7 @@ def _loss(
 ) -> Tensor:
     """This rank's part of the mean over `count` clips, times the ranks (gradients are averaged)."""
     if videos is None:
+        # Zero gradients: the other ranks wait for this one in the reduction.
         return sum((p.sum() * 0 for p in model.parameters()), torch.zeros((), device=world.device))
     videos = videos.to(world.device)
     latents = model.encode_raw(videos)
@@ -216,5 +217,5 @@ def load_autoencoder(path: Path) -> VideoAutoencoder:
 
 
 def autoencoder_figures(path: Path) -> dict[str, Any]:
-    """What was measured when the autoencoder was trained."""
+    """Reads what was measured when the autoencoder was trained."""
     return json.loads(read_metadata(path).get("figures", "{}"))

@@ -1,4 +1,4 @@
-"""From clips to what the model is trained on: latents, noise, noise levels, captions, masks.
+"""Makes training batches of clips: latents, noise, noise levels, captions, masks.
 
 Everything random here is a function of (seed, step) or of (seed, epoch, sample), never of the rank:
 the same samples meet the same noise on any number of ranks, and a resumed run needs no saved
@@ -50,7 +50,7 @@ class Batch:
     sampler_state: dict[str, Any]
 
     def model_inputs(self, part: slice | Tensor) -> dict[str, Any]:
-        """The conditions of the samples in `part`, as the model's keyword arguments."""
+        """Returns the conditions of the samples in `part`, as the model's keyword arguments."""
         return {
             "y": self.captions[part],
             "mask": self.caption_mask[part],
@@ -64,7 +64,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Steps:
-    """A data set of clips, read a step at a time: which frames are taken hangs on the epoch."""
+    """A data set of clips, read a step at a time; the epoch decides which frames are taken."""
 
     dataset: Any
     seed: int
@@ -94,11 +94,11 @@ class BatchMaker:
     seed: int
     device: torch.device
     agree: Callable[[list[int]], list[int]] | None = None
-    """Positions of a share's samples that could be read to those that all ranks could read that
-    have the same share; None where no two ranks have."""
+    """Function from the positions in a share that this rank could read to those that every rank
+    with the same share could read; None where no two ranks have the same."""
 
     def batches(self) -> Iterator[Batch]:
-        """Batches without end, epoch after epoch; clips are made ahead in a thread."""
+        """Yields batches without end, epoch after epoch; clips are made ahead in a thread."""
         loader = DataLoader(
             _Steps(self.dataset, self.seed),
             batch_sampler=self.sampler,
@@ -108,7 +108,7 @@ class BatchMaker:
         )
         while True:
             for step, (videos, captions, fps, kept, _) in loader:
-                # That of this batch: the thread is ahead of the training.
+                # The position after this batch; the thread is ahead of it.
                 state = loader.state_dict()["inner"]
                 if self.agree is not None:
                     # A file may go between two ranks' looks at it.
@@ -161,7 +161,7 @@ class BatchMaker:
         )
 
     def _noise(self, step: Step, kept: list[int], shape: tuple[int, ...]) -> Tensor:
-        """One generator per sample, so that a sample's noise does not depend on its neighbours."""
+        """Draws from a generator per sample, whose noise must not depend on its neighbours."""
         rows = []
         for position in kept:
             index = step.indices[position] if len(step.indices) else -1
@@ -170,7 +170,7 @@ class BatchMaker:
         return torch.stack(rows)
 
     def _draws(self, step: Step, frames: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Noise levels, dropped captions and frame masks of the whole step, all ranks' samples."""
+        """Draws levels [N], dropped captions [N] and masks [N, T] for the samples of all ranks."""
         generator = torch.Generator().manual_seed(derive(self.seed, 2, step.epoch, step.number))
         bucket = step.bucket
         timesteps = self.flow.sample_timesteps(

@@ -1,6 +1,6 @@
-"""What a training run is told: frozen dataclasses, one per part, which are also the command line.
+"""Options of a training run: frozen dataclasses, one per part, which are also the command line.
 
-`TrainConfig` is the whole of it. `resolved` turns it into plain JSON for the run folder,
+`TrainConfig` holds all of them. `resolved` turns it into plain JSON for the run folder,
 `from_plain` turns that back and refuses keys it does not know. What a checkpoint depends on, and
 what may change between a run and its resumption, is told apart by `differences`.
 """
@@ -30,7 +30,7 @@ from gulliver.options import (
 if TYPE_CHECKING:
     from gulliver.data import Bucket
 
-# Nothing here imports torch at the top, nor may it: `gulliver train --help` reads this page.
+# Nothing here imports torch at the top, nor may it: `gulliver train --help` reads this module.
 
 SENTENCES_NEVER_TRAINED = tuple(f"{digit}:{digit % 4}" for digit in range(10))
 """One sentence of each digit that the demonstration keeps from training, as digit:direction."""
@@ -43,7 +43,7 @@ MOST_PIXELS = 64 * 2048 * 2048
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which clips to learn from."""
+    """Clips to learn from."""
 
     table: Path | None = None
     """CSV or Parquet table of clips (columns path, text); without one, the moving digits."""
@@ -88,7 +88,7 @@ class ModelConfig:
     zero_init_temporal: bool = False
     """Start the temporal blocks as identities: for weights that come from an image model."""
     temporal_positions: bool = True
-    """Tell frames apart by a code of their own: from scratch, directions are learnt far sooner."""
+    """Add a code to each frame: from scratch, directions are learnt far sooner."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class FlowConfig:
     timesteps: Literal["uniform", "logit-normal"] = "logit-normal"
     """Law of the noise level."""
     shift: Annotated[float, Range(0, 1000, open_below=True)] = 3.0
-    """The noise's odds are multiplied by this: at high noise it is decided what is shown."""
+    """Factor of the noise level's odds; more than 1 trains more at high noise."""
     shift_by_size: bool = False
-    """Multiply them by the roots of the clip's area over 512x512 and of its latent length too."""
+    """Multiply the odds by the roots of the clip's area over 512x512 and its latent length too."""
     drop_caption: Annotated[float, SHARE] = 0.1
     """Share of captions hidden, for classifier-free guidance."""
     mask_first: Annotated[float, SHARE] = 0.15
@@ -131,7 +131,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run."""
+    """Trains a text-to-video model."""
 
     out: Path = Path("runs/video")
     """The run folder: config, plan, log, checkpoints."""
@@ -146,7 +146,7 @@ class TrainConfig:
     seed: Annotated[int, SEED] = 0
     """Seed of everything random."""
     plugin: Literal["zero", "ddp"] = "zero"
-    """How the ranks share the work."""
+    """Data parallelism: ZeRO, or plain DDP with the whole optimizer on every rank."""
     stage: Literal[1, 2] = 1
     """ZeRO stage: 1 shards the optimizer, 2 the gradients as well."""
     tp_size: Annotated[int, Range(1, 65536)] = 1
@@ -154,17 +154,17 @@ class TrainConfig:
     sp_size: Annotated[int, Range(1, 65536)] = 1
     """Ranks that share each clip's tokens."""
     pp_size: Annotated[int, Range(1, 65536)] = 1
-    """Stages that the model's blocks are cut into; a batch runs through them in micro-batches."""
+    """Pipeline stages that the blocks are cut into; a batch runs in micro-batches."""
     sequence_parallelism_mode: Literal["all_to_all", "ring_attn"] | None = None
-    """How they share them; without one, all_to_all. It needs an sp_size."""
+    """How ranks share a clip's tokens; by default all_to_all. It needs an sp_size."""
     accumulate: Annotated[int, AT_LEAST_1] = 1
-    """Micro-batches of one optimizer step; with stages at least two for each of them."""
+    """Micro-batches of one optimizer step; with pipeline stages at least two per stage."""
     mixed_precision: Literal["none", "bf16"] = "none"
     """bf16 autocast; leave it off on CPUs, where it is slower."""
     save_every: Annotated[int, AT_LEAST_1] = 200
     """Steps between checkpoints."""
     keep: Annotated[int, AT_LEAST_1] = 3
-    """Checkpoints kept."""
+    """Number of newest checkpoints kept."""
     async_save: bool = True
     """Write checkpoints while training goes on; off: training waits until each is on the disk."""
     log_every: Annotated[int, AT_LEAST_1] = 10
@@ -200,10 +200,10 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """The demonstration."""
+    """Trains, generates and judges, and shows the result."""
 
     out: Path = Path("out/demo")
-    """Where everything goes; what an earlier call began is continued."""
+    """Folder for the results; what an earlier call began is continued."""
     ranks: Annotated[int, RANKS] = 0
     """Processes; 0: one per GPU, two on a machine without."""
     steps: Annotated[int, AT_LEAST_1] = 2400
@@ -211,7 +211,7 @@ class DemoConfig:
     autoencoder_steps: Annotated[int, AT_LEAST_1] = 700
     """Training steps of the autoencoder before it."""
     samples: Annotated[int, Range(1, 1_000_000)] = 200
-    """Prompts that are judged."""
+    """Number of prompts that are judged."""
 
 
 MAY_CHANGE = frozenset(
@@ -220,7 +220,7 @@ MAY_CHANGE = frozenset(
     | {"async_save"}
     | {"autoencoder.path", "data.unreadable_limit"}
 )
-"""What may differ between a run and its resumption: it changes where and how, not what."""
+"""Options that may differ between a run and its resumption: where and how, not what."""
 
 
 def check_config(config: TrainConfig) -> TrainConfig:
@@ -316,10 +316,10 @@ def check_clip(frames: int, height: int, width: int, scale: int = 1) -> None:
     """Refuses clips that no machine holds, before anything is loaded.
 
     Args:
-        frames: of the clip.
-        height: of the clip in pixels.
-        width: of the clip in pixels.
-        scale: how often each pixel is repeated in a file.
+        frames: number of frames of the clip.
+        height: height of the clip in pixels.
+        width: width of the clip in pixels.
+        scale: times that each pixel is repeated in a file, in both directions.
 
     Raises:
         GulliverError: naming its pixels, and how many there may be.
@@ -339,7 +339,7 @@ def check_clip(frames: int, height: int, width: int, scale: int = 1) -> None:
 
 
 def resolved(config: Any) -> dict[str, Any]:
-    """The configuration as plain JSON values."""
+    """Converts a configuration to plain JSON values."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -374,7 +374,7 @@ def from_plain(values: dict[str, Any], kind: type = TrainConfig, prefix: str = "
 
 
 def _typed(value: Any, hint: Any, name: str) -> Any:
-    """`value` as the annotated type, or an error that names the key."""
+    """Returns `value` as the annotated type, or raises an error that names the key."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         if value not in arguments:
@@ -400,7 +400,7 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """The keys in which two resolved configurations differ, those that may change left out."""
+    """Lists the keys in which two resolved configurations differ, without `MAY_CHANGE`."""
     found = []
     for key in sorted(old.keys() | new.keys()):
         name = prefix + key

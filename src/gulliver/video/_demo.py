@@ -92,7 +92,7 @@ def _train(config: DemoConfig, folder: Path) -> None:
 
 
 def _rows(model: VideoModel, evaluation: Evaluation, sampling: SamplingConfig) -> list[Row]:
-    """What the sheet shows, always the first of each kind: nothing is picked."""
+    """Returns the rows of the sheet, always the first of each kind: nothing is picked."""
     titles = ["text to video: the first judged clips of sentences that were never trained"]
     titles += ["text to video: the first judged clips of sentences that were trained"]
     rows = [

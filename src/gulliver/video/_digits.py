@@ -54,8 +54,8 @@ class MovingDigits:
     Args:
         split: ``train`` or ``heldout`` handwriting.
         length: number of clips.
-        seed: clips of another seed are other clips.
-        shapes: the buckets and their weights; one frame gives stills ("the digit 3").
+        seed: seed of the clips.
+        shapes: buckets and their weights; one frame gives stills ("the digit 3").
         exclude: (digit, direction) pairs that never occur.
 
     Raises:
@@ -99,7 +99,7 @@ class MovingDigits:
         return self.buckets[self._bucket[index]]
 
     def labels(self, index: int) -> tuple[int, int]:
-        """The digit and the direction (a place in `DIRECTIONS`) of a clip."""
+        """The digit and the direction (an index in `DIRECTIONS`) of a clip."""
         return int(self._digit[index]), int(self._direction[index])
 
     def caption(self, index: int) -> str:
@@ -126,7 +126,7 @@ class MovingDigits:
 
 
 def sentence(digit: int, direction: int | None) -> str:
-    """What a clip is captioned with; without a direction, what a still is."""
+    """Returns the caption of a clip; without a direction, that of a still."""
     still = f"the digit {DIGITS[digit]}"
     return still if direction is None else f"{still} moving {DIRECTIONS[direction]}"
 

@@ -1,12 +1,15 @@
-"""What a person sees while something runs: a progress bar, or plain lines without a terminal."""
+"""Progress for people: a bar on a terminal, plain lines elsewhere; scalars for TensorBoard."""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from rich.console import Console
@@ -24,7 +27,7 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 def console() -> Console:
-    """Where messages for people go; standard output stays free for results.
+    """The console of messages for people; standard output stays free for results.
 
     Names are shown as they are: a folder called ``run[v2]`` is no markup.
     """
@@ -98,3 +101,28 @@ class Display:
         elif self.enabled and kind is None:
             seconds = time.monotonic() - self._started
             self.console.print(f"{self.title} {self.done}/{self.total}  done in {seconds:.0f} s")
+
+
+@contextmanager
+def tensorboard(folder: Path, step: int, enabled: bool) -> Iterator[Any]:
+    """Yields a function that writes a scalar to TensorBoard, where that is installed.
+
+    Args:
+        folder: folder of the log.
+        step: last step that counts; what an earlier call has written after it is hidden.
+        enabled: whether this rank writes.
+    """
+    if not enabled:
+        yield lambda name, value, step: None
+        return
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        console().print("no TensorBoard log: install gulliver[train] to have one")
+        yield lambda name, value, step: None
+        return
+    writer = SummaryWriter(str(folder), purge_step=step + 1)
+    try:
+        yield writer.add_scalar
+    finally:
+        writer.close()

@@ -1,4 +1,4 @@
-"""The averaged weights that generation uses."""
+"""Averaged weights, which generation uses."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ class ExponentialAverage:
     def leaves(
         self, replicas: RankGroup = ALONE, writes: Callable[[str, Tensor], bool] | None = None
     ) -> dict[str, Tensor | Part]:
-        """The average by name, regions as parts of their whole.
+        """Returns the average by name, regions as parts of their whole.
 
         Args:
             replicas: ranks that hold the same regions, each of which one of them is to save; all
                 that this rank holds is given to a rank alone.
-            writes: which tensors these ranks save, where the stages of a pipeline hold others;
-                None where every rank holds all or a region of it.
+            writes: function that says, by name and value, whether these ranks save a tensor, where
+                pipeline stages hold different ones; None where every rank holds all tensors or
+                regions of them.
         """
         if writes is not None:
             own = [name for name, value in self.shadow.items() if writes(name, value)]

@@ -1,4 +1,4 @@
-"""Does a trained model show what the sentence says?
+"""Evaluation: whether a trained model shows what the sentence says.
 
 Two judges, trained or defined on real clips only, look at generated ones. Their own success on real
 held-out clips, the ceiling, comes first: a model cannot be seen to do better.
@@ -23,18 +23,19 @@ from gulliver.video._sources import parse_held_out
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured.
+    """Figures of an evaluation.
 
     Attributes:
-        samples: prompts of the main figures, at the most trained shape.
-        seconds: time for generating and judging those.
-        ceiling: the judges on real held-out clips.
-        main: sentences that were kept from training, or all where none were.
-        held_out: whether they were.
-        trained: as many sentences that were trained, or None where none were kept from it.
-        shapes: each other trained shape by name, sentences of all kinds.
-        image_to_video: real held-out first frames, moved by sentences; None for a model of stills.
-        clips: the clips of `main` and of `trained` with their sentences, for showing.
+        samples: number of prompts of the main figures, at the most trained shape.
+        seconds: time for generating and judging those, in seconds.
+        ceiling: scores of real held-out clips.
+        main: scores of sentences that were kept from training, or of all where none were.
+        held_out: whether sentences were kept from training.
+        trained: scores of as many trained sentences; None where none were kept from training.
+        shapes: scores at each other trained shape, by name, for sentences of all kinds.
+        image_to_video: scores of real held-out first frames, moved by sentences; None for a model
+            of stills.
+        clips: clips of `main` and of `trained` with their sentences, for showing.
     """
 
     samples: int
@@ -48,7 +49,7 @@ class Evaluation:
     clips: list[list[tuple[str, Tensor]]]
 
     def figures(self) -> dict[str, Any]:
-        """Plain values for a report."""
+        """Returns plain values for a report, without the clips."""
         return asdict(replace(self, clips=[]))
 
 
@@ -62,11 +63,11 @@ def evaluate(
     """Generates clips from sentences and judges them.
 
     Args:
-        model: trained on the moving digits.
-        samples: prompts of the main figures; a fifth as many for each other shape.
+        model: model trained on the moving digits.
+        samples: number of prompts of the main figures; a fifth as many for each other shape.
         sampling: steps and guidance.
-        seed: of the noise, far from those used elsewhere.
-        show: progress display.
+        seed: seed of the first clip's noise, far from those used elsewhere.
+        show: whether to display progress.
 
     Raises:
         GulliverError: the model was not trained on the moving digits.
@@ -116,7 +117,7 @@ def evaluate(
 
 
 def sentences(count: int) -> list[tuple[int, int]]:
-    """Digit and direction of `count` sentences, all forty evenly."""
+    """Lists digit and direction of `count` sentences, all forty evenly."""
     ways = len(DIRECTIONS)
     return [(n % len(DIGITS), (n + n // len(DIGITS)) % ways) for n in range(count)]
 
@@ -150,7 +151,7 @@ def _image_to_video(
     bucket: Bucket,
     sampling: SamplingConfig | None,
 ) -> Scores:
-    """First frames of real held-out clips, and the sentence of the clip that each begins."""
+    """Scores clips that begin with first frames of real held-out clips, with their sentences."""
     real = MovingDigits("heldout", len(wanted), seed=2, shapes={bucket: 1})
     labels = [real.labels(index) for index in range(len(real))]
     requests = [

@@ -1,4 +1,4 @@
-"""Sentences to clips, with a trained run.
+"""Generates clips from sentences with a trained run.
 
 `VideoModel.load` reads a run folder; `VideoModel.generate` makes clips: text-to-video,
 text-to-image (one frame), and, given a picture or the end of a clip, image-to-video and extension.
@@ -107,10 +107,11 @@ class VideoModel:
         Afterwards every rank asks for the same clips, and gets them.
 
         Args:
-            sequence: ranks that share a clip's tokens; 0: all that guidance leaves.
-            guidance_ranks: ranks of the branches with and without caption; 0: 2 where possible.
+            sequence: number of ranks that share a clip's tokens; 0: all that guidance leaves.
+            guidance_ranks: number of ranks for the branches with and without caption; 0: 2 where
+                possible.
             guided: whether guidance will be on.
-            show: told how clips are cut, on rank 0.
+            show: function that is told, on rank 0, how clips are cut.
 
         Raises:
             GulliverError: the sizes do not make the world.
@@ -157,7 +158,7 @@ class VideoModel:
             )
 
     def remarks(self, request: Request) -> list[str]:
-        """What a user should know of a request that is fulfilled all the same."""
+        """Lists what a user should know of a request that is fulfilled all the same."""
         remarks = []
         if self.known_words is not None:
             words = request.prompt.lower().split()
@@ -236,7 +237,7 @@ class VideoModel:
     def _given(
         self, requests: list[Request], shape: tuple[int, ...], device: torch.device
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Latents of the given frames, zeros after them, and the mask of the frames to make."""
+        """Returns given latents [B, C, T, H, W], then zeros, and a mask [B, T] of the rest."""
         if requests[0].given is None:
             return None, None
         bucket = requests[0].bucket
@@ -259,15 +260,15 @@ def extend(
     seed: int = 0,
     sampling: SamplingConfig | None = None,
 ) -> Tensor:
-    """Goes on with a clip.
+    """Continues a clip.
 
     Args:
-        model: a trained model.
-        clip: [3, T, H, W] in [-1, 1]; scaled and cut to the bucket's height and width.
-        prompt: what happens next.
-        bucket: of the sampled piece, which begins with the overlap.
-        overlap: last frames of the clip that are given (4 k + 1).
-        seed: of the noise.
+        model: trained model.
+        clip: clip [3, T, H, W] in [-1, 1]; scaled and cut to the bucket's height and width.
+        prompt: sentence that says what happens next.
+        bucket: shape of the sampled piece, which begins with the overlap.
+        overlap: number of last frames of the clip that are given (4 k + 1).
+        seed: seed of the noise.
         sampling: steps and guidance.
 
     Returns:
@@ -286,7 +287,7 @@ def extend(
 
 
 def _described(request: Request) -> tuple[object, ...]:
-    """What ranks that make a clip together compare."""
+    """Returns what ranks that make a clip together compare."""
     given = None if request.given is None else request.given.cpu().numpy().tobytes()
     return request.prompt, request.bucket, request.seed, given
 

@@ -1,4 +1,4 @@
-"""Judges of the moving digits: what digit, and which way it moves.
+"""Judges of the moving digits: they read the digit and measure which way it moves.
 
 The digit is read by a small network that was trained on real clips of the training handwriting; the
 movement is measured, not learnt: where the ink's centre goes. Both see generated clips only to
@@ -28,7 +28,7 @@ STEPS, BATCH = 500, 64
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judges see in each clip: digit [B], direction [B] (-1: it does not move)."""
+    """Verdict on each clip: digit [B], direction [B] (-1: it does not move)."""
 
     digit: Tensor
     direction: Tensor
@@ -45,7 +45,7 @@ class Scores:
 
 
 class DigitReader(nn.Module):
-    """Ten logits of a window [B, 1, 16, 16]."""
+    """A network from windows [B, 1, 16, 16] to logits [B, 10]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Judges:
     """Reads digits and measures movement.
 
     Args:
-        reader: a trained network.
+        reader: trained network.
     """
 
     def __init__(self, reader: DigitReader) -> None:
@@ -126,7 +126,7 @@ def windows_around_ink(clips: Tensor) -> tuple[Tensor, Tensor]:
     """Cuts a window around the ink of every frame.
 
     Args:
-        clips: [B, 3, T, H, W] in [-1, 1].
+        clips: clips [B, 3, T, H, W] in [-1, 1].
 
     Returns:
         Windows [B * T, 1, 16, 16] in [0, 1], and the centres of the ink in x and y [B, T, 2].
@@ -161,7 +161,7 @@ def directions_of(centres: Tensor) -> Tensor:
 
 
 def ceiling(judges: Judges, bucket: Bucket, clips: int = 297) -> Scores:
-    """How the judges do on real clips of held-out handwriting: the most that a model can reach."""
+    """Scores real clips of held-out handwriting: the most that a model can reach."""
     real = MovingDigits("heldout", clips, seed=1, shapes={bucket: 1})
     labels = [real.labels(index) for index in range(clips)]
     videos = list(real.batch(list(range(clips))).unbind())

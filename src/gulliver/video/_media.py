@@ -1,7 +1,7 @@
-"""Clips to files and back: mp4, gif and png, whole or not at all.
+"""Writes clips to mp4, gif and png files, whole or not at all, and reads them.
 
-Videos are float tensors [3, T, H, W] in [-1, 1]. Files are written beside their place under a
-temporary name and renamed when complete: a link that lies there is replaced, not followed.
+Videos are float tensors [3, T, H, W] in [-1, 1]. Files are written beside their final path, under
+a temporary name, and renamed when complete: a link at that path is replaced, not followed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WRITERS: dict[str, Callable[[Path, np.ndarray, float], None]] = {}
 
 
 def to_frames(video: Tensor, scale: int = 1) -> np.ndarray:
-    """A clip [3, T, H, W] in [-1, 1] as uint8 frames [T, H * scale, W * scale, 3]."""
+    """Converts a clip [3, T, H, W] in [-1, 1] to uint8 frames [T, H * scale, W * scale, 3]."""
     levels = ((video.detach().float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     frames = levels.permute(1, 2, 3, 0).cpu().numpy()
     return frames.repeat(scale, axis=1).repeat(scale, axis=2)
@@ -60,10 +60,10 @@ def write_clip(path: Path, video: Tensor, fps: float, scale: int = 1) -> Path:
     """Writes a clip in the format of the path's suffix, and only when it is complete.
 
     Args:
-        path: ends in .mp4, .gif or .png (one frame).
-        video: [3, T, H, W] in [-1, 1].
+        path: file to write, ending in .mp4, .gif or .png (one frame).
+        video: clip [3, T, H, W] in [-1, 1].
         fps: frames per second.
-        scale: repeat each pixel so many times in both directions.
+        scale: times that each pixel is repeated in both directions.
     """
     check_output(path, video.shape[1], fps)
     if scale not in SCALE or fps not in FPS:
@@ -118,8 +118,8 @@ def read_frames(path: Path, most: int | None = None) -> Tensor:
     """Reads an image or a video, upright, as [3, T, H, W] in [-1, 1].
 
     Args:
-        path: of the file.
-        most: frames that are read at most.
+        path: file to read.
+        most: most frames that are read; None reads all.
 
     Raises:
         GulliverError: the file is missing, unreadable or empty.

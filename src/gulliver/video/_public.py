@@ -1,4 +1,4 @@
-"""The public names of the room, which `gulliver.video` hands on when one of them is asked for."""
+"""The public names of `gulliver.video`, imported when one of them is asked for."""
 
 from gulliver.video._autoencoder_training import (
     load_autoencoder,

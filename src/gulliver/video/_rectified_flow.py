@@ -28,14 +28,14 @@ class RectifiedFlow:
     Levels are on the model's scale from 0 (data) to `num_timesteps` (noise).
 
     Args:
-        num_timesteps: the level of pure noise.
+        num_timesteps: level of pure noise.
         sample_method: law of the levels in training.
         loc: mean of the logit of logit-normal levels.
-        scale: its standard deviation.
-        shift: the odds t / (1 - t) of every level are multiplied by this, in training and sampling.
-        use_timestep_transform: multiply them by sqrt(height * width / base_area) * sqrt(latent
-            frames) as well.
-        base_area: pixels at which that factor is 1 for a still.
+        scale: standard deviation of that logit.
+        shift: factor of the odds t / (1 - t) of every level, in training and sampling.
+        use_timestep_transform: whether to multiply the odds by sqrt(height * width / base_area) *
+            sqrt(latent frames) as well.
+        base_area: area in pixels at which that factor is 1 for a still.
 
     Raises:
         GulliverError: an unknown method, or a shift that is not positive.
@@ -65,10 +65,10 @@ class RectifiedFlow:
         """Multiplies the odds of levels `t` in [0, 1] as the clip's size asks for.
 
         Args:
-            t: levels.
-            height: in pixels.
-            width: in pixels.
-            num_frames: latent frames.
+            t: levels, of any shape.
+            height: height of the clip in pixels.
+            width: width of the clip in pixels.
+            num_frames: number of latent frames.
         """
         ratio = self.shift
         if self.use_timestep_transform:
@@ -92,7 +92,7 @@ class RectifiedFlow:
         return self.warp(t, height, width, num_frames) * self.num_timesteps
 
     def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """The points at levels `timesteps` [B] of the paths from x0 to noise [B, C, T, H, W]."""
+        """Mixes x0 and noise [B, C, T, H, W]: points of the paths at levels `timesteps` [B]."""
         t = (timesteps / self.num_timesteps).to(x0.dtype).view(-1, 1, 1, 1, 1)
         return (1 - t) * x0 + t * noise
 
@@ -106,31 +106,31 @@ class RectifiedFlow:
         timesteps: Tensor,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Mean square error of the velocity of each clip.
+        """Computes the mean square error of each clip's velocity.
 
         Args:
-            model: called as model(x_t, timesteps, **model_inputs); of twice x0's channels the first
-                half counts.
+            model: function called as model(x_t, timesteps, **model_inputs); of twice x0's channels
+                the first half counts.
             x0: latents [B, C, T, H, W].
-            model_inputs: conditions.
-            noise: of x0's shape.
+            model_inputs: conditions, by keyword of the model.
+            noise: noise of x0's shape.
             timesteps: levels [B].
-            mask: True for frames to generate [B, T]. Given frames are shown without noise and do
-                not count; pass the same as x_mask in `model_inputs`.
+            mask: mask [B, T], True for frames to generate. Given frames are shown without noise
+                and do not count; pass the same as x_mask in `model_inputs`.
 
         Returns:
-            [B].
+            The errors [B].
         """
         x_t = self.point(x0, noise, timesteps, mask)
         return self.error(model(x_t, timesteps, **model_inputs), x0 - noise, mask)
 
     def point(self, x0: Tensor, noise: Tensor, timesteps: Tensor, mask: Tensor | None) -> Tensor:
-        """What the model is shown: points on the paths, and given frames without noise."""
+        """Returns the model's input: points on the paths, and given frames without noise."""
         x_t = self.add_noise(x0, noise, timesteps)
         return x_t if mask is None else torch.where(_frames(mask), x_t, x0)
 
     def error(self, output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
-        """Mean square error of each clip's velocity [B], of the frames to generate."""
+        """Computes the mean square error of each clip's velocity, over frames to generate: [B]."""
         velocity = self._velocity(output, target.shape[1])
         error = (velocity - target).square().mean(dim=(1, 3, 4))
         if mask is None:
@@ -139,7 +139,7 @@ class RectifiedFlow:
         return (error * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
 
     def timesteps(self, steps: int, height: float, width: float, num_frames: int) -> Tensor:
-        """The levels that the sampler visits, from `num_timesteps` to 0: [steps + 1], float64."""
+        """Lists the sampler's levels, from `num_timesteps` to 0: float64 [steps + 1]."""
         if steps < 1:
             raise GulliverError(f"sampling needs at least one step, not {steps}")
         even = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
@@ -162,15 +162,15 @@ class RectifiedFlow:
         """Follows the velocity from noise to data with Euler steps.
 
         Args:
-            model: as in `loss`.
-            noise: [B, C, T, H, W].
+            model: function called as in `loss`.
+            noise: noise [B, C, T, H, W].
             model_inputs: conditions, among them y [B, 1, L, D], height and width [B].
-            null_y: what stands for no caption, of y's shape; needed where cfg_scale is not 1.
-            steps: Euler steps.
+            null_y: embedding of no caption, of y's shape; needed where cfg_scale is not 1.
+            steps: number of Euler steps.
             cfg_scale: weight of the caption's velocity over that without caption.
             given: latents of the given frames, of noise's shape; others do not count.
-            mask: True for frames to generate [B, T].
-            progress: called with (steps done, steps).
+            mask: mask [B, T], True for frames to generate.
+            progress: function that is called with (steps done, steps).
 
         Returns:
             Latents; given frames are exactly as they were.
@@ -205,7 +205,7 @@ class RectifiedFlow:
     def _guided(
         self, model: Model, x: Tensor, level: Tensor, inputs: dict[str, Any], cfg_scale: float
     ) -> Tensor:
-        """The velocity at x, away from that without caption where guidance is on."""
+        """Computes the velocity at x, led away from that without caption where guidance is on."""
         both = torch.cat([x, x]) if cfg_scale != 1 else x
         timesteps = level.to(x).expand(len(both))
         velocity = self._velocity(model(both, timesteps, **inputs), x.shape[1])
@@ -216,7 +216,7 @@ class RectifiedFlow:
 
     @staticmethod
     def _velocity(output: Tensor, channels: int) -> Tensor:
-        """The first half of the channels where the model predicts a variance too."""
+        """Takes the first half of the channels where the model predicts a variance too."""
         if output.shape[1] not in (channels, 2 * channels):
             raise GulliverError(
                 f"the model gives {output.shape[1]} channels for latents of {channels}: "
@@ -226,5 +226,5 @@ class RectifiedFlow:
 
 
 def _frames(mask: Tensor) -> Tensor:
-    """[B, T] to a mask over [B, C, T, H, W]."""
+    """Views a mask [B, T] as one over [B, C, T, H, W]."""
     return mask[:, None, :, None, None]

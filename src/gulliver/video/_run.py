@@ -42,7 +42,7 @@ class Run:
 
     @property
     def log_path(self) -> Path:
-        """One JSON object a line."""
+        """The log, one JSON object per line."""
         return self.folder / "log.jsonl"
 
     @property

@@ -3,7 +3,8 @@
 Classifier-free guidance asks the model twice for each step, with the caption and without it. With
 two *guidance* ranks each asks once, and they exchange what they found. The ranks of a *sequence*
 share the tokens of the clip (`gulliver.booster.hybrid`). Both together: rank
-``branch * sequence + place``, so that those of a sequence, which send most, are neighbours. Noise,
+``branch * sequence + rank in the sequence``, so that those of a sequence, which send most, are
+neighbours. Noise,
 conditions and Euler steps are computed on every rank, and are the same on all.
 
 Read `split_ranks`, `share`, `Shared`.
@@ -30,12 +31,13 @@ from gulliver.parallel.sequence import SequencePlan, make_groups
 def split_ranks(
     world: int, sequence: int = 0, guidance_ranks: int = 0, guided: bool = True
 ) -> tuple[int, int]:
-    """How many ranks share a clip's tokens, and how many the branches of guidance.
+    """Chooses how many ranks share a clip's tokens, and how many the branches of guidance.
 
     Args:
-        world: ranks there are.
-        sequence: ranks of a sequence; 0: all that guidance leaves.
-        guidance_ranks: 1 or 2; 0: 2 where that is possible, for it sends least.
+        world: number of ranks.
+        sequence: number of ranks of a sequence; 0: all that guidance leaves.
+        guidance_ranks: number of ranks for guidance, 1 or 2; 0: 2 where that is possible, for it
+            sends least.
         guided: whether guidance is on, so that there are two branches.
 
     Returns:
@@ -73,10 +75,10 @@ class Shared:
     """The ranks that make clips together.
 
     Attributes:
-        model: called as the model is, with both branches of guidance in one batch.
-        ranks: there are.
-        rank: this one.
-        branches: ranks that share the branches of guidance.
+        model: function called as the model is, with both branches of guidance in one batch.
+        ranks: number of ranks.
+        rank: number of this rank.
+        branches: rank group that shares the branches of guidance.
     """
 
     model: Callable[..., Tensor]
@@ -113,7 +115,7 @@ class Shared:
             )
 
     def decode(self, autoencoder: VideoAutoencoder, latents: Tensor, bucket: Bucket) -> Tensor:
-        """Latents of a bucket's clips to the clips, [B, 3, T, H, W]: each decoded by one rank."""
+        """Decodes latents of a bucket to clips [B, 3, T, H, W], each on one rank; all get all."""
         if self.ranks == 1:
             return autoencoder.decode(latents)
         clips = latents.new_empty(len(latents), 3, *astuple(bucket))
@@ -135,11 +137,11 @@ def share(
     """Makes all ranks of the world make each clip together; every rank calls it, once.
 
     Args:
-        model: wired in place, where a sequence has several ranks.
-        sequence: ranks that share the tokens of a clip.
-        guidance_ranks: ranks that share the branches of guidance.
-        scheme: a name of `gulliver.booster.hybrid._stdit_choice.SCHEMES`; None chooses.
-        show: told of choices, on rank 0.
+        model: model to call, hooked in place where a sequence has several ranks.
+        sequence: number of ranks that share the tokens of a clip.
+        guidance_ranks: number of ranks that share the branches of guidance.
+        scheme: name of `gulliver.booster.hybrid._stdit_choice.SCHEMES`; None chooses.
+        show: function that is told of choices, on rank 0.
 
     Raises:
         GulliverError: the sizes do not make the world.
@@ -173,7 +175,7 @@ class OneBranch:
         own = self._model(self._own(x), self._own(timestep), **of_branch).contiguous()
         both = own.new_empty(2, *own.shape)
         all_gather(both.view(-1), own.view(-1), self._rank_group.process_group)
-        # A group numbers its ranks in ascending order, as this line does.
+        # A process group numbers its ranks in ascending order, as this rank group does.
         return both.flatten(0, 1)
 
     def _own(self, both: Tensor) -> Tensor:
@@ -181,6 +183,6 @@ class OneBranch:
 
 
 def _plan(sequence: int, heads: int) -> SequencePlan:
-    """Heads exchanged between as many ranks as there are heads for, a ring of the others."""
+    """Plans to exchange heads between as many ranks as heads allow, in a ring of such groups."""
     ulysses = max(n for n in range(1, sequence + 1) if sequence % n == 0 and n <= heads)
     return SequencePlan(ulysses=ulysses, inner=sequence // ulysses)

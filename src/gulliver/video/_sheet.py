@@ -17,7 +17,7 @@ GAP, LABEL, HEADING = 12, 18, 30
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the sheet: clips [3, T, H, W] of equal shape and the sentence under each."""
+    """One row of the sheet: clips [3, T, H, W] of equal shape and the sentence under each."""
 
     title: str
     clips: list[Tensor]
@@ -60,7 +60,7 @@ def _row_width(row: Row, scale: int) -> int:
 
 
 def _lettering(rows: list[Row], width: int, height: int, scale: int):
-    """The sheet without its clips: headings, and under each clip its sentence."""
+    """Draws the sheet without its clips: headings, and under each clip its sentence."""
     from PIL import Image, ImageDraw, ImageFont
 
     canvas = Image.new("RGB", (width, height), BACKGROUND)
@@ -101,7 +101,7 @@ def loss_curve(path: Path, steps: list[int], losses: list[float], norms: list[fl
 
 
 def _smooth(values: list[float], decay: float = 0.95) -> list[float]:
-    """An exponential average without the bias of its start."""
+    """Computes an exponential average without the bias of its start."""
     smooth, average, weight = [], 0.0, 0.0
     for value in values:
         average, weight = decay * average + (1 - decay) * value, decay * weight + 1 - decay

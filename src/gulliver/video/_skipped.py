@@ -1,4 +1,4 @@
-"""How many clips could not be read when their turn came, and when they are too many.
+"""Counts clips that could not be read when their turn came, and says when they are too many.
 
 All ranks count the clips of all ranks, so that they stop together. What it does not know: how a
 clip is read, and what is saved before the run stops.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 EMPTY_BATCHES = 10
-"""So many in a row without a clip, or a whole epoch of them, and the data is gone."""
+"""Empty batches in a row, or those of a whole epoch if fewer, at which the data is gone."""
 SHOWN = 20
-"""Names of skipped clips that are printed."""
+"""Most names of skipped clips that are printed."""
 
 
 @dataclass
@@ -19,8 +19,8 @@ class SkippedClips:
     """Counts read and skipped clips of the present epoch.
 
     Args:
-        samples: clips of an epoch.
-        batches: batches of an epoch.
+        samples: number of clips of an epoch.
+        batches: number of batches of an epoch.
         limit: share of an epoch's clips that may be skipped.
     """
 
@@ -41,7 +41,7 @@ class SkippedClips:
 
     @property
     def problem(self) -> str | None:
-        """Why a run cannot go on; None where it can."""
+        """Says why a run cannot go on; None where it can."""
         if self.skipped > self.limit * self.samples:
             return (
                 f"{self.skipped} of the {self.samples} clips of epoch {self.epoch} could not be "
@@ -53,7 +53,7 @@ class SkippedClips:
 
 
 def listing(broken: set[tuple[str, str]]) -> str:
-    """The skipped clips with their reasons, the first of them where they are many."""
+    """Lists the skipped clips with their reasons, the first of them where they are many."""
     lines = [f"{len(broken)} clips could not be read when their turn came:"]
     lines += [f"  {name}: {reason}" for name, reason in sorted(broken)[:SHOWN]]
     if len(broken) > SHOWN:

@@ -1,4 +1,4 @@
-"""What a run learns from: the data set, the order of its samples, and the autoencoder."""
+"""Sources of a run: the data set, the order of its samples, and the autoencoder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parse_held_out(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def make_dataset(config: DataConfig, words: int, show: bool = True) -> MovingDigits | ClipTable:
-    """The moving digits, or the table that is named.
+    """Makes the data set: the moving digits, or the table that is named.
 
     Raises:
         GulliverError: neither can be used, or a caption is longer than `words`.
@@ -79,12 +79,12 @@ def _check_shape(bucket: Bucket) -> None:
 
 
 def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> BucketSampler:
-    """The order of the samples, and this rank's share of each batch.
+    """Makes the sampler: the order of the samples, and this rank's share of each batch.
 
     Args:
         config: batch size and seed.
-        dataset: of clips.
-        place: this rank's number among those that read different samples, and how many they are.
+        dataset: data set of clips.
+        place: rank among those that read different samples, and their number.
     """
     buckets = [dataset.bucket_of(index) for index in range(len(dataset))]
     return BucketSampler(buckets, config.data.batch_size, *place, derive(config.seed, 6))

@@ -13,11 +13,11 @@ from gulliver.video._batches import Batch
 from gulliver.video._rectified_flow import RectifiedFlow
 
 TARGET, COUNTS = "target", "counts"
-"""What the loss reads and the model does not take."""
+"""Inputs that the loss reads and the model does not take."""
 
 
 def hide_targets(model: nn.Module) -> None:
-    """Keeps from a model's forward what a micro-batch has for the loss alone."""
+    """Drops what a micro-batch holds for the loss alone before the model's forward."""
 
     def hide(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {n: v for n, v in kwargs.items() if n not in (TARGET, COUNTS)}
@@ -42,8 +42,8 @@ def run_stages(
         model: this rank's stage.
         optimizer: boosted optimizer of it.
         flow: rectified flow whose loss it is.
-        batch: the share.
-        micro_batches: number that the pipeline runs.
+        batch: this rank's share.
+        micro_batches: number of micro-batches that the pipeline runs.
         scale: factor of the gradients.
 
     Returns:

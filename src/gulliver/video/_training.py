@@ -43,7 +43,7 @@ from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder, stdit3
 from gulliver.video._batches import Batch, BatchMaker
 from gulliver.video._config import TrainConfig, check_config, resolved
-from gulliver.video._display import Display, console, memory_in_use
+from gulliver.video._display import Display, console, memory_in_use, tensorboard
 from gulliver.video._ema import ExponentialAverage
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
@@ -58,7 +58,7 @@ CHUNK_MB = 1.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call of `train` ended."""
+    """Outcome of a call of `train`."""
 
     step: int
     finished: bool
@@ -141,7 +141,7 @@ def check_ranks(config: TrainConfig, ranks: int) -> None:
 
 
 def make_plugin(config: TrainConfig) -> Plugin:
-    """How the ranks share the work."""
+    """Makes the plugin that says how the ranks share the work."""
     # Steps of many shapes take many times, which tuning would take for its own doing.
     if config.ranks_of_a_model > 1:
         mode = config.sequence_parallelism_mode or "all_to_all"
@@ -160,7 +160,7 @@ def make_plugin(config: TrainConfig) -> Plugin:
 
 
 def schedule(config: TrainConfig, step: int) -> float:
-    """The learning rate of `step` as a fraction of its peak: linear warm-up, then cosine."""
+    """Returns the learning rate of `step` over its peak: linear warm-up, then cosine."""
     optimizer = config.optimizer
     if step < optimizer.warmup:
         return (step + 1) / optimizer.warmup
@@ -244,7 +244,7 @@ class Trainer:
         title = f"training {self.config.model.size}"
         main = self.world.is_main
         with (
-            _scalars(self.run.folder / "tensorboard", self.step_number, main) as scalars,
+            tensorboard(self.run.folder / "tensorboard", self.step_number, main) as scalars,
             Display(title, self.config.steps, self.step_number, main) as display,
         ):
             for batch in self.maker.batches():
@@ -272,7 +272,7 @@ class Trainer:
         return Outcome(self.step_number, last, self.seconds)
 
     def _agree(self, kept: list[int]) -> list[int]:
-        """Samples that all ranks of this rank's model could read; every rank calls it."""
+        """Returns the samples that all ranks with this share could read; every rank calls it."""
         if not isinstance(self.maker.dataset, ClipTable):
             return kept
         found = [
@@ -314,7 +314,7 @@ class Trainer:
         return f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
     def step(self, batch: Batch, stop_wanted: bool = False) -> dict[str, float]:
-        """One optimizer step on this rank's share of a batch.
+        """Runs one optimizer step on this rank's share of a batch.
 
         Ranks that hold one model together have one share, and draw alike. A batch of which no rank
         could read a sample is no step: nothing changes, and the position in the data stays before
@@ -324,6 +324,7 @@ class Trainer:
             Loss and gradient norm of the whole batch, its number of samples, and how many ranks
             wish to stop.
         """
+        # Seeded anew at each step, so that a resumed run needs no saved generator.
         torch.manual_seed(derive(self.config.seed, 3, self.step_number, self.place[0]))
         count = self._count(batch)
         loss_sum = self._forward_backward(batch, count) if count else 0.0
@@ -347,7 +348,7 @@ class Trainer:
         return {"loss": loss, "norm": norm, "samples": count, "stop": float(totals[1])}
 
     def _count(self, batch: Batch) -> int:
-        """Samples of the batch in all shares, those that could not be read left out."""
+        """Counts the samples of the batch in all shares, without those that could not be read."""
         if not isinstance(self.maker.dataset, ClipTable):
             return batch.total
         read = int(len(batch.latents) * batch.weight)
@@ -358,11 +359,11 @@ class Trainer:
         return read
 
     def _forward_backward(self, batch: Batch, count: int) -> Tensor:
-        """Backward of this rank's share, in micro-batches; the sum of its samples' losses.
+        """Runs backward for this rank's share; returns the sum of its samples' losses.
 
         Args:
-            batch: the share.
-            count: samples of all shares.
+            batch: share of this rank, which runs in micro-batches.
+            count: number of samples of all shares.
         """
         if self.config.pp_size > 1:
             run, scale = self.config.micro_batches, self.place[1] / count
@@ -452,7 +453,7 @@ class Trainer:
 
     @property
     def _shares(self) -> tuple[RankGroup, Callable[[str, Tensor], bool] | None]:
-        """Ranks that hold the same parts of the model, and which of these they save."""
+        """Rank group that holds the same parts of the model, and which of these it saves."""
         boosted = self.optimizer
         if not isinstance(boosted, HybridOptimizer):
             return ALONE, None
@@ -482,28 +483,3 @@ class Trainer:
             past = self.run.read_log()
             self.seconds = past[-1]["seconds"] if past else 0.0
             console().print(f"resumed at step {self.step_number} from {folder}")
-
-
-@contextmanager
-def _scalars(folder: Path, step: int, enabled: bool) -> Iterator[Any]:
-    """A function that writes a scalar to TensorBoard, where that is installed.
-
-    Args:
-        folder: of the log.
-        step: last one that counts; what an earlier call has written after it is hidden.
-        enabled: whether this rank writes.
-    """
-    if not enabled:
-        yield lambda name, value, step: None
-        return
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        console().print("no TensorBoard log: install gulliver[train] to have one")
-        yield lambda name, value, step: None
-        return
-    writer = SummaryWriter(str(folder), purge_step=step + 1)
-    try:
-        yield writer.add_scalar
-    finally:
-        writer.close()

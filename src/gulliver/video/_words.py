@@ -1,4 +1,4 @@
-"""Sentences to vectors without a download: a frozen random vector for each word."""
+"""Encodes sentences without a download: a frozen random vector for each word."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unknown_words(prompt: str, vocabulary: Iterable[str]) -> list[str]:
 
 
 class WordEncoder:
-    """Each word is a Gaussian vector drawn from a hash of its letters, plus a code of its place.
+    """Each word is a Gaussian vector drawn from a hash of its letters, plus a code of its position.
 
     Stands where a large text encoder would: frozen, the same in every process, no weights to load.
 

@@ -401,12 +401,18 @@ class ZeroOptimizer(BoostedOptimizer):
         return {name: found[name] for name in self.names.values() if name in found}
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: what one rank holds is not the whole."""
-        raise GulliverError("save a sharded optimizer with booster.save_optimizer(optimizer, path)")
+        """Refused: state lies in chunks, of which one rank may hold a part."""
+        raise GulliverError(
+            "an optimizer whose state lies in chunks has no state_dict: save it with "
+            "booster.save_optimizer(optimizer, path)"
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused: what one rank holds is not the whole."""
-        raise GulliverError("load a sharded optimizer with booster.load_optimizer(optimizer, path)")
+        """Refused: state lies in chunks, of which one rank may hold a part."""
+        raise GulliverError(
+            "an optimizer whose state lies in chunks takes no state_dict: load it with "
+            "booster.load_optimizer(optimizer, path)"
+        )
 
     def export_state(self, keep: bool = True) -> State:
         """The whole state by parameter name; every rank calls it, those that `keep` get it."""

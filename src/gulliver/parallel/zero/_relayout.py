@@ -55,6 +55,8 @@ def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bo
     shards.pool.clear()  # buffers of the old sizes are not asked for again
     for sharded in shards.chunks:
         shards.place_state(sharded)
+    # While chunks were cut anew there were two of some: no step holds as much.
+    shards.pool.counter.restart()
     return True
 
 
