@@ -402,17 +402,11 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: state lies in chunks, of which one rank may hold a part."""
-        raise GulliverError(
-            "an optimizer whose state lies in chunks has no state_dict: save it with "
-            "booster.save_optimizer(optimizer, path)"
-        )
+        raise GulliverError("the state lies in chunks: booster.save_optimizer(optimizer, path)")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused: state lies in chunks, of which one rank may hold a part."""
-        raise GulliverError(
-            "an optimizer whose state lies in chunks takes no state_dict: load it with "
-            "booster.load_optimizer(optimizer, path)"
-        )
+        raise GulliverError("the state lies in chunks: booster.load_optimizer(optimizer, path)")
 
     def export_state(self, keep: bool = True) -> State:
         """The whole state by parameter name; every rank calls it, those that `keep` get it."""
