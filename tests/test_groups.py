@@ -70,7 +70,7 @@ def _shares(world: World) -> None:
     # Nobody has it: it goes where the ranks meet for the second time since it was asked for.
     del rank_group
     release_groups()
-    assert shared_rank_group(rows, "test").group is first
+    assert shared_rank_group(rows, "test").process_group is first
     release_groups()
     release_groups()
     rank_group = shared_rank_group(rows, "test")

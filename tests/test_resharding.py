@@ -165,7 +165,7 @@ def test_any_safetensors_reader_opens_every_file(pool: Pool, tmp_path: Path) -> 
         assert torch.equal(values, whole[name].reshape(-1))
     assert not list(folder.glob("*.pkl")) + list(folder.glob("*.pt"))
     assert manifest.world_size == 3
-    assert manifest.about["plan"]["stage"] == 2
+    assert manifest.about["plan"]["zero"]["stage"] == 2
 
 
 def test_a_replicated_model_lies_in_a_hugging_face_layout(pool: Pool, tmp_path: Path) -> None:

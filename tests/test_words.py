@@ -25,9 +25,8 @@ SENTENCES = re.compile(r"(whether|where|only|one|what|if|when|before|after)\b", 
 SECTION = re.compile(r"^(\s*)(Args|Attributes):\s*$")
 ENTRY = re.compile(r"^(\s+)\*{0,2}(\w+)(?: \([^)]*\))?: (.+)$")
 # Rooms that are not mended yet, or parts of them: paths below `SOURCE` without a suffix.
-LATER = ("booster", "checkpoint", "cli", "data", "io", "memory")
-LATER += ("plan", "video", "_compat", "options")
-LATER += ("parallel/_optimizer", "parallel/zero")
+LATER = ("cli", "data", "io")
+LATER += ("video", "_compat", "options")
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:

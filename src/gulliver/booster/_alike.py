@@ -15,16 +15,17 @@ from gulliver.comm import gather_objects
 from gulliver.errors import GulliverError, first_difference
 
 Signature = dict[str, str]
-"""By name, what a tensor of a model is."""
+"""What each tensor of a model is, by its name."""
 
 
 def check_alike(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Refuses models that differ between ranks; every rank calls it.
 
     Raises:
-        GulliverError: on all ranks, naming the first tensor that differs.
+        GulliverError: the models differ; on all ranks, with the first tensor that does.
     """
     mine = _signature(model, optimizer)
+    # Digests first: signatures are long, and nearly always the same on all ranks.
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(gather_objects(digest))) > 1:
         raise GulliverError(_difference(gather_objects(mine)))

@@ -111,10 +111,10 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
     """Refuses what a plan cannot run, before it is known that all ranks have the same model.
 
     Raises:
-        GulliverError: naming what is wrong.
+        GulliverError: the plan cannot be run; it names what is wrong.
     """
     if plan.mesh.names_model:
-        check_new(model)
+        check_new(plan, model)
     if optimizer is not None:
         named_trainables(model, optimizer)
     half = plan.precision.parameters

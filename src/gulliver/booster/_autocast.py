@@ -20,7 +20,7 @@ def check_precision(name: Any) -> None:
     """Refuses a precision that is not supported.
 
     Raises:
-        GulliverError: naming the nearest that is.
+        GulliverError: the precision is not supported; the nearest that is is named.
     """
     if name is not None and name not in PRECISIONS:
         raise GulliverError(

@@ -104,7 +104,7 @@ class Booster:
 
     @property
     def plan(self) -> Plan:
-        """How the model runs now, tuning included; there once it is boosted."""
+        """The plan that runs now, tuning included; there once a model is boosted."""
         return self._running().plan
 
     def compare(self) -> Comparison:
@@ -156,8 +156,8 @@ class Booster:
         before anything is done.
 
         Args:
-            model: to run; with another optimizer for other parameters it may be boosted again.
-            optimizer: of its parameters; None runs the model without training it.
+            model: model to run; it may be boosted again, with an optimizer of other parameters.
+            optimizer: optimizer of its parameters; None runs the model without training it.
             criterion: given back.
             dataloader: given back.
             lr_scheduler: given back.
@@ -230,14 +230,15 @@ class Booster:
         same batch.
 
         Args:
-            data_iter: of batches: dicts of the model's keyword arguments, or tuples.
-            model: that `boost` returned.
+            data_iter: iterator over batches: dicts of the model's keyword arguments, or tuples.
+            model: model that `boost` returned.
             criterion: the loss of a micro-batch's outputs and that micro-batch; the batch's loss is
                 their mean, weighted by samples or as `weight` says. None takes the outputs' own
                 ``loss``, and then tokens count alike wherever they are.
-            optimizer: that `boost` returned; None, or a model in evaluation, runs forward only.
+            optimizer: optimizer that `boost` returned; None, or a model in evaluation, runs forward
+                only.
             return_loss: whether the loss is wanted.
-            return_outputs: whether the outputs are; the last stage gets them.
+            return_outputs: whether the outputs are wanted; the last stage gets them.
             weight: what a criterion is a mean over, where that differs between micro-batches:
                 ``samples``, ``labels`` that are not -100, ``shifted_labels`` (without the first of
                 each sample), or a function of a micro-batch that counts it.
@@ -275,7 +276,8 @@ class Booster:
 
         Args:
             model: boosted by this booster.
-            optimizer: that boost returned with it; found by the model where it is left out.
+            optimizer: optimizer that `boost` returned with it; found by the model where it is left
+                out.
         """
         if optimizer is None:
             if model not in self._optimizers:
@@ -300,16 +302,16 @@ class Booster:
         ranks, stage and chunk size, and with any plugin.
 
         Args:
-            folder: of the run's checkpoints.
-            step: its number.
+            folder: folder of the run's checkpoints.
+            step: number of the step.
             model: boosted by this booster, or plain.
-            optimizer: that `boost` returned; None saves the model without.
-            lr_scheduler: or None.
+            optimizer: optimizer that `boost` returned; None saves the model without one.
+            lr_scheduler: scheduler to save, or None.
             state: what else belongs to the run, by entry: the average of the weights, the loader's
                 position, numbers; see `gulliver.checkpoint.AsyncCheckpointer.save`.
             use_async: False returns when the step is complete.
-            options: of `gulliver.checkpoint.AsyncCheckpointer`, for this folder; the first save
-                settles them.
+            options: arguments of `gulliver.checkpoint.AsyncCheckpointer`, for this folder; the
+                first save settles them.
 
         Returns:
             Whether it was begun; False where one was under way and ``when_busy="skip"`` was given.
@@ -347,14 +349,15 @@ class Booster:
         """Loads what `save` saved, at any number of ranks; every rank calls it.
 
         Args:
-            folder: of the run's checkpoints, or of one step.
-            model: to fill in place; what is None is not loaded.
-            optimizer: to fill in place.
-            lr_scheduler: to fill in place.
+            folder: folder of the run's checkpoints, or of one step.
+            model: model to fill in place; what is None is not loaded.
+            optimizer: optimizer to fill in place.
+            lr_scheduler: scheduler to fill in place.
             state: what else to load, by entry; see `gulliver.checkpoint.load`.
-            step: None for the newest complete one: the one saved last, whatever its number.
+            step: number of the step; None for the newest complete one: the one saved last,
+                whatever its number.
             strict: refuse what does not match, before anything is changed; else it is reported.
-            prefix: of the model's names in the checkpoint.
+            prefix: prefix of the model's names in the checkpoint.
             random: take up the random generators too, where an optimizer is loaded and this rank
                 has them in the checkpoint.
 
@@ -448,7 +451,7 @@ class Booster:
 
         Args:
             model: boosted or not.
-            path: of the file.
+            path: path of the file.
             use_async: write it while training goes on; `wait`, or the next save of a model, says
                 if that failed. Of a model that is sharded or cut each rank writes its parts, from
                 which rank 0 then makes the file: for that time the disk holds the model twice.
@@ -521,7 +524,7 @@ class Booster:
 
         Args:
             model: boosted by this booster.
-            folder: to make; it must not exist.
+            folder: folder to make; it must not exist.
             use_async: write it while training goes on, as `save_model` does.
             options: ``max_shard_bytes``, ``config`` and ``dtype``, as of
                 `gulliver.checkpoint.save_huggingface`; a transformers model's own configuration is

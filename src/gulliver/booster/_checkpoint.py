@@ -57,10 +57,10 @@ def boosted_state(
 
     Args:
         model: boosted or not.
-        optimizer: to be saved, or None.
+        optimizer: optimizer to save, or None.
         holder: the optimizer that the model was boosted with, whether it is saved or not.
-        lr_scheduler: or None.
-        state: what else, by entry.
+        lr_scheduler: scheduler to save, or None.
+        state: what else is saved, by entry.
 
     Raises:
         GulliverError: an entry of `state` has a name that is taken, or something cannot be saved.
@@ -126,13 +126,13 @@ def load_boosted(
     """Loads a step in place, at any number of ranks; every rank calls it.
 
     Args:
-        reader: of the step.
-        model: to fill, or None.
-        optimizer: to fill, or None.
+        reader: reader of the step.
+        model: model to fill, or None.
+        optimizer: optimizer to fill, or None.
         holder: the optimizer that the model was boosted with, whether it is filled or not.
-        lr_scheduler: to fill, or None.
+        lr_scheduler: scheduler to fill, or None.
         strict: refuse what does not match, before anything is changed.
-        prefix: of the names in the checkpoint, before the model's.
+        prefix: what the checkpoint's names have before the model's.
         state: what else to load, by entry.
 
     Raises:

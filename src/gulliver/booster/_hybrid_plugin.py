@@ -61,11 +61,13 @@ class HybridParallelPlugin(Plugin):
         sequence_parallelism_mode: ``split_gather`` or ``ring`` shard activations over the tensor
             axis; ``all_to_all`` (Ulysses) or ``ring_attn`` share sequences over `sp_size` ranks;
             ``auto`` chooses between these two, and mixes of them, by predicted time.
-        sequence_length: that ``auto`` predicts for; None is the longest that the model takes.
+        sequence_length: length in tokens that ``auto`` predicts for; None is the longest that the
+            model takes.
         zero_stage: what is sharded over the replicas: 0 nothing, 1 the optimizer, 2 the gradients
             too, 3 the parameters too.
         precision: ``bf16`` or ``fp16``, as of `LowLevelZeroPlugin`.
-        num_microbatches: that a pipeline's batch is cut into; None for two to a stage.
+        num_microbatches: number of micro-batches that a pipeline's batch is cut into; None for two
+            to a stage.
         pp_style: the pipeline's schedule: ``gpipe``, ``1f1b``, ``interleaved``, ``zero_bubble``,
             ``zbv``, ``dualpipev``.
         num_model_chunks: stages on each rank, for the schedules that have several.

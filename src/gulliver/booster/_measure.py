@@ -64,7 +64,7 @@ def measure_work(
         tokens=max((t.shape[0] * t.shape[1] for t in tensors if t.ndim > 1), default=0),
         forward_s=statistics.median(forward for forward, _ in turns),
         backward_s=statistics.median(backward for _, backward in turns),
-        update_s=_update_seconds(model, optimizer),
+        update_s=_measured_update(model, optimizer),
         hidden_bytes=max(sizes["hidden"], default=0),
         activations=kept[0],
         reduced_forward=tuple(sizes["forward"]),
@@ -162,7 +162,7 @@ def _counted() -> Iterator[list[int]]:
         yield found
 
 
-def _update_seconds(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> float:
+def _measured_update(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> float:
     """Seconds of a step of all parameters, from a step of some of them by an optimizer alike."""
     if optimizer is None:
         return 0.0

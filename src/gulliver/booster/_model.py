@@ -34,7 +34,7 @@ def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer with state, which would be of another dtype than the parameters.
 
     Raises:
-        GulliverError: it has stepped.
+        GulliverError: the optimizer has state: it has stepped.
     """
     if optimizer.state:
         raise GulliverError(

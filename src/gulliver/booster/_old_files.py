@@ -1,4 +1,4 @@
-"""Optimizers as they were saved before that was a step: two files, of tensors and of their places.
+"""Optimizers as older versions saved them: a file of tensors, and one of what they belong to.
 
 They are read like a step with one entry; nothing writes them any more.
 """
@@ -56,7 +56,7 @@ class OldFiles:
         self._singles = self.whole("", [n for n, info in self._infos.items() if not info.shape])
 
     def skeleton(self, entry: str) -> Any:
-        """Where the tensors belong; single values of the state are counters, as steps have them."""
+        """Returns nested values that say where tensors belong; single values are counters there."""
         parts = dict(self._skeleton["dict"])
         stepped = join_state({}, parts.get("parameters", {"dict": []}))
         single = {name for name, (shape, _) in stepped.items() if not shape}
@@ -76,7 +76,7 @@ class OldFiles:
         return {"dict": [["value", found.item()], ["dtype", dtype]]}
 
     def check_files(self) -> None:
-        """They were checked as they were opened."""
+        """Does nothing: the files were checked as they were opened."""
 
     def tensors(self, entry: str) -> Mapping[str, Any]:
         """Shapes and dtypes by name."""

@@ -52,7 +52,7 @@ def write_optimizer(optimizer: BoostedOptimizer, folder: Path, plan: Plan | None
     """
     agreed(lambda: _refuse_others(folder))
     if isinstance(optimizer, ZeroOptimizer):
-        optimizer.take_writes()
+        optimizer.shards.take_writes()
     content = optimizer_entry(optimizer, _state_of(optimizer))
     content["parameters"] = stepped(optimizer)
     number = broadcast_object(os.getpid())
@@ -119,10 +119,10 @@ def read_optimizer(optimizer: BoostedOptimizer, reader: Source) -> None:
 
     agreed(check)
     if isinstance(optimizer, ZeroOptimizer):
-        optimizer.take_writes()
+        optimizer.shards.take_writes()
     agreed(lambda: fill_optimizer(reader, optimizer, content))
     if isinstance(optimizer, ZeroOptimizer):
-        optimizer.publish_masters()
+        optimizer.shards.publish_masters()
 
 
 def _check_stepped(optimizer: BoostedOptimizer, content: Mapping[str, Any], folder: Path) -> None:

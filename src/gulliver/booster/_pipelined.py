@@ -18,7 +18,7 @@ def own_loss(outputs: Any, batch: Any) -> Tensor:
     """The loss that a model computes itself.
 
     Raises:
-        GulliverError: it computes none.
+        GulliverError: the model computes no loss.
     """
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is None:

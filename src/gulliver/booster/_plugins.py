@@ -66,7 +66,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
             precision: dtype of autocast, or none.
 
         Raises:
-            GulliverError: so many ranks cannot run it.
+            GulliverError: it cannot be run by so many ranks.
         """
 
     def for_model(
@@ -119,7 +119,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
         """Refuses what this plugin cannot run; nothing is changed yet.
 
         Raises:
-            GulliverError: naming what is wrong.
+            GulliverError: the plugin cannot run it; what is wrong is named.
         """
         ranks = current_world().size
         choices = self.choices(ranks, precision)
@@ -157,10 +157,11 @@ class Plugin(ABC, metaclass=_NamedArguments):
         """A loader that gives this rank its share of a data set; see `gulliver.data.DataLoader`.
 
         Args:
-            dataset: with a length.
+            dataset: data set with a length.
             batch_size: samples per rank and step.
-            shuffle: in another order each epoch.
-            seed: of the order, the same on all ranks, and of what workers draw, another on each.
+            shuffle: whether each epoch has another order.
+            seed: seed of the order, the same on all ranks, and of what workers draw, another on
+                each.
             drop_last: drop what does not divide, rather than repeat samples.
             kwargs: further arguments of the loader. On a GPU batches arrive there ahead of use,
                 unless ``device=None`` is given.
@@ -256,14 +257,15 @@ class LowLevelZeroPlugin(Plugin):
         axes: names and sizes of the mesh that collectives go along step by step, slowest links
             first, such as ``{"node": 2, "local": 4}``; None sends straight from rank to rank.
             ``auto`` takes the faster of the two, and the best axes, as `cluster` predicts them.
-        rank_order: ranks in the order of their places on the axes, where they are not numbered so.
+        rank_order: ranks as they fill the axes, the innermost first, where they are not numbered
+            so.
         cluster: links of the ranks for ``axes="auto"``; None is what ``gulliver probe`` measured
             here, or else a description of such machines.
         assume_elementwise: shard an optimizer that is not known, on the user's word that its update
             of an element looks at that element only. Stage 0 needs no word: it steps whole
             parameters, those of an optimizer that is not known in one call.
-        broadcast_buffers: at every step give all ranks rank 0's values of the buffers that training
-            changed, such as running statistics, as torch's DDP does.
+        broadcast_buffers: whether every step gives all ranks rank 0's values of the buffers that
+            training changed, such as running statistics, as torch's DDP does.
         folder: where tuning writes ``chunks.json`` and a picture, ``chunks.png``; None for neither.
         verbose: print the plan when the model is boosted, and what tuning found.
 

@@ -61,7 +61,7 @@ def predict(
     links = _links(plan, cluster)
     share = 1.0 if tensor is None else 1 - tensor.share_of(model) * (1 - 1 / tensor.size)
     share /= plan.mesh.of("sequence")
-    seconds = _seconds(plan, links, share, len(blocks), _free(plan))
+    seconds = _by_kind(plan, links, share, len(blocks), _free(plan))
     reasons = dict(plan.reasons)
     if plan.work.samples:
         reasons["predicted.seconds"] = (
@@ -102,7 +102,7 @@ def _free(plan: Plan) -> float:
     return 0.0 if plan.mesh.device == "cpu" and busy >= (os.cpu_count() or 1) else 1.0
 
 
-def _seconds(
+def _by_kind(
     plan: Plan, links: dict[str, list[tuple[int, Link]]], share: float, blocks: int, free: float
 ) -> Seconds:
     work = plan.work

@@ -154,6 +154,6 @@ def _is_code(value: Any) -> bool:
 
 
 def listed(what: str, names: list[str]) -> str:
-    """How many names, and the first few."""
+    """Number of names, and the first few of them, for messages."""
     shown = ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
     return f"{len(names)} {what}" + (f" ({shown})" if names else "")

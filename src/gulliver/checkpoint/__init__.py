@@ -1,4 +1,11 @@
-"""Saving and loading, whole or not at all."""
+"""Checkpoints, saved while training goes on and loaded at any number of ranks.
+
+Read `_saving.py`, then `_snapshot.py`: a state is taken apart (`_collect.py`), copied page by page
+(`_image.py` plans the files) and published as a step (`_publishing.py`, `_folder.py`).
+`_loading.py`, `_filling.py` and `_reader.py` go the other way. `_weights.py`, `_writing.py` and
+`_interchange.py` convert between steps and Hugging Face's folders. Bytes are moved by
+`gulliver.io`; what ZeRO and model parallelism hold comes here as `gulliver.memory.Part`s.
+"""
 
 from gulliver.checkpoint._agreement import Saved
 from gulliver.checkpoint._collect import PerRank, refuse_boosted

@@ -22,14 +22,15 @@ _log = logging.getLogger("gulliver")
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save went.
+    """Report on a save that succeeded.
 
     Attributes:
-        step: that was saved.
-        nbytes: that this rank wrote.
-        stall_s: for which training was held up: in `save`, and until it could change the state.
-        copied_s: from the beginning until the state could change again.
-        total_s: from the beginning until the step was complete.
+        step: number of the step that was saved.
+        nbytes: bytes that this rank wrote.
+        stall_s: seconds for which training was held up: in `save`, and until it could change the
+            state.
+        copied_s: seconds from the beginning until the state could change again.
+        total_s: seconds from the beginning until the step was complete.
     """
 
     step: int
@@ -41,18 +42,18 @@ class Saved:
 
 @dataclass
 class Offer:
-    """What a rank tells the others before they save together."""
+    """Message of a rank to the others before they save together."""
 
     skips: bool
     failure: Exception | None
-    """Of the save before."""
+    """Failure of the save before."""
     problem: Exception | None = None
-    """Why this one cannot be begun."""
+    """Reason why this save cannot be begun."""
     digest: str = ""
     begun: bool = False
 
     def said(self) -> dict[str, Any]:
-        """As the others get it."""
+        """Returns the JSON values that the others get; exceptions as their text."""
         return {
             "skips": self.skips,
             "failure": None if self.failure is None else text_of(self.failure),
@@ -78,7 +79,7 @@ class Save:
     presence: Presence | None = None
 
     def told(self) -> Saved:
-        """How it went."""
+        """Returns the report, once the step is complete."""
         assert self.snapshot is not None
         return Saved(
             self.step,
@@ -90,7 +91,7 @@ class Save:
 
 
 def decide(step: int, offer: Offer, every: list[dict[str, Any]], raises: bool) -> str | None:
-    """What all ranks do.
+    """Decides what all ranks do; the same on each, as all have heard the same.
 
     Args:
         step: number of the step that is to be saved.

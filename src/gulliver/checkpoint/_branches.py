@@ -1,4 +1,4 @@
-"""In which order the steps of a run were saved, and which of them lie on a branch that was left.
+"""Order in which the steps of a run were saved, and the steps on branches that the run has left.
 
 [Note: branches] Who loads step 100 of 300 and trains on goes back: the steps saved from then on are
 the run, though 300 is the higher number. So every step's manifest counts: its ``order`` is one more
@@ -20,14 +20,13 @@ from gulliver.checkpoint._manifest import MANIFEST, saved_at
 from gulliver.errors import GulliverError
 
 Age = tuple[int, str, int]
-"""When a step was saved: its order, the time for those of versions that did not count, its number.
-"""
+"""Sort key of a step: its order, the time (it decides for versions without order), its number."""
 SHOWN = 6
-"""Steps that a message names."""
+"""Most steps that a message names."""
 
 
 def age_of(folder: Path, step: int) -> Age | None:
-    """When a step was saved; None where its manifest cannot be read."""
+    """Returns when a step was saved; None where its manifest cannot be read."""
     path = Path(folder) / MANIFEST
     try:
         found = os.stat(path)
@@ -39,7 +38,7 @@ def age_of(folder: Path, step: int) -> Age | None:
 
 @functools.lru_cache(maxsize=4096)
 def _read(path: str, inode: int, mtime_ns: int, nbytes: int) -> tuple[int, str]:
-    """A manifest is as large as the model has tensors: each is read once while it is the same."""
+    """Reads order and time of a manifest, once while the file is the same: it may be large."""
     return saved_at(read_json(Path(path)))
 
 
@@ -50,11 +49,12 @@ def by_age(folders: Iterable[tuple[int, Path]]) -> list[int]:
 
 
 def left_behind(steps: Sequence[int]) -> list[int]:
-    """Which steps lie on a branch that was left, ascending.
+    """Returns the steps that lie on a branch that was left, ascending.
 
     Args:
-        steps: those saved first first.
+        steps: numbers of all steps, in the order in which they were saved.
     """
+    # From the newest back: whatever is not below all that came later was left.
     found, lowest = list[int](), float("inf")
     for step in reversed(steps):
         if step >= lowest:
@@ -64,11 +64,11 @@ def left_behind(steps: Sequence[int]) -> list[int]:
 
 
 def higher(folder: Path, siblings: Iterable[tuple[int, Path]]) -> tuple[list[int], list[int]]:
-    """Higher steps of a run: those saved before one of its steps, and those saved after it.
+    """Returns the higher steps of a run: those saved before one of its steps, and those after it.
 
     Args:
-        folder: of the step.
-        siblings: the steps of its run.
+        folder: folder of the step.
+        siblings: numbers and folders of the steps of its run.
     """
     ages = {path.name: age_of(path, number) for number, path in siblings}
     mine = ages.get(folder.name)
@@ -79,7 +79,7 @@ def higher(folder: Path, siblings: Iterable[tuple[int, Path]]) -> tuple[list[int
 
 
 def shown(steps: Sequence[int]) -> str:
-    """Steps for a message."""
+    """Names steps for a message, the last and at most `SHOWN` in all."""
     some = [str(step) for step in steps[: SHOWN - 1]]
     if len(steps) > SHOWN:
         some.append("...")

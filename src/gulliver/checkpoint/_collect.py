@@ -1,4 +1,4 @@
-"""What a rank writes of a state: its tensors by entry, and who writes those that all ranks have."""
+"""Takes a state apart: a rank's tensors by entry, and the rank that writes what all ranks have."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from gulliver.memory import Part, storage_of
 
 WHOLE_FILE = ".safetensors"
 SMALL = 2**16
-"""Bytes: smaller tensors are copied at once, which is cheaper than to look after them."""
+"""Bytes: tensors up to this size are copied at once, which is cheaper than to look after them."""
 TINY = 2**12
-"""The same of what only optimizers change."""
+"""Bytes: the same limit for tensors that only optimizers change, whose steps wait anyway."""
 ALIKE = 2**20
 """Bytes: smaller tensors that every rank has are written by rank 0, as it has them."""
 
@@ -39,16 +39,18 @@ class PerRank:
 
 @dataclass
 class Collected:
-    """What one rank writes.
+    """Content that one rank writes.
 
     Attributes:
-        tensors: by entry and name.
-        skeletons: by entry, of what all ranks have.
+        tensors: tensors and parts by entry and name.
+        skeletons: skeletons by entry, of what all ranks have.
         own: skeletons by entry, of what this rank alone has.
-        kinds: by entry, what optimizers and schedulers are, and the shapes that the former step.
-        digest: of what all ranks have to have in common.
+        kinds: class names of optimizers and schedulers by entry, and the shapes of the parameters
+            that an optimizer steps.
+        digest: hash of the names, dtypes and shapes that all ranks have to have in common.
         buffers: storages that a forward may change at any time.
-        guarded: by entry, names of what only optimizers change, whose steps wait for it.
+        guarded: names by entry of the tensors that only optimizers change, whose steps wait for
+            them.
     """
 
     tensors: dict[str, dict[str, Leaf]] = field(default_factory=dict)
@@ -61,12 +63,12 @@ class Collected:
 
 
 def own_entry(entry: str, rank: int) -> str:
-    """What a rank's own values of an entry are called among the files and tensors."""
+    """Name under which a rank's own values of an entry stand among the files and tensors."""
     return f"{entry}@{rank}"
 
 
 def file_name(entry: str, rank: int, world_size: int) -> str:
-    """Of a rank's tensors of an entry."""
+    """Name of the file that holds a rank's tensors of an entry."""
     if world_size == 1 or "@" in entry:
         return f"{entry.replace('@', '-rank-')}{WHOLE_FILE}"
     return f"{entry}-{rank + 1:05d}-of-{world_size:05d}{WHOLE_FILE}"
@@ -81,10 +83,10 @@ def collect(
     """Takes a state apart.
 
     Args:
-        state: by entry: values that `split_state` takes, and objects that have a `state_dict`.
+        state: values by entry, as `split_state` takes them, or objects that have a `state_dict`.
             Tensors are taken to be the same on every rank, `Part`s and `PerRank` values are not.
-        rank: that writes.
-        world_size: ranks that write together.
+        rank: rank that writes.
+        world_size: number of ranks that write together.
         buffers: tensors of the state that a forward may change; those of modules in it are known.
 
     Raises:
@@ -145,7 +147,7 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[int]:
 
 
 def _content(value: Any) -> Any:
-    """What there is to save of an object."""
+    """Returns what there is to save of an object: its state, or the value itself."""
     if isinstance(value, nn.Module):
         refuse_boosted(value, "save")
         return {
@@ -156,7 +158,7 @@ def _content(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> dict[str, Any] | None:
-    """What an optimizer or a scheduler is: their states do not say; None of everything else."""
+    """Describes an optimizer or scheduler, whose state does not say its class; None for others."""
     if isinstance(value, LRScheduler):
         return {"kind": type(value).__name__}
     if not isinstance(value, torch.optim.Optimizer):
@@ -170,8 +172,12 @@ def kind_of(value: Any) -> dict[str, Any] | None:
 def refuse_boosted(model: nn.Module, action: str) -> None:
     """Refuses a model whose parameters are in chunks: what this rank has may not be the whole.
 
+    Args:
+        model: model to be saved or loaded.
+        action: method of the booster to call instead, for the message.
+
     Raises:
-        GulliverError: naming what to call.
+        GulliverError: a parameter lies in a chunk; the message names what to call.
     """
     for name, parameter in model.named_parameters():
         if "_boosted" in vars(parameter):
@@ -209,6 +215,7 @@ def _share_out(
         for entry, tensors in common.items():
             found.tensors[entry].update(tensors)
         return
+    # Each rank computes the same shares without a word, for all see the same tensors (`digest`).
     loads = [0] * world_size
     for entry, tensors in common.items():
         for name, tensor in tensors.items():

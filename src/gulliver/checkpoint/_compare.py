@@ -1,4 +1,4 @@
-"""Looking at checkpoints: what is broken in one, and what differs between two.
+"""Finds what is broken in a checkpoint, and what differs between two.
 
 `verify` reads every page of every file of a step against its checksum, and goes on after what is
 broken. `compare` reads two checkpoints of any kind side by side, batch by batch.
@@ -48,11 +48,12 @@ class Problem:
     """Something broken in a step.
 
     Attributes:
-        file: its name in the step's folder.
+        file: name of the file in the step's folder.
         begin: first byte that may be wrong.
         stop: one past the last.
-        tensors: that lie there, as ``entry: name``; empty for the header and for text.
-        what: is wrong.
+        tensors: names of the tensors that lie there, as ``entry: name``; empty for the header and
+            for text.
+        what: description of what is wrong.
     """
 
     file: str
@@ -79,9 +80,9 @@ def verify(
     """Reads every byte of a step and checks it against the checksums in its manifest.
 
     Args:
-        path: of a step, or of a run.
-        step: of the run; None for the newest, complete or not.
-        progress: is told the bytes done and all there are.
+        path: folder of a step, or of a run.
+        step: number of the step, of a run; None for the newest, complete or not.
+        progress: callback that is told the bytes done and all there are.
 
     Returns:
         What is broken; empty if nothing is.
@@ -108,11 +109,11 @@ def verify(
 
 
 def any_step(path: Path | str, step: int | None = None) -> Path:
-    """A step's folder, complete or not, of a run's folder or of itself.
+    """Finds a step's folder, complete or not, given a run's folder or the step's own.
 
     Args:
-        path: of a step, or of a run.
-        step: of the run; None for the newest.
+        path: folder of a step, or of a run.
+        step: number of the step, of a run; None for the newest.
 
     Raises:
         GulliverError: there is none, or `path` is that of another step.
@@ -137,7 +138,7 @@ def any_step(path: Path | str, step: int | None = None) -> Path:
 def _verify_file(
     engine: Engine, folder: Path, manifest: Manifest, name: str, entry: FileEntry
 ) -> Iterator[int | Problem]:
-    """Bytes that were read, and problems."""
+    """Yields numbers of bytes that were read, and problems."""
     size = (folder / name).stat().st_size if (folder / name).is_file() else None
     if size is None:
         yield Problem(name, 0, entry.nbytes, _held(folder, manifest, name), "the file is missing")
@@ -165,7 +166,7 @@ def _verify_file(
 def _broken_pages(
     engine: Engine, path: Path, entry: FileEntry, size: int
 ) -> Iterator[tuple[int, str | None]]:
-    """Every page that is there in full, and what is wrong with it, if anything."""
+    """Yields every page that is there in full, and what is wrong with it; None where nothing is."""
     last = math.ceil(entry.nbytes / entry.page_bytes)
     numbers = deque(n for n in range(last) if min((n + 1) * entry.page_bytes, entry.nbytes) <= size)
     reading: deque[tuple[int, Page, Ticket]] = deque()
@@ -260,7 +261,7 @@ def _mislabelled(folder: Path, manifest: Manifest, file: str) -> Problem | None:
 
 
 def _joined(problems: list[Problem]) -> list[Problem]:
-    """Problems of neighbouring pages as one."""
+    """Joins equal problems of neighbouring pages."""
     found: list[Problem] = []
     for problem in problems:
         before = found[-1] if found else None
@@ -281,12 +282,12 @@ def _joined(problems: list[Problem]) -> list[Problem]:
 
 @dataclass
 class Difference:
-    """How far the values of a tensor are apart.
+    """Distance between the values that two checkpoints have of a tensor.
 
     Attributes:
-        name: of the tensor.
-        numel: elements that were compared.
-        unequal: of these, how many are further apart than was allowed.
+        name: name of the tensor.
+        numel: number of elements that were compared.
+        unequal: number of these that are further apart than was allowed.
         absolute: largest difference of two elements; infinite where one of them is not a number.
         relative: largest difference in terms of the larger of the two elements.
     """
@@ -298,7 +299,7 @@ class Difference:
     relative: float = 0.0
 
     def add(self, one: Tensor, other: Tensor, tolerance: float, relative: float) -> None:
-        """Takes in rows of elements."""
+        """Adds rows of elements, of one length, to the comparison."""
         self.numel += one.numel()
         if one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other)):
             return
@@ -343,16 +344,18 @@ def _double(value: Tensor) -> Tensor:
 
 @dataclass
 class Comparison:
-    """What differs between two checkpoints.
+    """Differences between two checkpoints.
 
     Attributes:
         missing: tensors of the first that the second has not.
         unexpected: tensors of the second that the first has not.
-        shapes: by name, of tensors whose shapes differ.
-        dtypes: by name, of tensors whose dtypes differ; their values are compared.
+        shapes: shapes in the first and in the second by name, where they differ.
+        dtypes: dtypes in the first and in the second by name, where they differ; the values are
+            compared all the same.
         values: entries of which something else than the tensors differs.
-        differences: of tensors with elements further apart than allowed, the furthest first.
-        compared: tensors whose values were compared.
+        differences: distances of tensors with elements further apart than allowed, the furthest
+            first.
+        compared: number of tensors whose values were compared.
         allow_dtypes: whether other dtypes are no difference.
     """
 
@@ -383,21 +386,22 @@ def compare(
     other_step: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Compares two checkpoints, in memory that their size does not matter for.
+    """Compares two checkpoints, batch by batch: memory does not grow with their size.
 
     Elements are apart where ``|a - b| > tolerance + relative * max(|a|, |b|)``. Zeros of either
     sign are equal, and so is what is not a number in both.
 
     Args:
         a: a run, a step, a safetensors file or a Hugging Face folder.
-        b: the other.
-        entry: of steps; None compares all entries, what is no tensor too: both have to be steps.
-        tolerance: absolute.
-        relative: in terms of the larger element.
+        b: the other, of any of these kinds.
+        entry: entry of steps to compare; None compares all entries, what is no tensor too: both
+            have to be steps.
+        tolerance: absolute difference that is allowed.
+        relative: difference that is allowed in terms of the larger element.
         allow_dtypes: whether tensors of other dtypes may be equal.
-        step: of the first, where it is a run; None for the newest complete one.
-        other_step: of the second.
-        progress: is told the bytes done and all there are.
+        step: number of the first's step, where it is a run; None for the newest complete one.
+        other_step: number of the second's, likewise.
+        progress: callback that is told the bytes done and all there are.
 
     Raises:
         GulliverError: one of them is missing or broken.

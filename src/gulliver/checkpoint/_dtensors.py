@@ -1,4 +1,4 @@
-"""torch's DTensors, FSDP2's among them: what a rank has of one, as a part of the whole."""
+"""Adapter for torch's DTensors, FSDP2's among them: a rank's share as a part of the whole."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def is_dtensor(value: Any) -> bool:
 
 
 def local_leaf(where: str, tensor: Any, saving: bool) -> Leaf:
-    """A DTensor as what this rank has of it.
+    """Returns what this rank has of a DTensor, as a tensor or a part of the whole.
 
     Args:
-        where: it is, for messages.
+        where: name of the tensor, for messages.
         tensor: the DTensor.
-        saving: copies what does not lie in one piece, and leaves what several ranks have alike to
-            the first of them; else what is given is the rank's own memory.
+        saving: whether it is to be saved. Then what does not lie in one piece is copied, and what
+            several ranks have alike is left to the first of them; else the rank's own memory is
+            returned, to be filled.
 
     Raises:
         GulliverError: it is cut along several axes of its mesh, or cannot be held or filled.
@@ -63,7 +64,7 @@ def local_leaf(where: str, tensor: Any, saving: bool) -> Leaf:
 
 
 def like_local(tensor: Any, local: Tensor) -> Any:
-    """A DTensor placed as another one, of a local tensor of another dtype."""
+    """Makes a DTensor placed as another one, of a local tensor of any dtype."""
     kind: Any = type(tensor.data)
     return kind.from_local(
         local,

@@ -24,7 +24,7 @@ def write_tensors(
     Tied and non-contiguous tensors are written each by its own values.
 
     Raises:
-        GulliverError: a tensor that the format cannot hold, no space, or a place that cannot be
+        GulliverError: the format cannot hold a tensor, there is no space, or the path cannot be
             written.
     """
     from safetensors import SafetensorError
@@ -52,7 +52,7 @@ def write_tensors(
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
-    """The values of a tensor as contiguous bytes in host memory."""
+    """Returns the values of a tensor, contiguous in host memory."""
     check_holdable(f"tensor {name!r}", tensor)
     # Views that are conjugated or negated only by a flag would be written without it.
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -69,7 +69,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The text that was written beside the tensors of a safetensors file."""
+    """Reads the text that was written beside the tensors of a safetensors file.
+
+    Raises:
+        GulliverError: the file is missing, truncated, or no safetensors file.
+    """
     with _opened(path) as file:
         return dict(file.metadata() or {})
 

@@ -1,8 +1,9 @@
-"""How each kind of value takes up what a step has of it: checked first, filled afterwards.
+"""Fills each kind of value with what a step has of it: checked first, filled afterwards.
 
 `plan` makes a `Filling` of a value: all that can be wrong is found there, while nothing of the
 program has changed. Modules and tensors, also those in dicts and lists, are filled in place, from
-the files; optimizers and other objects are given their whole state by `load_state_dict`.
+the files; optimizers and other objects are given their whole state by `load_state_dict`, for a new
+optimizer has no state yet that could be filled.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from gulliver.errors import GulliverError
 from gulliver.memory import Part, before_write, storage_of
 
 EXTRA = "_extra_state"
-"""What torch calls the state of a module that has a `get_extra_state`."""
+"""Name that torch gives the state of a module that has a `get_extra_state`."""
 
 
 @dataclass
 class Filling:
-    """What of a value is filled from an entry.
+    """Plan of what is filled from an entry.
 
     Attributes:
-        reader: of the step.
-        entry: that the tensors are kept as.
-        prefix: of their names there.
-        leaves: to be filled in place, by name.
-        odd: what did not match.
-        finish: takes up the rest once the leaves are filled, and gives the value.
+        reader: reader of the step.
+        entry: name that the tensors are kept under.
+        prefix: text that their names begin with there, and not here.
+        leaves: tensors and parts to be filled in place, by name.
+        odd: names and shapes that did not match.
+        finish: function that takes up the rest once the leaves are filled, and returns the value.
         is_object: whether the value has a state of its own, and is not given back.
     """
 
@@ -50,7 +51,14 @@ class Filling:
     is_object: bool = False
 
     def check(self, strict: bool) -> None:
-        """Refuses what does not match, and values that do not fit."""
+        """Refuses what does not match, and values that do not fit.
+
+        Without `strict` names may be left over or missing, but not all missing, and no shape may
+        differ.
+
+        Raises:
+            GulliverError: something does not match or fit, or a target cannot be filled.
+        """
         reader, odd = self.reader, self.odd
         wanted = len(self.leaves) + len(odd.missing)
         if odd.unlike or (strict and odd) or (wanted and len(odd.missing) == wanted):
@@ -61,7 +69,7 @@ class Filling:
 
     @torch.no_grad()
     def fill(self) -> Any:
-        """Fills everything; the value."""
+        """Fills everything and returns the value."""
         before_write(v if isinstance(v, Tensor) else v.value for v in self.leaves.values())
         self.reader.read_into(self.entry, self.leaves, self.prefix)
         return self.finish()
@@ -70,15 +78,15 @@ class Filling:
 def plan(
     reader: StepReader, entry: str, value: Any, rank: int | None, strict: bool, prefix: str
 ) -> Filling:
-    """Finds out how a value takes up an entry.
+    """Finds out how a value is filled from an entry, while nothing is changed.
 
     Args:
-        reader: of the step.
-        entry: its name.
-        value: that is to be filled.
-        rank: whose entry, where every rank has its own.
-        strict: refuse what does not match.
-        prefix: of the names there; of modules, and of dicts of tensors.
+        reader: reader of the step.
+        entry: name of the entry.
+        value: value that is to be filled.
+        rank: rank whose value is read, where every rank has its own; None where all share one.
+        strict: whether to refuse names that are missing or left over.
+        prefix: text before the names there, for modules and for dicts of tensors.
 
     Raises:
         GulliverError: it does not match, or does not fit.
@@ -116,7 +124,7 @@ def _check_kind(reader: StepReader, entry: str, value: Any) -> None:
 
 
 def _check_scheduler(reader: StepReader, entry: str, value: Any, content: Any) -> None:
-    """Schedulers take up any dict, and are then both."""
+    """Refuses what is no scheduler's state: a scheduler would merge any dict into its own."""
     if not isinstance(value, LRScheduler):
         return
     if not isinstance(content, dict) or not content.keys() & value.state_dict().keys():
@@ -142,7 +150,7 @@ def _check_fillable(where: str, leaf: Leaf) -> None:
 
 
 def module_leaves(module: nn.Module) -> tuple[dict[str, Leaf], list[str]]:
-    """What of a module's state is filled in place, and what it has to be given.
+    """Returns what of a module's state is filled in place, and the names that it has to be given.
 
     The latter is what is no tensor of its own: the state of `get_extra_state`, and what hooks and
     overridden methods make of its tensors.
@@ -200,7 +208,7 @@ def _plan_module(filling: Filling, module: nn.Module, skeleton: Any, prefix: str
 
 
 def _match_names(filling: Filling, leaves: Mapping[str, Leaf], prefix: str) -> None:
-    """Fills by the names of tensors."""
+    """Notes what is filled by the names of tensors."""
     reader, filling.prefix = filling.reader, prefix
     odd = filling.odd = reader.match(filling.entry, leaves, prefix)
     if prefix:
@@ -234,7 +242,7 @@ def _has_leaves(value: Any) -> bool:
 
 
 def _plan_tree(filling: Filling, entry: str, value: Any, skeleton: Any) -> None:
-    """Nested values: tensors in them are filled, all else is given back as it was saved."""
+    """Plans nested values: tensors in them are filled, all else is returned as it was saved."""
     matched = _Tree(filling, entry)
     result = matched.match(value, skeleton, "")
     fresh = filling.reader.whole(filling.entry, matched.fresh)
@@ -251,13 +259,14 @@ class _Tree:
         self.filling, self.entry = filling, entry
         self.saved = filling.reader.tensors(filling.entry)
         self.fresh: list[str] = []
-        """Tensors that are read into new memory."""
+        """Names of tensors that are read into new memory."""
 
     def match(self, value: Any, skeleton: Any, path: str) -> Callable[[Mapping[str, Tensor]], Any]:
-        """Notes what is to be filled; what is given back once the new tensors are there."""
+        """Notes what is to be filled; returns what makes the value once new tensors are read."""
         if _is_leaf(value):
             self._match_leaf(value, skeleton, path or "value")
             return lambda _: value
+        # A placeholder such as None or 0: there is nothing to fill, so new tensors are made.
         if not _has_leaves(value):
             self.fresh += names_in(skeleton)
             return lambda fresh: join_state(fresh, skeleton)
@@ -296,7 +305,7 @@ def _kind(skeleton: Any) -> str | None:
 
 
 def _items(skeleton: Any, is_mapping: bool) -> dict[Any, Any] | None:
-    """The items of a saved dict or list, where that is what is wanted."""
+    """Returns the items of a saved dict or list; None where the other is wanted."""
     kind = _kind(skeleton)
     if is_mapping:
         if kind != "dict":

@@ -1,4 +1,4 @@
-"""Whether saved values fit the dtype of what they are loaded into.
+"""Checks whether saved values fit the dtype of what they are loaded into.
 
 Floating-point numbers may be rounded, as everywhere; a finite one must not become infinite or no
 number. Everything else has to be the same number afterwards.
@@ -27,10 +27,10 @@ def always_fits(saved: torch.dtype, target: torch.dtype) -> bool:
 
 
 def misfit(values: Tensor, target: torch.dtype) -> str | None:
-    """A value that does not fit, and what would become of it, for a message; None if all fit.
+    """Names the first value that does not fit, for a message; None if all fit.
 
     Args:
-        values: in host memory.
+        values: values of any shape, in host memory.
         target: dtype that they are to be converted to.
     """
     values = values.reshape(-1)
@@ -91,7 +91,7 @@ def _not_finite(values: Tensor, target: torch.dtype) -> Tensor:
         parts = torch.view_as_real(values)
         return _not_finite(parts, target.to_real()).any(-1)
     target = target.to_real()
-    # Floats of 8 bits cannot be asked themselves, and some become the largest in place of infinite.
+    # Floats of 8 bits cannot be asked themselves, and some become the largest instead of infinite.
     info, was = torch.finfo(target), values.double()
     most = info.max * (1 + info.eps / 2)
     return was.isfinite() & (~values.to(target).double().isfinite() | (was.abs() > most))

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, of which the newest complete one always loads.
+"""Folder of checkpoints, of which the newest complete one always loads.
 
 A step is written under a temporary name, forced to the disk, and renamed; `latest` is moved after
 that. A process killed at any moment leaves complete steps and at most some temporary folders, which
@@ -38,13 +38,13 @@ OURS = re.compile(rf".+\.safetensors(\.index\.json)?|{re.escape(STATE)}", re.DOT
 """Names of files that steps have beside their manifest."""
 
 OPEN_LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-"""A link that was planted under a lock's name is not followed: what it leads to is not ours."""
+"""Flags of a lock's file. A link planted under its name is not followed: its target is not ours."""
 
 _log = logging.getLogger("gulliver")
 
 
 def steps_of(root: Path) -> list[tuple[int, Path]]:
-    """All steps in a folder, complete or not, lowest first."""
+    """Lists numbers and folders of all steps in a folder, complete or not, lowest first."""
     if not root.is_dir():
         return []
     found = ((STEP.fullmatch(entry.name), entry) for entry in root.iterdir())
@@ -66,8 +66,8 @@ class CheckpointFolder:
     """Checkpoints of one run, by step.
 
     Args:
-        root: the folder; made when the first step is saved.
-        keep: how many of the newest steps stay; 0 keeps all. Where a run went back to an earlier
+        root: folder of the run; made when the first step is saved.
+        keep: number of the newest steps that stay; 0 keeps all. Where a run went back to an earlier
             step, those of the branch that it left go first.
         max_age_s: seconds after which a step goes, too; None keeps it however old it is. The newest
             complete step stays in any case.
@@ -88,15 +88,15 @@ class CheckpointFolder:
         self.root, self.keep, self.max_age_s = Path(root), keep, max_age_s
 
     def path(self, step: int) -> Path:
-        """Where a step lies."""
+        """Returns the path of a step's folder."""
         return self.root / f"step-{step:08d}"
 
     def partial(self, step: int) -> Path:
-        """Where a step lies while it is written."""
+        """Returns the path of a step's temporary folder, while it is written."""
         return self.root / f"{self.path(step).name}{PARTIAL}"
 
     def steps(self) -> list[int]:
-        """The complete steps, lowest first.
+        """Lists the complete steps, lowest first.
 
         Raises:
             GulliverError: a step was written by a newer version.
@@ -107,22 +107,23 @@ class CheckpointFolder:
         return [step for step, _ in steps_of(self.root)]
 
     def _ages(self) -> list[int]:
-        """Steps whose manifests can be read, complete or not, those saved first first."""
+        """Lists steps whose manifests can be read, complete or not, those saved first first."""
         return by_age((step, self.path(step)) for step in self._numbers())
 
     def next_order(self) -> int:
-        """Of the step that is saved next; see the note in `_branches.py`."""
+        """Returns the order of the step that is saved next; see the note in `_branches.py`."""
         ages = (age_of(self.path(step), step) for step in self._numbers())
         return 1 + max((age[0] for age in ages if age), default=0)
 
     def left_behind(self) -> list[int]:
-        """Steps that lie on a branch that the run has left, lowest first."""
+        """Lists steps that lie on a branch that the run has left, lowest first."""
         return left_behind(self._ages())
 
     def latest(self) -> Path | None:
-        """The complete step that was saved last, whatever its number.
+        """Returns the folder of the complete step that was saved last, whatever its number.
 
-        Says so where the file `latest` names one that is not complete.
+        None where there is none. Logs it on rank 0 where the file `latest` names a step that is not
+        complete.
 
         Raises:
             GulliverError: a step was written by a newer version.
@@ -139,7 +140,7 @@ class CheckpointFolder:
         return newest
 
     def _named(self) -> str | None:
-        """What `latest` says, be it nonsense: the steps themselves say what is there."""
+        """Returns what `latest` says, be it nonsense: the steps themselves say what is there."""
         try:
             return (self.root / LATEST).read_text(encoding="utf-8", errors="replace").strip()
         except FileNotFoundError:
@@ -154,7 +155,7 @@ class CheckpointFolder:
         """Removes what a killed process left half written, and makes the temporary folder.
 
         Raises:
-            GulliverError: the place cannot be written, or something that is no step has the name
+            GulliverError: the folder cannot be written, or something that is no step has the name
                 of this one.
         """
         partial, final = self.partial(step), self.path(step)
@@ -217,7 +218,7 @@ class CheckpointFolder:
         remove_all(self.partial(step))
 
     def _outlived(self) -> list[int]:
-        """Steps that go: too many, or too old; never the newest."""
+        """Lists steps that go, as they are too many or too old; never the newest."""
         if not self.keep and self.max_age_s is None:
             return []  # without a look at the steps, which may be many
         complete = set(self.steps())
@@ -232,7 +233,7 @@ class CheckpointFolder:
         return sorted(gone - set(steps[-1:]))
 
     def _spoiled(self) -> list[Path]:
-        """Steps that lack files, and would have gone by now had they been complete."""
+        """Lists steps that lack files, and would have gone by now had they been complete."""
         if not self.keep and self.max_age_s is None:
             return []
         complete = set(self.steps())
@@ -246,10 +247,10 @@ class CheckpointFolder:
         ]
 
     def room_for_next(self, nbytes: int) -> str | None:
-        """Why the next step may find no room; None where it does.
+        """Returns why the next step may find no room; None where it does.
 
         Args:
-            nbytes: of a step.
+            nbytes: bytes of a step.
         """
         have = len(self._numbers())
         wanted = max(0, self.keep + 1 - have) if self.keep else 1
@@ -262,7 +263,7 @@ class CheckpointFolder:
         )
 
     def needs(self) -> str:
-        """For how many steps there has to be room."""
+        """Says for how many steps there has to be room, for messages."""
         if not self.keep:
             return "keep=0 removes none"
         return (
@@ -283,7 +284,7 @@ class FolderLock:
         self._handle: int | None = None
 
     def take(self) -> None:
-        """Takes it; having it already is fine.
+        """Takes the lock; having it already is fine.
 
         Raises:
             GulliverError: another process has it, or the folder cannot be written.
@@ -321,7 +322,7 @@ class FolderLock:
             return False
 
     def release(self) -> None:
-        """Gives it back; a second time does nothing."""
+        """Gives the lock back; a second time does nothing."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             unlock(handle)
@@ -365,7 +366,8 @@ _handles: set[int] = set()
 
 
 def _forget_all() -> None:
-    """In a process that was forked: the locks are the parent's, and end with it."""
+    """Closes the handles in a process that was forked: the locks are the parent's."""
+    # Closed, not unlocked: the lock is shared, and unlocking would take it from the parent.
     while _handles:
         os.close(_handles.pop())
 

@@ -1,4 +1,4 @@
-"""Tensors of which ranks hold parts, as whole ones on one rank: one after the other.
+"""Gathers tensors of which ranks hold parts, as whole ones on rank 0: one after the other.
 
 `on_gathered` is all that others call. The first rank reads `GatheredWeights` as it would read
 files, in an order that it announces; the others go through the same order, and send what they have
@@ -33,9 +33,9 @@ class GatheredWeights(Weights):
     others call `serve`.
 
     Args:
-        leaves: that this rank has, by name. What is no `Part` is taken from the first rank that has
-            it; parts of all ranks make up the others.
-        dtypes: that floating-point tensors of this rank are converted to, by name.
+        leaves: tensors and parts that this rank has, by name. What is no `Part` is taken from the
+            first rank that has it; parts of all ranks make up the others.
+        dtypes: dtypes that floating-point tensors of this rank are converted to, by name.
 
     Raises:
         GulliverError: parts are missing or there twice; on every rank.
@@ -60,7 +60,7 @@ class GatheredWeights(Weights):
         self._now: tuple[str, Tensor] | None = None
 
     def announce(self, names: Iterable[str]) -> None:
-        """Lets the others know what will be read, and in which order."""
+        """Tells the others what will be read, and in which order; once."""
         assert self._order is None, "the order is announced once"
         self._order = deque(broadcast_object(list(names), 0, self._group))
 
@@ -72,7 +72,7 @@ class GatheredWeights(Weights):
             part.value.copy_(self._now[1][part.start : part.stop])
 
     def _receive(self) -> None:
-        """The next tensor of the order, as a row."""
+        """Receives the next tensor of the order, as a row of elements in host memory."""
         assert self._order, f"{self._now and self._now[0]} is the last tensor that was announced"
         name = self._order.popleft()
         entry = self._entries[name]
@@ -92,14 +92,14 @@ class GatheredWeights(Weights):
         self._now = name, whole
 
     def _row(self, name: str) -> Tensor:
-        """What this rank has of a tensor, as bytes in host memory."""
+        """Returns what this rank has of a tensor, as bytes (uint8) in host memory."""
         leaf = self._leaves[name]
         value = (leaf.value if isinstance(leaf, Part) else leaf).detach()
         value = value.to("cpu", self._entries[name].dtype).resolve_conj().resolve_neg()
         return value.contiguous().reshape(-1).view(torch.uint8)
 
     def drain(self) -> None:
-        """Takes what is still under way: the others wait for that."""
+        """Receives what is still under way: the others wait for that."""
         if self._order is None:
             self.announce([])
         while self._order:
@@ -114,7 +114,7 @@ class GatheredWeights(Weights):
                     dist.send(self._row(name), group=self._group, group_dst=0)
 
     def agreed(self, failure: Exception | None) -> str | None:
-        """Why the first rank failed, if it did; every rank calls it."""
+        """Tells all ranks why the first one failed, None if it did not; every rank calls it."""
         reason = None if failure is None else str(failure) or type(failure).__name__
         return broadcast_object(reason, 0, self._group)
 
@@ -126,7 +126,7 @@ class GatheredWeights(Weights):
 
 
 def _described(leaf: Leaf, rank: int, dtype: torch.dtype | None) -> tuple[bool, dict[str, Any]]:
-    """Whether a leaf is a part of several, and its entry as in a manifest, with rank for file."""
+    """Describes a leaf: whether it is a `Part`, and its manifest entry, with rank for file."""
     place, own = place_of(leaf), leaf.value.dtype if isinstance(leaf, Part) else leaf.dtype
     part = PartEntry(str(rank), place.start, place.stop, place.region)
     dtype = dtype if dtype is not None and own.is_floating_point else own
@@ -140,7 +140,7 @@ def _described(leaf: Leaf, rank: int, dtype: torch.dtype | None) -> tuple[bool, 
 
 
 def _merged(every: list[dict[str, tuple[bool, dict[str, Any]]]]) -> dict[str, TensorEntry]:
-    """Where the parts of every tensor are, in the order of the first rank that has one."""
+    """Merges what all ranks have into one entry a tensor, in the order in which ranks name them."""
     merged: dict[str, dict[str, Any]] = {}
     for found in every:
         for name, (is_part, entry) in found.items():
@@ -168,13 +168,13 @@ def on_gathered(
     """Lets rank 0 use tensors that lie with all ranks; every rank calls it.
 
     Args:
-        leaves: that this rank has; see `GatheredWeights`.
-        use: called on rank 0, with what reads one tensor after the other.
-        dtypes: that floating-point tensors of this rank are converted to, by name.
+        leaves: tensors and parts that this rank has; see `GatheredWeights`.
+        use: function called on rank 0, with weights that read one tensor after the other.
+        dtypes: dtypes that floating-point tensors of this rank are converted to, by name.
 
     Raises:
-        Exception: what went wrong here.
-        GulliverError: rank 0 failed.
+        Exception: `use` raised it, on rank 0.
+        GulliverError: rank 0 failed, on the other ranks.
     """
     failure: Exception | None = None
     with GatheredWeights(leaves, dtypes) as weights:

@@ -1,4 +1,4 @@
-"""The steps of torch's optimizers wait for what a checkpoint is still copying."""
+"""Hooks that make the steps of torch's optimizers wait for what a checkpoint is still copying."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _hooked: list[Callable[[], None]] = []
 
 
 def install_hooks() -> None:
-    """Lets the step of every torch optimizer wait for what it changes; once per process."""
+    """Makes the step of every torch optimizer wait for what it changes; once per process."""
     if _hooked:
         return
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # One that updates part by part asks before each.
+        # An optimizer that updates part by part (ZeRO chunk by chunk) asks before each itself.
         if not getattr(optimizer, ASKS, False):
             before_write(_changed_by(optimizer))
 
@@ -36,7 +36,7 @@ def install_hooks() -> None:
 
 
 def _changed_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """What a step changes; a generator, for `before_write` does not look while nothing is saved."""
+    """Yields what a step changes; lazily, as `before_write` does not look if nothing is saved."""
     for group in optimizer.param_groups:
         yield from (_local(parameter) for parameter in group["params"])
     for state in optimizer.state.values():
@@ -44,7 +44,7 @@ def _changed_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a state: some optimizers keep lists of them."""
+    """Yields all tensors in a state: some optimizers keep lists of them."""
     if isinstance(value, torch.Tensor):
         yield _local(value)
     elif isinstance(value, Mapping):
@@ -56,5 +56,5 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """A DTensor has no memory of its own: what this rank has of it does."""
+    """Returns what this rank has of a DTensor, which has no memory itself; others as they are."""
     return tensor.to_local() if is_dtensor(tensor) else tensor

@@ -1,4 +1,4 @@
-"""Filling a model from Hugging Face's files, whatever kind of memory its tensors have.
+"""Fills a model from Hugging Face's files, whatever kind of memory its tensors have.
 
 Read `load_huggingface`, then `_fill`: a tensor is read straight into its memory where the bytes of
 the file are those that it holds, else through a batch's, converted.
@@ -38,12 +38,13 @@ def load_huggingface(
     weights) need not be in the files. Boosted models can be loaded, too.
 
     Args:
-        model: or tensors and parts of tensors by name.
+        model: model to fill, or tensors and parts of tensors by name.
         path: a folder with ``model.safetensors`` or an index, or a safetensors file; also a step's
             or a run's, of which the entry ``model`` is taken.
-        strict: refuse what does not match, before anything is changed; else it is reported.
-        prefix: of names in the files, before those of the model: ``"model."`` loads the weights of
-            a causal language model into its backbone.
+        strict: whether to refuse what does not match, before anything is changed; else it is
+            reported.
+        prefix: text before the model's names in the files: ``"model."`` loads the weights of a
+            causal language model into its backbone.
         elsewhere: names that may be in the files and not in this model, as those of the other
             stages of a pipeline are.
         aliases: names of this model, and the names whose values they have where the files lack
@@ -73,10 +74,10 @@ def match_huggingface(
     elsewhere: Collection[str] = (),
     aliases: Mapping[str, str] | None = None,
 ) -> Mismatch:
-    """What `load_huggingface` would say of these arguments; it reads headers only.
+    """Returns what `load_huggingface` would of these arguments; reads headers only.
 
     Raises:
-        GulliverError: as it does, but for broken values.
+        GulliverError: in the cases of `load_huggingface`, but for broken values.
     """
     with open_weights(path) as weights:
         return _matched(weights, _targets(model), strict, prefix, elsewhere, aliases)
@@ -105,7 +106,7 @@ def _add_aliases(
     prefix: str,
     aliases: Mapping[str, str],
 ) -> None:
-    """Lets tensors be found under the names that this model has for them, too."""
+    """Makes tensors known under the names that this model has for them, too."""
     for name, kept in aliases.items():
         there = prefix + kept in weights.infos and prefix + name not in weights.infos
         if name in targets and there:
@@ -189,7 +190,7 @@ def _origin(leaf: Leaf) -> tuple[int, Region | None]:
 
 
 def _shape(leaf: Leaf) -> tuple[int, ...]:
-    """Of the whole that a leaf is of."""
+    """Shape of the whole that a leaf belongs to."""
     region = _origin(leaf)[1]
     return tuple(leaf.shape) if region is None else region.shape
 

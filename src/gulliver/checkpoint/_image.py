@@ -1,4 +1,4 @@
-"""A safetensors file as a plan: its header, and which memory goes to which place in it.
+"""Plan of a safetensors file: its header, and the memory that each of its bytes comes from.
 
 The file is cut into pages of equal size, each gathered from the tensors that lie in it, so that
 every write but the last is aligned whatever the sizes of the tensors are.
@@ -43,35 +43,35 @@ CODES: dict[torch.dtype, str] = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
 }
-"""What the format can hold, and how it calls that."""
+"""Dtypes that the format can hold, and its names for them."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 RESERVED = "__metadata__"
-"""What no tensor can be called: headers keep it for text."""
+"""Name that no tensor can have: headers keep it for text."""
 MAX_HEADER = 100_000_000
-"""Bytes; readers refuse more."""
+"""Bytes of the largest header; readers refuse more."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies in a file."""
+    """Position of a tensor in a file."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def shape_from_json(value: Any) -> tuple[int, ...]:
-    """A shape as it was written.
+    """Parses a shape.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no list of whole numbers of 0 or more.
     """
     if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
         raise ValueError(f"{value!r} is no shape")
@@ -88,7 +88,7 @@ def check_holdable(where: str, tensor: Tensor) -> None:
     """Refuses a tensor that the format cannot hold.
 
     Raises:
-        GulliverError: naming it and what it is.
+        GulliverError: it cannot; the message names the tensor and its kind.
     """
     if not is_holdable(tensor):
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
@@ -98,14 +98,14 @@ def check_holdable(where: str, tensor: Tensor) -> None:
 
 
 class Image:
-    """A file to be: a header, and tensors one behind the other.
+    """File to be written: a header, and tensors one behind the other.
 
     Args:
-        tensors: by name.
-        metadata: text beside them.
+        tensors: tensors by name.
+        metadata: text beside them, by key.
 
     Raises:
-        GulliverError: a dtype that the format cannot hold, or too many tensors for its header.
+        GulliverError: the format cannot hold a dtype, or has no room for that many names.
     """
 
     def __init__(
@@ -144,10 +144,11 @@ class Image:
         self.nbytes = self.header.nbytes + end
 
     def pages(self, page_bytes: int) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
-        """The file page by page.
+        """Cuts the file into pages.
 
         Yields:
-            Where the page begins, and its runs: number of the source, first byte in that, bytes.
+            Offset of the page in the file, and its runs: number of the source, first byte in that,
+            bytes.
         """
         runs: list[tuple[int, int, int]] = []
         offset = filled = 0
@@ -165,7 +166,7 @@ class Image:
 
 
 def read_slots(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
-    """The tensors in a safetensors file, and the text beside them; reads the header only.
+    """Finds the tensors in a safetensors file, and the text beside them; reads the header only.
 
     Raises:
         GulliverError: it is missing, truncated, or no safetensors file.

@@ -1,4 +1,4 @@
-"""Hugging Face's folders, made of models and steps, and steps made of them.
+"""Conversion of models and steps to Hugging Face's folders, and of these to steps.
 
 `save_huggingface`, `export_huggingface` and `import_huggingface` are calls of `_writing.py`, which
 streams tensors into new files, and of `_weights.py`, where they come from. Models are filled from
@@ -79,12 +79,12 @@ def save_huggingface(
     file's text, as `safetensors.torch.save_model` does.
 
     Args:
-        model: or tensors by name, on any device.
-        folder: to make; it must not exist.
-        max_shard_bytes: of tensors in a file; a larger tensor has a file of its own.
-        config: written as ``config.json``.
-        dtype: that floating-point tensors are converted to.
-        progress: is told the bytes done and all there are.
+        model: model to write, or tensors by name, on any device.
+        folder: folder to make; it must not exist.
+        max_shard_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
+        config: content of ``config.json``; None writes none.
+        dtype: dtype that floating-point tensors are converted to; None keeps their own.
+        progress: callback that is told the bytes done and all there are.
 
     Returns:
         The folder.
@@ -118,14 +118,15 @@ def gather_huggingface(
     Rank 0 writes, and has one tensor at a time: the others send it theirs.
 
     Args:
-        leaves: that this rank has, by name: parts, and tensors that are alike wherever they are.
-        folder: to make; it must not exist.
-        max_shard_bytes: of tensors in a file; a larger tensor has a file of its own.
-        config: written as ``config.json``.
-        dtype: that floating-point tensors are converted to.
-        dtypes: that floating-point tensors of this rank are, by name, instead of their own.
+        leaves: parts that this rank has, and tensors that are alike wherever they are, by name.
+        folder: folder to make; it must not exist.
+        max_shard_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
+        config: content of ``config.json``; None writes none.
+        dtype: dtype that floating-point tensors are converted to; None keeps their own.
+        dtypes: dtypes that floating-point tensors of this rank are sent as, by name, instead of
+            their own.
         aliases: names that are left out, and those that have their values (tied weights).
-        progress: on rank 0, is told the bytes done and all there are.
+        progress: callback that is told the bytes done and all there are, on rank 0.
 
     Returns:
         The folder.
@@ -170,20 +171,21 @@ def export_huggingface(
     step: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Makes a Hugging Face folder, or a single safetensors file, of a saved step.
+    """Turns a saved step into a Hugging Face folder, or a single safetensors file.
 
     Tensors of which ranks saved parts are whole there. What is read is checked.
 
     Args:
-        path: of a step, or of a run; also a Hugging Face folder, to be cut or converted anew.
-        target: the folder, or a file ``*.safetensors``; it must not exist.
-        entry: of the step, whose tensors are written.
-        max_shard_bytes: of tensors in a file of a folder; a larger tensor has one of its own.
-        dtype: that floating-point tensors are converted to.
-        prefix: only names that begin with it are written, without it.
-        config: written as ``config.json``; None for that which `import_huggingface` found, if any.
-        step: of a run; None for the newest complete one.
-        progress: is told the bytes done and all there are.
+        path: folder of a step, or of a run; also a Hugging Face folder, to be cut or converted
+            anew.
+        target: folder, or file ``*.safetensors``, to make; it must not exist.
+        entry: entry of the step whose tensors are written.
+        max_shard_bytes: bytes of tensors in a file of a folder; a larger tensor has one of its own.
+        dtype: dtype that floating-point tensors are converted to; None keeps their own.
+        prefix: text that names have to begin with to be written, without it.
+        config: content of ``config.json``; None for that which `import_huggingface` found, if any.
+        step: number of the step, of a run; None for the newest complete one.
+        progress: callback that is told the bytes done and all there are.
 
     Returns:
         The target.
@@ -214,7 +216,7 @@ def _config_of(weights: Weights) -> Mapping[str, Any] | None:
 
 
 def _unprefixed(weights: Weights, prefix: str) -> dict[str, str]:
-    """Names as they are written, and as they are in the source."""
+    """Returns names as they are written, each with its name in the source."""
     names = {n.removeprefix(prefix): n for n in weights.infos if n.startswith(prefix)}
     if not names or "" in names:
         raise GulliverError(
@@ -267,7 +269,7 @@ def _index(plans: list[FilePlan], infos: Mapping[str, TensorInfo]) -> dict[str, 
 
 
 def _shards(infos: Mapping[str, TensorInfo], limit: float) -> list[list[str]]:
-    """Names, in order, of as many tensors as fit each file."""
+    """Groups names, in order, so that each file holds as many tensors as fit it."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, info in infos.items():
@@ -288,16 +290,16 @@ def import_huggingface(
     prefix: str = "",
     progress: Progress | None = None,
 ) -> Path:
-    """Makes a step of a run of a Hugging Face folder or a safetensors file.
+    """Turns a Hugging Face folder or a safetensors file into a step of a run.
 
     Args:
-        path: of the folder or file.
+        path: Hugging Face folder or safetensors file.
         run: folder of a run, made if there is none; its other steps stay as they are.
         step: number of the step; the run must not have it.
-        entry: of the step that the tensors are.
-        dtype: that floating-point tensors are converted to.
-        prefix: only names that begin with it are taken, without it.
-        progress: is told the bytes done and all there are.
+        entry: entry of the step that the tensors become.
+        dtype: dtype that floating-point tensors are converted to; None keeps their own.
+        prefix: text that names have to begin with to be taken, without it.
+        progress: callback that is told the bytes done and all there are.
 
     Returns:
         The step's folder.
@@ -338,7 +340,7 @@ def _describe(
     file: FileEntry,
     config: Mapping[str, Any] | None,
 ) -> None:
-    """Writes what makes a file of tensors a step."""
+    """Writes the state and the manifest that make a file of tensors a step."""
     tensors = dict(zip(plan.image.names, plan.image.sources, strict=True))
     skeleton = {"dict": [[name, {"tensor": name}] for name in plan.sources]}
     write_json(partial / STATE, {"entries": {entry: skeleton}, "ranks": [{}]})
@@ -364,7 +366,7 @@ def _describe(
 
 @contextmanager
 def _unfinished(folder: CheckpointFolder, step: int) -> Iterator[Path]:
-    """The temporary folder of a step, which becomes the step when the block ends well."""
+    """Opens the temporary folder of a step, which becomes the step when the block ends well."""
     is_new = not folder.root.exists()
     lock = FolderLock(folder.root)
     with new_parents(lock.path):

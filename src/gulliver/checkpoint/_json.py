@@ -1,4 +1,4 @@
-"""JSON that is not believed blindly."""
+"""Parser of JSON that refuses keys that are there twice, as Python's does not."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from gulliver.errors import GulliverError
 
 
 def parse_json(path: Path, content: bytes, kind: str = "JSON") -> Any:
-    """What a file of JSON says.
+    """Parses the content of a JSON file.
 
     Args:
-        path: of the file, for messages.
-        content: of it.
-        kind: what it should be, for messages.
+        path: path of the file, for messages.
+        content: bytes of the file.
+        kind: kind of file that it should be, for messages.
 
     Raises:
         GulliverError: it is no JSON, or an object of it has a key twice.

@@ -1,7 +1,11 @@
-"""Copies from a device into the engine's pages, on a stream of their own.
+"""Copies from a device into the engine's pages, on a copy stream.
 
-The stream begins after what had been queued when the snapshot was taken. Whoever is about to change
-a source makes its own stream wait for the copy; no thread waits for the device, but this one.
+The copy stream begins after what had been queued when the snapshot was taken. Whoever is about to
+change a source makes its own stream wait for the copy; no thread waits for the device, but the one
+that calls `pump`.
+
+[Note: page-locked memory] CUDA copies into pageable memory while the caller waits. So the pool
+is page-locked, once: every save uses it again.
 """
 
 from __future__ import annotations
@@ -20,37 +24,41 @@ from gulliver.io import Engine, File, Page, Ticket
 
 
 class Lane:
-    """Copies between a device and the host, in the order in which they are asked for.
+    """Copy stream between a device and the host; copies run in the order of the calls.
 
-    This one is host memory's own, where every copy has ended when it returns.
+    This base class serves host memory, where every copy has ended when the call returns.
     """
 
     def prepare(self, regions: Iterable[tuple[int, int]]) -> None:
-        """Makes the pool's memory fit for copies that do not wait; knows what it has seen."""
+        """Makes the pool's memory fit for copies that do not wait.
+
+        Args:
+            regions: addresses and bytes; those that were prepared before are passed over.
+        """
 
     def begin(self) -> None:
-        """What is copied from now on is what the sources hold once the work queued so far ends."""
+        """Orders the copies to come after the work that the caller has queued so far."""
 
     def queue(self) -> AbstractContextManager[Any]:
-        """Where copies are asked for."""
+        """Returns the context in which copies are asked for."""
         return nullcontext()
 
     def mark(self) -> Any:
-        """An event after the copies asked for so far."""
+        """Returns an event after the copies asked for so far."""
         return None
 
     def order(self, event: Any) -> None:
-        """Lets the work that the caller queues next wait for an event."""
+        """Makes the work that the caller queues next wait for an event."""
 
     def wait(self, event: Any) -> None:
-        """Waits for an event."""
+        """Blocks the calling thread until an event has happened."""
 
 
 class CudaLane(Lane):
-    """Copies on a stream of their own, from memory that is page-locked for them.
+    """Copy stream of CUDA, into host memory that is page-locked for it.
 
     Args:
-        device: that the sources are on.
+        device: device that the sources are on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,7 +67,11 @@ class CudaLane(Lane):
         self._locked: set[int] = set()
 
     def prepare(self, regions: Iterable[tuple[int, int]]) -> None:
-        """Page-locks the pool, once."""
+        """Page-locks the pool, each region once.
+
+        Raises:
+            GulliverError: memory could not be page-locked.
+        """
         for address, nbytes in regions:
             if address in self._locked:
                 continue
@@ -73,30 +85,30 @@ class CudaLane(Lane):
             self._locked.add(address)
 
     def begin(self) -> None:
-        """The copies come after what is queued on the caller's stream."""
+        """Orders the copies to come after what is queued on the caller's current stream."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def queue(self) -> AbstractContextManager[Any]:
-        """The stream."""
+        """Returns the context that makes the copy stream the current one."""
         return torch.cuda.stream(self.stream)
 
     def mark(self) -> Any:
-        """An event on the stream."""
+        """Records an event on the copy stream."""
         event = torch.cuda.Event()
         event.record(self.stream)
         return event
 
     def order(self, event: Any) -> None:
-        """The caller's stream waits, the caller does not."""
+        """Makes the caller's current stream wait; the calling thread does not."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
     def wait(self, event: Any) -> None:
-        """The calling thread waits; without the GIL."""
+        """Blocks the calling thread until the event has happened, without the GIL."""
         event.synchronize()
 
 
 class LaneTicket:
-    """A page that is copied by a lane and then written; waits as an engine's ticket does."""
+    """Page that a copy stream fills and the engine writes; waits as an engine's ticket does."""
 
     def __init__(
         self,
@@ -113,16 +125,16 @@ class LaneTicket:
 
     @property
     def nbytes(self) -> int:
-        """Of the page."""
+        """Bytes of the page."""
         return sum(count for _, _, count in self.sources)
 
     @property
     def checksum(self) -> int | None:
-        """Of what was written."""
+        """Checksum of what was written; None until the page is with the engine."""
         return None if self._ticket is None else self._ticket.checksum
 
     def copy(self, page: Page) -> None:
-        """Asks for the copies."""
+        """Queues the copies into a page on the copy stream; does not wait for them."""
         target, position = torch.from_numpy(page.array), 0
         with self.lane.queue():
             for source, begin, count in self.sources:
@@ -133,7 +145,7 @@ class LaneTicket:
         self._issued.set()
 
     def write(self, engine: Engine, page: Page) -> None:
-        """Waits for the copies, and has the page written."""
+        """Waits for the copies, and hands the page to the engine to be written."""
         self.lane.wait(self._event)
         self._ticket = engine.write_page(self.file, self.offset, page, self.nbytes)
         self._written.set()
@@ -144,14 +156,14 @@ class LaneTicket:
             self.lane.wait(self._event)
 
     def fail(self, error: BaseException) -> None:
-        """Lets whoever waits know that it will not come."""
+        """Wakes whoever waits, with the error that keeps the page from being written."""
         if not self._written.is_set():
             self._error = error
         self._issued.set()
         self._written.set()
 
     def wait_copied(self) -> None:
-        """The caller's next work on the device comes after the copies."""
+        """Makes the caller's next work on the device come after the copies."""
         self._issued.wait()
         if self._event is not None:
             self.lane.order(self._event)
@@ -173,7 +185,7 @@ def pump(engine: Engine, tickets: Sequence[LaneTicket]) -> None:
     """Copies page after page, as many ahead as the pool has, and has them written in order.
 
     Raises:
-        Exception: what a copy failed with; tickets that are left fail with it.
+        Exception: a copy failed with it; tickets that are left fail with it, too.
     """
     copying: deque[tuple[LaneTicket, Page]] = deque()
     left = deque(tickets)

@@ -1,4 +1,4 @@
-"""Loading a step into a program's objects."""
+"""Loads a step into a program's objects."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from gulliver.errors import GulliverError
 _log = logging.getLogger("gulliver")
 
 ATTEMPTS = 100
-"""To read a step while a writer removes what is being read."""
+"""Number of attempts to read a step while a writer removes what is being read."""
 Result = TypeVar("Result")
 
 
 @dataclass
 class Loaded:
-    """What was loaded.
+    """Report on what was loaded.
 
     Attributes:
-        step: that it was.
-        values: by entry, of what is no object with a state of its own.
-        mismatches: by entry, where something did not match; empty if all did.
+        step: number of the step.
+        values: values by entry, of what is no object with a state of its own.
+        mismatches: names and shapes by entry that did not match; empty if all did.
         absent: entries that are wanted and not in the checkpoint.
-        branches: what there is to know of higher steps of the run, where there are some.
+        branches: sentences about higher steps of the run, where there are some.
     """
 
     step: int
@@ -49,7 +49,7 @@ class Loaded:
 
     @classmethod
     def of(cls, reader: StepReader) -> Self:
-        """Nothing yet, of a step; that the run has left a branch is logged, too."""
+        """Makes an empty report of a step; rank 0 logs it where the run has left a branch."""
         step, run = reader.manifest.step, reader.folder.parent
         before, after = higher(reader.folder, steps_of(run))
         lines = []
@@ -69,11 +69,12 @@ class Loaded:
 
 
 def step_folder(path: Path | str, step: int | None = None) -> Path:
-    """A step's folder, of a run's folder or of itself.
+    """Finds a complete step's folder, given a run's folder or the step's own.
 
     Args:
-        path: of a step, or of a run.
-        step: of the run; None for the newest complete one, which is the one saved last.
+        path: folder of a step, or of a run.
+        step: number of the step, of a run; None for the newest complete one, which is the one saved
+            last.
 
     Raises:
         GulliverError: there is none, or `path` is that of another step.
@@ -99,7 +100,7 @@ def check_number(folder: Path, step: int | None) -> None:
     """Refuses a step's folder where another step is asked for.
 
     Raises:
-        GulliverError: naming both.
+        GulliverError: it is another step; the message names both.
     """
     if step is not None and (number := read_manifest(folder).step) != step:
         raise GulliverError(
@@ -124,13 +125,14 @@ def load(
     checksums of what is read in place.
 
     Args:
-        path: of a run, or of one of its steps.
-        state: by entry, as for `AsyncCheckpointer.save`; what is not in it is not loaded. None
-            loads everything into new tensors.
-        step: of the run; None for the newest complete one.
-        strict: refuse what does not match, before anything is changed; else it is reported.
-        prefix: of names in the checkpoint, before those of the state: ``"encoder."`` loads a
-            model's encoder alone.
+        path: folder of a run, or of one of its steps.
+        state: objects and values by entry, as for `AsyncCheckpointer.save`; what is not in it is
+            not loaded. None loads everything into new tensors.
+        step: number of the step, of a run; None for the newest complete one.
+        strict: whether to refuse what does not match, before anything is changed; else it is
+            reported.
+        prefix: text before the state's names in the checkpoint: ``"encoder."`` loads a model's
+            encoder alone.
 
     Raises:
         GulliverError: there is no such step; names, shapes, an optimizer's kind or groups do not
@@ -142,15 +144,16 @@ def load(
 def beside_a_writer(path: Path | str, step: int | None, read: Callable[[Path], Result]) -> Result:
     """Reads a step; again, and perhaps another, where its folder went while it was read.
 
-    Another process may be saving there and keep only few steps.
+    Another process may be saving there and keep only few steps. There is no lock for readers: a
+    folder that was replaced or removed meanwhile is noticed by its identity.
 
     Args:
-        path: of a run, or of one of its steps.
-        step: of the run; None for the newest complete one.
-        read: what to do with the step's folder.
+        path: folder of a run, or of one of its steps.
+        step: number of the step, of a run; None for the newest complete one.
+        read: function that is given the step's folder.
 
     Raises:
-        GulliverError: as `step_folder` and `read` do.
+        GulliverError: `step_folder` or `read` raised it, though the folder stayed as it was.
     """
     for left in reversed(range(ATTEMPTS)):
         folder, before = None, _identity(Path(path))
@@ -167,7 +170,7 @@ def beside_a_writer(path: Path | str, step: int | None, read: Callable[[Path], R
 
 
 def _identity(folder: Path) -> object:
-    """Another one when a folder has been replaced or its entries have; None where it is gone."""
+    """Returns a value that changes with a folder or its entries; None where the folder is gone."""
     try:
         found = folder.stat()
     except OSError:
@@ -220,7 +223,7 @@ def fill_all(fillings: Mapping[str, Filling], loaded: Loaded) -> None:
 def _present(
     reader: StepReader, state: Mapping[str, Any], loaded: Loaded, strict: bool
 ) -> dict[str, Any]:
-    """What of a state is in the checkpoint."""
+    """Picks the entries of a state that are in the checkpoint; `strict` refuses others."""
     found = {}
     for entry, value in state.items():
         if entry in reader.entries:

@@ -1,4 +1,4 @@
-"""What a step consists of: its files with sizes and checksums, and where every tensor's parts lie.
+"""Manifest of a step: its files with sizes and checksums, and where every tensor's parts lie.
 
 manifest.json      all that is said here
 state.json         what is no tensor, and where the tensors belong in it
@@ -32,21 +32,21 @@ from gulliver.io import write_text
 from gulliver.memory import Region
 
 FORMAT, OLDEST = 3, 2
-"""Of manifests, that are read; the newer one has regions."""
+"""Newest and oldest format of manifests that are read; the newest has regions."""
 MANIFEST, STATE = "manifest.json", "state.json"
 KEYS = {"format", "step", "world_size", "about", "files", "tensors", "order"}
 SEAL = ',\n "crc32": '
-"""What follows it is the checksum of what precedes it."""
+"""Text between a manifest's content and the checksum of that."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of a step.
+    """File of a step.
 
     Attributes:
-        nbytes: its size.
-        page_bytes: of the pages that the checksums are of.
-        crc32: of each page, as of `zlib.crc32`.
+        nbytes: size of the file, in bytes.
+        page_bytes: bytes of each page that has a checksum; the last may be shorter.
+        crc32: checksum of each page, as `zlib.crc32` computes it.
     """
 
     nbytes: int
@@ -64,21 +64,24 @@ class PartEntry:
     region: Region | None = None
 
     def place(self, shape: tuple[int, ...]) -> Place:
-        """In a tensor of that shape."""
+        """Returns where the part lies in a tensor of a shape."""
         return Place(shape, self.start, self.stop, self.region)
 
     def to_json(self) -> list[Any]:
-        """As it is written."""
+        """Returns the JSON values that are written."""
         region = [] if self.region is None else [region_to_json(self.region)]
         return [self.file, self.start, self.stop, *region]
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a step.
+    """Tensor of a step.
 
     Attributes:
-        parts: together the whole; see the note in `_regions.py`. Equal ones are there once.
+        dtype: dtype as it is stored.
+        shape: shape of the whole.
+        parts: parts that together are the whole; see the note in `_regions.py`. Equal ones are
+            there once.
     """
 
     dtype: torch.dtype
@@ -87,7 +90,7 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Number of elements of the whole."""
         return math.prod(self.shape)
 
     @property
@@ -101,12 +104,13 @@ class Manifest:
     """All files and tensors of a step.
 
     Attributes:
-        step: its number.
-        world_size: ranks that wrote it.
+        step: number of the step.
+        world_size: number of ranks that wrote it.
         about: versions, time, and what the writer wanted to say (the plan).
-        files: by name.
-        tensors: by entry and name.
-        order: see the note in `_branches.py`; 0 of versions that did not count.
+        files: files by name.
+        tensors: tensors by entry and name.
+        order: position in the order of saving, see the note in `_branches.py`; 0 where a version
+            did not count.
     """
 
     step: int
@@ -118,11 +122,11 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Of all files together."""
+        """Bytes of all files together, but for the manifest."""
         return sum(entry.nbytes for entry in self.files.values())
 
     def to_json(self) -> dict[str, Any]:
-        """As it is written."""
+        """Returns the JSON values that are written."""
         tensors = {
             entry: {
                 name: {
@@ -146,10 +150,10 @@ class Manifest:
 
 
 def format_of(tensors: Mapping[str, Mapping[str, Any]]) -> int:
-    """The oldest format that can say where the parts of tensors lie.
+    """Returns the oldest format that can say where the parts of tensors lie.
 
     Args:
-        tensors: by entry and name, as they are written.
+        tensors: JSON values of tensors by entry and name.
     """
     regions = any(
         len(part) > 3
@@ -161,7 +165,7 @@ def format_of(tensors: Mapping[str, Mapping[str, Any]]) -> int:
 
 
 def file_to_json(entry: FileEntry) -> dict[str, Any]:
-    """A file's entry as it is written."""
+    """Returns the JSON values of a file's entry."""
     return {
         "bytes": entry.nbytes,
         "page_bytes": entry.page_bytes,
@@ -170,7 +174,12 @@ def file_to_json(entry: FileEntry) -> dict[str, Any]:
 
 
 def file_from_json(value: Mapping[str, Any]) -> FileEntry:
-    """The inverse of `file_to_json`."""
+    """Inverts `file_to_json`.
+
+    Raises:
+        ValueError: a number is none, or pages have no checksum.
+        KeyError: something is missing.
+    """
     checksums = tuple(int(crc, 16) for crc in value["crc32"])
     entry = FileEntry(int(value["bytes"]), int(value["page_bytes"]), checksums)
     if entry.page_bytes < 1 or -(-entry.nbytes // entry.page_bytes) > len(checksums):
@@ -179,7 +188,7 @@ def file_from_json(value: Mapping[str, Any]) -> FileEntry:
 
 
 def _name_from_json(name: str) -> str:
-    """A file's name, which must not lead out of the folder."""
+    """Checks a file's name, which must not lead out of the folder."""
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise ValueError(f"{name!r} is no name of a file in the folder")
     return name
@@ -193,12 +202,12 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def is_short(tensors: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether people may want to read it: line by line is ten times as slow."""
+    """Whether a manifest is short enough for people: indented it is written ten times as slowly."""
     return sum(map(len, tensors.values())) < 1000
 
 
 def _read_sealed(path: Path) -> Any:
-    """What a manifest says, after a look at its checksum; those of older versions have none."""
+    """Reads a manifest and checks its checksum; those of older versions have none."""
     content = read_bytes(path)
     text, found, _ = content.rpartition(SEAL.encode())
     parsed = parse_json(path, content)
@@ -215,7 +224,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads and checks the manifest of a step.
 
     Raises:
-        GulliverError: missing, broken, or of another format.
+        GulliverError: the manifest is missing, broken, or of another format.
     """
     path = Path(folder) / MANIFEST
     content = _read_sealed(path)
@@ -252,10 +261,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def saved_at(content: Any) -> tuple[int, str]:
-    """Order and time of a manifest, without a look at the rest.
+    """Returns order and time of a manifest, without a look at the rest.
 
     Raises:
-        GulliverError: it is none.
+        GulliverError: the content is no manifest.
     """
     try:
         return int(content.get("order", 0)), str(content["about"].get("time", ""))
@@ -264,7 +273,7 @@ def saved_at(content: Any) -> tuple[int, str]:
 
 
 def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:
-    """A tensor's entry as it was written, or merged from those of several ranks.
+    """Parses a tensor's entry as it was written, or merged from those of several ranks.
 
     Raises:
         ValueError: the parts are not the whole.

@@ -1,4 +1,4 @@
-"""Whether the state of an optimizer is that of another one, and the state itself.
+"""Reads the state of an optimizer, and checks that it belongs to the one that is to be filled.
 
 A torch optimizer numbers its parameters and takes whatever it is given; what does not fit shows in
 a step much later, or never. So kind, groups and shapes are compared before anything is loaded.
@@ -30,14 +30,15 @@ def optimizer_state(
     """Reads the state of an optimizer, of DTensors only what this rank has.
 
     Args:
-        reader: of the step.
-        entry: that the tensors are kept as.
-        skeleton: where they belong.
-        optimizer: to be filled.
-        shapes: of the parameters that were stepped, by group; None of versions that did not say.
+        reader: reader of the step.
+        entry: name that the tensors are kept under.
+        skeleton: skeleton of the state, which says where they belong.
+        optimizer: optimizer to be filled.
+        shapes: shapes of the parameters that were stepped, by group; None for versions that did not
+            write them.
 
     Returns:
-        What fills it.
+        A function that fills the optimizer.
 
     Raises:
         GulliverError: it is the state of another optimizer, or of other parameters.
@@ -68,7 +69,7 @@ def optimizer_state(
 
 
 def _new(where: str, ref: Ref, parameter: Any) -> tuple[Tensor, Leaf]:
-    """A tensor to be given to the optimizer, and what of it is read."""
+    """Makes a tensor to be given to the optimizer; returns it and what of it is read."""
     if parameter is None or not is_dtensor(parameter) or not ref.shape:
         tensor = torch.empty(ref.shape, dtype=ref.dtype)
         return tensor, tensor
@@ -122,7 +123,7 @@ def _check_groups(
 def _check_values(
     where: str, number: Any, state: Any, made: Mapping[str, Tensor], parameter: Any
 ) -> None:
-    """Torch turns floating-point state to the dtype of its parameter."""
+    """Refuses values that do not fit the parameter's dtype, to which torch converts the state."""
     if parameter is None or not parameter.is_floating_point() or not isinstance(state, Mapping):
         return
     for key, value in state.items():

@@ -1,4 +1,4 @@
-"""A model that ranks hold parts of, written as whole files while the program goes on.
+"""Writes a model that ranks hold parts of as whole files while the program goes on.
 
     saver = begin_single(leaves, model.buffers(), Path("model.safetensors"), dtypes)
     saver.close()                              # every rank; waits until the file is there
@@ -38,7 +38,7 @@ class PartsSaver(AsyncCheckpointer):
 
     Args:
         target: file or folder that is to be there in the end.
-        write: makes it, on rank 0 and whole or not at all, of the whole tensors.
+        write: function that makes it of the whole tensors, on rank 0 and whole or not at all.
     """
 
     def __init__(self, target: Path, write: Callable[[Weights], object]) -> None:
@@ -89,7 +89,7 @@ class PartsSaver(AsyncCheckpointer):
             shutil.rmtree(self.folder.root, ignore_errors=True)
 
     def _warn_of_space(self, nbytes: int) -> None:
-        """There is no next step."""
+        """Says nothing: there is no next step."""
 
 
 def begin_single(

@@ -2,7 +2,8 @@
 
 Each rank but the first holds a lock on a file of its own while it writes. The system takes the lock
 away when the process ends, however it ends: rank 0, which waits for the rank's word, then gets the
-lock itself, and finds in the file whether the rank had finished. File systems without locks: then
+lock itself, and finds in the file whether the rank had finished. There is no heartbeat: a rank that
+is only slow still holds its lock, and must not be taken for dead. On file systems without locks
 rank 0 only has its patience.
 """
 
@@ -23,7 +24,7 @@ def _sign(partial: Path, rank: int) -> Path:
 
 
 def make_signs(partial: Path, world_size: int) -> None:
-    """Makes the files; by rank 0, so that no rank has to wait for another's to be seen."""
+    """Makes the files; rank 0 does, so that no rank has to wait for another's to be seen."""
     for rank in range(1, world_size):
         _sign(partial, rank).touch()
 
@@ -35,11 +36,11 @@ def remove_signs(partial: Path, world_size: int) -> None:
 
 
 class Presence:
-    """Shows that this rank is writing.
+    """Shows rank 0 that this rank is writing.
 
     Args:
         partial: the temporary folder of the step.
-        rank: of this process.
+        rank: rank of this process.
     """
 
     def __init__(self, partial: Path, rank: int) -> None:
@@ -64,8 +65,8 @@ class Watch:
 
     Args:
         partial: the temporary folder of the step.
-        rank: to be watched.
-        silence_s: within which it has to begin.
+        rank: rank to be watched.
+        silence_s: seconds within which it has to begin.
     """
 
     def __init__(self, partial: Path, rank: int, silence_s: float) -> None:
@@ -74,10 +75,10 @@ class Watch:
         self._seen = False
 
     def check(self) -> None:
-        """Looks whether the rank still writes, or has left word.
+        """Checks that the rank still writes, or has left word.
 
         Raises:
-            GulliverError: it does not, and has not.
+            GulliverError: the rank ended without word, or did not begin in time.
         """
         try:
             handle = lock_file(self._path) if self.rank and self._path.exists() else None

@@ -1,7 +1,8 @@
-"""A step of the words that its ranks have left: what rank 0 does last.
+"""Completes a step, on rank 0, from the words that its ranks have left.
 
 Until a step is complete, every rank's word is a small file in its temporary folder: what the rank
-wrote and where it belongs, or why it could not.
+wrote and where it belongs, or why it could not. These are files and no collective, for one that
+fails does not say which rank has ended (`_presence.py`).
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from gulliver.checkpoint._tree import merge_skeletons
 from gulliver.errors import GulliverError
 
 PATIENCE_S, AT_EXIT_S = 1800.0, 60.0
-"""How long rank 0 waits for the files of the others, and how long once its program has ended."""
+"""Seconds that rank 0 waits for the words of the others, and once its program has ended."""
 POLL_S = 0.02
 
 
 def leave_word(partial: Path, rank: int, mark: str, word: Mapping[str, Any]) -> None:
-    """Lets rank 0 know what a rank has written, or why it could not.
+    """Tells rank 0 what a rank has written, or why it could not.
 
     Args:
         partial: the temporary folder of the step.
-        rank: that speaks.
-        mark: of the save; words of others are not believed.
-        word: what it says.
+        rank: rank that speaks.
+        mark: mark of the save; words of others are not believed.
+        word: JSON values that it says.
 
     Raises:
         GulliverError: the folder is gone, or cannot be written.
@@ -59,15 +60,15 @@ def publish(
     """Waits for the word of all ranks, and makes the step of it.
 
     Args:
-        folder: of the run.
-        step: its number.
-        mark: of the save.
-        world_size: ranks that leave word.
-        about: what else the manifest says.
-        silence_s: within which each rank has to begin to write.
+        folder: folder of the run.
+        step: number of the step.
+        mark: mark of the save.
+        world_size: number of ranks that leave word.
+        about: JSON values that the manifest says besides.
+        silence_s: seconds within which each rank has to begin to write.
 
     Returns:
-        Its bytes.
+        The bytes of the step's files.
 
     Raises:
         GulliverError: a rank could not write, or did not in time.
@@ -107,13 +108,13 @@ def _word(partial: Path, rank: int) -> Path:
 
 
 def _check_there(partial: Path) -> None:
-    """Files are written under a new name and renamed, which would make the folder again."""
+    """Refuses a folder that is gone, which writing a file into it would make again."""
     if not partial.is_dir():
         raise GulliverError(f"{partial} vanished while it was written")
 
 
 def _awaited(partial: Path, rank: int, mark: str, silence_s: float) -> dict[str, Any]:
-    """The word of a rank on this save."""
+    """Waits for the word of a rank on this save."""
     path, patience, begun = _word(partial, rank), PATIENCE_S, time.monotonic()
     watch = Watch(partial, rank, silence_s)
     while True:
@@ -139,7 +140,7 @@ def _awaited(partial: Path, rank: int, mark: str, silence_s: float) -> dict[str,
 
 
 def _state(words: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is no tensor, of all ranks and of each."""
+    """Merges what is no tensor, of all ranks and of each."""
     entries: dict[str, list[Any]] = {}
     for word in words:
         for entry, skeleton in word["entries"].items():
@@ -152,7 +153,7 @@ def _state(words: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _indices(tensors: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Hugging Face's index of a model that lies whole in several files."""
+    """Makes Hugging Face's index of a model whose tensors lie whole in several files."""
     named = tensors.get("model", {})
     whole = named and all(len(tensor["parts"]) == 1 for tensor in named.values())
     if world_size == 1 or not whole:
@@ -166,14 +167,14 @@ def _indices(tensors: Mapping[str, Any], world_size: int) -> dict[str, Any]:
 
 
 def checksummed(path: Path) -> dict[str, Any]:
-    """A small file's entry: one page."""
+    """Describes a small file for the manifest, as one page."""
     content = path.read_bytes()
     size = max(1, len(content))
     return {"bytes": len(content), "page_bytes": size, "crc32": [f"{zlib.crc32(content):08x}"]}
 
 
 def versions() -> dict[str, Any]:
-    """Who writes a manifest, and when."""
+    """Returns versions and time for a manifest, and an id of its own."""
     import gulliver
 
     return {

@@ -1,4 +1,4 @@
-"""Reading a step: only the bytes that are wanted, every page of them checked.
+"""Reads a step: only the pages that hold what is wanted, every one of them checked.
 
 Read `StepReader.read_into`: it finds which pages of which files hold what is wanted, wherever the
 ranks that saved have left it, and lets the engine read a few of them ahead.
@@ -32,12 +32,12 @@ from gulliver.memory import Part
 AHEAD = 8
 """Pages that are read at once."""
 SCRATCH = 256 * 2**20
-"""Bytes that are held at once to see whether they fit a narrower dtype."""
+"""Bytes that are held before it is checked whether they fit a narrower dtype."""
 
 
 @dataclass
 class _Sink:
-    """A tensor to be filled, and how much of it is still to come."""
+    """Tensor to be filled, and how many of its bytes are still to come."""
 
     target: Tensor
     bytes: Tensor
@@ -45,7 +45,7 @@ class _Sink:
     staged: Tensor | None = None
 
     def arrived(self, count: int) -> None:
-        """Notes bytes; the last of them finish the tensor."""
+        """Counts bytes that were copied; the last of them finish the tensor."""
         self.left -= count
         if self.left == 0 and self.staged is not None:
             self.target.copy_(self.staged.view(self.target.shape))
@@ -64,7 +64,7 @@ class _Run:
 
 @dataclass
 class Mismatch:
-    """What of an entry did not match.
+    """Names and shapes of an entry that did not match.
 
     Attributes:
         missing: names that are wanted and not in the checkpoint.
@@ -98,11 +98,11 @@ def _listed(what: str, names: list[str]) -> str:
 
 
 class StepReader:
-    """A saved step.
+    """Reader of a saved step.
 
     Args:
-        folder: of the step.
-        engine: that reads; None for one of its own.
+        folder: folder of the step.
+        engine: engine that reads; None for one of its own.
 
     Raises:
         GulliverError: it is no complete step, or of another format.
@@ -118,10 +118,10 @@ class StepReader:
         self._kinds: dict[str, Any] = content.get("kinds", {})
         self._given, self._engine = engine, engine
         self.bytes_read = 0
-        """From the disk, so far."""
+        """Bytes read from the disk so far."""
 
     def _checked_json(self, name: str) -> Any:
-        """A small file, after a look at its checksum."""
+        """Reads a small file and checks its checksum."""
         entry, path = self._file(name), self.folder / name
         with named_errors(path, "read"):
             content = path.read_bytes()
@@ -131,7 +131,7 @@ class StepReader:
 
     @property
     def entries(self) -> list[str]:
-        """What was saved."""
+        """Names of the entries that were saved."""
         return list(self._entries) + [e for e in self._own_entries() if e not in self._entries]
 
     def _own_entries(self) -> list[str]:
@@ -146,7 +146,7 @@ class StepReader:
         return self.manifest.tensors.get(entry, {})
 
     def skeleton(self, entry: str) -> Any:
-        """Where the tensors of an entry belong.
+        """Returns the skeleton of an entry, which says where its tensors belong.
 
         Raises:
             GulliverError: there is no such entry.
@@ -156,11 +156,11 @@ class StepReader:
         return self._entries[entry]
 
     def value(self, entry: str, rank: int | None = None) -> Any:
-        """An entry as it was saved, its tensors in host memory.
+        """Reads an entry as it was saved, its tensors in host memory.
 
         Args:
-            entry: its name.
-            rank: whose value, of an entry that every rank has its own of.
+            entry: name of the entry.
+            rank: rank whose value is read, where every rank has its own.
 
         Raises:
             GulliverError: there is no such entry, or a file is broken.
@@ -169,7 +169,7 @@ class StepReader:
         return join_state(self.whole(entry, names_in(skeleton)), skeleton)
 
     def place(self, entry: str, rank: int | None = None) -> tuple[str, Any]:
-        """What an entry's tensors are kept as, and where they belong; see `value`."""
+        """Returns the name that an entry's tensors are kept under, and its skeleton."""
         if rank is None:
             return entry, self.skeleton(entry)
         if rank >= len(self._ranks) or entry not in self._ranks[rank]:
@@ -177,25 +177,25 @@ class StepReader:
         return own_entry(entry, rank), self._ranks[rank][entry]
 
     def kind(self, entry: str) -> Mapping[str, Any]:
-        """What an optimizer or scheduler was, of versions that wrote it down."""
+        """Returns class and shapes of an optimizer or scheduler; empty where none were written."""
         return self._kinds.get(entry, {})
 
     def whole(self, entry: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """New tensors in host memory, filled."""
+        """Reads whole tensors of an entry into new host memory; passes over names that it lacks."""
         saved = self.tensors(entry)
         found = {n: torch.empty(saved[n].shape, dtype=saved[n].dtype) for n in names if n in saved}
         self.read_into(entry, found)
         return found
 
     def match(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> Mismatch:
-        """What of an entry is not as wanted; see `read_into`."""
+        """Compares names and shapes of an entry with those wanted; see `read_into`."""
         found = self._not_as_wanted(entry, wanted, prefix)
         names = {name[len(prefix) :] for name in self.tensors(entry) if name.startswith(prefix)}
         found.unexpected = sorted(names - wanted.keys())
         return found
 
     def _not_as_wanted(self, entry: str, wanted: Mapping[str, Leaf], prefix: str) -> Mismatch:
-        """What is missing or of another shape; what else the entry has is not looked at."""
+        """Finds what is missing or of another shape; what else the entry has is not looked at."""
         saved, found = self.tensors(entry), Mismatch()
         for name, leaf in sorted(wanted.items()):
             there, shape = saved.get(prefix + name), tuple(leaf.shape)
@@ -209,12 +209,12 @@ class StepReader:
         """Refuses two values for one parameter, of which the one read last would win.
 
         Args:
-            entry: with the tensors.
-            tied: names of one parameter, each with another of it.
-            prefix: of names in the entry.
+            entry: name of the entry with the tensors.
+            tied: names of parameters, each with the first name of the same parameter.
+            prefix: text before these names in the entry.
 
         Raises:
-            GulliverError: they differ there.
+            GulliverError: two values of one parameter differ.
         """
         saved = self.tensors(entry)
         for name, other in tied.items():
@@ -232,8 +232,11 @@ class StepReader:
     def check_fits(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> None:
         """Reads what is to be converted to a narrower dtype, and keeps nothing; see `read_into`.
 
+        `read_into` reads it again: to keep all of it until it is checked might take any amount of
+        memory.
+
         Raises:
-            GulliverError: a value does not fit, by name.
+            GulliverError: a value does not fit; the message names its tensor.
         """
         saved = self.tensors(entry)
         batch: dict[str, Leaf] = {}
@@ -265,9 +268,9 @@ class StepReader:
         """Fills tensors, and parts of tensors, in place; converts to their dtype.
 
         Args:
-            entry: that they are of.
-            wanted: by name; each has its name in the entry, after `prefix`.
-            prefix: that the names in the entry begin with.
+            entry: name of the entry.
+            wanted: tensors and parts by name; the entry has these names after `prefix`.
+            prefix: text that the names in the entry begin with.
 
         Raises:
             GulliverError: a name is not there or of another shape; a file is broken, then some
@@ -285,13 +288,13 @@ class StepReader:
                 self._read_file(file, sorted(found, key=lambda run: run.begin))
 
     def _runs(self, entry: str, name: str, leaf: Leaf) -> Iterator[tuple[str, _Run]]:
-        """Where in which files the elements of a leaf are."""
+        """Yields files, and the bytes in them that hold elements of a leaf."""
         saved = self.tensors(entry)[name]
         wanted, size = place_of(leaf), saved.dtype.itemsize
         target = leaf.value.detach() if isinstance(leaf, Part) else leaf.detach()
         found = [(part, overlap(part.place(saved.shape), wanted)) for part in saved.parts]
         staged = None
-        # Of many short copies each would be one to the device.
+        # Each of many short copies would be a transfer to the device: host memory takes them first.
         slow = not target.is_cpu and any(len(copies) > 1 for _, copies in found)
         if target.dtype != saved.dtype or not target.is_contiguous() or slow:
             staged = torch.empty(target.numel(), dtype=saved.dtype)
@@ -355,7 +358,7 @@ class StepReader:
     def _pages(
         self, file: File, entry: FileEntry, numbers: Iterable[int]
     ) -> Iterator[tuple[int, Page]]:
-        """Pages of a file, checked, in order; each is good until the next."""
+        """Yields pages of a file, checked, in order; each is good until the next."""
         engine = self._ready_engine(entry.page_bytes)
         left, reading = deque(numbers), deque[tuple[int, Page, Ticket]]()
         try:
@@ -387,7 +390,7 @@ class StepReader:
                 engine.release(page)
 
     def _holding(self, file: str, begin: int, stop: int) -> str:
-        """Which tensors lie between two bytes of a file, for a message."""
+        """Names the tensors that lie between two bytes of a file, for a message."""
         names = [
             f"{entry}: {name}"
             for entry, tensors in self.manifest.tensors.items()
@@ -410,7 +413,11 @@ class StepReader:
         return f", in {_shown(touched)}" if touched else ", in the header"
 
     def check_files(self) -> None:
-        """Refuses files that are missing, or shorter or longer than they were."""
+        """Refuses files that are missing, or shorter or longer than they were.
+
+        Raises:
+            GulliverError: a file is; the message names it.
+        """
         for name in self.manifest.files:
             self._file(name)
 
@@ -418,10 +425,10 @@ class StepReader:
         """Reads every page of every file and checks it.
 
         Yields:
-            File and bytes, page by page.
+            Name of the file and bytes of the page, page by page.
 
         Raises:
-            GulliverError: naming file, bytes and tensors that are broken.
+            GulliverError: a file is broken; the message names it, the bytes and the tensors.
         """
         for name, entry in self.manifest.files.items():
             self._file(name)
@@ -454,7 +461,7 @@ class StepReader:
             engine.close_file(file)
 
     def close(self) -> None:
-        """Ends the threads of the engine, if it is its own."""
+        """Ends the threads of the engine, unless it was given."""
         if self._engine is not None and self._engine is not self._given:
             self._engine.close()
         self._engine = self._given

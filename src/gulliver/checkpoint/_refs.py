@@ -1,4 +1,4 @@
-"""Nested values of a step before its tensors are read: each is stood for by a `Ref`."""
+"""Nested values of a step before its tensors are read: a `Ref` stands for each tensor."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Ref:
 
 
 def with_refs(skeleton: Any, saved: Mapping[str, TensorEntry]) -> Any:
-    """What `join_state` makes of a skeleton, with stand-ins for the tensors."""
+    """Joins a skeleton as `join_state` does, with a `Ref` in place of each tensor."""
     names = [name for name in names_in(skeleton) if name in saved]
     return join_state({n: Ref(n, saved[n].shape, saved[n].dtype) for n in names}, skeleton)
 
 
 def refs_in(value: Any) -> list[Ref]:
-    """All stand-ins in nested values."""
+    """Lists all `Ref`s in nested values."""
     if isinstance(value, Ref):
         return [value]
     if isinstance(value, Mapping):
@@ -38,7 +38,7 @@ def refs_in(value: Any) -> list[Ref]:
 
 
 def replace_refs(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Nested values with tensors, by name, in place of their stand-ins."""
+    """Replaces the `Ref`s in nested values by tensors of their names."""
     if isinstance(value, Ref):
         return tensors[value.name]
     if isinstance(value, Mapping):

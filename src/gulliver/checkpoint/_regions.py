@@ -1,4 +1,4 @@
-"""Which elements of one part of a tensor are those of another, and how to copy them.
+"""Overlaps of parts of a tensor: the elements that two have in common, and how to copy them.
 
 A part is a run of elements of a region, and a region is slices of a whole along one dim. In the
 row-major order of the whole a part is therefore an ascending row of *stretches*: one where it is
@@ -31,18 +31,18 @@ from torch import Tensor
 from gulliver.memory import Part, Region
 
 UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""What bytes are copied as, by their number: the widest that all places are multiples of."""
+"""Dtypes that bytes are copied as, by size: the widest that all offsets are multiples of."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the elements of a part are in its whole.
+    """Position of a part's elements in its whole.
 
     Args:
-        shape: of the whole.
+        shape: shape of the whole.
         start: first element, counted in the region, or in the whole where there is none.
-        stop: one past the last.
-        region: None for the whole.
+        stop: one past the last element.
+        region: slices of the whole that hold the part; None for the whole.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Place:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.stop - self.start
 
     @property
@@ -65,7 +65,7 @@ class Place:
 
 
 def place_of(leaf: Tensor | Part) -> Place:
-    """Of a tensor, which is a whole, or of a part of one."""
+    """Returns the place of a part, or of a tensor, which is a whole."""
     if isinstance(leaf, Part):
         return Place(tuple(leaf.shape), leaf.start, leaf.stop, leaf.region)
     return Place(tuple(leaf.shape), 0, leaf.numel())
@@ -76,10 +76,10 @@ class Stretches:
     """Runs of elements without a gap in the whole, ascending; arrays of one length.
 
     Attributes:
-        begin: of each, in the whole.
-        local: the same element's place in the part.
-        count: elements.
-        run: number of the region's run that it is of.
+        begin: first element of each, counted in the whole.
+        local: the same element, counted in the part.
+        count: number of elements.
+        run: number of the region's run that it belongs to.
     """
 
     begin: np.ndarray
@@ -89,7 +89,7 @@ class Stretches:
 
 
 def stretches(place: Place) -> Stretches:
-    """The stretches of a part."""
+    """Cuts a part into its stretches."""
     region = place.sliced
     if region is None:
         row = [place.start] if place.numel else []
@@ -116,13 +116,13 @@ def stretches(place: Place) -> Stretches:
 
 @dataclass(frozen=True)
 class Copies:
-    """What is copied from one place to another, ascending in both; arrays of one length.
+    """Copies from one row of elements to another, ascending in both; arrays of one length.
 
     Attributes:
         source: first element, or byte, of each copy.
-        target: where it goes.
-        count: elements, or bytes.
-        kind: the same number for copies that are likely to follow each other in equal steps.
+        target: element, or byte, that the first goes to.
+        count: number of elements, or bytes.
+        kind: number that copies share that are likely to follow each other in equal steps.
     """
 
     source: np.ndarray
@@ -135,15 +135,15 @@ class Copies:
 
     @property
     def total(self) -> int:
-        """Of all counts."""
+        """Sum of all counts."""
         return int(self.count.sum())
 
     def scaled(self, size: int, source: int = 0) -> Copies:
-        """In units of which an element has `size`, with `source` added to the sources."""
+        """Counts in units of which an element has `size`, with `source` added to the sources."""
         return Copies(self.source * size + source, self.target * size, self.count * size, self.kind)
 
     def within(self, low: int, high: int) -> Copies:
-        """What comes from sources between two places, counted from the first of these."""
+        """Cuts out what comes from sources between `low` and `high`, counted from `low`."""
         first = int(np.searchsorted(self.source + self.count, low, "right"))
         last = int(np.searchsorted(self.source, high, "left"))
         source, count = self.source[first:last], self.count[first:last]
@@ -152,7 +152,7 @@ class Copies:
         return Copies(begin - low, target, stop - begin, self.kind[first:last])
 
     def pages(self, size: int) -> set[int]:
-        """Numbers of the pages of a size that the sources lie in."""
+        """Returns the numbers of the pages of a size that the sources lie in."""
         first, last = self.source // size, (self.source + self.count - 1) // size
         if len(self) == 1:
             return set(range(int(first[0]), int(last[0]) + 1))
@@ -162,7 +162,7 @@ class Copies:
         return found
 
     def boxes(self) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Copies that follow each other in equal steps, taken together.
+        """Joins copies that follow each other in equal steps.
 
         Yields:
             First source and target, how many, the step of the source and of the target, and the
@@ -188,7 +188,7 @@ class Copies:
 
 
 def overlap(source: Place, target: Place) -> Copies:
-    """What two parts of one whole have in common, as copies of elements from one to the other."""
+    """Finds what two parts of one whole have in common, as copies of elements between them."""
     if source.sliced is None and target.sliced is None:
         low, high = max(source.start, target.start), min(source.stop, target.stop)
         row = [] if high <= low else [[low - source.start], [low - target.start], [high - low], [0]]
@@ -221,6 +221,7 @@ def copy_bytes(target: Tensor, source: Tensor, copies: Copies) -> None:
         return
     unit = _unit(target, source, copies)
     theirs, ours = target.view(UNITS[unit]), source.view(UNITS[unit])
+    # A box is one strided copy: its rows may be many and short.
     for box in copies.boxes():
         number = box[2]
         begin, at, _, source_step, target_step, count = (value // unit for value in box)
@@ -230,12 +231,12 @@ def copy_bytes(target: Tensor, source: Tensor, copies: Copies) -> None:
 
 
 def clusters(copies: Copies, gap: int, limit: int) -> list[tuple[int, int]]:
-    """Stretches of the source to be read at once.
+    """Groups copies into stretches of the source that are read at once.
 
     Args:
-        copies: in bytes.
-        gap: that is read with what lies around it, unless it is longer.
-        limit: of what is read at once.
+        copies: copies, counted in bytes.
+        gap: longest gap that is read with what lies around it, in bytes.
+        limit: most bytes that are read at once.
 
     Returns:
         First byte of each, and one past the last, ascending.
@@ -251,7 +252,7 @@ def clusters(copies: Copies, gap: int, limit: int) -> list[tuple[int, int]]:
 
 
 def _unit(target: Tensor, source: Tensor, copies: Copies) -> int:
-    """The largest of `UNITS` that everything is a multiple of."""
+    """Returns the largest of `UNITS` that all offsets and counts are multiples of, in bytes."""
     common = math.gcd(8, target.numel(), source.numel())
     for value in (target.storage_offset(), source.storage_offset()):
         common = math.gcd(common, value)
@@ -261,14 +262,14 @@ def _unit(target: Tensor, source: Tensor, copies: Copies) -> int:
 
 
 def missing(shape: tuple[int, ...], parts: Sequence[Place]) -> str | None:
-    """What keeps parts from being a whole, each element once; see the note above.
+    """Tells what keeps parts from being a whole, each element once; see the note above.
 
     Args:
-        shape: of the whole.
-        parts: in any order.
+        shape: shape of the whole.
+        parts: places of the parts, in any order.
 
     Returns:
-        What is wrong, to follow the tensor's name; None where nothing is.
+        Text to follow the tensor's name; None where nothing is wrong.
     """
     whole = math.prod(shape)
     if not any(part.region for part in parts):
@@ -303,7 +304,7 @@ def _not_once(runs: list[tuple[int, int]], numel: int) -> str | None:
 
 
 def _reached(runs: Iterable[tuple[int, int]]) -> int:
-    """How far runs go from 0 without a gap."""
+    """Returns how far runs go from 0 without a gap."""
     position = 0
     for start, stop in sorted(runs):
         if start > position:
@@ -317,15 +318,15 @@ def _said(region: Region) -> str:
 
 
 def region_to_json(region: Region) -> list[Any]:
-    """As the manifest has it, beside a tensor's shape."""
+    """Returns the JSON values of a region, as the manifest has it beside a tensor's shape."""
     return [region.dim, [list(run) for run in region.runs]]
 
 
 def region_from_json(shape: tuple[int, ...], value: Any) -> Region:
-    """The inverse of `region_to_json`.
+    """Inverts `region_to_json`.
 
     Raises:
-        ValueError: it is none of a tensor of that shape.
+        ValueError: a tensor of that shape has no such region.
     """
     dim, runs = int(value[0]), tuple((int(a), int(b)) for a, b in value[1])
     edges = [0, *(edge for run in runs for edge in run)]

@@ -1,4 +1,4 @@
-"""Saving while training goes on: `AsyncCheckpointer`.
+"""Saves while training goes on: `AsyncCheckpointer`.
 
 Read `AsyncCheckpointer.save`, then `_finish`, which is what happens behind the training's back.
 
@@ -46,9 +46,9 @@ BUSY = ("wait", "skip")
 ON_ERROR = ("raise", "warn")
 PAGE = 4 * 2**20
 QUEUE = 2**18
-"""Pages that may be waiting: a TiB of state is handed over at once."""
+"""Number of pages that may be waiting: a TiB of state is handed over at once."""
 GROWTH = 32
-"""Pages by which the shadow grows at a time, so that the first are used while others are made."""
+"""Pages by which the shadow grows at a time: the first are used while others are made."""
 
 NO_INODES = "the disk has no inodes left, however many bytes are free: remove some files"
 
@@ -63,24 +63,26 @@ class AsyncCheckpointer:
     that changes the state in another way calls `wait_copied` before.
 
     Args:
-        folder: of the run; every step becomes a folder in it.
-        keep: steps that stay, the newest; 0 keeps all.
+        folder: folder of the run; every step becomes a folder in it.
+        keep: number of the newest steps that stay; 0 keeps all.
         max_age_s: seconds after which a step goes, too; None never. The newest stays in any case.
-        mode: ``shadow`` holds a copy of the whole state in host memory, which is made with the
-            first save and used again: training is free as soon as memory has been copied. ``ring``
-            holds `ring_mb` only: training is held up where the disk is slower than a step.
+        mode: way to hold the copy. ``shadow`` holds a copy of the whole state in host memory, which
+            is made with the first save and used again: training is free as soon as memory has been
+            copied. ``ring`` holds `ring_mb` only: training is held up where the disk is slower than
+            a step.
         ring_mb: MiB of the ring.
-        on_error: ``raise`` lets the next call raise what went wrong, ``warn`` logs it and goes on.
-        when_busy: what `save` does while a step is still being written: ``wait`` or ``skip``.
+        on_error: answer to a failure: ``raise`` lets the next call raise it, ``warn`` logs it and
+            goes on.
+        when_busy: behaviour of `save` while a step is still being written: ``wait`` or ``skip``.
         group: ranks that save together; None for all.
-        engine: that moves the bytes; None for the best that this machine has. With one of yours,
-            the pool is as large as you made it.
-        about: what else the manifest is to say: JSON values.
+        engine: engine that moves the bytes; None for the best that this machine has. With one of
+            yours, the pool is as large as you made it.
+        about: JSON values that the manifest is to say besides.
         silence_s: seconds within which each rank has to begin to write. A rank that ends in the
             middle of a save is noticed at once, and named.
 
     Raises:
-        GulliverError: an option that is not known, or no number; `about` is not JSON.
+        GulliverError: an option is not known or no number, or `about` is not JSON.
 
     Example:
         >>> checkpointer = AsyncCheckpointer("checkpoints")
@@ -151,8 +153,8 @@ class AsyncCheckpointer:
         """Begins to save a step; all ranks call it.
 
         Args:
-            step: its number; a step of that number is replaced when the new one is complete.
-            state: by entry, such as ``{"model": model, "optimizer": optimizer, "epoch": 3}``:
+            step: number of the step; one of that number is replaced when the new one is complete.
+            state: values by entry, such as ``{"model": model, "optimizer": adam, "epoch": 3}``:
                 objects that have a ``state_dict``, or tensors, numbers, text and dicts, lists and
                 tuples of them. Tensors are taken to be the same on all ranks, and are shared out
                 among them, but for `Part`s, DTensors and `PerRank` values.
@@ -160,7 +162,8 @@ class AsyncCheckpointer:
                 returns; those of modules in the state are known.
 
         Returns:
-            Whether it was begun: False where a save was under way and ``when_busy`` is ``skip``.
+            Whether it was begun: False where a save was under way and ``when_busy`` is ``skip``, or
+            where it could not be and ``on_error`` is ``warn``.
 
         Raises:
             GulliverError: what went wrong with the save before (``on_error="raise"``), the folder
@@ -201,7 +204,7 @@ class AsyncCheckpointer:
             )
 
     def _gather(self, mine: Any, failure: Exception | None) -> list[Any]:
-        """What all ranks say; where one is gone, that, or rather what is known of it."""
+        """Returns what all ranks say; where one is gone, raises what is known of it."""
         if self.world_size == 1:
             return [mine]
         try:
@@ -215,7 +218,7 @@ class AsyncCheckpointer:
     def _prepare(
         self, step: int, state: Mapping[str, Any], buffers: Iterable[Tensor], offer: Offer
     ) -> Collected | None:
-        """What this rank would do before the others agree; `offer` says whether it could."""
+        """Does what this rank can before all agree; notes in `offer` whether it could."""
         try:
             collected = collect(state, self.rank, self.world_size, buffers)
             if self.rank == 0:
@@ -231,7 +234,7 @@ class AsyncCheckpointer:
             return None
 
     def _agree(self, step: int, offer: Offer) -> str | None:
-        """What all ranks do: the save's mark, None to go on without it, or an error on all."""
+        """Agrees on what all ranks do: the save's mark, None to go on without it, or an error."""
         mine = offer.said()
         every = self._gather(mine, offer.failure)
         mark = None
@@ -243,7 +246,7 @@ class AsyncCheckpointer:
         return mark
 
     def _start(self, save: Save, collected: Collected) -> None:
-        """Hands everything over; what fails from here on the other ranks learn afterwards."""
+        """Hands everything over; other ranks learn afterwards what fails from here on."""
         self._stalled, self.saves = self.stall_s, self.saves + 1
         self._snapshot = None
         save.presence = Presence(self.folder.partial(save.step), self.rank)
@@ -294,7 +297,7 @@ class AsyncCheckpointer:
         return self._lane
 
     def _finish(self, save: Save) -> None:
-        """All that happens behind the training's back."""
+        """Writes and completes a step in the background, or notes why it failed."""
         partial = self.folder.partial(save.step)
         try:
             self._write_and_tell(save, partial)
@@ -336,7 +339,7 @@ class AsyncCheckpointer:
                 save.presence.end(told)
 
     def _warn_of_space(self, nbytes: int) -> None:
-        """Says it once where the next steps will find no room."""
+        """Logs it, once, where the next steps will find no room."""
         short = None if self._warned else self.folder.room_for_next(nbytes)
         if short is not None:
             self._warned = True
@@ -410,7 +413,7 @@ class AsyncCheckpointer:
             self._stalled, self._job, self._snapshot = self.stall_s, None, None
 
     def _take_failure(self) -> Exception | None:
-        """What went wrong before, once; only a warning where that was wanted."""
+        """Returns what went wrong before, once; None, and a warning, where that was wanted."""
         failure, self._failure = self._failure, None
         if failure is not None and self.on_error == "warn":
             _log.warning("%s; training goes on without it", failure)
@@ -456,7 +459,7 @@ class AsyncCheckpointer:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Else Python may choose this moment to look at every object there is: 0.1 s and more."""
+    """Switches garbage collection off: looking at every object there is takes 0.1 s and more."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -467,7 +470,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def _checked(about: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What the manifest is to say, which is written long after it was given."""
+    """Copies what the manifest is to say, and refuses now what could not be written later."""
     try:
         found = dict(about or {})
         json.dumps(found, allow_nan=False)

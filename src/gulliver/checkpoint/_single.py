@@ -1,4 +1,4 @@
-"""One safetensors file, written while the program goes on."""
+"""Writes one safetensors file while the program goes on."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class FileSaver:
     The copy of the tensors in host memory is freed with every file.
 
     Args:
-        path: of the file; one that is there is replaced when the new one is complete.
-        tensors: by name; in host memory.
+        path: path of the file; one that is there is replaced when the new one is complete.
+        tensors: tensors by name, in host memory.
 
     Raises:
         GulliverError: it cannot be begun; nothing is left behind.

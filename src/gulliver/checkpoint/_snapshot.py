@@ -1,4 +1,4 @@
-"""A rank's files of one step, on their way from the tensors through the engine's pages to the disk.
+"""Snapshot of what a rank saves of a step, on its way through the engine's pages to the disk.
 
 [Note: who waits for what] `submit` hands over addresses and returns; the engine's threads gather
 page after page and write them. Until its pages are gathered a tensor must not change: `release`
@@ -56,13 +56,13 @@ class Restless:
 
 
 class Snapshot:
-    """What a rank saves of one step.
+    """Content that a rank saves of one step: its files, and a read lock on their sources.
 
     Args:
-        collected: its tensors.
-        rank: of the process.
-        world_size: ranks that save together.
-        restless: knows what of it is copied at once; None for the buffers, all of them.
+        collected: tensors that the rank writes.
+        rank: rank of the process.
+        world_size: number of ranks that save together.
+        restless: memory of what is copied at once; None for the buffers, all of them.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Snapshot:
         self._lock, self._submitted = threading.Lock(), threading.Event()
         self._closed = False
         self.violations: list[str] = []
-        """Tensors that were changed before they had been copied."""
+        """Names of tensors that were changed before they had been copied."""
         self._buffers, self._restless = collected.buffers, restless or Restless()
         self._versions: dict[int, list[tuple[str, Tensor, int]]] = {}
         self._waiting: dict[int, list[Ticket | LaneTicket]] = {}
@@ -87,7 +87,7 @@ class Snapshot:
         self._lane_tickets: list[LaneTicket] = []
         self._files: dict[str, File] = {}
         self.devices: set[torch.device] = set()
-        """Where the sources are, other than in host memory."""
+        """Devices of the sources, other than the host."""
         self._leaves: dict[str, tuple[str, Mapping[str, Leaf]]] = {}
         self._sources: dict[str, dict[str, Tensor]] = {}
         self._small = _Small()
@@ -105,12 +105,12 @@ class Snapshot:
 
     @cached_property
     def images(self) -> dict[str, Image]:
-        """The files by name; made in the background, where there are many tensors."""
+        """Plans of the files by name, made when first asked for: many tensors take time."""
         return {file: Image(sources, {"format": "pt"}) for file, sources in self._sources.items()}
 
     @property
     def parts(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """What the files hold, by entry and name, as the manifest has it."""
+        """JSON values of what the files hold, by entry and name, as the manifest has them."""
         return {
             entry: {key: _part(file, leaf) for key, leaf in leaves.items()}
             for file, (entry, leaves) in self._leaves.items()
@@ -118,23 +118,23 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(image.nbytes for image in self.images.values())
 
     @property
     def source_bytes(self) -> int:
-        """Of all tensors; the files have headers besides."""
+        """Bytes of all tensors; the files have headers besides."""
         return sum(s.nbytes for found in self._sources.values() for s in found.values())
 
     @property
     def addresses(self) -> set[int]:
-        """Where the memory begins that is copied from."""
+        """Addresses at which the memory begins that is copied from."""
         return {
             self._small.address_of(s) for found in self._sources.values() for s in found.values()
         }
 
     def _source(self, entry: str, key: str, leaf: Leaf, small: int) -> Tensor:
-        """The memory to copy from; small tensors are copied now, and need no looking after."""
+        """Returns the memory to copy from; small tensors are noted, to be copied at once."""
         value = leaf.value.detach() if isinstance(leaf, Part) else leaf
         if not value.is_cpu:
             self.devices.add(value.device)
@@ -142,7 +142,7 @@ class Snapshot:
             return self._small.add(value, nbytes)
         name = f"{entry}: {key}"
         owner = leaf.owner if isinstance(leaf, Part) else value
-        # What is a part in the file is a row there.
+        # A part lies in the file as one row of elements.
         if isinstance(leaf, Part):
             value = value.reshape(leaf.shape if leaf.is_whole else -1)
         if self._restless.is_restless(name, value, storage_of(value) in self._buffers):
@@ -153,16 +153,16 @@ class Snapshot:
         return value
 
     def pages(self, page_bytes: int) -> int:
-        """Pages that all files have together."""
+        """Returns the number of pages that all files have together."""
         return sum(-(-image.nbytes // page_bytes) for image in self.images.values())
 
     def submit(self, engine: Engine, folder: Path, lane: Lane | None = None) -> None:
         """Makes the files and hands their pages to the engine; `release` waits for that.
 
         Args:
-            engine: that writes.
-            folder: where the files go.
-            lane: copies from a device; None where all sources are in host memory. With one, call
+            engine: engine that writes.
+            folder: folder that the files go to.
+            lane: copy stream of a device; None where all sources are in host memory. With one, call
                 `pump` in another thread.
 
         Raises:
@@ -253,7 +253,7 @@ class Snapshot:
                 self.violations.append(name)
 
     def finish(self, engine: Engine) -> dict[str, FileEntry]:
-        """Waits until all is on the disk; the files of the step.
+        """Waits until all is on the disk; returns the entries of the files by name.
 
         Raises:
             GulliverError: writing failed, or a tensor changed before it was copied.
@@ -277,7 +277,7 @@ class Snapshot:
         return entries
 
     def abandon(self, engine: Engine, error: Exception) -> None:
-        """Lets nobody wait for what will not come."""
+        """Wakes whoever waits, and closes the files, after a failure."""
         self._submitted.set()
         for ticket in self._lane_tickets:
             ticket.fail(error)
@@ -301,7 +301,7 @@ class _Small:
         self._filled = 0
 
     def add(self, tensor: Tensor, nbytes: int) -> Tensor:
-        """Notes a tensor to be copied; what comes back stands for the copy."""
+        """Notes a tensor to be copied; the tensor returned stands for the copy."""
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
         self._places[id(tensor)] = self._filled
@@ -318,12 +318,12 @@ class _Small:
             self._segments = []
 
     def address_of(self, source: Tensor) -> int:
-        """Where the copy of a tensor lies, or else the tensor."""
+        """Returns the address of a tensor's copy, or of the tensor where it has none."""
         place = self._places.get(id(source))
         return source.data_ptr() if place is None else self._memory.data_ptr() + place
 
     def held(self, source: Tensor) -> Tensor:
-        """The bytes of the copy of a tensor, or else the tensor."""
+        """Returns the bytes of a tensor's copy, or the tensor where it has none."""
         place = self._places.get(id(source))
         return source if place is None else self._memory[place : place + source.nbytes]
 
@@ -348,7 +348,7 @@ def _part(file: str, leaf: Leaf) -> dict[str, Any]:
 def merge_parts(
     every: list[Mapping[str, Mapping[str, Mapping[str, Any]]]],
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """The tensors of a step from what each rank has of them, and a check that they are whole.
+    """Merges what each rank has of a step's tensors, and checks that they are whole.
 
     Raises:
         GulliverError: a part is missing, or there twice without being a region.

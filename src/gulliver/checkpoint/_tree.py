@@ -1,4 +1,7 @@
-"""Nested states: the tensors taken out by name, all else as JSON that says where they belong."""
+"""Nested states: the tensors taken out by name, all else as JSON that says where they belong.
+
+JSON and not pickle, as loading a pickle may run whatever code is in it.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ NAMED = {
 
 
 def as_leaf(value: Leaf) -> Leaf:
-    """A tensor that holds a region of a whole as a part of that; else as it is.
+    """Returns a tensor that holds a region of a whole as a part of that; others as they are.
 
     Raises:
-        GulliverError: its elements lie apart.
+        GulliverError: the elements of such a tensor lie apart.
     """
     is_slice = isinstance(value, Tensor) and region_of(value) is not None
     return part_of(value) if is_slice else value  # type: ignore[arg-type]
@@ -43,14 +46,14 @@ def split_state(state: Any) -> tuple[dict[str, Leaf], Any]:
         The tensors by their path, and a skeleton of JSON values that says where each belongs.
 
     Raises:
-        GulliverError: a value that is neither a tensor nor plain.
+        GulliverError: a value is neither a tensor nor plain.
     """
     tensors: dict[str, Leaf] = {}
     return tensors, _take(state, "", tensors)
 
 
 def _take(value: Any, path: str, tensors: dict[str, Leaf]) -> Any:
-    """The skeleton of `value`; its tensors are added to `tensors`."""
+    """Returns the skeleton of `value`; its tensors are added to `tensors`."""
     if isinstance(value, _LEAVES):
         path = path or "value"
         # Keys with dots in them, and 1 beside "1", can give two tensors the same path.
@@ -94,7 +97,7 @@ def _key(key: Any, path: str) -> Any:
 
 
 def join_state(tensors: Mapping[str, Any], skeleton: Any) -> Any:
-    """The inverse of `split_state`.
+    """Inverts `split_state`.
 
     Raises:
         GulliverError: a tensor is missing, or the skeleton is none.
@@ -127,7 +130,7 @@ def _only_item(skeleton: dict[str, Any]) -> tuple[str, Any]:
 
 
 def merge_skeletons(skeletons: Sequence[Any]) -> Any:
-    """One skeleton out of those of several ranks: dicts are joined, else the first rank's counts.
+    """Merges the skeletons of several ranks: dicts are joined, else the first rank's counts.
 
     Ranks that hold other parts of a state, such as the optimizer's of other parameters, have dicts
     with other keys.
@@ -146,7 +149,7 @@ def merge_skeletons(skeletons: Sequence[Any]) -> Any:
 
 
 def names_in(skeleton: Any) -> list[str]:
-    """The tensors that a skeleton refers to."""
+    """Lists the names of the tensors that a skeleton refers to."""
     if not isinstance(skeleton, dict):
         return []
     kind, content = _only_item(skeleton)

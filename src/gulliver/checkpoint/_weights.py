@@ -32,35 +32,35 @@ from gulliver.memory import Part, Region
 BATCH = 32 * 2**20
 """Bytes that are read at once."""
 ALIGNMENT = 64
-"""Of tensors in a batch's memory: no dtype has larger elements."""
+"""Bytes that tensors in a batch's memory are aligned to: no dtype has larger elements."""
 READ = 8 * 2**20
 """Bytes that are read at once where a slice is wanted of them."""
 GAP = 64 * 2**10
-"""Bytes that cost less to be read than a read of their own does."""
+"""Bytes of the longest gap that is read along: that costs less than a further read."""
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 STEMS = ("model", "diffusion_pytorch_model")
-"""What files of weights are called where a folder holds several kinds."""
+"""Names of files of weights, in order of preference, where a folder holds several kinds."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor before it is read."""
+    """Dtype and shape of a tensor, known before it is read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
         return self.numel * self.dtype.itemsize
 
     def as_dtype(self, dtype: torch.dtype | None) -> TensorInfo:
-        """What it becomes where numbers are converted: only floating point is."""
+        """Returns the description after a conversion, which only floating-point tensors undergo."""
         if dtype is None or not self.dtype.is_floating_point:
             return self
         return TensorInfo(dtype, self.shape)
@@ -70,9 +70,9 @@ class Weights(ABC):
     """Tensors by name, read piece by piece.
 
     Attributes:
-        path: where they are.
-        files: that they are in; none for those in memory.
-        infos: what each of them is, in the order in which they are stored or were made.
+        path: path of the file or folder; without meaning for those in memory.
+        files: files that they are in; none for those in memory.
+        infos: dtypes and shapes by name, in the order in which they are stored or were made.
     """
 
     path: Path
@@ -84,14 +84,14 @@ class Weights(ABC):
         """Fills parts of tensors, in host memory and of the stored dtype.
 
         Args:
-            wanted: by name; contiguous rows of elements, of tensors or of regions of them.
+            wanted: parts by name; contiguous rows of elements, of tensors or of regions of them.
 
         Raises:
             GulliverError: a file is broken.
         """
 
     def add_alias(self, name: str, kept: str) -> None:
-        """Lets a tensor be there under another name, too."""
+        """Makes the tensor `kept` known under another name, too."""
         self.infos[name] = self.infos[kept]
 
     @abstractmethod
@@ -109,9 +109,9 @@ class StepWeights(Weights):
     """An entry of a saved step, or all of its entries; every page that is read is checked.
 
     Args:
-        path: of a step, or of a run.
-        entry: whose tensors; None for those of all, named ``entry: name``.
-        step: of the run; None for the newest complete one.
+        path: folder of a step, or of a run.
+        entry: entry whose tensors are read; None for those of all, named ``entry: name``.
+        step: number of the step, of a run; None for the newest complete one.
 
     Raises:
         GulliverError: there is no such step or entry, or it holds no tensors.
@@ -174,7 +174,7 @@ class FileWeights(Weights):
     `safetensors.torch.save_model` write), it is there under both.
 
     Args:
-        path: of the file or the folder.
+        path: path of the file or the folder.
 
     Raises:
         GulliverError: there are none, a file that the index names is missing or broken, or a
@@ -256,7 +256,7 @@ class FileWeights(Weights):
             self._read_scattered(name, part.value, copies)
 
     def _started(self, name: str, begin: int, into: Tensor, count: int) -> Ticket:
-        """Bytes of a tensor from `begin` on, on their way into memory."""
+        """Starts to read bytes of a tensor from `begin` on into memory."""
         assert self._engine is not None
         file, slot = self._slots[name]
         if file not in self._files:
@@ -294,18 +294,18 @@ class MemoryWeights(Weights):
     """Tensors of this process, on any device; what shares its memory with another is there once.
 
     Args:
-        tensors: by name.
+        tensors: tensors by name.
         last: names that give way to others of the same memory.
 
     Raises:
-        GulliverError: a tensor that the format cannot hold.
+        GulliverError: the format cannot hold a tensor, or it is spread over ranks.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], last: Iterable[str] = ()) -> None:
         self.path, self.files = Path(), []
         self._tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
-        """Names left out, and which name has their values."""
+        """Names left out, each with the name that has its values."""
         yielding, kept = set(last), dict[Any, str]()
         for name in sorted(tensors, key=lambda name: name in yielding):
             tensor = _whole(name, tensors[name])
@@ -350,7 +350,7 @@ def _whole(name: str, tensor: Tensor) -> Tensor:
 
 
 def identity(tensor: Tensor) -> Any:
-    """The same for tensors that are the same memory in the same shape; None where it has none."""
+    """Returns a key that tensors of equal memory and shape share; None for empty or meta ones."""
     if tensor.nbytes == 0 or tensor.is_meta:
         return None
     place = (tensor.device, tensor.data_ptr(), tensor.dtype)
@@ -358,12 +358,12 @@ def identity(tensor: Tensor) -> Any:
 
 
 def open_weights(path: Path | str, entry: str | None = "model", step: int | None = None) -> Weights:
-    """Finds out what a path is: a run, a step, a safetensors file or a Hugging Face folder.
+    """Opens a run, a step, a safetensors file or a Hugging Face folder, whichever a path is.
 
     Args:
-        path: of any of these.
-        entry: of a step; None for all of its entries.
-        step: of a run; None for the newest complete one.
+        path: path of any of these.
+        entry: entry of a step to read; None for all of its entries.
+        step: number of the step, of a run; None for the newest complete one.
 
     Raises:
         GulliverError: it is none of these, or broken.
@@ -391,7 +391,7 @@ def is_step_or_run(path: Path) -> bool:
 
 
 def _locate(path: Path) -> tuple[Path | None, Path | None]:
-    """The single file, or the index, that holds the weights of a file or folder."""
+    """Finds the single file, or the index, that holds the weights of a file or folder."""
     if path.is_file():
         return (None, path) if path.name.endswith(INDEX) else (path, None)
     if not path.is_dir():
@@ -422,8 +422,8 @@ def batches(
     """Cuts tensors into runs of elements to be read together.
 
     Args:
-        infos: in the order in which they are wanted.
-        limit: bytes of a batch; None for `BATCH`.
+        infos: dtypes and shapes by name, in the order in which they are wanted.
+        limit: most bytes of a batch; None for `BATCH`.
 
     Yields:
         Name, first element and one past the last of each run; a name once in each batch.
@@ -460,9 +460,9 @@ class Batch:
         """Reads runs of elements; they are good until the next call.
 
         Args:
-            weights: to read from.
-            runs: name, first element and one past the last; a name once.
-            regions: that the elements of a name are counted in, where it is not the whole.
+            weights: tensors to read from.
+            runs: name, first element and one past the last of each run; a name once.
+            regions: regions by name that elements are counted in; the whole for other names.
         """
         regions = regions or {}
         infos = [weights.infos[name] for name, _, _ in runs]

@@ -1,4 +1,4 @@
-"""New files of tensors from anywhere, streamed: read, converted and written batch by batch.
+"""Streams tensors from anywhere into new files: read, converted and written batch by batch.
 
 Read `write_files`. Memory is bounded by `BATCH` and the engine's pages, whatever the tensors'
 sizes. What is made appears whole or not at all, also the folders above it.
@@ -39,14 +39,14 @@ from gulliver.io import (
 )
 
 PAGES = 12
-"""Of the engine that writes: what is on its way to the disk while the next batch is read."""
+"""Pages of the engine that writes: they go to the disk while the next batch is read."""
 
 _log = logging.getLogger("gulliver")
 
 Progress = Callable[[int, int], None]
-"""Is told the bytes done so far, and all there are."""
+"""Callback that is told the bytes done so far, and all there are."""
 DTypes = torch.dtype | Mapping[str, torch.dtype] | None
-"""What floating-point tensors are converted to: all of them, some by name in the source, none."""
+"""Dtype that floating-point tensors are converted to: all, some by name in the source, none."""
 
 
 class _FileWriter:
@@ -61,7 +61,7 @@ class _FileWriter:
         self._checksums: list[int] = []
 
     def put(self, content: Tensor) -> None:
-        """Appends bytes, a row in host memory; its memory is free again when this returns."""
+        """Appends a row of bytes in host memory, which is free again when this returns."""
         done, size = 0, content.numel()
         while done < size:
             if self._page is None:
@@ -88,7 +88,7 @@ class _FileWriter:
         self._checksums.append(int(ticket.checksum or 0))
 
     def finish(self) -> FileEntry:
-        """Sees everything to the disk."""
+        """Waits until everything is on the disk; returns the file's entry."""
         self._flush()
         while self._open:
             self._settle(self._open.popleft())
@@ -109,9 +109,9 @@ class FilePlan:
     """A file to be written.
 
     Attributes:
-        path: where.
-        sources: by name in the file, the name in the source.
-        image: its header and the order of its tensors.
+        path: path that it is written to.
+        sources: names in the source by name in the file.
+        image: plan of its header and the order of its tensors.
     """
 
     path: Path
@@ -170,7 +170,7 @@ def write_files(
 
 
 def dtype_of(dtype: DTypes, source: str) -> torch.dtype | None:
-    """What a tensor is converted to; None: it stays as it is."""
+    """Returns the dtype that a tensor is converted to; None where it stays as it is."""
     return dtype.get(source) if isinstance(dtype, Mapping) else dtype
 
 
@@ -189,12 +189,12 @@ def write_single(
     """Writes tensors as one safetensors file, whole or not at all; one that is there is replaced.
 
     Args:
-        weights: to read from.
-        names: of the tensors in the file, and in `weights`.
-        target: the file.
-        dtype: that floating-point tensors are converted to.
-        progress: is told the bytes done and all there are.
-        metadata: text beside the tensors.
+        weights: tensors to read from.
+        names: names in `weights` by name in the file.
+        target: path of the file.
+        dtype: dtype that floating-point tensors are converted to; None keeps their own.
+        progress: callback that is told the bytes done and all there are.
+        metadata: text beside the tensors, by key.
 
     Raises:
         GulliverError: it cannot be written; nothing is left of it then.
@@ -237,7 +237,7 @@ def clear_leftovers(folder: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path, needed: int) -> Iterator[Path]:
-    """A temporary folder beside `folder`, renamed to it when the block ends well."""
+    """Opens a temporary folder beside `folder`, renamed to it when the block ends well."""
     clear_leftovers(folder.parent)
     require_space(folder.parent, needed)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}{PARTIAL}")

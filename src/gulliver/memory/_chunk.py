@@ -4,8 +4,8 @@
 chunk owns by name, so that it can be counted, and moved, as a whole:
 
 - ``parameter``: the whole chunk; it may go, and come back when it is gathered.
-- ``shard`` or ``master``: `home`, this rank's part of the parameters, as the optimizer steps it. It
-  is a view of the parameter buffer where nothing is sharded and no float32 copy is kept.
+- ``shard`` or ``master``: `home`, this rank's shard of the parameters, as the optimizer steps it. A
+  view of the parameter buffer where nothing is sharded and no float32 copy is kept.
 - ``gradient``: there while gradients are collected.
 - one for every moment that an element-wise optimizer keeps, such as ``exp_avg``, by the key under
   which the optimizer knows it. It makes its state itself, in its first step; the tensors are then
@@ -45,8 +45,8 @@ class Chunk:
     """Parameters of one dtype and device in one buffer, of which this rank owns one part.
 
     Args:
-        layout: places of the parameters.
-        parameters: by the names of the layout; their data moves into the buffer.
+        layout: layout of the parameters in the buffer.
+        parameters: parameters by the names of the layout; their data moves into the buffer.
         part: number of the part of the buffer that this rank owns.
         pool: lends buffers that come and go, and counts all of them.
 
@@ -120,7 +120,7 @@ class Chunk:
 
     @property
     def shard(self) -> Tensor:
-        """This rank's part of the parameters, a view."""
+        """This rank's shard of the parameter buffer: a flat view."""
         size = self.layout.part_size
         return self.data[self.part * size : (self.part + 1) * size]
 
@@ -176,7 +176,8 @@ class Chunk:
     def take_writes(self) -> None:
         """Brings what the user has written to parameters, on every rank alike, to `home`.
 
-        Values are compared: a write through ``.data`` leaves no other trace.
+        Values are compared: a write through ``.data`` leaves no other trace, since it does not move
+        the parameter's version counter. Nothing is compared where `home` is a view.
         """
         if not self.home_is_view:
             self.merge(self.home, self.shard)
@@ -198,7 +199,7 @@ class Chunk:
         """Moves state of one kind into a buffer of this chunk.
 
         Args:
-            key: of the state, as the optimizer calls it.
+            key: name of the state as the optimizer calls it, such as ``exp_avg``.
             values: state tensors by parameter; what lies in the buffer already may be among them.
             sizes: elements of all parameters that shall have room, in their order.
 

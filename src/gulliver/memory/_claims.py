@@ -1,7 +1,8 @@
-"""Who still reads memory that somebody else is about to write.
+"""Read locks: a snapshot still reads memory that the next step is about to write.
 
-A snapshot that is copied while training goes on *claims* the memory it has not copied yet. Whoever
-writes such memory in place asks `before_write` first, and is held up for just that part.
+A snapshot that is copied while training goes on holds a read lock (a `Claim`) on the memory that it
+has not copied yet. Whoever writes such memory in place asks `before_write` first, and is held up
+for just that part. Autograd's version counters would only tell of a write when it is too late.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ASKS = "asks_before_write"
 
 
 class Claim(Protocol):
-    """Something that reads memory for a while."""
+    """A read lock on memory."""
 
     def release(self, storages: set[int] | None) -> None:
         """Returns once it needs these storages no more; None means all of its own."""
@@ -25,36 +26,36 @@ class Claim(Protocol):
 
 
 _claims: list[Claim] = []
-# A child has its memory to itself, and no threads that could give a claim up.
+# A child has its memory to itself, and no threads that could give a read lock up.
 os.register_at_fork(after_in_child=_claims.clear)
 
 
 def add_claim(claim: Claim) -> None:
-    """Lets `before_write` wait for a claim."""
+    """Lets `before_write` wait for a read lock."""
     _claims.append(claim)
 
 
 def drop_claim(claim: Claim) -> None:
-    """Forgets a claim; one that is not there is none."""
+    """Forgets a read lock; one that is not there is no error."""
     if claim in _claims:
         _claims.remove(claim)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Where the memory behind a tensor begins; views of it have the same."""
+    """Address of the memory behind a tensor; views of it have the same."""
     return tensor.untyped_storage().data_ptr()
 
 
 def is_claimed() -> bool:
-    """Whether anybody reads memory for a while."""
+    """Whether there is a read lock on any memory."""
     return bool(_claims)
 
 
 def before_write(tensors: Iterable[Tensor]) -> None:
     """Waits until nobody reads the memory of `tensors` any more.
 
-    Costs nothing while there are no claims. Call it before writing in place what a checkpoint may
-    be copying, where no torch optimizer does the writing.
+    Costs nothing while there are no read locks. Call it before writing in place what a checkpoint
+    may be copying, where no torch optimizer does the writing.
     """
     if not _claims:
         return
@@ -64,6 +65,6 @@ def before_write(tensors: Iterable[Tensor]) -> None:
 
 
 def before_any_write() -> None:
-    """Waits until nobody reads any memory that is claimed."""
+    """Waits until no read lock is left on any memory."""
     for claim in tuple(_claims):
         claim.release(None)

@@ -1,4 +1,4 @@
-"""Which tensor lies where in which chunk: plain numbers, no tensors.
+"""Layouts of chunks: which tensor lies where in which chunk, as plain numbers.
 
 A chunk is a contiguous buffer that tensors share. It is cut into as many equal parts as there are
 ranks, so a tensor may lie on two parts and more. Tensors and parts begin on multiples of an
@@ -16,7 +16,7 @@ from gulliver.errors import GulliverError
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor's place in its chunk, in elements."""
+    """The run of a chunk that a tensor has, in elements."""
 
     name: str
     start: int
@@ -76,7 +76,7 @@ class ChunkLayout:
         return [end - start for start, end in pairwise(edges)]
 
     def pieces(self, part: int) -> list[Piece]:
-        """What part `part` holds of which tensor, in order."""
+        """Pieces of tensors that lie on part number `part`, in order."""
         low, high = part * self.part_size, (part + 1) * self.part_size
         found = []
         for slot in self.slots:

@@ -17,8 +17,8 @@ class Region:
     A fused projection of queries, keys and values has three runs; a plain shard has one.
 
     Args:
-        shape: of the whole tensor.
-        dim: that is sliced.
+        shape: shape of the whole tensor.
+        dim: dim that is sliced.
         runs: first and one past the last index of each slice, ascending and apart.
         copies: ranks that hold these slices alike, where fewer things are shared than ranks share
             them, such as key-value heads.
@@ -42,7 +42,7 @@ class Region:
 
     @property
     def numel(self) -> int:
-        """Elements of it."""
+        """Number of elements of that tensor."""
         return math.prod(self.local_shape)
 
 
@@ -65,7 +65,7 @@ def region_of(parameter: Tensor) -> Region | None:
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Of the tensor that a parameter holds a region of; its own where it is the whole."""
+    """Shape of the tensor that a parameter holds a region of; its own where it is the whole."""
     region = region_of(parameter)
     return tuple(parameter.shape) if region is None else region.shape
 
@@ -76,11 +76,12 @@ class Part:
 
     Args:
         value: the elements; contiguous.
-        shape: of the whole tensor.
-        start: of the first element, counted in the region, or in the whole where there is none.
-        owner: whose version counter tells of writes to the elements; None where the writer asks
-            `before_write` first.
-        region: that the elements are counted in; None for the whole.
+        shape: shape of the whole tensor.
+        start: index of the first element, counted in the region, or in the whole where there is
+            none.
+        owner: tensor whose version counter tells of writes to the elements; None where the writer
+            asks `before_write` first.
+        region: region that the elements are counted in; None for the whole.
     """
 
     value: Tensor
@@ -111,7 +112,7 @@ def part_of(tensor: Tensor) -> Part:
     """All that a tensor holds, as a part of its whole.
 
     Raises:
-        GulliverError: its elements lie apart.
+        GulliverError: the elements of the tensor are not contiguous.
     """
     region = region_of(tensor)
     if not tensor.is_contiguous():

@@ -28,13 +28,13 @@ class Presence(Enum):
     WHOLE = auto()
     """Here, all of them."""
     ARRIVING = auto()
-    """On their way."""
+    """Arriving: a buffer is there, and is being filled."""
     ABSENT = auto()
     """Elsewhere only: there is no buffer."""
 
 
 LEGAL_PRESENCE = (
-    (Presence.WHOLE, Presence.ARRIVING),  # a part was updated in its place, the rest is to come
+    (Presence.WHOLE, Presence.ARRIVING),  # the own shard was updated, the rest is to come
     (Presence.ABSENT, Presence.ARRIVING),  # a buffer was made for what comes
     (Presence.ARRIVING, Presence.WHOLE),  # all of it is there
     (Presence.WHOLE, Presence.ABSENT),  # used, and given back
@@ -47,8 +47,8 @@ class Resident:
 
     Attributes:
         presence: where its bytes are.
-        kept: it is needed again in the same pass: it stays once it is there.
-        held: a graph may refer to it: it stays until it is let go of by name.
+        kept: whether it is needed again in the same pass: it stays once it is there.
+        held: whether a graph may refer to it: it stays until it is let go of by name.
     """
 
     presence: Presence = Presence.WHOLE
@@ -62,7 +62,7 @@ class Resident:
 
 
 class Pass(Enum):
-    """What is under way."""
+    """The kind of pass that is under way."""
 
     NONE = auto()
     FORWARD = auto()
@@ -86,9 +86,9 @@ class Prefetcher:
     """Brings residents ahead of use and lets go of them.
 
     Args:
-        residents: in the order of use.
+        residents: residents in the order of use.
         mover: moves their bytes.
-        ahead: residents that are brought ahead of the one in use.
+        ahead: number of residents that are brought ahead of the one in use.
 
     Attributes:
         current: the pass under way.
@@ -131,7 +131,7 @@ class Prefetcher:
         """Ends a forward, with what is left of it.
 
         Args:
-            keep_last: a backward follows, which uses the last first.
+            keep_last: whether a backward follows, which uses the last first.
         """
         self.complete()
         if keep_last:
@@ -211,7 +211,7 @@ class Prefetcher:
             self.mover.release(passed)
 
     def _find(self, resident: Any) -> int | None:
-        """Place of a resident in the pass; starts the pass anew for one that it has behind it."""
+        """Index of a resident in the pass; starts the pass anew for one that it has behind it."""
         place = self._at.get(id(resident))
         if resident.presence is not Presence.ABSENT:
             return place

@@ -1,4 +1,4 @@
-"""In which order, and when, a step uses its parameters: recorded, not guessed.
+"""Records in which order, and when, a step uses its parameters.
 
 `UseRecorder` sees modules' calls, wherever parameters are, and takes the time. `AccessRecord` is
 the sequence of what a step does with chunks: uses, passes, gradients; it can be replayed.
@@ -28,7 +28,7 @@ def stamp(device: torch.device) -> Stamp:
 
 
 def seconds_between(begin: Stamp, end: Stamp) -> float:
-    """Between two stamps of one device; waits for the second."""
+    """Seconds between two stamps of one device; waits for the second."""
     if isinstance(begin, torch.cuda.Event):
         assert isinstance(end, torch.cuda.Event)
         end.synchronize()
@@ -59,8 +59,8 @@ class UseRecorder:
     """Notes the first use of parameters in a forward, and when their gradients come.
 
     Args:
-        model: whose modules' calls are noted.
-        names: of the parameters.
+        model: model whose modules' calls are noted.
+        names: names of the parameters.
     """
 
     def __init__(self, model: nn.Module, names: dict[nn.Parameter, str]) -> None:

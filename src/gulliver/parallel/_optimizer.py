@@ -44,7 +44,7 @@ class Counter:
 
     Args:
         value: the number.
-        dtype: of the tensor that holds it; None for a plain number.
+        dtype: dtype of the tensor that holds it; None for a plain number.
     """
 
     value: float | int | bool
@@ -52,11 +52,11 @@ class Counter:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Of a number, or of a tensor with one element."""
+        """Makes it from a number, or from a tensor with one element."""
         return cls(value.item(), value.dtype) if isinstance(value, Tensor) else cls(value)
 
     def to_value(self, device: torch.device | None = None) -> Any:
-        """As the optimizer keeps it."""
+        """Returns it as the optimizer keeps it: a number, or a tensor without dims on `device`."""
         if self.dtype is None:
             return self.value
         return torch.tensor(self.value, dtype=self.dtype, device=device)
@@ -195,7 +195,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         ]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of the inner optimizer.
+        """Takes one step of the inner optimizer.
 
         Raises:
             GulliverError: a closure was passed; the model's parameters are others than at boost.
@@ -289,7 +289,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Takes over what `export_state` and `other_state` gave, at any world size.
 
         Args:
-            state: by parameter name; whole.
+            state: whole tensors and counters, by parameter name.
             others: state of no parameter; None leaves what there is.
             exact: names that are known to be of parameters of the same shape and dtype. Where the
                 state is not spread over ranks, that of the others has to be of their shapes.
@@ -315,7 +315,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self._import_state(state, others, exact)
 
     def state_dtype(self, parameter: Tensor) -> torch.dtype:
-        """Of the state that belongs to a parameter."""
+        """Dtype of the state that belongs to a parameter."""
         return parameter.dtype
 
     @property
@@ -411,7 +411,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return self.whole_groups
 
     def canonical_names(self, model: nn.Module) -> dict[str, str]:
-        """By names in the model's state that are tied to others: those that state is kept by."""
+        """Tied names in the model's state, each with the name that optimizer state is kept by."""
         known = dict(model.named_parameters(remove_duplicate=False))
         return {n: self.names[p] for n, p in known.items() if self.names.get(p, n) != n}
 

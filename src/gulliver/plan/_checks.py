@@ -1,4 +1,4 @@
-"""Which values of a plan contradict each other, or the world: told with both lines.
+"""Refuses values of a plan that contradict each other, or the world: told with both lines.
 
 Only the plan is looked at. What a model does not allow is refused where there is one, in `booster`.
 """

@@ -34,7 +34,7 @@ class Mesh:
         axes: number of ranks along each axis, of `AXES`, outer to inner.
         torus: number of ranks along each axis that collectives go along step by step, slowest
             links first; empty sends straight from rank to rank.
-        rank_order: ranks in the order of their places on the torus; empty for 0, 1, 2 ...
+        rank_order: ranks as they fill the torus, the innermost axis first; empty for 0, 1, 2 ...
     """
 
     device: str = "cpu"

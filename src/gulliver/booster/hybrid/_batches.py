@@ -55,7 +55,7 @@ class Vocabulary:
         """Refuses what is out of the vocabulary, which one process finds as well.
 
         Raises:
-            GulliverError: naming the first.
+            GulliverError: a token or label is out of it; the first is named.
         """
         if not isinstance(batch, Mapping):
             return

@@ -38,12 +38,14 @@ NO_BLOCKS = (
 )
 
 
-def check_new(model: nn.Module) -> None:
-    """Refuses what was boosted before, while all ranks still have the same.
+def check_new(plan: Plan, model: nn.Module) -> None:
+    """Refuses what was boosted before, and adapters that no plan can be resolved for.
 
     Raises:
-        GulliverError: it was.
+        GulliverError: naming which.
     """
+    if plan.mesh.cuts_model:
+        check_virtual_tokens(model)
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
         raise GulliverError("the model is boosted already: boost each model once, or build it anew")
 
@@ -58,7 +60,7 @@ def check_cut(
     """Refuses what cannot be done, before anything is; it looks only.
 
     Raises:
-        GulliverError: naming what cannot, and what would be right.
+        GulliverError: something of the plan cannot be done; it names that, and what would be right.
     """
     family, mode = family_of(model), plan.sequence.mode
     dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
@@ -67,8 +69,6 @@ def check_cut(
     )
     sizes = tensor_size, pipeline_size, sequence_size
     check(Wanted(family, *sizes, mode, dtypes, anonymous=not dtypes))
-    if plan.mesh.cuts_model:
-        check_virtual_tokens(model)
     check_batch_norms(model, plan.mesh.of("pipeline"), mode)
     check_embeddings(model, plan.sequence.degree, plan.mesh.of("pipeline"))
     if optimizer is not None and optimizer.state:
@@ -101,7 +101,7 @@ def check_recompute(plan: Plan, model: nn.Module) -> None:
     """Refuses blocks that cannot be recomputed.
 
     Raises:
-        GulliverError: naming the first, and the nearest that can.
+        GulliverError: a path is of no block that can be recomputed; it names the nearest that is.
     """
     known = recomputable(plan, model) if plan.recompute else ()
     if plan.recompute and not known:

@@ -35,13 +35,13 @@ def check_compiled(
 
     Args:
         model: still whole.
-        plan: how its tensors are cut; None not at all.
+        plan: how its tensors are cut; None where they are not.
         lists: paths of its lists of blocks.
         style: schedule of the pipeline.
         mode: way to share its sequences.
 
     Raises:
-        GulliverError: naming the module and what would be right.
+        GulliverError: a module is refused; it is named, with what would be right.
     """
     for path, module in model.named_modules():
         if is_compiled(module):

@@ -77,12 +77,12 @@ def check_positions(
     """Refuses what drops in a way that is not drawn by position; looks only.
 
     Args:
-        model: still whole.
-        plan: how its tensors are cut; None not at all.
+        model: model that is still whole.
+        plan: how its tensors are cut; None where they are not.
         recomputed: paths of blocks whose forward transformers computes again, without their hooks.
 
     Raises:
-        GulliverError: naming it.
+        GulliverError: a module drops in such a way; it is named.
     """
     for path, module in model.named_modules():
         for name in _drops(path, module):

@@ -65,11 +65,11 @@ def generate(
     Settings that are not given are those of the model's generation_config.
 
     Args:
-        model: wired, with a head for the next token.
+        model: model that shares sequences, with a head for the next token.
         input_ids: prompts, ``[batch, length]``, the same on all ranks.
         attention_mask: 0 for padding, which must be on the left, ``[batch, length]``.
         max_new_tokens: most tokens to add.
-        max_length: or so many there are, with the prompt.
+        max_length: most tokens of a row with its prompt.
         eos_token_id: one or several tokens that end a row.
         pad_token_id: what ended rows are filled up with; by default the first `eos_token_id`.
         do_sample: draw instead of taking the likeliest.
@@ -169,7 +169,7 @@ def _tell(tokens: Tensor, rank_group: RankGroup) -> None:
 
 
 def _first(rank_group: RankGroup) -> int:
-    """How the group numbers the rank group's first rank."""
+    """Number that the process group gives the rank group's first rank."""
     return rank_group.group_order().index(0)
 
 

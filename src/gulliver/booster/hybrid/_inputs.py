@@ -50,12 +50,13 @@ class Opened:
 
     Attributes:
         call: what its attention is given.
-        targets: None where the model computes its loss itself, or none is asked for.
+        targets: what the loss needs; None where the model computes its loss itself, or none is
+            asked for.
         tail: last tokens whose logits are asked for, where not all are.
-        hold: the logits stay where they are.
-        as_tuple: the user asked for a tuple.
+        hold: whether the logits stay where they are.
+        as_tuple: whether the user asked for a tuple.
         shared: whether the sequence is cut at all.
-        balances: the routers' loss of all tokens is added.
+        balances: whether the routers' loss of all tokens is added.
     """
 
     call: Call
@@ -109,7 +110,7 @@ class Batch:
         """Refuses what no part of the library understands.
 
         Raises:
-            GulliverError: naming the argument.
+            GulliverError: an argument is not understood; it is named.
         """
         for name, value in self.kwargs.items():
             plain = value is None or isinstance(value, bool | int | float | str)
@@ -243,7 +244,7 @@ def check_length(groups: SequenceGroups, length: int) -> None:
     """Refuses sequences of which some rank would have nothing.
 
     Raises:
-        GulliverError: naming the least length.
+        GulliverError: the sequences are too short; the least length is named.
     """
     if min(groups.plan.lay(length).sizes()) == 0:
         least = next(

@@ -27,12 +27,12 @@ def check_hooks(model: nn.Module, plan: TensorPlan | None, mode: str | None) -> 
     """Refuses a user's hooks that would be lost, or would see a part of what they saw.
 
     Args:
-        model: still whole.
-        plan: how its tensors are cut; None not at all.
+        model: model that is still whole.
+        plan: how its tensors are cut; None where they are not.
         mode: sequence mode; None where sequences are whole.
 
     Raises:
-        GulliverError: naming the module and what would be right.
+        GulliverError: a module is refused; it is named, with what would be right.
     """
     if plan is not None:
         _check_replaced(model, plan)
@@ -80,7 +80,7 @@ def _check_beneath(model: nn.Module, paths: Iterable[str], why: str) -> None:
 
 
 def _users(hooks: Iterable[Any]) -> list[Any]:
-    """Those that no library has registered for its own ends."""
+    """The hooks that the user has registered, not a library for its own ends."""
     return [hook for hook in hooks if _module_of(hook).partition(".")[0] not in LIBRARIES]
 
 
@@ -114,7 +114,7 @@ def check_batch_norms(model: nn.Module, pp_size: int, mode: str | None) -> None:
     """Refuses statistics that would be those of a part of the batch.
 
     Raises:
-        GulliverError: naming the module.
+        GulliverError: a module is refused; it is named.
     """
     for path, module in model.named_modules() if pp_size > 1 or mode is not None else ():
         counts = isinstance(getattr(module, "running_mean", None), Tensor)
@@ -131,7 +131,7 @@ def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
     """Refuses options of embeddings that count or renormalize what the whole batch looks up.
 
     Raises:
-        GulliverError: naming the module.
+        GulliverError: a module is refused; it is named.
     """
     for path, module in model.named_modules():
         if not isinstance(module, nn.Embedding):
@@ -152,7 +152,7 @@ def check_virtual_tokens(model: nn.Module) -> None:
     """Refuses PEFT's prompt and prefix tuning in a model that is cut.
 
     Raises:
-        GulliverError: naming the method.
+        GulliverError: the model has such an adapter; its method is named.
     """
     if hugging_face_of(model) is model:
         return

@@ -45,7 +45,7 @@ def check_lazy(model: nn.Module, weights: Path | None) -> None:
     """Refuses a model on meta that nothing would fill.
 
     Raises:
-        GulliverError: naming a parameter or a buffer.
+        GulliverError: a parameter or a buffer would stay empty; it is named.
     """
     for name, buffer in model.named_buffers():
         if buffer.is_meta:

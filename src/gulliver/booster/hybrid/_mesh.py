@@ -22,7 +22,7 @@ class HybridMesh:
     """This rank's partners along each axis.
 
     Attributes:
-        sizes: of the axes, outer to inner.
+        sizes: number of ranks along each axis, outer to inner.
         pipeline: ranks that hold the stages of one model, first stage first.
         data: ranks that hold the same parameters and read different samples.
         sequence: ranks that share the sequences of one batch.
@@ -43,7 +43,7 @@ class HybridMesh:
 
     @property
     def place(self) -> dict[str, int]:
-        """Where this rank is on each axis."""
+        """This rank's number on each axis."""
         rank_groups = (self.pipeline, self.data, self.sequence.all, self.tensor)
         return {name: rank_group.rank for name, rank_group in zip(AXES, rank_groups, strict=True)}
 
@@ -72,7 +72,7 @@ def check_size(name: str, size: object) -> None:
     """Refuses what is no number of ranks or parts.
 
     Raises:
-        GulliverError: naming the argument.
+        GulliverError: `size` is no whole number of at least 1; the argument is named.
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise GulliverError(f"{name} must be a whole number of at least 1, not {size!r}")
@@ -82,9 +82,9 @@ def make_mesh(sizes: Mapping[str, int], sequence: SequencePlan, device_type: str
     """Makes all groups of a grid, once; every rank of the world calls it.
 
     Args:
-        sizes: as of `size_axes`.
-        sequence: of the sequence axis; its degree is that axis's size.
-        device_type: of the tensors.
+        sizes: sizes of the axes, as `size_axes` gives them.
+        sequence: plan of the sequence axis; its degree is that axis's size.
+        device_type: device type of the tensors.
     """
     assert sequence.degree == sizes["sp"], "the sequence plan is of the sequence axis"
     axes = make_axes(sizes, device_type=device_type)

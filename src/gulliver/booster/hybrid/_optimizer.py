@@ -35,13 +35,14 @@ class HybridOptimizer(ZeroOptimizer):
 
     Args:
         inner: the user's optimizer, its groups rewritten to this rank's parameters.
-        names: of this rank's trainable parameters, as the whole model names them.
-        mesh: of the run.
+        names: names of this rank's trainable parameters, as the whole model has them.
+        mesh: mesh of the run.
         whole_groups: names of all parameters of each group, of all ranks, in the model's order.
-        pipeline_stage: that this rank has of the model; None where it is not cut into stages.
+        pipeline_stage: the stage of the model that this rank has; None where it is not cut into
+            stages.
         zero_stage: what is sharded over the replicas.
-        asleep: frozen parameters that the user's optimizer had: they must stay frozen.
-        options: of `ZeroOptimizer`.
+        asleep: frozen parameters in the groups of the user's optimizer: they must stay frozen.
+        options: further arguments of `ZeroOptimizer`.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class HybridOptimizer(ZeroOptimizer):
         return_outputs: bool,
         weight: str | Callable[[Any], float] | None = None,
     ) -> dict[str, Any]:
-        """One batch through the pipeline; see `Booster.execute_pipeline`."""
+        """Runs one batch through the pipeline; see `Booster.execute_pipeline`."""
         assert self.pipeline is not None, "the model is not cut into stages"
         for sharded in self.everything:
             sharded.chunk.check_parameters()  # here and not in mid-schedule: on all stages alike
@@ -112,7 +113,7 @@ class HybridOptimizer(ZeroOptimizer):
         of them: ranks would show different losses.
 
         Args:
-            term: of one parameter, or of this rank's part of it: a sum over its elements.
+            term: function of one parameter, or of this rank's part of it: a sum over its elements.
 
         Returns:
             The same number on all ranks of a model, with this rank's gradients.
@@ -138,7 +139,7 @@ class HybridOptimizer(ZeroOptimizer):
         return self.mesh.tensor.rank == 0 and name not in self.written_elsewhere
 
     def _weight(self, name: str, parameter: nn.Parameter) -> float:
-        """What this rank's values count in a sum over all shards."""
+        """Weight of this rank's values in a sum over all shards: 1 / number of ranks with them."""
         region = region_of(parameter)
         ranks = self.mesh.tensor.size if region is None else region.copies
         return 1.0 / (ranks * self._copies.get(name, ALONE).size)
@@ -157,7 +158,7 @@ class HybridOptimizer(ZeroOptimizer):
         self.pipeline_stage.sum_tied(gradients)
 
     def _squared_norm(self) -> Tensor:
-        """Of the mean gradient of the whole model, float64."""
+        """The squared norm of the whole model's mean gradient: float64, the same on all ranks."""
         total = torch.zeros((), dtype=torch.float64, device=self.chunks[0].chunk.device)
         for sharded in self.chunks:
             shard = sharded.gradient_shard

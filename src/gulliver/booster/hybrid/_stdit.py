@@ -82,8 +82,8 @@ def wire_stdit(
         show: told of each choice, on the first rank of a sequence.
 
     Raises:
-        GulliverError: another model, one that is wired already, a mode or scheme that is not known
-            or not possible.
+        GulliverError: another model, one that shares clips already, a mode or scheme that is not
+            known or not possible.
     """
     if not isinstance(model, STDiT3):
         raise GulliverError(f"only an STDiT3 can be wired so, not {type(model).__name__}")
@@ -113,7 +113,7 @@ def wire_stdit(
 
 
 class Wiring:
-    """What the parts of a wired model share; copies of the model share it, too."""
+    """What the blocks of a model that shares clips have in common; its copies share it, too."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Where the tokens of a clip are cut, and how attention reaches over the cut.
 
-Tokens [B, T, S, C] are cut along their places or along their frames. Attention along the other dim
-needs nobody else; attention along the cut runs
+Tokens [B, T, S, C] are cut along the spatial dim S or the temporal dim T. Attention along the other
+dim needs nobody else; attention along the cut runs
 
 - by *swap*: the whole attention with the other dim cut instead, an all-to-all before it and one
   after it (Zhao et al., DSP: Dynamic Sequence Parallelism, 2024). With M bytes of tokens on a rank
@@ -86,9 +86,9 @@ class Clip:
     """The tokens of a call.
 
     Attributes:
-        batch: B.
-        frames: T.
-        places: S.
+        batch: clips in the batch, B.
+        frames: tokens along the temporal dim, T.
+        places: tokens along the spatial dim, S.
     """
 
     batch: int
@@ -96,7 +96,7 @@ class Clip:
     places: int
 
     def size(self, dim: int) -> int:
-        """Tokens along `FRAMES` or `PLACES`."""
+        """Tokens along the temporal dim (`FRAMES`) or the spatial one (`PLACES`)."""
         return self.frames if dim == FRAMES else self.places
 
     def attention(self, dim: int, width: Width) -> Shape:
@@ -185,7 +185,7 @@ def choose_scheme(
 
 
 def _ways(width: Width, plan: SequencePlan, mode: str) -> list[By]:
-    """Those of a mode that the heads suffice for."""
+    """The ways of a mode for which there are enough heads."""
     ways: list[By] = [by for by in WAYS[mode] if by == "swap" or plan.ulysses <= width.heads]
     if not ways:
         raise GulliverError(
@@ -200,7 +200,7 @@ def _predict(
 ) -> Predicted:
     costs = _Costs(clip, width, plan, cluster)
     cut, other = scheme.cut, FRAMES + PLACES - scheme.cut
-    # The attention that stays at home, then the one along the cut.
+    # The attention that stays on the rank, then the one along the cut.
     seconds = costs.linears(cut) + costs.own(cut) + costs.attention(cut, other)
     if scheme.by == "swap":
         seconds += costs.own(other) + costs.attention(other, cut) + 4 * costs.swap()

@@ -89,7 +89,7 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = 
 
     Args:
         model: model of transformers.
-        groups: ranks that share a sequence; where it is one rank, only the loss is wired.
+        groups: ranks that share a sequence; where it is one rank, only the loss is replaced.
         tensor: ranks that share the tensors.
 
     Raises:
@@ -141,13 +141,13 @@ def _check_unwired(model: nn.Module) -> None:
 
 
 def keep_logits(model: nn.Module, keep: bool = True) -> None:
-    """Whether a wired model brings its logits together in training with labels, too.
+    """Sets whether a model that shares sequences gathers its logits in training with labels too.
 
     For criteria that are given labels and logits both.
 
     Args:
-        model: wired or not.
-        keep: or only where a loss cannot be had otherwise.
+        model: model that shares sequences, or another, which is left alone.
+        keep: whether it does so always; False only where a loss cannot be had otherwise.
     """
     wiring: Wiring | None = getattr(model, "gulliver_wiring", None)
     if wiring is not None:
@@ -156,7 +156,7 @@ def keep_logits(model: nn.Module, keep: bool = True) -> None:
 
 @contextmanager
 def gathered_logits(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Inside, a wired model brings its logits together if they are wanted."""
+    """Lets a model that shares sequences gather its logits inside, if they are wanted."""
     wiring: Wiring | None = getattr(model, "gulliver_wiring", None)
     if wiring is None or not wanted:
         yield
@@ -360,7 +360,7 @@ def check_dropout(model: nn.Module, known: Sequences) -> None:
     """Refuses what is dropped at random where ranks would have to choose alike.
 
     Raises:
-        GulliverError: naming the setting.
+        GulliverError: the model drops something; the setting is named.
     """
     config: Any = model.config
     for name in known.dropouts:

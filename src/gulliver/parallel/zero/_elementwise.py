@@ -1,4 +1,4 @@
-"""Which optimizers may step what a rank has: shards, slices of tensors, or whole parameters.
+"""Tells which optimizers may step shards, slices of tensors, or whole parameters only.
 
 Torch's element-wise optimizers step anything. Others are right where they get what they would get
 in one process: every parameter whole, all of them in one call.
@@ -56,14 +56,14 @@ def check_optimizer(
     """Refuses an optimizer that would be given less than it needs.
 
     Args:
-        optimizer: of the user.
-        stage: of ZeRO; from 1 on each rank steps shards.
+        optimizer: optimizer of the user.
+        stage: stage of ZeRO; from 1 on each rank steps shards.
         assume_elementwise: take the user's word for an optimizer that is not known.
         tp_size: ranks that share each tensor, of which each steps slices.
         pp_size: stages, of which each steps its own parameters only.
 
     Raises:
-        GulliverError: naming the optimizer and what to use.
+        GulliverError: the optimizer would be given less than it needs; it says what to use.
     """
     name = type(optimizer).__name__
     if _is_torchs(optimizer) and name in NEVER:

@@ -1,9 +1,9 @@
-"""From shards to parameters: who asks for a chunk waits for just that chunk.
+"""Gathers parameters from the shards: who asks for a chunk waits for just that chunk.
 
 With stages 0 to 2 a step gathers every chunk once, in the order of use. With stage 3 parameters
 come and go in passes, see `gulliver.memory._prefetch`: touching a chunk issues the gathers up to it
 and a few ahead, in one order on all ranks. In a backward, though, gradients are reduced between the
-gathers, when a chunk is complete: ranks that differ in whole chunks would reduce at another place,
+gathers, when a chunk is complete: ranks that differ in whole chunks would reduce at another time,
 and are told (see `comm/_ledger.py`).
 
 [Note: reading] Touching is noticed by `gulliver.memory.mark_pending`, not by hooks of modules:
@@ -11,6 +11,16 @@ whoever reads a parameter waits for it, in a forward or not. Outside of passes a
 as for a state dict, it is a copy that is read, so that nothing has to be given back; what is
 written there is written to the shards. ``parameter.data`` may be written later; its version
 counter tells, which is looked at before anything is gathered.
+
+[Note: writes through .data] A write through ``parameter.data`` does not move the version counter of
+the parameter, and no hook sees it. Below stage 3, without float32 copies, it needs no notice: the
+shard is a view of the parameters, so the write is in what is stepped. With stage 3 the shard is a
+tensor of its own, and the written buffer is about to be given back. So values are compared: before
+a chunk is given back, gathered over or stepped, each rank looks at its own part of the buffer, and
+takes what differs from the shard (`Chunk.take_writes`). Only what differs, because a float32 copy
+has more bits than the parameters. As every rank looks at its own part only, a write has to be made
+on all ranks alike. Where the chunk is absent, ``parameter.data`` is a copy that nothing lies in to
+be compared; the copy's own version counter is asked instead (`settle_lent`).
 
 It does not know of gradients.
 """
@@ -51,9 +61,9 @@ class Gatherer:
     """Brings parameters of chunks to every rank, ahead of use where it can.
 
     Args:
-        chunks: in the order of use.
+        chunks: all chunks, in the order of use.
         sharded: whether parameters are given back after use (stage 3).
-        group: ranks that own the parts.
+        group: process group of the ranks that own the shards.
         ahead: chunks that are gathered ahead of the one in use (stage 3).
         overlap: False waits for every gather at once, for comparison.
 
@@ -320,7 +330,7 @@ class Gatherer:
         """Brings what was written to ``parameter.data`` to the shards.
 
         Raises:
-            GulliverError: it was written after a step that changed the parameter.
+            GulliverError: such a copy was written after a step that changed the parameter.
         """
         if not self.lent:
             return
@@ -393,7 +403,7 @@ class Gatherer:
 
 
 class _Lent:
-    """What was given out as ``parameter.data``, while somebody has it."""
+    """A copy that was given out as ``parameter.data``, while somebody has it."""
 
     __slots__ = ("data", "parameter", "step", "version")
 

@@ -1,4 +1,4 @@
-"""What a loop does to the groups of a sharded optimizer: options may change, members may not.
+"""Watches the groups of a sharded optimizer: their options may change, their members may not.
 
 The groups show this rank's pieces, not the parameters, so moving one elsewhere means nothing. What
 the options say has to be the same on all ranks, since each steps its shards with its own.
@@ -34,7 +34,7 @@ class GroupWatch:
 
     Args:
         inner: the user's optimizer.
-        group: ranks that step shards of the same parameters.
+        group: process group of the ranks that step shards of the same parameters.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, group: Group) -> None:
@@ -57,7 +57,7 @@ class GroupWatch:
         """Refuses groups with other members, on this rank.
 
         Raises:
-            GulliverError: they have.
+            GulliverError: a group has other members than at boost.
         """
         if self.is_moved():
             raise GulliverError(MOVED)

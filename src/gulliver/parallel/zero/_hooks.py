@@ -82,7 +82,7 @@ class _Calls:
 
 
 def watch_calls(model: nn.Module, shards: ShardedState) -> None:
-    """Registers what the stage needs."""
+    """Registers the hooks that the stage needs on a model."""
     _hide_from_compilers()
     for module in model.modules():
         if is_compiled(module):
@@ -98,7 +98,7 @@ def watch_calls(model: nn.Module, shards: ShardedState) -> None:
 
 
 def _wait_before(module: nn.Module, shards: ShardedState) -> None:
-    """Lets the compiled call of a module wait for its parameters; once, also after boost."""
+    """Lets the compiled call of a module wait for its parameters; once, after boost too."""
     inner = compiled_call(module)
     if inner is not None and not hasattr(inner, "_waits"):
         call = _after(_waiting(module, shards), inner)

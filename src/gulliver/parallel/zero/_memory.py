@@ -141,7 +141,7 @@ class _Replay:
         self.counter.add(PARAMETERS, sum(held))
 
     def run(self, events: Sequence[Event]) -> None:
-        """One step, and what is forgotten after it."""
+        """Replays one step, and what is forgotten after it."""
         for what, number in events:
             if what in ("collecting", "reduced"):
                 getattr(self, what)(self.chunks[number])

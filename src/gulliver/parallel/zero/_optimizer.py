@@ -11,6 +11,11 @@ carries the first chunks' parameters while the others are updated, and the next 
 most of them are still on their way. Only clipping needs all gradients first: one number is
 exchanged for it. With stages 0 and 3 nothing follows an update, and the chunk that is used first is
 the last to be reduced: one call of the optimizer for all is as early, and cheaper.
+
+[Note: order of updates] Backward completes the last chunk first, so in that order the first update
+could begin earlier. But the gathers would be issued in it too, and the parameters that the next
+forward waits for first would be sent last. In the order of use the forward's first chunk is sent
+first; the price is that the first update waits for the reduction that was issued last.
 """
 
 from __future__ import annotations
@@ -60,10 +65,10 @@ class ZeroOptimizer(BoostedOptimizer):
         stage: 0 shards nothing; 1 the optimizer's state, and keeps whole gradient buffers between
             steps; 2 frees each when it is reduced, and so reduces at every backward, inside
             `no_sync` too, adding up shards; 3 parameters as well, gathered ahead of use.
-        chunk_bytes: size of a chunk.
-        max_norm: clips to this global norm in every step.
-        group: ranks to shard over; None for all.
-        assume_elementwise: take the user's word for an optimizer that is not known.
+        chunk_bytes: size of a chunk, in bytes.
+        max_norm: global norm that gradients are clipped to in every step; infinite for none.
+        group: process group to shard over; None for all ranks.
+        assume_elementwise: whether to take the user's word for an optimizer that is not known.
         frozen: parameters of the model that are not trained, with their names; stage 3 shards them.
         ahead: chunks that stage 3 gathers ahead of the one in use.
         overlap: False waits for every collective at once; for comparison, with the same results.
@@ -117,7 +122,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def stage(self) -> int:
-        """What is sharded, 0 to 3."""
+        """Stage of ZeRO, 0 to 3."""
         return self.shards.stage
 
     @property
@@ -127,17 +132,17 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def rank(self) -> int:
-        """Place of this process among them."""
+        """Rank of this process among them."""
         return self.shards.rank
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Number of ranks that it is sharded over."""
         return self.shards.size
 
     @property
     def gives_back(self) -> bool:  # type: ignore[override]
-        """With stage 3, which keeps shards only."""
+        """Whether parameters are given back after use: with stage 3, which keeps shards only."""
         return self.stage == 3
 
     @property
@@ -147,7 +152,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of a chunk."""
+        """Size of a chunk, in bytes."""
         return self.shards.chunk_bytes
 
     @property
@@ -175,7 +180,7 @@ class ZeroOptimizer(BoostedOptimizer):
         return self.shards.reducer
 
     def _watch_inner(self) -> None:
-        """Loops that go on using the optimizer from before boost must not do nothing silently."""
+        """Refuses steps of the optimizer from before boost, which would do nothing silently."""
 
         def refuse(*_: Any) -> None:
             if not self._stepping:
@@ -363,7 +368,7 @@ class ZeroOptimizer(BoostedOptimizer):
         return norm
 
     def _squared_norm(self) -> Tensor:
-        """Of the mean gradient, float64."""
+        """The squared norm of the mean gradient: a float64 scalar, the same on all ranks."""
         total = torch.zeros((), dtype=torch.float64, device=self.chunks[0].chunk.device)
         for shard in self._gradient_shards():
             total += torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2
@@ -417,7 +422,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def _writer(self) -> _saved.Writes:
-        """Who saves what, where no rank has the whole model."""
+        """Says which names this rank saves, where no rank has the whole model; else None."""
         return None if self.has_whole_model else self.writes
 
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
@@ -434,7 +439,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def has_whole_state(self) -> bool:
-        """At stage 0, unless the model itself is cut."""
+        """Whether every rank has all state: at stage 0, unless the model itself is cut."""
         return self.parts == 1 and self.has_whole_model
 
     def make_state(self, entries: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Leaf]:
@@ -488,5 +493,5 @@ def export_leaves(optimizer: ZeroOptimizer) -> Saved:
 def import_leaves(
     optimizer: ZeroOptimizer, entries: Mapping[str, Mapping[str, Any]]
 ) -> dict[tuple[str, str], Leaf]:
-    """As `make_state`, for what `export_leaves` gave: float32 copies are to be filled, too."""
+    """Gives the tensors to fill for what `export_leaves` gave: state, and float32 copies too."""
     return _saved.import_leaves(optimizer.shards, entries, optimizer.has_whole_state)

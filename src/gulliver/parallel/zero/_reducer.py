@@ -1,8 +1,24 @@
-"""How gradients travel: from the chunk in which backward adds them up to the shards of the ranks.
+"""Reduces gradients: from the chunk in which backward adds them up to the shards of the ranks.
 
-Read `Phase` in `_sharded.py` first, then `GradientReducer.backward`, `_gradient_ready`, `_reduce`
+Read `Phase` in `_sharded.py` first, then `GradientReducer.backward`, `_ready_hook`, `_reduce`
 and `land`. A reduction travels while backward, and whatever follows it, goes on; whoever needs its
 result lands it.
+
+[Note: gradients leave the parameters] The obvious way is to leave gradients in ``parameter.grad``
+and to reduce them in the step. Then nothing would hide the messages, and whole gradients of all
+parameters would be there at once. So a chunk is reduced as soon as its gradients are complete,
+while backward computes those of earlier layers; from stage 2 on its buffer goes back to the pool
+after that. From then on a parameter has nothing true to show, but at stage 0 when the reduction has
+ended: what this rank added up is no mean, and its memory may hold other gradients. So at all stages
+a `ReducedGradient` stands there, which refuses norms and changes in place.
+
+[Note: order of the sum] Sums of floats depend on the order of their terms. A ring adds each
+element's terms in an order that depends on where in the buffer it lies, so the bits of a run would
+change with the size of chunks, which tuning picks by measured times. So over gloo terms are added
+in the order of the ranks wherever an element lies (`comm/_exchange.py`), and gloo's own ring is
+allowed between two ranks only, whose sum is the same either way. Updates are element by element, so
+the cut shows nowhere else but in the last bits of a norm, which is added up chunk by chunk, in
+float64.
 
 [Note: one order on all ranks] Ranks may differ in which parameters a backward touches and when, yet
 collectives must be issued in one order everywhere. So chunks are reduced strictly from the last to
@@ -45,10 +61,10 @@ class GradientReducer:
     """Reduces the gradients of chunks to shards while backward goes on.
 
     Args:
-        chunks: of trained parameters, in the order of use.
-        stage: 0 reduces whole buffers on every rank; 1 keeps the chunks' gradient buffers; from 2
-            on each is freed when it is reduced.
-        group: ranks to average over; None for all.
+        chunks: chunks of trained parameters, in the order of use.
+        stage: stage of ZeRO: 0 reduces whole buffers on every rank; 1 keeps the chunks' gradient
+            buffers; from 2 on each is freed when it is reduced.
+        group: process group to average over; None for all ranks.
         overlap: False waits for every reduction at once, for comparison.
     """
 
@@ -75,7 +91,7 @@ class GradientReducer:
             ]
 
     def _before_hook(self, name: str) -> Callable[[object], None]:
-        """Called before autograd adds to a parameter: its gradient must be a view of the buffer.
+        """Makes the hook before autograd adds to a parameter: the gradient must be a view then.
 
         It runs for every parameter in every backward, so the usual case calls nothing: the chunk
         collects, and the parameter has no gradient yet, or its view.
@@ -95,7 +111,7 @@ class GradientReducer:
         return before
 
     def _ready_hook(self, name: str) -> Callable[[object], None]:
-        """Called after: places the gradient, and reduces the chunks that are complete in turn."""
+        """Makes the hook after it: places the gradient, and reduces complete chunks in turn."""
         sharded = self._home[name]
         place, waiting = sharded.chunk.place_gradient, sharded.waiting
 
@@ -118,7 +134,7 @@ class GradientReducer:
 
     @contextmanager
     def backward(self, reduce: bool) -> Iterator[None]:
-        """One backward; with `reduce` all its gradients are on their way when it ends.
+        """Wraps one backward; with `reduce` all its gradients are on their way when it ends.
 
         A backward outside of this context, or without `reduce`, only adds up; `settle` or the next
         one that reduces brings it all.
@@ -190,7 +206,7 @@ class GradientReducer:
         return self._settled
 
     def unsettle(self) -> None:
-        """The settled gradients were made use of; others may come."""
+        """Notes that the settled gradients were made use of, and that others may come."""
         self._settled = False
 
     def forget(self, set_to_none: bool = True) -> None:
@@ -223,7 +239,7 @@ class GradientReducer:
         return sharded.chunk.layout.parts == 1 and not sharded.chunk.has_master
 
     def _before_gradient(self, name: str) -> None:
-        """Lets a chunk collect, and a parameter have no stand-in where autograd adds to it."""
+        """Lets a chunk collect, and takes the stand-in away where autograd is about to add."""
         home = self._home[name]
         if self._settled and not self._reducing:
             raise GulliverError(
@@ -252,7 +268,7 @@ class GradientReducer:
             self._next -= 1
 
     def open_gradient(self, name: str) -> torch.Tensor:
-        """What backward has added up for a parameter and nobody has reduced, to be changed.
+        """Returns what backward has added up for a parameter, not reduced yet, to be changed.
 
         Zeros where nothing came: then it counts as used from here on.
         """
@@ -295,6 +311,7 @@ class GradientReducer:
             if self._whole(sharded):
                 buffer = chunk.take_gradient()
             else:
+                # The optimizer steps float32: an all-reduce has no wider sum, so float32 travels.
                 buffer = chunk.pool.take(chunk.layout.size, dtype, chunk.device, GRADIENTS)
                 buffer.copy_(chunk.gradient)
             why = sharded.purpose("reduces", "in a backward")

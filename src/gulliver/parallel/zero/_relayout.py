@@ -24,8 +24,8 @@ def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bo
 
     Args:
         shards: state between steps, without gradients.
-        order: of the parameters' names; of use, from the first.
-        chunk_bytes: size of a chunk.
+        order: names of the parameters in the order of use.
+        chunk_bytes: size of a chunk, in bytes.
 
     Returns:
         Whether anything changed.

@@ -98,7 +98,7 @@ def _share(shards: ShardedState, leaf: Leaf) -> Part | None:
 
 
 def _homes(shards: ShardedState, sharded: ShardedChunk) -> Iterator[tuple[str, Leaf]]:
-    """This rank's part of a chunk's parameters, as the optimizer steps it."""
+    """This rank's pieces of a chunk's parameters, as the optimizer steps them."""
     chunk = sharded.chunk
     for piece in chunk.layout.pieces(chunk.part):
         parameter = chunk.parameters[piece.name]
@@ -187,9 +187,9 @@ def make_state(
     """Gives the optimizer state of the kinds that a checkpoint has, to be filled.
 
     Args:
-        shards: whose optimizer's state is replaced.
-        entries: by parameter and kind; counters, or whatever stands for a tensor.
-        whole: every rank has all state of each parameter, which may be of any shape.
+        shards: sharded state whose optimizer's state is replaced.
+        entries: counters, or whatever stands for a tensor, by parameter and kind.
+        whole: whether every rank has all state of each parameter, which may be of any shape then.
 
     Returns:
         The tensors to fill, by parameter and kind.
@@ -245,7 +245,7 @@ def export_leaves(shards: ShardedState, writes: Writes) -> Saved:
 def import_leaves(
     shards: ShardedState, entries: Mapping[str, Mapping[str, Any]], whole: bool
 ) -> dict[tuple[str, str], Leaf]:
-    """As `make_state`, for what `export_leaves` gave: float32 copies are to be filled, too."""
+    """Gives the tensors to fill for what `export_leaves` gave: state, and float32 copies too."""
     state = {n: {k: v for k, v in found.items() if k != MASTER} for n, found in entries.items()}
     wanted = make_state(shards, state, whole)
     before_write(sharded.chunk.home for sharded in shards.chunks)

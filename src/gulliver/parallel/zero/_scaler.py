@@ -10,12 +10,13 @@ class LossScaler:
     """The factor that keeps small gradients from vanishing in float16.
 
     Attributes:
-        scale: of the next loss.
-        growth: the scale is multiplied by it after `interval` steps without overflow.
-        backoff: and by this after an overflow, whose step is skipped.
-        interval: steps.
-        smallest: the scale does not fall below.
-        largest: nor rise above.
+        scale: factor of the next loss.
+        growth: factor of the scale after `interval` steps without overflow.
+        backoff: factor of the scale after an overflow, whose step is skipped.
+        interval: number of steps without overflow after which the scale grows.
+        smallest: least value of the scale.
+        largest: greatest value of the scale.
+        good_steps: number of steps since the last overflow or growth.
     """
 
     scale: float = 2.0**16

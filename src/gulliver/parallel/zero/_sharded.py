@@ -1,6 +1,6 @@
-"""A chunk of ZeRO: where its parameters and its gradients are, and which of it this rank owns.
+"""A chunk of ZeRO: where its parameters and gradients are, and the shard that this rank owns.
 
-Two small state machines in one place: `Phase` here, and `Presence` of `gulliver.memory`. Who moves
+Two small state machines together: `Phase` here, and `Presence` of `gulliver.memory`. Who moves
 them: the gradients `_reducer.py`, the parameters `_gatherer.py`.
 """
 
@@ -24,7 +24,7 @@ class Phase(Enum):
     COLLECTING = auto()
     """Being added up in the chunk's buffer."""
     REDUCING = auto()
-    """On their way from the buffer to the shards."""
+    """Travelling from the buffer to the shards."""
 
 
 LEGAL = (
@@ -51,15 +51,16 @@ class ShardedChunk(Resident):
     Frozen parameters have chunks too where parameters are sharded; those have no pieces.
 
     Attributes:
-        chunk: buffers of it.
-        pieces: places of this rank's pieces, and the tensors that the optimizer steps.
+        chunk: the chunk in memory, with its buffers.
+        pieces: this rank's pieces: which part of which parameter, and the flat tensor that the
+            optimizer steps.
         stand_ins: what the pieces have for gradients outside of a step.
         waiting: parameters that the present backward has not reached yet.
-        gradient_shard: this rank's part of the mean gradient.
+        gradient_shard: this rank's shard of the mean gradient, flat; None without any.
         incoming: buffer that a reduction under way writes.
-        number: its place among the optimizer's chunks, counted from another one for each
-            optimizer.
-        placed: parameters of which optimizer state lies in the chunk's buffers.
+        number: index among the optimizer's chunks, counted from a start that differs between
+            optimizers.
+        placed: names of parameters whose optimizer state lies in the chunk's buffers.
     """
 
     chunk: Chunk
@@ -101,7 +102,7 @@ class ShardedChunk(Resident):
             owned.grad = stand_in
 
     def purpose(self, verb: str, why: str) -> Purpose:
-        """What a collective of it is for; that of another chunk, or reason, is not taken for it."""
+        """Purpose of a collective of this chunk, which another chunk or reason is not taken for."""
         found = self._purposes.get((verb, why))
         if found is None:
             first = self.chunk.layout.slots[0].name

@@ -1,4 +1,4 @@
-"""What a rank has of a model that ZeRO shards: chunks, its pieces of them, groups and their state.
+"""The sharded state of a rank: chunks of a model, its pieces of them, groups and their state.
 
 It says how parameters are cut into chunks, puts this rank's pieces where the user's optimizer has
 had whole parameters, and keeps the two engines that move what chunks hold: `GradientReducer` and
@@ -34,9 +34,9 @@ class ShardedState:
         inner: the user's optimizer; its groups are changed to hold this rank's pieces.
         names: trainable parameters of the model in its order, with their names.
         frozen: parameters that are not trained but sharded, with their names.
-        stage: 0 to 3, see `ZeroOptimizer`.
-        chunk_bytes: size of a chunk.
-        group: ranks to shard over; None for all.
+        stage: stage of ZeRO, 0 to 3, see `ZeroOptimizer`.
+        chunk_bytes: size of a chunk, in bytes.
+        group: process group to shard over; None for all ranks.
         ahead: chunks that stage 3 gathers ahead of the one in use.
         overlap: False waits for every collective at once.
 
@@ -131,7 +131,7 @@ class ShardedState:
         return self.settled(chunk, trained)
 
     def settled(self, chunk: Chunk, trained: bool) -> ShardedChunk:
-        """A chunk with its shard, and with this rank's pieces as parameters for the optimizer."""
+        """Makes a chunk's shard, and this rank's pieces of it as parameters for the optimizer."""
         chunk.settle_home(self.home_dtype(chunk.dtype, trained), separate=self.stage == 3)
         if self.stage == 3:
             chunk.release()
@@ -154,6 +154,7 @@ class ShardedState:
             for old in self.everything:
                 old.chunk.discard()
         self.everything = list(chunks)
+        # Optimizers of one model count from different numbers: by them collectives are told apart.
         first = crc32(chunks[0].chunk.layout.slots[0].name.encode()) if chunks else 0
         for number, sharded in enumerate(chunks, first):
             sharded.number = number
@@ -195,9 +196,9 @@ class ShardedState:
     def turns(self) -> list[list[int]]:
         """Numbers of the chunks that are stepped together.
 
-        Where a chunk's gather goes on while the next is stepped, one by one; and where a checkpoint
-        may still be copying the others. An optimizer that is not known may look at all parameters
-        at once, or count its calls.
+        One by one where a chunk's gather goes on while the next is stepped, and where a checkpoint
+        may still be copying the others; else all in one call, which an optimizer that is not known
+        gets always: it may look at all parameters at once, or count its calls.
         """
         numbers = list(range(len(self.chunks)))
         gathers = self.stage in (1, 2) and self.size > 1
@@ -208,8 +209,8 @@ class ShardedState:
     def place_state(self, sharded: ShardedChunk) -> None:
         """Moves the state of a chunk's pieces into buffers of the chunk; see `Chunk`.
 
-        Of torch's element-wise optimizers, which write their state in place; others may exchange
-        theirs for new tensors in every step, so it stays where it is.
+        Only that of torch's element-wise optimizers is moved: they write their state in place.
+        Others may exchange theirs for new tensors in every step, so it stays where it is.
         """
         if not self.by_chunk:
             return
@@ -230,7 +231,7 @@ class ShardedState:
                     state[key] = view.view(value.shape)
 
     def place_new_state(self, sharded: ShardedChunk, used: set[str]) -> None:
-        """Does so after a step, where pieces were stepped that had no state before."""
+        """Moves state after a step, where pieces were stepped that had no state before."""
         if len(sharded.placed) < len(sharded.pieces) and self.by_chunk:
             new = {piece.name for piece, _ in sharded.pieces} & used - sharded.placed
             if new:

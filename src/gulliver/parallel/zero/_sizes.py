@@ -45,7 +45,7 @@ def chunk_layouts(
 
     Args:
         tensors: all trained, or all frozen.
-        chunk_bytes: size of a chunk.
+        chunk_bytes: size of a chunk, in bytes.
         stage: stage of ZeRO.
         ranks: number of ranks that they are shared by.
     """
@@ -68,7 +68,7 @@ def ordered_layouts(
     Args:
         tensors: parameters of a rank; frozen ones are in chunks where the stage is 3.
         order: names in the order of use; those that it leaves out come last.
-        chunk_bytes: size of a chunk.
+        chunk_bytes: size of a chunk, in bytes.
         stage: stage of ZeRO.
         ranks: number of ranks that they are shared by.
     """

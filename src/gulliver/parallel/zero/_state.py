@@ -46,8 +46,8 @@ def stream_state(
     """The state of an optimizer that steps shards, tensor by tensor; every rank goes through all.
 
     Args:
-        shards: whose optimizer steps the pieces.
-        chunks: that the pieces belong to.
+        shards: sharded state whose optimizer steps the pieces.
+        chunks: chunks that the pieces belong to.
 
     Returns:
         Counters, and what has a shape of its own, by name and kind; and an iterator over the name,

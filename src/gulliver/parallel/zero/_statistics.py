@@ -21,8 +21,8 @@ class BufferSync:
     """Gives all ranks rank 0's values of the buffers that were changed.
 
     Args:
-        model: with the same buffers on all ranks.
-        group: of ranks that train it.
+        model: model with the same buffers on all ranks.
+        group: process group of the ranks that train it.
         always: types of modules whose buffers are taken for changed: batch normalization writes its
             statistics without autograd's version counter showing it.
     """

@@ -57,17 +57,17 @@ class Stage(Enum):
 
 @dataclass
 class Tuning:
-    """What was found.
+    """The result of tuning.
 
     Attributes:
         chosen: bytes of a chunk.
         predicted: seconds of a step by size, from the model of its timeline.
-        measured: and by the clock, of the sizes that were tried.
+        measured: seconds of a step by the clock, for the sizes that were tried.
         link: seconds that a reduce-scatter and an all-gather occupy the link beside their bytes,
             and seconds per byte.
         latency_s: seconds until a transfer that has the link to itself is there.
         order: names of the parameters in the order of use.
-        reused: taken from an earlier job.
+        reused: whether it was taken from an earlier job.
     """
 
     chosen: int
@@ -238,7 +238,7 @@ class BucketTuner:
         )
 
     def _link(self) -> Transfers:
-        """What both collectives cost in a row, on the group of the chunks."""
+        """Measures what both collectives cost, several in a row, on the group of the chunks."""
         group, device = self.shards.group, self.shards.chunks[0].chunk.device
         size = group_size(group)
 
