@@ -222,3 +222,9 @@ def test_seconds_are_predicted_with_a_sample_and_said_to_be_missing_without(pool
 def test_bytes_of_nothing_are_a_prediction_and_seconds_of_nothing_are_none() -> None:
     assert Row("gradients", "bytes", 0, 4).error == -1
     assert Row("step", "s", 0.0, 4.0).error is None
+
+
+def test_a_path_that_is_like_none_lists_only_some_of_them() -> None:
+    plan = _edited(_made(HALF), "kept: []", 'kept: ["?"]')
+    with pytest.raises(GulliverError, match=r"choose from 'lm_head', .* and \d+ more$"):
+        _resolved(plan)

@@ -42,7 +42,7 @@ class Plan:
 
     Attributes:
         version: version of this tree.
-        plugin: name of what made the plan.
+        plugin: name of what made the plan: a label, which chooses nothing.
         mesh: the ranks as a grid.
         zero: sharding over the replicas; None where DDP runs.
         ddp: torch's DDP; None where ZeRO runs.
