@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
+SHOWN = 32
+"""Most choices that an error lists."""
+
 
 class GulliverError(ValueError):
     """A mistake that the user can mend: one line saying what is wrong and what would be right."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Ends an error message: the choice most like `name`, or the list of all choices.
+    """Ends an error message: the choice most like `name`, or the list of choices.
 
     Args:
         name: what the user wrote.
@@ -24,7 +27,8 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"
-    return "choose from " + ", ".join(repr(choice) for choice in known)
+    shown = ", ".join(repr(choice) for choice in known[:SHOWN])
+    return f"choose from {shown}" + (f" and {len(known) - SHOWN} more" if known[SHOWN:] else "")
 
 
 def first_difference(

@@ -263,24 +263,35 @@ class HybridParallelPlugin(Plugin):
                 assume_elementwise=self.assume_elementwise,
             ),
             precision=Precision(precision, self.precision or "none"),
-            tensor=TensorLayout(dict(self.tensor_rules or {}), self.replicate_rest),
+            tensor=self._tensor_layout(),
             sequence=SequenceLayout(
                 self.mode, sequence.ulysses, sequence.outer, sequence.inner, sequence.layout
             ),
-            pipeline=PipelineLayout(
-                schedule=self.pp_style,
-                micro_batches=self.num_microbatches or 0,
-                chunks_per_rank=self.num_model_chunks or 0,
-                cut=tuple(self.cut or ()),
-                blocks=self.blocks,
-                everywhere=self.everywhere,
-                after=self.after,
-                extra=self.extra,
-            ),
+            pipeline=self._pipeline_layout(),
             max_norm=float(self.max_norm),
             dropout=self.dropout or "auto",
             check_batches=self.check_batches,
             weights=None if self.weights is None else str(self.weights),
+        )
+
+    def _tensor_layout(self) -> TensorLayout:
+        # A plan says nothing of an axis that it does not have.
+        if self.tp_size == 1:
+            return TensorLayout()
+        return TensorLayout(dict(self.tensor_rules or {}), self.replicate_rest)
+
+    def _pipeline_layout(self) -> PipelineLayout:
+        if self.pp_size == 1:
+            return PipelineLayout()
+        return PipelineLayout(
+            schedule=self.pp_style,
+            micro_batches=self.num_microbatches or 0,
+            chunks_per_rank=self.num_model_chunks or 0,
+            cut=tuple(self.cut or ()),
+            blocks=self.blocks,
+            everywhere=self.everywhere,
+            after=self.after,
+            extra=self.extra,
         )
 
     def for_model(

@@ -6,6 +6,7 @@ know how the model will be cut.
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -173,8 +174,10 @@ def _measured_update(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
         copies.append(nn.Parameter(parameter.detach().clone()))
         copies[-1].grad = torch.zeros_like(copies[-1])
         count += parameter.numel()
-    known = {key: value for key, value in optimizer.defaults.items() if key != "params"}
     try:
+        # Defaults name more than some constructors take: AdamW keeps what makes it one there.
+        taken = inspect.signature(type(optimizer)).parameters
+        known = {key: value for key, value in optimizer.defaults.items() if key in taken}
         twin = type(optimizer)(copies, **known)
     except (TypeError, ValueError):
         return 0.0

@@ -139,9 +139,10 @@ class Plugin(ABC, metaclass=_NamedArguments):
         agreed(lambda: plans.append(resolve(choices, plain, optimizer)))
         plan = predict(plans[0], plain, optimizer) if choices.work.samples else plans[0]
         boosted, wrapped = apply_plan(plan, model, optimizer, world, self.verbose)
-        told = differences(choices, plan)
-        if told is not None and world.is_main:
-            print(told, file=sys.stderr)
+        if self.verbose and world.is_main:
+            for told in (differences(choices, plan), _unknown_label(choices)):
+                if told is not None:
+                    print(told, file=sys.stderr)
         return boosted, wrapped, plan
 
     def prepare_dataloader(
@@ -197,6 +198,16 @@ class Plugin(ABC, metaclass=_NamedArguments):
         """This rank's number among those that read different samples, and how many there are."""
         world = current_world()
         return world.rank, world.size
+
+
+def _unknown_label(plan: Plan) -> str | None:
+    """What to tell of a plan that no plugin here has made: the name chooses nothing."""
+    kinds = [Plugin]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    if plan.plugin in ("", *(kind.__name__ for kind in kinds)):
+        return None
+    return f"plan: {plan.told('plugin')} is no plugin here: it is a label, the other values run"
 
 
 class TorchDDPPlugin(Plugin):

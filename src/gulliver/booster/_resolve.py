@@ -19,7 +19,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.memory import moment_size
 from gulliver.parallel import is_boosted, named_trainables, state_tensors
 from gulliver.parallel.pipeline import Cut, Stack, cut, deal, names_held, stack_of, style_of
-from gulliver.parallel.tensor import TensorPlan, plan_tensor
+from gulliver.parallel.tensor import TensorPlan, best_match, plan_tensor
 from gulliver.parallel.zero import (
     ChunkBytes,
     TensorSize,
@@ -49,14 +49,16 @@ def resolve(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     reasons: dict[str, str] = {}
     tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
     if tensor is not None:
-        layout = replace(plan.tensor, modules=styles_of(tensor))
-        plan = replace(plan, tensor=layout)
+        # Rules of a program may be for many models; the plan has those that fit this one.
+        rules = {k: v for k, v in plan.tensor.rules.items() if k not in _unfit_rules(plan, model)}
+        plan = replace(plan, tensor=replace(plan.tensor, rules=rules, modules=styles_of(tensor)))
         reasons["tensor"] = f"{tensor.share_of(model):.0%} of the parameters of the blocks are cut"
     if stages is not None:
         plan = _with_stages(plan, stages)
         how = "as given" if plan.pipeline.cut == stages[1].sizes else "by predicted cost"
         reasons["pipeline.cut"] = f"{how}: {stages[1]}"
-    if plan.precision.parameters != "none" and not plan.lines:
+    _check_kept(plan, model)
+    if plan.precision.parameters != "none" and not (plan.lines or plan.precision.kept):
         plan = replace(plan, precision=replace(plan.precision, kept=modules_kept(model)))
     sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
     if plan.zero is not None:
@@ -64,6 +66,21 @@ def resolve(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     memory = predict_memory(plan, model, sizes)
     predicted = replace(plan.predicted, bytes=memory)
     return replace(plan, predicted=predicted, reasons={**plan.reasons, **reasons})
+
+
+def _check_kept(plan: Plan, model: nn.Module) -> None:
+    """Refuses paths at which nothing is kept."""
+    paths = dict(model.named_modules())
+    own = {
+        path
+        for path, module in paths.items()
+        if any(t is not None for t in (*module._parameters.values(), *module._buffers.values()))
+    }
+    for number, path in enumerate(plan.precision.kept):
+        if path not in own:
+            what = "has no parameters of its own" if path in paths else "the model does not have"
+            where = _lined(plan, f"precision.kept[{number}]")
+            raise GulliverError(f"{where} names {path!r}, which {what}: {nearest(path, own)}")
 
 
 def _model(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Model:
@@ -93,6 +110,7 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
     # Dropout is refused, or drawn, by the steps that follow: see `check_positions`.
     rest = layout.replicate_rest, True
     found = plan_tensor(model, size, layout.rules, *rest)
+    _check_rules(plan, model)
     known = styles_of(found)
     edited = {path: style for path, style in layout.modules.items() if known.get(path) != style}
     if not edited:
@@ -101,6 +119,13 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
     for path, style in edited.items():
         line = plan.lines.get(join("tensor.modules", path))
         place = f" (line {line})" if line else ""
+        rule = best_match(path, layout.rules)
+        if rule is not None:
+            raise GulliverError(
+                f"{_lined(plan, join('tensor.rules', rule))}: {layout.rules[rule]!r} and "
+                f"{join('tensor.modules', path)}: {style!r}{place}: one module has one style; "
+                "remove the rule or that line of modules"
+            )
         if path not in paths:
             raise GulliverError(
                 f"tensor.modules names {path!r}{place}, which the model does not have: "
@@ -116,6 +141,21 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
     found = plan_tensor(model, size, {**layout.rules, **edited}, *rest)
     _check_edited(plan, styles_of(found), edited)
     return found
+
+
+def _unfit_rules(plan: Plan, model: nn.Module) -> list[str]:
+    """Rules that no module of the model fits."""
+    paths = [path for path, _ in model.named_modules()]
+    fits = {rule: any(best_match(p, {rule: ""}) for p in paths) for rule in plan.tensor.rules}
+    return [rule for rule, found in fits.items() if not found]
+
+
+def _check_rules(plan: Plan, model: nn.Module) -> None:
+    """Refuses rules of a file that say nothing of the model."""
+    for rule in _unfit_rules(plan, model) if plan.lines else ():
+        ends = {path.rpartition(".")[2] for path, _ in model.named_modules() if path}
+        where = _lined(plan, join("tensor.rules", rule))
+        raise GulliverError(f"{where} fits no module of the model: {nearest(rule, ends)}")
 
 
 def _check_edited(plan: Plan, found: dict[str, str], edited: dict[str, str]) -> None:
@@ -143,12 +183,34 @@ def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
     stack = stack_of(
         model, line.blocks, extra=line.extra, after=line.after, everywhere=line.everywhere
     )
+    _check_blocks(plan, model, stack)
     numbers, count = deal(line.schedule, size, chunks), len(stack.blocks)
     if plan.lines and len(line.cut) == size * chunks and sum(line.cut) != count:
         raise GulliverError(
             f"{plan.told('pipeline.cut')} sums to {sum(line.cut)}, the model has {count} blocks"
         )
     return stack, cut(model, stack, size * chunks, at=line.cut or None), numbers
+
+
+def _check_blocks(plan: Plan, model: nn.Module, stack: Stack) -> None:
+    """Refuses what is known not to be so of the blocks, before any of them runs."""
+    line = plan.pipeline
+    known = stack_of(model, line.blocks).extra if line.extra != -1 else -1
+    if known not in (-1, line.extra):
+        raise GulliverError(
+            f"{plan.told('pipeline.extra')}, and blocks of {type(model).__name__} return "
+            f"{'a plain tensor: null' if known is None else f'{known} more entries: {known}'}, or "
+            "-1, would be right"
+        )
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    for number, path in enumerate(line.after):
+        inside = any(path == block or path.startswith(f"{block}.") for block in stack.blocks)
+        if inside or model.get_submodule(path) is embedding:
+            what = "is in the blocks" if inside else "embeds what the blocks run on"
+            where = _lined(plan, f"pipeline.after[{number}]")
+            raise GulliverError(
+                f"{where} names {path!r}, which {what}: after is for what runs after all of them"
+            )
 
 
 def _with_stages(plan: Plan, stages: Stages) -> Plan:

@@ -7,10 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.plan._plan import Plan
-from gulliver.plan._tree import AXES, SHARED_BY_SEQUENCE, SHARED_BY_TENSOR
+from gulliver.plan._plan import Plan, written
+from gulliver.plan._tree import (
+    AXES,
+    SHARED_BY_SEQUENCE,
+    SHARED_BY_TENSOR,
+    PipelineLayout,
+    TensorLayout,
+)
+
+LONGEST = 120
+"""Most characters of a value that a message shows."""
 
 
 def check_plan(plan: Plan, ranks: int) -> None:
@@ -19,7 +29,8 @@ def check_plan(plan: Plan, ranks: int) -> None:
     Raises:
         GulliverError: the values that contradict each other, with their lines where they have some.
     """
-    for contradictions in (_mesh(plan, ranks), _shards(plan), _sequence(plan), _pipeline(plan)):
+    checks = _mesh(plan, ranks), _shards(plan), _unused(plan), _sequence(plan), _pipeline(plan)
+    for contradictions in checks:
         for text in contradictions:
             raise GulliverError(text)
 
@@ -87,6 +98,35 @@ def _shards(plan: Plan) -> Iterator[str]:
         )
 
 
+def _unused(plan: Plan) -> Iterator[str]:
+    """What is said of an axis of one rank, or of number formats that are not used."""
+    for axis, default in (("pipeline", PipelineLayout()), ("tensor", TensorLayout())):
+        layout = getattr(plan, axis)
+        changed = {
+            f"{axis}.{one.name}": getattr(default, one.name)
+            for one in fields(default)
+            if getattr(layout, one.name) != getattr(default, one.name)
+        }
+        if plan.mesh.of(axis) == 1 and changed:
+            given = ", ".join(_short(plan, name) for name in changed)
+            right = ", ".join(f"{name}: {written(value)}" for name, value in changed.items())
+            yield (
+                f"{plan.told(f'mesh.axes.{axis}')} and {given}: with one rank of the {axis} axis "
+                f"this does nothing; right would be {right}"
+            )
+    if plan.precision.kept and plan.precision.parameters == "none":
+        yield (
+            f"{plan.told('precision.parameters')} and {plan.told('precision.kept')}: nothing is "
+            "turned to 16 bits, so there is nothing to keep; right would be kept: []"
+        )
+
+
+def _short(plan: Plan, name: str) -> str:
+    """A value with its line; without the entries where it would fill a screen."""
+    told = plan.told(name)
+    return told if len(told) <= LONGEST else f"{name}: ... {told[told.rfind('(line') :]}"
+
+
 def _sequence(plan: Plan) -> Iterator[str]:
     sequence, size, tensor = plan.sequence, plan.mesh.of("sequence"), plan.mesh.of("tensor")
     mode, axis = plan.told("sequence.mode"), plan.told("mesh.axes.sequence")
@@ -116,13 +156,8 @@ def _sequence(plan: Plan) -> Iterator[str]:
 def _pipeline(plan: Plan) -> Iterator[str]:
     pipeline, axis = plan.pipeline, plan.told("mesh.axes.pipeline")
     size = plan.mesh.of("pipeline")
-    if size == 1:
-        for name in ("cut", "blocks", "everywhere", "after"):
-            if getattr(pipeline, name):
-                yield f"{axis} and {plan.told(f'pipeline.{name}')}: the second is of a pipeline"
-        return
     stages = size * pipeline.chunks_per_rank
-    if pipeline.cut and stages and len(pipeline.cut) not in (stages, stages - 1):
+    if size > 1 and pipeline.cut and stages and len(pipeline.cut) not in (stages, stages - 1):
         yield (
             f"{plan.told('pipeline.cut')} deals {len(pipeline.cut)} stages, {axis} and "
             f"{plan.told('pipeline.chunks_per_rank')} make {stages}"

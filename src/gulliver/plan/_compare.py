@@ -23,8 +23,13 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """Relative error of the prediction; None where nothing was measured."""
-        return self.predicted / self.measured - 1 if self.measured else None
+        """Relative error of the prediction; None where nothing was predicted or measured."""
+        return self.predicted / self.measured - 1 if self.measured and self.is_predicted else None
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the plan says something of it; without a sample it says no seconds."""
+        return self.unit != "s" or self.predicted > 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class Comparison:
         for row in self.rows:
             error = "" if row.error is None else f"{100 * row.error:+.1f} %"
             shown = [_shown(value, row.unit) for value in (row.predicted, row.measured)]
-            lines.append(f"{row.kind:<24}{shown[0]:>14}{shown[1]:>14}{error:>9}")
+            predicted = shown[0] if row.is_predicted else "not predicted"
+            lines.append(f"{row.kind:<24}{predicted:>14}{shown[1]:>14}{error:>9}")
         return "\n".join(lines)
 
 

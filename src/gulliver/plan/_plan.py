@@ -42,7 +42,7 @@ class Plan:
 
     Attributes:
         version: version of this tree.
-        plugin: name of what made the plan.
+        plugin: name of what made the plan: a label, which chooses nothing.
         mesh: the ranks as a grid.
         zero: sharding over the replicas; None where DDP runs.
         ddp: torch's DDP; None where ZeRO runs.
@@ -110,10 +110,8 @@ class Plan:
         value: Any = self
         for part in name.split("."):
             value = value.get(part, 1) if isinstance(value, dict) else getattr(value, part)
-        shown = list(value) if isinstance(value, tuple) else value
-        shown = "null" if shown is None else shown
         place = f" (line {self.lines[name]})" if name in self.lines else ""
-        return f"{name}: {shown}{place}"
+        return f"{name}: {written(value)}{place}"
 
     def to_values(self) -> dict[str, Any]:
         """Plain dicts and lists, as they stand in a file."""
@@ -208,17 +206,26 @@ class Plan:
         return lines
 
     def _seconds_lines(self) -> list[str]:
-        seconds = self.predicted.seconds
+        seconds, cluster = self.predicted.seconds, self.predicted.cluster
+        how = "make_plan(..., sample=batch) measures compute, gulliver probe measures links"
+        if not cluster:
+            return [f"  no seconds are predicted: {how}"]
         if not self.work.samples:
-            return []
+            return [
+                f"  predicted messages of a step on {cluster}: {1e3 * seconds.exposed:.1f} ms, "
+                f"those that depend on the batch not counted: {how}"
+            ]
         parts = ", ".join(
             f"{name} {1e3 * value:.1f}"
             for name, value in asdict(seconds).items()
             if value and name != "step"
         )
-        return [
-            f"  predicted step on {self.predicted.cluster}: {1e3 * seconds.step:.1f} ms ({parts})"
-        ]
+        return [f"  predicted step on {cluster}: {1e3 * seconds.step:.1f} ms ({parts})"]
+
+
+def written(value: Any) -> str:
+    """A value as messages show it, much as it stands in a file."""
+    return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
 
 
 def _mib(count: int) -> str:

@@ -26,7 +26,7 @@ from gulliver.parallel.tensor._deal import deal
 from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbedding
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
 from gulliver.parallel.tensor._loss import cross_entropy
-from gulliver.parallel.tensor._modules import DROPOUTS, dropouts_of
+from gulliver.parallel.tensor._modules import DROPOUTS, best_match, dropouts_of
 from gulliver.parallel.tensor._placed import Placed, TensorPlan
 from gulliver.parallel.tensor._plan import plan_tensor
 from gulliver.parallel.tensor._shared import SharedSequence
@@ -48,6 +48,7 @@ __all__ = [
     "TensorPlan",
     "VocabularyEmbedding",
     "apply_tensor",
+    "best_match",
     "check_mode",
     "copy",
     "cross_entropy",
