@@ -31,6 +31,7 @@ from gulliver.parallel.tensor import _entry as entry
 from gulliver.parallel.tensor._deal import share
 from gulliver.parallel.tensor._modules import best_match
 from tests.covering import some
+from tests.family_models import build as build_type
 from tests.hybrid_models import batch, build
 from tests.pool import Pool
 from tests.tensor_cells import (
@@ -615,6 +616,128 @@ def test_wrong_rules_are_refused() -> None:
     grouped = nn.Sequential(nn.Conv1d(4, 4, 1, groups=2))
     with pytest.raises(GulliverError, match="groups=2"):
         plan_tensor(grouped, 2, {"0": "column"})
+
+
+class GatedLayer(nn.Module):
+    """An MLP whose gate is the first half of one projection, and a norm of what it returns."""
+
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12 * (1 + packed)), nn.Linear(12, 8)
+        self.norm, self.packed = nn.LayerNorm(8), packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, *up = self.up(x).chunk(1 + self.packed, -1)
+        return self.norm(x + self.down(gate.sigmoid() * (up[0] if up else 1)))
+
+
+class Gated(nn.Module):
+    """Blocks that nobody knows, and logits."""
+
+    def __init__(self, packed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GatedLayer(packed) for _ in range(2))
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+FIT = {"up": "column", "down": "row", "head": "head"}
+UNFIT: list[tuple[dict[str, str], str]] = [
+    (
+        {"norm": "summed"},
+        r"blocks.0.norm is 'summed', .* whole on every rank.* give it 'replicate'",
+    ),
+    ({"head": "summed"}, r"head is 'summed'"),
+    (
+        {"head": "column, packed"},
+        r"head \('column, packed', 6 outputs\) .* no row layer takes them",
+    ),
+    ({"up": "column, packed"}, r"0.up \('column, packed', 12 .*0.down \('row', 12 .* it 'column'"),
+    ({"up": "latent", "down": "row, split"}, r"up is 'latent', but is not the first projection"),
+    ({"up": "replicate"}, r"down \('row', 12 inputs\) .* no column layer .* 'row, split'"),
+    ({"up": "column, gathered"}, r"down \('row', 12 inputs\) .* no column layer"),
+    ({"down": "replicate"}, r"up \('column', 12 outputs\) .* no row layer .* 'column, gathered'"),
+]
+UNFIT_LLAMA = [
+    ({"model.norm": "summed"}, r"model.norm is 'summed'"),
+    ({"embed_tokens": "summed"}, r"model.embed_tokens is 'summed'"),
+    (
+        {"gate_proj": "column, packed"},
+        r"gate_proj \('column, packed', 52 .* is 'column' in the plan",
+    ),
+    ({"q_proj": "column, packed"}, r"q_proj .* is 'column by heads' in the plan"),
+    ({"q_proj": "k; v by heads"}, r"q_proj .* is 'column by heads' in the plan"),
+    ({"v_proj": "column, packed"}, r"v_proj .* is 'column by heads' in the plan"),
+    ({"gate_proj": "latent"}, r"gate_proj is 'latent', but is not"),
+    ({"gate_proj": "row"}, r"gate_proj \('row', 32 inputs\) is 'column' in the plan"),
+    ({"gate_proj": "column, gathered"}, r"gate_proj .* whole outputs on every rank, beside"),
+    ({"q_proj": "column, gathered"}, r"q_proj .* whole outputs on every rank, beside"),
+    ({"down_proj": "row, split"}, r"gate_proj \('column', 52 outputs\) .* no row layer"),
+]
+UNFIT_HEADS = [
+    ({"attention.q": "column"}, r"q \('column', 30 outputs\) would be cut within heads, beside"),
+    ({"attention.q": "k; v by heads"}, r"attention.q .* give it 'column by heads'"),
+    ({"mlp.gate": "column, packed"}, r"mlp.gate .* would hand each rank other features .*0.down"),
+    ({"norm": "summed"}, r"blocks.0.norm is 'summed'"),
+]
+
+
+def test_styles_that_do_not_fit_their_neighbours_are_refused_by_name() -> None:
+    """Each would train wrong, most without a word: shapes agree where features do not."""
+    llama = build_type("causal", "llama")
+    cases: list[tuple[nn.Module, dict[str, str], str]] = [
+        *((Gated(), {**FIT, **rules}, line) for rules, line in UNFIT),
+        *((Model(wide=12), {**RULES, **rules}, line) for rules, line in UNFIT_HEADS),
+        *((llama, rules, line) for rules, line in UNFIT_LLAMA),
+        (Gated(packed=True), FIT, r"up \('column', 24 outputs\) .* give it 'column, packed'"),
+        (
+            build_type("causal", "gpt2"),
+            {"c_attn": "column by heads"},
+            r"c_attn .* 'q; k; v by heads'",
+        ),
+        (
+            build_type("causal", "phi3"),
+            {"gate_up_proj": "column by heads", "mlp.down_proj": "row"},
+            r"gate_up_proj .* other features .* give it 'column, packed'",
+        ),
+    ]
+    for model, rules, line in cases:
+        with pytest.raises(GulliverError, match=line):
+            plan_tensor(model, 2, rules, replicate_rest=True)
+
+
+def _fitting(world: World) -> list[float]:
+    found: list[float] = []
+    x = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for packed, rules in (
+        (False, FIT),
+        (False, {**FIT, "up": "column, gathered", "down": "row, split"}),
+        (False, {**FIT, "up": "replicate", "down": "row, split", "head": "column, gathered"}),
+        (True, {**FIT, "up": "column, packed"}),
+    ):
+        torch.manual_seed(2)
+        whole = Gated(packed).double()
+        model = copy.deepcopy(whole)
+        apply_tensor(model, plan_tensor(model, world.size, rules), rank_group_of(world))
+        found.append(_worst(model, whole, x))
+    for rules in (
+        # A person's rules of a known model: as it is, gathered around, more of it whole.
+        {"gate_proj": "column", "up_proj": "column", "down_proj": "row", "model.norm": "replicate"},
+        {"gate_proj": "column, gathered", "up_proj": "column, gathered", "down_proj": "row, split"},
+        {"o_proj": "row", "layers.0.mlp.down_proj": "replicate"},
+    ):
+        whole, model = build("llama"), build("llama")
+        apply_tensor(model, plan_tensor(model, world.size, rules), rank_group_of(world))
+        found.append(max(compare(model, whole, "llama", batch("llama")).values()))
+    return found
+
+
+def test_rules_that_fit_train_exactly(pool: Pool) -> None:
+    assert max(max(errors) for errors in pool.run(_fitting, 2)) <= EXACT
 
 
 def test_a_plan_is_for_its_line_and_modes_are_known() -> None:

@@ -117,28 +117,27 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
         return found
     paths = dict(model.named_modules())
     for path, style in edited.items():
-        line = plan.lines.get(join("tensor.modules", path))
-        place = f" (line {line})" if line else ""
         rule = best_match(path, layout.rules)
         if rule is not None:
             raise GulliverError(
                 f"{_lined(plan, join('tensor.rules', rule))}: {layout.rules[rule]!r} and "
-                f"{join('tensor.modules', path)}: {style!r}{place}: one module has one style; "
+                f"{join('tensor.modules', path)}: {style!r}{_line_of(plan, path)}: one module has one style; "
                 "remove the rule or that line of modules"
             )
         if path not in paths:
             raise GulliverError(
-                f"tensor.modules names {path!r}{place}, which the model does not have: "
-                f"{nearest(path, paths)}"
+                f"tensor.modules names {path!r}{_line_of(plan, path)}, which the model does not "
+                f"have: {nearest(path, paths)}"
             )
-        try:
-            found = plan_tensor(model, size, {**layout.rules, path: style}, *rest)
-        except GulliverError as error:
-            axis = plan.told("mesh.axes.tensor")
-            raise GulliverError(
-                f"{axis} and {join('tensor.modules', path)}: {style!r}{place}: {error}"
-            ) from error
-    found = plan_tensor(model, size, {**layout.rules, **edited}, *rest)
+    try:
+        # All of them at once: columns and the row after them are right only together.
+        found = plan_tensor(model, size, {**layout.rules, **edited}, *rest)
+    except GulliverError as error:
+        path = next((path for path in edited if path in str(error)), next(iter(edited)))
+        raise GulliverError(
+            f"{plan.told('mesh.axes.tensor')} and {join('tensor.modules', path)}: "
+            f"{edited[path]!r}{_line_of(plan, path)}: {error}"
+        ) from error
     _check_edited(plan, styles_of(found), edited)
     return found
 
@@ -158,12 +157,16 @@ def _check_rules(plan: Plan, model: nn.Module) -> None:
         raise GulliverError(f"{where} fits no module of the model: {nearest(rule, ends)}")
 
 
+def _line_of(plan: Plan, path: str) -> str:
+    line = plan.lines.get(join("tensor.modules", path))
+    return f" (line {line})" if line else ""
+
+
 def _check_edited(plan: Plan, found: dict[str, str], edited: dict[str, str]) -> None:
     for path, style in edited.items():
         if found.get(path) != style:
-            line = plan.lines.get(join("tensor.modules", path))
             raise GulliverError(
-                f"tensor.modules[{path!r}]: {style!r}{f' (line {line})' if line else ''} is not "
+                f"tensor.modules[{path!r}]: {style!r}{_line_of(plan, path)} is not "
                 f"possible beside the others: it would be {found.get(path)!r}"
             )
 

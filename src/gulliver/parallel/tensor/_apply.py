@@ -33,7 +33,7 @@ from gulliver.parallel.tensor._deal import Interval, deal, intervals
 from gulliver.parallel.tensor._embedding import ColumnEmbedding, VocabularyEmbedding
 from gulliver.parallel.tensor._experts import share_experts, share_rotary
 from gulliver.parallel.tensor._linear import ColumnLinear, RowLinear
-from gulliver.parallel.tensor._modules import is_transposed, layer_of
+from gulliver.parallel.tensor._modules import is_transposed, layer_of, rotary_width
 from gulliver.parallel.tensor._placed import Placed, TensorPlan
 from gulliver.parallel.tensor._shared import SharedSequence
 from gulliver.parallel.tensor._sites import (
@@ -157,9 +157,8 @@ class _Applied:
         if placed.how.kind == "experts":
             share_experts(module, self.rank_group)
         if placed.how.kind == "latent":
-            share_rotary(
-                module, _rotary_width(self.modules[path.rpartition(".")[0]]), self.rank_group
-            )
+            width = rotary_width(path, module, self.modules[path.rpartition(".")[0]])
+            share_rotary(module, width, self.rank_group)
 
     def _cut(
         self, path: str, module: nn.Module, placed: Placed, shared: Mapping[str, SharedSequence]
@@ -272,12 +271,6 @@ def _above(stack: str) -> list[str]:
     """Returns the paths of the modules around a list of blocks, innermost first."""
     parts = stack.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
-
-
-def _rotary_width(attention: Any) -> int:
-    """Returns how many features of latent attention's keys go through the rotary embedding."""
-    width = getattr(attention, "qk_rope_head_dim", None)
-    return width if isinstance(width, int) else attention.config.qk_rope_head_dim
 
 
 def _stack_of(path: str, shared: Mapping[str, SharedSequence]) -> SharedSequence | None:

@@ -94,6 +94,27 @@ def query_heads(attention: nn.Module, groups: int) -> tuple[int, int]:
     return (groups * each, width) if isinstance(each, int) and isinstance(width, int) else (0, 0)
 
 
+def rotary_width(path: str, module: nn.Module, attention: nn.Module) -> int:
+    """Returns how many outputs of latent attention's first projection are rotary keys.
+
+    Args:
+        path: path of the projection, for errors.
+        module: projection.
+        attention: module around it.
+    """
+    name, config = "qk_rope_head_dim", getattr(attention, "config", None)
+    width = getattr(attention, name, getattr(config, name, None))
+    latent = getattr(attention, "kv_lora_rank", getattr(config, "kv_lora_rank", None))
+    outputs = getattr(module, "out_features", None)
+    if not isinstance(width, int) or (isinstance(latent, int) and outputs != latent + width):
+        raise GulliverError(
+            f"{path} is 'latent', but is not the first projection of latent keys and values, which "
+            "has kv_lora_rank + qk_rope_head_dim outputs: give it another style, such as "
+            "'replicate'"
+        )
+    return width
+
+
 def is_transposed(module: nn.Module) -> bool:
     """Whether a layer is GPT-2's Conv1D, whose weight is ``[inputs, outputs]``."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")

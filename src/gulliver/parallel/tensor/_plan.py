@@ -10,6 +10,7 @@ names and refuses. Read `plan_tensor`, then `_Planner`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ from torch import nn
 from gulliver.errors import GulliverError, nearest
 from gulliver.families import family_of, type_of
 from gulliver.parallel.tensor._experts import Part, parts_of_experts
+from gulliver.parallel.tensor._fitting import Choices, check_fitting
 from gulliver.parallel.tensor._modules import (
     best_match,
     cut_dims,
@@ -26,6 +28,7 @@ from gulliver.parallel.tensor._modules import (
     is_scaled,
     layer_of,
     query_heads,
+    rotary_width,
 )
 from gulliver.parallel.tensor._placed import Placed, TensorPlan
 from gulliver.parallel.tensor._table import GATHERED, HEADS, HUGGING_FACE, KV_HEADS, STYLES
@@ -128,6 +131,10 @@ class _Planner:
         self._check_ties(placed)
         sites = self._sites(placed, stacks)
         self._check_sites([s for s in sites if self._is_local(s, placed)], replicated)
+        # What is known of a model was held against one process; what a person says is looked at.
+        if self.size > 1 and (self.rules or not self._automatic):
+            near = self._known_of, self._by_heads, self._attention_of
+            check_fitting(Choices(self.modules, placed, stacks, self.size, *near))
         attention = {
             self._attention(path)[0]: self._attention(path)[1]
             for path, one in placed.items()
@@ -265,17 +272,30 @@ class _Planner:
 
     def _style_of(self, path: str, module: nn.Module) -> str | None:
         """The user's rule, then its family's or the model's own; norms are whole."""
+        found = best_match(path, self.rules)
+        return self._known_style(path, module) if found is None else self.rules[found]
+
+    def _known_style(self, path: str, module: nn.Module) -> str | None:
         known = self.known.rules if self.known else {}
-        for rules in (self.rules, known):
-            found = best_match(path, rules)
-            if found is not None:
-                return rules[found]
+        found = best_match(path, known)
+        if found is not None:
+            return known[found]
         if self.own:
             found = best_match(path, self.own)
             return "replicate" if found is None else self._translated(path, self.own[found])
         if self.known is not None and self.known.rest:
             return "replicate"
         return "replicate" if type(module).__name__.endswith("Norm") else None
+
+    def _known_of(self, path: str) -> str | None:
+        """Returns the style that a user's rule replaces, where there is one that is supported."""
+        layer = layer_of(path)[0]
+        if best_match(layer, self.rules) is None or (self.known is None and not self.own):
+            return None
+        try:
+            return self._known_style(layer, self.modules[path])
+        except GulliverError:
+            return None
 
     def _translated(self, path: str, name: str) -> str:
         if name not in HUGGING_FACE:
@@ -292,6 +312,8 @@ class _Planner:
 
     def _place(self, path: str, module: nn.Module, style: str) -> Placed:
         how = STYLES[style]
+        if how.kind == "latent":
+            rotary_width(path, module, self.modules[path.rpartition(".")[0]])
         if how.kind in ("summed", "latent"):
             return Placed(style, how, {})
         if how.kind == "experts":
@@ -318,6 +340,14 @@ class _Planner:
                 f"tp_size from 1 to {units} would do"
             )
         return Placed(style, how, dims, total, units, copies)
+
+    def _attention_of(self, path: str) -> str:
+        return self._attention(path)[0]
+
+    def _by_heads(self, path: str, one: Placed) -> Placed:
+        """Returns how a layer would be dealt in whole heads."""
+        units, copies = self._units(path, one.total, one.how.blocks)
+        return replace(one, units=units, copies=copies)
 
     def _units(self, path: str, total: int, blocks: int = 0) -> tuple[int, int]:
         """Returns the number of heads that features are dealt in, and the ranks that share each.
