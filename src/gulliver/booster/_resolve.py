@@ -121,8 +121,8 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
         if rule is not None:
             raise GulliverError(
                 f"{_lined(plan, join('tensor.rules', rule))}: {layout.rules[rule]!r} and "
-                f"{join('tensor.modules', path)}: {style!r}{_line_of(plan, path)}: one module has one style; "
-                "remove the rule or that line of modules"
+                f"{join('tensor.modules', path)}: {style!r}{_line_of(plan, path)}: "
+                "one module has one style; remove the rule or that line of modules"
             )
         if path not in paths:
             raise GulliverError(
