@@ -404,7 +404,7 @@ def main(path: Path, wanted: Collection[int] = ()) -> None:
             tables.append(kept[number].rstrip("\n") + "\n")
     pool.close()
     path.write_text("\n".join(tables) + (f"\n{mark}{families}" if mark else ""))
-    print(f"{path}: {len(lines)} lines, {sum('over' in line for line in lines)} over their bar")
+    print(f"{path}: {len(lines)} lines, {sum('**over**' in line for line in lines)} over their bar")
 
 
 if __name__ == "__main__":

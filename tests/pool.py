@@ -187,6 +187,9 @@ class Pool:
         if pending or isinstance(failure, WorkerLost):
             self._kill()
         if failure is not None:
+            for other in failures:
+                if other is not failure:
+                    failure.add_note(f"another rank: {other}")
             if stacks:
                 failure.add_note(f"meanwhile the other ranks hung:\n{stacks}")
             raise failure
