@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,12 +41,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if times := config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes(Path(times)), "cpu-times")
     is_worker = hasattr(config, "workerinput")
-    _begin(is_worker, is_worker or not getattr(config.option, "numprocesses", None))
+    if not _begun:
+        _begun.append(config)
+        _begin(is_worker, is_worker or not getattr(config.option, "numprocesses", None))
 
 
-@cache
+_begun: list[pytest.Config] = []
+"""The session of this process: a test of these fixtures configures another inside it."""
+
+
 def _begin(is_worker: bool, runs_tests: bool) -> None:
-    """Prepares this process, once: a test of these fixtures configures a session inside this."""
+    """Prepares this process."""
     session_factor()
     # Deadlines are those of this file: a single example may wait for a core.
     slow = [HealthCheck.too_slow]
