@@ -40,10 +40,11 @@ from gulliver.checkpoint import (
 )
 from gulliver.checkpoint import _folder as folder_module
 from gulliver.checkpoint import _publishing as publishing
-from gulliver.checkpoint._folder import FolderLock
+from gulliver.checkpoint._folder import FolderLock, lock_file, unlock
 from gulliver.checkpoint._image import CODES, Image
 from gulliver.checkpoint._lane import Lane
 from gulliver.checkpoint._manifest import MANIFEST, STATE
+from gulliver.checkpoint._presence import Presence, Watch, make_signs
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.io import Engine, PythonEngine, named_errors, native_problem
@@ -1193,3 +1194,15 @@ def test_messages_of_saving_are_not_errors(
     assert "a shadow of" in mode
     assert not [record for record in caplog.records if record.levelno > logging.WARNING]
     assert json.loads((CheckpointFolder(tmp_path).path(1) / MANIFEST).read_text())["step"] == 1
+
+
+def test_a_rank_is_seen_to_write_though_it_was_looked_for_as_it_began(tmp_path: Path) -> None:
+    make_signs(tmp_path, 2)
+    looking = lock_file(tmp_path / "rank-00001.alive")
+    assert looking is not None
+    threading.Timer(0.05, unlock, [looking]).start()
+    presence, watch = Presence(tmp_path, 1), Watch(tmp_path, 1, silence_s=0)
+    watch.check()  # it writes, however long
+    presence.end(done=False)
+    with pytest.raises(GulliverError, match="rank 1 ended, or failed"):
+        watch.check()

@@ -17,6 +17,8 @@ from gulliver.checkpoint._folder import lock_file, unlock
 from gulliver.errors import GulliverError
 
 DONE = b"done"
+TRIES, PAUSE_S = 200, 0.005
+"""Attempts of a rank to lock its file, and seconds between them."""
 
 
 def _sign(partial: Path, rank: int) -> Path:
@@ -47,7 +49,12 @@ class Presence:
         self._handle: int | None = None
         path = _sign(partial, rank)
         try:
-            self._handle = lock_file(path) if rank and path.exists() else None
+            # Rank 0 looks by locking, for a moment: who gave way to that would seem never to begin.
+            for _ in range(TRIES if rank and path.exists() else 0):
+                self._handle = lock_file(path)
+                if self._handle is not None:
+                    break
+                time.sleep(PAUSE_S)
         except OSError:
             self._handle = None  # no locks here
 
