@@ -1,7 +1,8 @@
 """Where bytes live: tensors that are used together lie in one contiguous chunk.
 
 Read `_chunk.py` first: the buffers of a chunk. `_prefetch.py` brings chunks ahead of use,
-`_record.py` notes what a step uses when, `_bytes.py` counts.
+`_record.py` notes what a step uses when, `_bytes.py` counts. `_manager.py` keeps objects within a
+limit of memory: `_traffic.py` moves them to and from what `_stores.py` and `_host.py` hold.
 """
 
 from gulliver.memory._buffers import BufferPool
@@ -17,6 +18,7 @@ from gulliver.memory._claims import (
     is_claimed,
     storage_of,
 )
+from gulliver.memory._host import Copier, HostStore
 from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
 from gulliver.memory._manager import Manager
 from gulliver.memory._moments import Moment, moment_size
@@ -26,7 +28,7 @@ from gulliver.memory._placed import HELD, Placed, Where
 from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
-from gulliver.memory._stores import DiskStore, Store, Transfer
+from gulliver.memory._stores import DiskStore, Store, Transfer, page_aligned
 
 __all__ = [
     "ADVICE",
@@ -43,7 +45,9 @@ __all__ = [
     "Chunk",
     "ChunkLayout",
     "Claim",
+    "Copier",
     "DiskStore",
+    "HostStore",
     "Manager",
     "Moment",
     "Mover",
@@ -70,6 +74,7 @@ __all__ = [
     "mark_pending",
     "mark_ready",
     "moment_size",
+    "page_aligned",
     "part_of",
     "plan_chunks",
     "reduced_gradient",

@@ -61,6 +61,11 @@ class Manager:
         if budget < 1 or (ahead is not None and ahead < 0):
             raise GulliverError(f"budget {budget}, ahead {ahead}: a number of bytes is expected")
         self.device, self.store = torch.device(device), store
+        if self.device.type != "cpu" and store is not None and not store.in_stream:
+            raise GulliverError(
+                f"a {store.name} store serves the memory of a CPU machine, not of {self.device}: "
+                "give the host memory behind it (HostStore)"
+            )
         self.counter = ByteCounter()
         self._process, self._lock = os.getpid(), threading.RLock()
         self._core = Replacement(budget, backed=store is not None, ahead=ahead)
