@@ -21,6 +21,7 @@ from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
 from gulliver.memory._moments import Moment, moment_size
 from gulliver.memory._parts import Part, Region, part_of, region_of, set_region, whole_shape
 from gulliver.memory._pending import hide_from_compilers, mark_pending, mark_ready
+from gulliver.memory._placed_chunk import LentBuffers, PlacedChunk
 from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
@@ -39,11 +40,13 @@ __all__ = [
     "Chunk",
     "ChunkLayout",
     "Claim",
+    "LentBuffers",
     "Moment",
     "Mover",
     "Part",
     "Pass",
     "Piece",
+    "PlacedChunk",
     "Prefetcher",
     "Presence",
     "ReducedGradient",
