@@ -437,7 +437,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def load_leaves(self, model: nn.Module) -> dict[str, Leaf]:
         """What of the model's state this rank fills when it is loaded: all that it holds."""
-        return _saved.model_leaves(self.shards, model, None)
+        return _saved.model_leaves(self.shards, model, None, fill=True)
 
     def state_leaves(self) -> Saved:
         """The optimizer's state as far as this rank has it."""
