@@ -155,7 +155,7 @@ class Replacement:
         return [Action(Move.FORGET, key)]
 
     def keep(self, key: Hashable) -> None:
-        """Notes that the tier behind has the content of an object, which is not in the fast tier."""
+        """Notes that the tier behind has an object's content, and the fast tier has not."""
         self._objects[key].stored = True
 
     def lend(self, nbytes: int, name: str) -> list[Action]:

@@ -105,7 +105,7 @@ class InBackward:
         if len(answer) > len(names):
             self._shards.watched.check_votes(answer[len(names) :])
             self._begin()
-        self.prepare(sharded)
+        self._prepare(sharded)
         used = {name for name, vote in zip(names, answer, strict=False) if vote}
         self._updates.allowed = True
         self._updates.step([self._numbers.pop(sharded)], used)
@@ -120,8 +120,8 @@ class InBackward:
         self._updates.allowed = True
         self._hooks.enter_context(step_hooks(self._shards.inner))
 
-    def prepare(self, sharded: ShardedChunk) -> None:
-        """Lets a chunk be stepped: what was written to its parameters counts, nothing is gathered."""
+    def _prepare(self, sharded: ShardedChunk) -> None:
+        """Takes what was written to the parameters of a chunk that is about to be stepped."""
         sharded.chunk.check_parameters()
         gatherer = self._shards.gatherer
         if self._shards.stage == 3:
@@ -132,27 +132,33 @@ class InBackward:
 
     # The step after it.
 
-    @property
-    def rest(self) -> list[int]:
-        """Numbers of the chunks that the step has to take."""
-        return sorted(self._numbers.values())
+    def finish(self, used: set[str]) -> None:
+        """Steps what backward has not, and ends the step that it has begun; every rank calls it.
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Ends the step that backward has begun, around what is left of it."""
-        if not self._options:
-            self._begin()
-        self._updates.allowed = True
-        with self._hooks:
-            yield
-        self._forget()
-
-    def check_options(self) -> None:
-        """Refuses options that were changed after chunks had been stepped with others.
+        Args:
+            used: names of parameters that have a gradient on any rank.
 
         Raises:
             GulliverError: an option of a group was changed since.
         """
+        self._check_options()
+        if self._shards.stage == 3:
+            self._shards.gatherer.release_all()
+        if not self._options:
+            self._begin()
+        self._updates.allowed = True
+        try:
+            for sharded, number in self._numbers.items():
+                self._prepare(sharded)
+                self._updates.step([number], used)
+                self._shards.reducer.use_up(sharded)
+            self._hooks.close()
+        finally:
+            self._updates.end()
+        self._forget()
+
+    def _check_options(self) -> None:
+        """Refuses options that were changed after chunks had been stepped with others."""
         found = self._options and first_change(self._options, self._shards.watched.options())
         if found:
             name, then, now = found

@@ -251,7 +251,8 @@ class ZeroOptimizer(BoostedOptimizer):
     def _step(self) -> None:
         self._begun.check_whole()
         if self._begun.begun:
-            self._end_begun()
+            self._begun.finish(self._settle())
+            self._finish_step()
             return
         for sharded in self.everything:
             sharded.chunk.check_parameters()
@@ -271,22 +272,6 @@ class ZeroOptimizer(BoostedOptimizer):
         try:
             with step_hooks(self.inner):
                 self._pipeline(used)
-        finally:
-            self._updates.end()
-        self._finish_step()
-
-    def _end_begun(self) -> None:
-        """Steps what a backward has not, see `_in_backward.py`."""
-        used = self._settle()
-        self._begun.check_options()
-        if self.stage == 3:
-            self.gatherer.release_all()
-        try:
-            with self._begun.step():
-                for number in self._begun.rest:
-                    self._begun.prepare(self.chunks[number])
-                    self._updates.step([number], used)
-                    self._reducer.use_up(self.chunks[number])
         finally:
             self._updates.end()
         self._finish_step()

@@ -57,8 +57,8 @@ class ShardedChunk(Resident):
             optimizer steps.
         stand_ins: what the pieces have for gradients outside of a step.
         waiting: parameters that the present backward has not reached yet.
-        gradient_shard: this rank's shard of the mean gradient, flat; None without any. Where it lies
-            in tiers, what stands for it outside of `gradients`.
+        gradient_shard: this rank's shard of the mean gradient, flat; None without any. Where chunks
+            lie in tiers, what stands for it outside of `gradients`.
         incoming: buffer that a reduction under way writes.
         number: index among the optimizer's chunks, counted from a start that differs between
             optimizers.

@@ -237,9 +237,10 @@ class ShardedState:
     def turns(self) -> list[list[int]]:
         """Numbers of the chunks that are stepped together.
 
-        One by one where a chunk's gather goes on while the next is stepped, and where a checkpoint
-        may still be copying the others, or where they lie in tiers; else all in one call, which an optimizer that is not known
-        gets always: it may look at all parameters at once, or count its calls.
+        One by one where a chunk's gather goes on while the next is stepped, where a checkpoint may
+        still be copying the others, and where chunks lie in tiers; else all in one call, which an
+        optimizer that is not known gets always: it may look at all parameters at once, or count its
+        calls.
         """
         numbers = list(range(len(self.chunks)))
         apart = (self.stage in (1, 2) and self.size > 1) or is_claimed() or self.tiers is not None

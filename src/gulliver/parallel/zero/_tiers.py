@@ -60,8 +60,8 @@ class Tiers:
         chunk = sharded.chunk
         for piece, owned in sharded.pieces:
             owned.data = chunk.home[piece.start : piece.end].view(owned.shape)
-            state = self._inner.state.get(owned)
-            for key, moment in chunk.moments.items() if state else ():
+            state = self._inner.state.get(owned, {})
+            for key, moment in chunk.moments.items():
                 if piece.name in moment.starts and key in state:
                     start = moment.starts[piece.name]
                     run = moment.buffer[start : start + piece.numel]
@@ -72,8 +72,8 @@ class Tiers:
         chunk = sharded.chunk
         for piece, owned in sharded.pieces:
             owned.data = self._nan(owned)
-            state = self._inner.state.get(owned)
-            for key, moment in chunk.moments.items() if state else ():
+            state = self._inner.state.get(owned, {})
+            for key, moment in chunk.moments.items():
                 if piece.name in moment.starts and key in state:
                     state[key] = torch.empty_like(state[key], device="meta")
 

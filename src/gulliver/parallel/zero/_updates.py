@@ -20,7 +20,7 @@ It does not know why a step is taken.
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gulliver._compat import step_without_hooks
@@ -52,7 +52,7 @@ class Updates:
         if not self.allowed:
             raise GulliverError("step the optimizer that boost returned, not the one it was given")
 
-    def step(self, turn: Sequence[int], used: Container[str]) -> None:
+    def step(self, turn: Sequence[int], used: set[str]) -> None:
         """Steps the chunks of some numbers together, once their gradients are there.
 
         Args:
