@@ -1,0 +1,275 @@
+"""Steps of training under a memory limit, replayed with chunks that are plain numbers.
+
+The replay asks the very rules by which the memory manager decides (`gulliver.solve.Replacement`):
+so bytes that a plan says will move are those that move. Nothing is allocated, and a model may be on
+meta. Read `Replay.step` first: the order in which training uses state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from gulliver.memory import (
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    ByteCounter,
+    Manager,
+    Placed,
+    whole_pages,
+)
+from gulliver.parallel.zero import ChunkBytes, held_bytes
+from gulliver.plan import Tiers
+from gulliver.solve import Action, Move, Replacement
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+Key = tuple[str, *tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class StateObject:
+    """State that has a place of its own.
+
+    Attributes:
+        key: what it is, and of which chunk.
+        kind: kind of state.
+        nbytes: size, in bytes.
+        chunk: number of its chunk.
+    """
+
+    key: Key
+    kind: str
+    nbytes: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """State of a rank in numbers.
+
+    Attributes:
+        chunks: chunks in the order of use.
+        moments: bytes of each tensor that the optimizer keeps of a chunk, by chunk.
+        parts: number of shards of a chunk.
+        ahead: number of chunks that are gathered from other ranks ahead of use.
+    """
+
+    chunks: Sequence[ChunkBytes]
+    moments: Sequence[Sequence[int]]
+    parts: int
+    ahead: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything that has a place of its own, whole pages each."""
+        return sum(whole_pages(o.nbytes) for o in self.objects())
+
+    def objects(self) -> Iterator[StateObject]:
+        """What has a place of its own, in the order in which it is made."""
+        for number, chunk in enumerate(self.chunks):
+            kind = OPTIMIZER_STATE if chunk.copied else PARAMETERS
+            yield StateObject(("home", number), kind, chunk.shard, number)
+        for number, (chunk, sizes) in enumerate(zip(self.chunks, self.moments, strict=True)):
+            for moment, size in enumerate(sizes):
+                yield StateObject(("moment", number, moment), OPTIMIZER_STATE, size, number)
+            if chunk.trained:
+                yield StateObject(("gradient", number), GRADIENTS, chunk.shard, number)
+
+
+class Shares:
+    """Decides by the order of objects alone which of them must stay: the policy ``static``.
+
+    Args:
+        leaving: share of the bytes of each kind that may leave.
+    """
+
+    def __init__(self, leaving: Mapping[str, float]) -> None:
+        self._leaving = leaving
+        self._seen, self._kept = dict.fromkeys(leaving, 0), dict.fromkeys(leaving, 0)
+
+    @classmethod
+    def of(cls, tiers: Tiers) -> Shares | None:
+        """The shares of a plan; None where they are found, not said."""
+        if tiers.policy == "auto":
+            return None
+        return cls({PARAMETERS: tiers.offload_param, OPTIMIZER_STATE: tiers.offload_optim})
+
+    def keeps(self, kind: str, nbytes: int) -> bool:
+        """Whether the next object of a kind must stay."""
+        if kind not in self._leaving:
+            return False
+        self._seen[kind] += nbytes
+        wanted = (1 - self._leaving[kind]) * self._seen[kind]
+        stays = self._kept[kind] + nbytes <= wanted + 1e-9 * wanted
+        self._kept[kind] += nbytes * stays
+        return stays
+
+
+class StaticManager(Manager):
+    """A manager in which a share of each kind never leaves the first memory."""
+
+    shares: Shares | None = None
+
+    def add(self, name: str, kind: str, *arguments: object, **options: object) -> Placed:  # type: ignore[override]
+        """Takes an object, and pins it where the shares say that it stays."""
+        placed = super().add(name, kind, *arguments, **options)  # type: ignore[arg-type]
+        if self.shares is not None and self.shares.keeps(kind, placed.nbytes):
+            self.use(placed, write=True)
+        return placed
+
+
+@dataclass
+class Seen:
+    """A visit as it was replayed.
+
+    Attributes:
+        phase: part of the step.
+        chunk: number of the chunk.
+        moved: bytes by kind of move.
+        moves: number of moves.
+    """
+
+    phase: str
+    chunk: int
+    moved: dict[Move, int] = field(default_factory=lambda: dict.fromkeys(Move, 0))
+    moves: dict[Move, int] = field(default_factory=lambda: dict.fromkeys(Move, 0))
+
+
+class Replay:
+    """Replays steps of training.
+
+    Args:
+        state: state of a rank.
+        budget: bytes that state may have in the first memory.
+        backed: whether there is memory behind it.
+        tiers: how the state is used.
+
+    Attributes:
+        counter: bytes in the first memory, by kind.
+        held: objects in the first memory.
+        left: objects that have left it in the last step.
+        decides: number of the chunk that needed most at once.
+        most: bytes that were in the first memory at once, in use or not.
+    """
+
+    def __init__(self, state: StateBytes, budget: int, backed: bool, tiers: Tiers) -> None:
+        self.state, self.tiers = state, tiers
+        self.counter, self.decides = ByteCounter(), 0
+        self.held, self.left = set[Key](), set[Key]()
+        self.most = 0
+        self._core = Replacement(budget, backed=backed)
+        self._seen: list[Seen] = []
+        self._objects = {o.key: o for o in state.objects()}
+        self._transient = _transient(state)
+        shares = Shares.of(tiers)
+        self._visit(FORWARD, 0)
+        for one in self._objects.values():
+            filled = one.key[0] == "home"
+            self._run(self._core.add(one.key, self._name(one), whole_pages(one.nbytes), filled))
+            if shares is not None and shares.keeps(one.kind, one.nbytes):
+                self._run(self._core.use(one.key, write=True))
+
+    @property
+    def minimum(self) -> int:
+        """Bytes that were needed at once so far."""
+        return self._core.minimum
+
+    def step(self) -> list[Seen]:
+        """Forward, backward and update, chunk after chunk."""
+        self._seen, self.left = [], set()
+        count = range(len(self.state.chunks))
+        with self._lend(self._transient):
+            for number in count:
+                self._visit(FORWARD, number)
+                with self._using([("home", number)]):
+                    pass
+            for number in reversed(count):
+                self._visit(BACKWARD, number)
+                self._backward(number)
+        if not self.tiers.step_in_backward:
+            for number in count:
+                self._visit(UPDATE, number)
+                self._update(number)
+        self._core.end_step()
+        return self._seen
+
+    def _backward(self, number: int) -> None:
+        chunk, gradient = self.state.chunks[number], ("gradient", number)
+        with self._using([("home", number)]):
+            if not chunk.trained:
+                return
+            self._run(self._core.use(gradient, fresh=True))
+        if self.tiers.step_in_backward:
+            self._update(number)
+        self._run(self._core.done(gradient))
+        if self.tiers.step_in_backward:
+            self._run(self._core.discard(gradient))
+
+    def _update(self, number: int) -> None:
+        if not self.state.chunks[number].trained:
+            return
+        moments: list[Key] = [("moment", number, n) for n in range(len(self.state.moments[number]))]
+        gradient: Key = ("gradient", number)
+        with self._using([("home", number), *moments], write=True), self._using([gradient]):
+            pass
+        if not self.tiers.step_in_backward:
+            self._run(self._core.discard(gradient))
+
+    @contextmanager
+    def _using(self, keys: Iterable[Key], write: bool = False) -> Iterator[None]:
+        used = list(keys)
+        for key in used:
+            before = self._core.minimum
+            self._run(self._core.use(key, write))
+            if self._core.minimum > before:
+                self.decides = self._objects[key].chunk
+        yield
+        for key in used:
+            self._run(self._core.done(key))
+
+    @contextmanager
+    def _lend(self, nbytes: int) -> Iterator[None]:
+        if not nbytes:
+            yield
+            return
+        self._run(self._core.lend(nbytes, "buffers"))
+        self.counter.add(PARAMETERS, nbytes)
+        yield
+        self.counter.add(PARAMETERS, -nbytes)
+        self._run(self._core.give(nbytes))
+
+    def _visit(self, phase: str, number: int) -> None:
+        self._seen.append(Seen(phase, number))
+
+    def _run(self, actions: Iterable[Action]) -> None:
+        seen = self._seen[-1]
+        for action in actions:
+            assert isinstance(action.key, tuple)
+            one, move = self._objects[action.key], action.move
+            seen.moved[move] += whole_pages(one.nbytes)
+            seen.moves[move] += 1
+            if move in (Move.LOAD, Move.MAKE):
+                self.held.add(one.key)
+                self.counter.add(one.kind, one.nbytes)
+            elif one.key in self.held:
+                self.held.remove(one.key)
+                self.counter.add(one.kind, -one.nbytes)
+                if move is not Move.FORGET:
+                    self.left.add(one.key)
+        self.most = max(self.most, self._core.used)
+
+
+def _transient(state: StateBytes) -> int:
+    """Bytes of whole chunks that are gathered, and of gradients that are collected, at once.
+
+    What a rank alone uses in its own type lies where it is used, and takes none.
+    """
+    whole = [
+        ChunkBytes(c.names, c.whole, 0, c.trained, True)
+        for c in state.chunks
+        if state.parts > 1 or c.copied
+    ]
+    held = held_bytes(whole, 3, state.parts, state.ahead, 0)
+    return sum(held.values())
