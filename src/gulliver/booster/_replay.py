@@ -167,7 +167,8 @@ class Replay:
         self._visit(FORWARD, 0)
         for one in self._objects.values():
             filled = one.key[0] == "home"
-            self._run(self._core.add(one.key, self._name(one), whole_pages(one.nbytes), filled))
+            name = f"{one.kind} of chunk {one.chunk}"
+            self._run(self._core.add(one.key, name, whole_pages(one.nbytes), filled))
             if shares is not None and shares.keeps(one.kind, one.nbytes):
                 self._run(self._core.use(one.key, write=True))
 
