@@ -7,6 +7,7 @@ meta. Read `Replay.step` first: the order in which training uses state.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,11 +21,13 @@ from gulliver.memory import (
     Placed,
     whole_pages,
 )
-from gulliver.parallel.zero import ChunkBytes, held_bytes
+from gulliver.parallel.zero import IN_FLIGHT, ChunkBytes, held_bytes
 from gulliver.plan import Tiers
 from gulliver.solve import Action, Move, Replacement
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+WINDOW = 2
+"""Chunks whose parameters are in use at once at least: the present one, and the one before it."""
 Key = tuple[str, *tuple[int, ...]]
 
 
@@ -162,7 +165,8 @@ class Replay:
         self._core = Replacement(budget, backed=backed)
         self._seen: list[Seen] = []
         self._objects = {o.key: o for o in state.objects()}
-        self._transient = _transient(state)
+        self._transient, self._widths = _transient(state), _widths(state)
+        self._entered, self._collected = deque[int](), deque[int]()
         shares = Shares.of(tiers)
         self._visit(FORWARD, 0)
         for one in self._objects.values():
@@ -184,11 +188,13 @@ class Replay:
         with self._lend(self._transient):
             for number in count:
                 self._visit(FORWARD, number)
-                with self._using([("home", number)]):
-                    pass
+                self._enter(number, self._widths[number])
             for number in reversed(count):
                 self._visit(BACKWARD, number)
                 self._backward(number)
+            for number in reversed(count):
+                self._land(number)
+            self._leave(0)
         if not self.tiers.step_in_backward:
             for number in count:
                 self._visit(UPDATE, number)
@@ -196,39 +202,70 @@ class Replay:
         self._core.end_step()
         return self._seen
 
+    # [Note: what is in use at once] A rank alone computes with the very objects that hold its
+    # parameters, and collects gradients in those that hold them: they are pinned from the first use
+    # of a module until the next one's, and a module may have parameters in several chunks. With
+    # other ranks, or copies in a wider dtype, whole chunks are gathered into buffers that are lent,
+    # and an object is pinned only while it is copied; reduced gradients are while they travel.
+
+    def _enter(self, number: int, width: int) -> None:
+        """Uses the parameters of a chunk; lets go of what a module no longer needs."""
+        self._use(("home", number))
+        if self._is_gathered(number):
+            self._done(("home", number))
+        else:
+            self._entered.append(number)
+            self._leave(width)
+
+    def _leave(self, width: int) -> None:
+        while len(self._entered) > width:
+            self._done(("home", self._entered.popleft()))
+
     def _backward(self, number: int) -> None:
-        chunk, gradient = self.state.chunks[number], ("gradient", number)
-        with self._using([("home", number)]):
-            if not chunk.trained:
-                return
-            self._run(self._core.use(gradient, fresh=True))
+        width = self._widths[number]
+        self._enter(number, width)
+        if self.state.chunks[number].trained:
+            self._use(("gradient", number), fresh=True)
+            self._collected.append(number)
+        travel = IN_FLIGHT + 1 if self.state.parts > 1 else width
+        while len(self._collected) > travel - 1:
+            self._land(self._collected[0])
+
+    def _land(self, number: int) -> None:
+        """A gradient is complete; the chunk is stepped, where that is done in backward."""
+        if number not in self._collected:
+            return
+        self._collected.remove(number)
         if self.tiers.step_in_backward:
             self._update(number)
-        self._run(self._core.done(gradient))
+        self._done(("gradient", number))
         if self.tiers.step_in_backward:
-            self._run(self._core.discard(gradient))
+            self._run(self._core.discard(("gradient", number)))
+
+    def _is_gathered(self, number: int) -> bool:
+        return self.state.parts > 1 or self.state.chunks[number].copied
 
     def _update(self, number: int) -> None:
         if not self.state.chunks[number].trained:
             return
         moments: list[Key] = [("moment", number, n) for n in range(len(self.state.moments[number]))]
         gradient: Key = ("gradient", number)
-        with self._using([("home", number), *moments], write=True), self._using([gradient]):
-            pass
+        keys: list[Key] = [("home", number), *moments, gradient]
+        for key in keys:
+            self._use(key, write=key != gradient)
+        for key in keys:
+            self._done(key)
         if not self.tiers.step_in_backward:
             self._run(self._core.discard(gradient))
 
-    @contextmanager
-    def _using(self, keys: Iterable[Key], write: bool = False) -> Iterator[None]:
-        used = list(keys)
-        for key in used:
-            before = self._core.minimum
-            self._run(self._core.use(key, write))
-            if self._core.minimum > before:
-                self.decides = self._objects[key].chunk
-        yield
-        for key in used:
-            self._run(self._core.done(key))
+    def _use(self, key: Key, write: bool = False, fresh: bool = False) -> None:
+        before = self._core.minimum
+        self._run(self._core.use(key, write, fresh))
+        if self._core.minimum > before:
+            self.decides = self._objects[key].chunk
+
+    def _done(self, key: Key) -> None:
+        self._run(self._core.done(key))
 
     @contextmanager
     def _lend(self, nbytes: int) -> Iterator[None]:
@@ -260,6 +297,24 @@ class Replay:
                 if move is not Move.FORGET:
                     self.left.add(one.key)
         self.most = max(self.most, self._core.used)
+
+
+def _widths(state: StateBytes) -> list[int]:
+    """For each chunk, how many are in use at once while a module with parameters in it runs."""
+    homes: dict[str, list[int]] = {}
+    names = {name for chunk in state.chunks for name in chunk.names}
+    for number, chunk in enumerate(state.chunks):
+        for name in chunk.names:
+            module = name.rpartition(".")[0]
+            outer = module.rpartition(".")[0]
+            # torch's attention reads the weights of its last linear map itself.
+            whole = outer if f"{outer}.in_proj_weight" in names else module
+            homes.setdefault(whole, []).append(number)
+    widths = [WINDOW] * len(state.chunks)
+    for numbers in homes.values():
+        for number in numbers:
+            widths[number] = max(widths[number], max(numbers) - min(numbers) + 1)
+    return widths
 
 
 def _transient(state: StateBytes) -> int:

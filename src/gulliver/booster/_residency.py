@@ -71,10 +71,14 @@ def find_residency(state: StateBytes, tiers: Tiers, other: int) -> Residency:
         GulliverError: the limit, or what lies behind, is too small; the least is named.
     """
     endless = Replay(state, ENDLESS, True, tiers)
-    endless.step()
+    for _ in range(2):  # the second begins with what the optimizer has made in the first
+        endless.step()
     behind = tiers.disk_bytes if tiers.disk is not None else tiers.host
-    least = endless.minimum if behind else endless.most
-    decides = _named(state, endless.decides)
+    least, decides = endless.minimum, _named(state, endless.decides)
+    if not behind:
+        enough = size_at_least(smallest_limit(least, other))
+        least = endless.most
+        decides = f"all state, as nothing lies behind it (with a disk {enough} would do)"
     rule = BudgetRule(tiers.limit, least)
     budget = rule.begin(ActivationPeak(other), decides)
     _check_behind(state, tiers, behind, budget - least)

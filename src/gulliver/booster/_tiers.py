@@ -192,11 +192,12 @@ def plan_tiers(
         seconds = None if rates is None else found.seconds(plan.work, rates).step
         told = f"{len(found.state.chunks)} chunks move {size_text(moves)} in a step"
         told += "" if seconds is None else f", {seconds_text(seconds)}"
-        tried.append((moves if seconds is None else seconds, size, told))
+        # Of equals the larger: there are fewer of them.
+        tried.append((moves if seconds is None else seconds, -size, told))
     if not tried:
         raise errors[min(errors)]
     _, size, told = min(tried)
-    _, _, worst = max(tried)
+    size, (_, _, worst) = -size, max(tried)
     why = f"{size_text(size)}: {told}" + (f"; at worst {worst}" if len(tried) > 1 else "")
     reasons = {**plan.reasons, "zero.chunk_bytes": why}
     return replace(plan, zero=replace(plan.zero, chunk_bytes=size), reasons=reasons)
