@@ -5,7 +5,7 @@ from gulliver.booster._estimate import estimate_work
 from gulliver.booster._gemini import GeminiPlugin
 from gulliver.booster._hybrid_plugin import HybridParallelPlugin
 from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
-from gulliver.booster.hybrid import keep_logits, lazy_parameters
+from gulliver.booster.hybrid import keep_logits, lazy_parameters, sequence_degree
 
 __all__ = [
     "Booster",
@@ -17,4 +17,5 @@ __all__ = [
     "estimate_work",
     "keep_logits",
     "lazy_parameters",
+    "sequence_degree",
 ]
