@@ -17,8 +17,6 @@ from gulliver.memory import (
     OPTIMIZER_STATE,
     PARAMETERS,
     ByteCounter,
-    Manager,
-    Placed,
     whole_pages,
 )
 from gulliver.parallel.zero import IN_FLIGHT, ChunkBytes, held_bytes
@@ -108,19 +106,6 @@ class Shares:
         stays = self._kept[kind] + nbytes <= wanted + 1e-9 * wanted
         self._kept[kind] += nbytes * stays
         return stays
-
-
-class StaticManager(Manager):
-    """A manager in which a share of each kind never leaves the first memory."""
-
-    shares: Shares | None = None
-
-    def add(self, name: str, kind: str, *arguments: object, **options: object) -> Placed:  # type: ignore[override]
-        """Takes an object, and pins it where the shares say that it stays."""
-        placed = super().add(name, kind, *arguments, **options)  # type: ignore[arg-type]
-        if self.shares is not None and self.shares.keeps(kind, placed.nbytes):
-            self.use(placed, write=True)
-        return placed
 
 
 @dataclass
