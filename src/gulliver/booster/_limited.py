@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gulliver.booster._replay import Shares, StateBytes
 from gulliver.booster._residency import find_residency
+from gulliver.errors import GulliverError
 from gulliver.memory import (
     ActivationPeak,
     BudgetController,
@@ -40,6 +41,10 @@ class LimitedManager(Manager):
 
     shares: Shares | None = None
     controller: BudgetController | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._kept = set[Placed]()
 
     def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> Placed:
         """Takes an object, and pins it where the shares say that it stays."""
@@ -89,7 +94,9 @@ def _store(tiers: Tiers, state: StateBytes) -> Store | None:
     needed = state.total + state.total // SLACK
     if tiers.disk is not None:
         return DiskStore(tiers.disk, min(tiers.disk_bytes, needed))
-    return HostStore(min(tiers.host, needed)) if tiers.host else None
+    if tiers.host:
+        raise GulliverError("host_limit: page-locked memory is not there yet; name a disk")
+    return None
 
 
 def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager | None) -> None:

@@ -140,7 +140,8 @@ class Plugin(ABC, metaclass=_NamedArguments):
         plain, plans = unwrapped(model), list[Plan]()
         choices = self.for_model(self.choices(world.size, precision), plain, optimizer, None)
         agreed(lambda: plans.append(resolve(choices, plain, optimizer)))
-        plan = predict(plans[0], plain, optimizer) if choices.work.samples else plans[0]
+        seconds = choices.work.samples or plans[0].predicted.moved is not None
+        plan = predict(plans[0], plain, optimizer) if seconds else plans[0]
         boosted, wrapped = apply_plan(plan, model, optimizer, world, self.verbose)
         if self.verbose and world.is_main:
             for told in (differences(choices, plan), _unknown_label(choices)):

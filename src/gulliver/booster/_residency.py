@@ -45,6 +45,7 @@ class Residency:
         visits: uses of state, as they were replayed.
         bytes: bytes in the first memory at the fullest moment, by kind.
         ahead: bytes that are brought ahead of use at most.
+        budget: bytes that state may have in the first memory.
         moved: what stays, leaves and moves.
     """
 
@@ -52,6 +53,7 @@ class Residency:
     visits: Sequence[Seen]
     bytes: dict[str, int]
     ahead: int
+    budget: int
     moved: Moved
 
     def seconds(self, work: Work, rates: TierRates) -> TieredSeconds:
@@ -92,13 +94,15 @@ def find_residency(state: StateBytes, tiers: Tiers, other: int) -> Residency:
         where[one.kind] = where.get(one.kind, 0) + one.nbytes
     moved = Moved(
         minimum=smallest_limit(least, other),
+        needed=least,
         decides=decides,
         stays=MemoryPlan(**stays),
         leaves=MemoryPlan(**leaves),
         read=sum(seen.moved[Move.LOAD] for seen in visits),
         written=sum(seen.moved[Move.WRITE] for seen in visits),
     )
-    return Residency(state, visits, replay.counter.fullest, tiers.ahead or budget - least, moved)
+    ahead = tiers.ahead or budget - least
+    return Residency(state, visits, replay.counter.fullest, ahead, budget, moved)
 
 
 def _check_behind(state: StateBytes, tiers: Tiers, behind: int, room: int) -> None:

@@ -25,6 +25,7 @@ from gulliver.memory._moments import Moment, moment_size
 from gulliver.memory._parts import Part, Region, part_of, region_of, set_region, whole_shape
 from gulliver.memory._pending import hide_from_compilers, mark_pending, mark_ready
 from gulliver.memory._placed import Placed
+from gulliver.memory._placed_chunk import LentBuffers, PlacedChunk
 from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
@@ -50,6 +51,7 @@ __all__ = [
     "Claim",
     "DiskStore",
     "Footprint",
+    "LentBuffers",
     "Manager",
     "Moment",
     "Mover",
@@ -57,6 +59,7 @@ __all__ = [
     "Pass",
     "Piece",
     "Placed",
+    "PlacedChunk",
     "Prefetcher",
     "Presence",
     "ReducedGradient",

@@ -362,6 +362,7 @@ class Moved:
 
     Attributes:
         minimum: least limit that would do.
+        needed: bytes of state that are in use at once.
         decides: chunk that needs that much.
         stays: bytes of state that never leave the first memory.
         leaves: bytes of state that lie behind it, at least at times.
@@ -372,6 +373,7 @@ class Moved:
     """
 
     minimum: int = 0
+    needed: int = 0
     decides: str = ""
     stays: MemoryPlan = field(default_factory=MemoryPlan)
     leaves: MemoryPlan = field(default_factory=MemoryPlan)

@@ -154,6 +154,10 @@ class Replacement:
         found.stored = False
         return [Action(Move.FORGET, key)]
 
+    def keep(self, key: Hashable) -> None:
+        """Notes that the tier behind has an object's content, and the fast tier has not."""
+        self._objects[key].stored = True
+
     def lend(self, nbytes: int, name: str) -> list[Action]:
         """Makes room for memory that is no object's.
 
