@@ -21,12 +21,14 @@ from typing import Literal
 import tyro
 
 from benchmarks import _memory_disk as disk
+from benchmarks import _memory_moves as moves
 from benchmarks import _memory_unet as unet
 from benchmarks._harness import Report, finish
 from benchmarks._memory_headline import FULL, SMALL, Scale, curve, headline
 from benchmarks._memory_jobs import MB, Ledger, folder_on_disk
 from benchmarks.limits import LimitsError, check_limits
 
+CASES, FULL_CASES = 200, 2000
 Part = Literal["headline", "curve", "disk", "unet", "moves", "gpu"]
 
 
@@ -62,6 +64,8 @@ def reports(options: Options, part: Part, folder: Path, ledger: Ledger) -> list[
     if part == "disk":
         grid = disk.FULL if options.full else disk.SMALL
         return [disk.report(grid, folder, ledger, say)]
+    if part == "moves":
+        return [moves.report(FULL_CASES if options.full else CASES, folder)]
     if part == "unet":
         scale = unet.FULL if options.full else unet.SMALL
         return [unet.report(scale, folder, ledger, say)]
