@@ -25,11 +25,16 @@ from gulliver.comm._collectives import (
     group_size,
     reduce_scatter,
 )
-from gulliver.comm._groups import release_groups, shared_rank_group
+from gulliver.comm._groups import (
+    host_rank_group,
+    release_groups,
+    return_rank_group,
+    shared_rank_group,
+)
 from gulliver.comm._launch import default_ranks, launch, under_launcher
 from gulliver.comm._layout import ChosenAxes, choose_axes
 from gulliver.comm._ledger import Purpose
-from gulliver.comm._messages import Messages
+from gulliver.comm._messages import Messages, sent_bytes
 from gulliver.comm._point_to_point import (
     Flight,
     exchange,
@@ -88,6 +93,7 @@ __all__ = [
     "group_rank",
     "group_size",
     "guard",
+    "host_rank_group",
     "init_world",
     "launch",
     "make_axes",
@@ -96,6 +102,8 @@ __all__ = [
     "reduce_choices",
     "reduce_scatter",
     "release_groups",
+    "return_rank_group",
+    "sent_bytes",
     "shared_rank_group",
     "shift",
     "shutdown",

@@ -5,6 +5,7 @@ Read `_chunk.py` first: the buffers of a chunk. `_prefetch.py` brings chunks ahe
 limit of memory: `_traffic.py` moves them to and from what `_stores.py` and `_host.py` hold.
 """
 
+from gulliver.memory._budget import BudgetController, BudgetRule, smallest_limit
 from gulliver.memory._buffers import BufferPool
 from gulliver.memory._bytes import GRADIENTS, KINDS, OPTIMIZER_STATE, PARAMETERS, ByteCounter
 from gulliver.memory._chunk import Chunk
@@ -18,6 +19,7 @@ from gulliver.memory._claims import (
     is_claimed,
     storage_of,
 )
+from gulliver.memory._footprint import Footprint
 from gulliver.memory._host import Copier, HostStore
 from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
 from gulliver.memory._manager import Manager
@@ -25,10 +27,12 @@ from gulliver.memory._moments import Moment, moment_size
 from gulliver.memory._parts import Part, Region, part_of, region_of, set_region, whole_shape
 from gulliver.memory._pending import hide_from_compilers, mark_pending, mark_ready
 from gulliver.memory._placed import HELD, Placed, Where
+from gulliver.memory._placed_chunk import LentBuffers, PlacedChunk
 from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
-from gulliver.memory._stores import DiskStore, Store, Transfer, page_aligned
+from gulliver.memory._stores import DiskStore, Store, Transfer, page_aligned, whole_pages
+from gulliver.memory._symbolic import ActivationPeak, activation_peak
 
 __all__ = [
     "ADVICE",
@@ -40,6 +44,9 @@ __all__ = [
     "OPTIMIZER_STATE",
     "PARAMETERS",
     "AccessRecord",
+    "ActivationPeak",
+    "BudgetController",
+    "BudgetRule",
     "BufferPool",
     "ByteCounter",
     "Chunk",
@@ -47,7 +54,9 @@ __all__ = [
     "Claim",
     "Copier",
     "DiskStore",
+    "Footprint",
     "HostStore",
+    "LentBuffers",
     "Manager",
     "Moment",
     "Mover",
@@ -55,6 +64,7 @@ __all__ = [
     "Pass",
     "Piece",
     "Placed",
+    "PlacedChunk",
     "Prefetcher",
     "Presence",
     "ReducedGradient",
@@ -65,6 +75,7 @@ __all__ = [
     "Transfer",
     "UseRecorder",
     "Where",
+    "activation_peak",
     "add_claim",
     "before_any_write",
     "before_write",
@@ -81,6 +92,8 @@ __all__ = [
     "region_of",
     "seconds_between",
     "set_region",
+    "smallest_limit",
     "storage_of",
+    "whole_pages",
     "whole_shape",
 ]
