@@ -24,7 +24,7 @@ from gulliver.memory._manager import Manager
 from gulliver.memory._moments import Moment, moment_size
 from gulliver.memory._parts import Part, Region, part_of, region_of, set_region, whole_shape
 from gulliver.memory._pending import hide_from_compilers, mark_pending, mark_ready
-from gulliver.memory._placed import Placed
+from gulliver.memory._placed import HELD, Placed, Where
 from gulliver.memory._placed_chunk import LentBuffers, PlacedChunk
 from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
@@ -36,6 +36,7 @@ __all__ = [
     "ADVICE",
     "ASKS",
     "GRADIENTS",
+    "HELD",
     "KINDS",
     "LEGAL_PRESENCE",
     "OPTIMIZER_STATE",
@@ -69,6 +70,7 @@ __all__ = [
     "Store",
     "Transfer",
     "UseRecorder",
+    "Where",
     "activation_peak",
     "add_claim",
     "before_any_write",
