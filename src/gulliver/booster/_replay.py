@@ -109,20 +109,35 @@ class Shares:
 
 
 @dataclass
+class Coming:
+    """A move of an object.
+
+    Attributes:
+        key: object.
+        nbytes: size in whole pages.
+        write: whether it leaves the first memory.
+        until: number of visits until it is used.
+    """
+
+    key: Key
+    nbytes: int
+    write: bool
+    until: int = 0
+
+
+@dataclass
 class Seen:
     """A visit as it was replayed.
 
     Attributes:
         phase: part of the step.
         chunk: number of the chunk.
-        moved: bytes by kind of move.
-        moves: number of moves.
+        moves: what is read and written, in order.
     """
 
     phase: str
     chunk: int
-    moved: dict[Move, int] = field(default_factory=lambda: dict.fromkeys(Move, 0))
-    moves: dict[Move, int] = field(default_factory=lambda: dict.fromkeys(Move, 0))
+    moves: list[Coming] = field(default_factory=list)
 
 
 class Replay:
@@ -147,8 +162,10 @@ class Replay:
         self.counter, self.decides = ByteCounter(), 0
         self.held, self.left = set[Key](), set[Key]()
         self.most = 0
-        self._core = Replacement(budget, backed=backed)
+        self._core = Replacement(budget, backed=backed, ahead=tiers.ahead or None)
         self._seen: list[Seen] = []
+        self._coming: dict[Key, tuple[Coming, int]] = {}
+        self._visits = 0
         self._objects = {o.key: o for o in state.objects()}
         self._transient, self._together = _transient(state), _together(state)
         self._entered, self._collected = deque[int](), deque[int]()
@@ -251,6 +268,9 @@ class Replay:
     def _use(self, key: Key, write: bool = False, fresh: bool = False) -> None:
         before = self._core.minimum
         self._run(self._core.use(key, write, fresh))
+        if key in self._coming:
+            coming, sent = self._coming.pop(key)
+            coming.until = self._visits - sent
         if self._core.minimum > before:
             self.decides = self._objects[key].chunk
 
@@ -269,6 +289,7 @@ class Replay:
         self._run(self._core.give(nbytes))
 
     def _visit(self, phase: str, number: int) -> None:
+        self._visits += 1
         self._seen.append(Seen(phase, number))
 
     def _run(self, actions: Iterable[Action]) -> None:
@@ -276,8 +297,11 @@ class Replay:
         for action in actions:
             assert isinstance(action.key, tuple)
             one, move = self._objects[action.key], action.move
-            seen.moved[move] += whole_pages(one.nbytes)
-            seen.moves[move] += 1
+            if move in (Move.LOAD, Move.WRITE):
+                coming = Coming(one.key, whole_pages(one.nbytes), move is Move.WRITE)
+                seen.moves.append(coming)
+                if move is Move.LOAD:
+                    self._coming[one.key] = coming, self._visits
             if move in (Move.LOAD, Move.MAKE):
                 self.held.add(one.key)
                 self.counter.add(one.kind, one.nbytes)

@@ -230,4 +230,7 @@ class _Problem:
             held[span] += nbytes
 
     def _least(self, held: Floats, number: int) -> float:
-        return min((float(held[span].min()) for span in self._spans(number) if held[span].size), default=0.0)
+        return min(
+            (float(held[span].min()) for span in self._spans(number) if held[span].size),
+            default=0.0,
+        )
