@@ -1,10 +1,19 @@
 """Pure algorithms on plain numbers: no torch, no files, no clocks.
 
-Each file is an answer to one question: where to cut a pipeline (`_chain.py`), where a block of
-memory goes (`_extents.py`), what a fast tier of memory keeps (`_replacement.py`), how long a step
-of ZeRO takes (`_timeline.py`), which sizes to try (`_unimodal.py`).
+Each file is an answer to one question: what becomes of activations (`_activations.py`), where to
+cut a pipeline (`_chain.py`), where a block of memory goes (`_extents.py`), what a fast tier of
+memory keeps (`_replacement.py`), how long a step of ZeRO takes (`_timeline.py`), which sizes to try
+(`_unimodal.py`).
 """
 
+from gulliver.solve._activations import (
+    ActivationChoice,
+    BlockActivations,
+    PassCosts,
+    activations_peak,
+    choose_activations,
+    least_room,
+)
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._extents import PAGE, Extents, size_class
 from gulliver.solve._replacement import Action, Move, Replacement
@@ -26,14 +35,20 @@ __all__ = [
     "PAGE",
     "WEIGHTS",
     "Action",
+    "ActivationChoice",
+    "BlockActivations",
     "ChainPartition",
     "Extents",
     "Move",
+    "PassCosts",
     "Prediction",
     "Replacement",
     "StepTimes",
+    "activations_peak",
     "chain_times",
+    "choose_activations",
     "geometric_sizes",
+    "least_room",
     "partition_chain",
     "schedule_seconds",
     "size_class",
