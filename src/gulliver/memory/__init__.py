@@ -5,9 +5,23 @@ Read `_chunk.py` first: the buffers of a chunk. `_prefetch.py` brings chunks ahe
 limit of memory: `_traffic.py` moves them to and from what `_stores.py` and `_host.py` hold.
 """
 
-from gulliver.memory._budget import BudgetController, BudgetRule, smallest_limit
+from gulliver.memory._activations import ActivationOffload, offload_activations
+from gulliver.memory._budget import (
+    BudgetController,
+    BudgetRule,
+    Change,
+    smallest_limit,
+    with_unseen,
+)
 from gulliver.memory._buffers import BufferPool
-from gulliver.memory._bytes import GRADIENTS, KINDS, OPTIMIZER_STATE, PARAMETERS, ByteCounter
+from gulliver.memory._bytes import (
+    ACTIVATIONS,
+    GRADIENTS,
+    KINDS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    ByteCounter,
+)
 from gulliver.memory._chunk import Chunk
 from gulliver.memory._claims import (
     ASKS,
@@ -19,9 +33,10 @@ from gulliver.memory._claims import (
     is_claimed,
     storage_of,
 )
-from gulliver.memory._footprint import Footprint
+from gulliver.memory._footprint import CudaGauge, Footprint, Gauge, ProcessGauge, StepFootprint
 from gulliver.memory._host import Copier, HostStore
 from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
+from gulliver.memory._malloc import FreedMemory
 from gulliver.memory._manager import Manager
 from gulliver.memory._moments import Moment, moment_size
 from gulliver.memory._parts import Part, Region, part_of, region_of, set_region, whole_shape
@@ -32,9 +47,18 @@ from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, P
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
 from gulliver.memory._stores import DiskStore, Store, Transfer, page_aligned, whole_pages
-from gulliver.memory._symbolic import ActivationPeak, activation_peak
+from gulliver.memory._symbolic import (
+    ActivationPeak,
+    Kept,
+    MemoryPoint,
+    StorageCounter,
+    activation_peak,
+    follow_step,
+    stand_in_loss,
+)
 
 __all__ = [
+    "ACTIVATIONS",
     "ADVICE",
     "ASKS",
     "GRADIENTS",
@@ -44,20 +68,27 @@ __all__ = [
     "OPTIMIZER_STATE",
     "PARAMETERS",
     "AccessRecord",
+    "ActivationOffload",
     "ActivationPeak",
     "BudgetController",
     "BudgetRule",
     "BufferPool",
     "ByteCounter",
+    "Change",
     "Chunk",
     "ChunkLayout",
     "Claim",
     "Copier",
+    "CudaGauge",
     "DiskStore",
     "Footprint",
+    "FreedMemory",
+    "Gauge",
     "HostStore",
+    "Kept",
     "LentBuffers",
     "Manager",
+    "MemoryPoint",
     "Moment",
     "Mover",
     "Part",
@@ -67,10 +98,13 @@ __all__ = [
     "PlacedChunk",
     "Prefetcher",
     "Presence",
+    "ProcessGauge",
     "ReducedGradient",
     "Region",
     "Resident",
     "Slot",
+    "StepFootprint",
+    "StorageCounter",
     "Store",
     "Transfer",
     "UseRecorder",
@@ -80,11 +114,13 @@ __all__ = [
     "before_any_write",
     "before_write",
     "drop_claim",
+    "follow_step",
     "hide_from_compilers",
     "is_claimed",
     "mark_pending",
     "mark_ready",
     "moment_size",
+    "offload_activations",
     "page_aligned",
     "part_of",
     "plan_chunks",
@@ -93,7 +129,9 @@ __all__ = [
     "seconds_between",
     "set_region",
     "smallest_limit",
+    "stand_in_loss",
     "storage_of",
     "whole_pages",
     "whole_shape",
+    "with_unseen",
 ]
