@@ -22,7 +22,7 @@ from gulliver.memory._manager import Manager
 from gulliver.memory._moments import Moment, moment_size
 from gulliver.memory._parts import Part, Region, part_of, region_of, set_region, whole_shape
 from gulliver.memory._pending import hide_from_compilers, mark_pending, mark_ready
-from gulliver.memory._placed import Placed
+from gulliver.memory._placed import HELD, Placed, Where
 from gulliver.memory._placed_chunk import LentBuffers, PlacedChunk
 from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
@@ -33,6 +33,7 @@ __all__ = [
     "ADVICE",
     "ASKS",
     "GRADIENTS",
+    "HELD",
     "KINDS",
     "LEGAL_PRESENCE",
     "OPTIMIZER_STATE",
@@ -62,6 +63,7 @@ __all__ = [
     "Store",
     "Transfer",
     "UseRecorder",
+    "Where",
     "add_claim",
     "before_any_write",
     "before_write",
