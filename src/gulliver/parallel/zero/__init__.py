@@ -2,6 +2,7 @@
 
 from gulliver.parallel.zero._elementwise import (
     ELEMENTWISE,
+    check_by_chunk,
     check_optimizer,
     check_trainable,
     is_boosted,
@@ -9,12 +10,14 @@ from gulliver.parallel.zero._elementwise import (
 )
 from gulliver.parallel.zero._memory import ChunkBytes, held_bytes
 from gulliver.parallel.zero._optimizer import ZeroOptimizer, export_leaves, import_leaves
+from gulliver.parallel.zero._reducer import IN_FLIGHT
 from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
 from gulliver.parallel.zero._statistics import BufferSync
 from gulliver.parallel.zero._tuner import BucketTuner, Stage, Tuning
 
 __all__ = [
     "ELEMENTWISE",
+    "IN_FLIGHT",
     "BucketTuner",
     "BufferSync",
     "ChunkBytes",
@@ -22,6 +25,7 @@ __all__ = [
     "TensorSize",
     "Tuning",
     "ZeroOptimizer",
+    "check_by_chunk",
     "check_optimizer",
     "check_trainable",
     "export_leaves",
