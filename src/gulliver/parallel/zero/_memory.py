@@ -124,6 +124,7 @@ class _Replay:
         self, chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int, state: int
     ) -> None:
         self.stage, self.counter = stage, ByteCounter()
+        self.in_flight = IN_FLIGHT if parts > 1 else 0
         presence = Presence.ABSENT if stage == 3 else Presence.WHOLE
         self.chunks = [
             _Imagined(
@@ -202,7 +203,7 @@ class _Replay:
         if not chunk.handed:
             self.counter.add(GRADIENTS, chunk.shard)
         self.flying.append(chunk)
-        if self.stage >= 2 and len(self.flying) > IN_FLIGHT:
+        if self.stage >= 2 and len(self.flying) > self.in_flight:
             self.land(self.flying.popleft())
 
     def land(self, chunk: _Imagined) -> None:
