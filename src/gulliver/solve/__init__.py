@@ -6,6 +6,14 @@ for it: `_residency.py`), how long a step of ZeRO takes (`_timeline.py`), which 
 (`_unimodal.py`).
 """
 
+from gulliver.solve._activations import (
+    ActivationChoice,
+    BlockActivations,
+    PassCosts,
+    activations_peak,
+    choose_activations,
+    least_room,
+)
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._cycle import Cycle, Event
 from gulliver.solve._extents import PAGE, Extents, size_class
@@ -30,6 +38,8 @@ __all__ = [
     "PAGE",
     "WEIGHTS",
     "Action",
+    "ActivationChoice",
+    "BlockActivations",
     "ChainPartition",
     "Cycle",
     "Event",
@@ -37,14 +47,18 @@ __all__ = [
     "Gap",
     "Move",
     "Moved",
+    "PassCosts",
     "Policy",
     "Prediction",
     "Replacement",
     "Residency",
     "StepTimes",
+    "activations_peak",
     "chain_times",
+    "choose_activations",
     "count_moves",
     "geometric_sizes",
+    "least_room",
     "partition_chain",
     "plan_residency",
     "replay",
