@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from gulliver.booster._apply import apply_plan, check_choices
 from gulliver.booster._checkpoint import agreed
 from gulliver.booster._model import HALVES, unwrapped
-from gulliver.booster._predict import predict
+from gulliver.booster._predict import predict, with_work
 from gulliver.booster._resolve import differences, resolve
 from gulliver.booster._tiers import TierOptions, plan_tiers
 from gulliver.comm import World, broadcast_object, choose_axes, current_world
@@ -110,10 +110,18 @@ class Plugin(ABC, metaclass=_NamedArguments):
         ranks = current_world().size if cluster is None else cluster.size
         model, choices = unwrapped(model), self.choices(ranks, precision)
         choices = choices if work is None else replace(choices, work=work)
+        if sample is not None and choices.limited:
+            # What is chosen under a limit depends on what a batch takes.
+            check_plan(choices, ranks)
+            check_choices(choices, model, optimizer)
+            choices = with_work(choices, model, optimizer, sample)
         choices = self.for_model(choices, model, optimizer, cluster)
         check_plan(choices, ranks)
         check_choices(choices, model, optimizer)
-        plan = predict(resolve(choices, model, optimizer), model, optimizer, cluster, sample)
+        plan = resolve(choices, model, optimizer)
+        if sample is not None and not plan.limited:
+            plan = with_work(plan, model, optimizer, sample)
+        plan = predict(plan, model, optimizer, cluster)
         # Ranks measure different times, and have one plan.
         return broadcast_object(plan) if current_world().size == ranks > 1 else plan
 
@@ -141,8 +149,8 @@ class Plugin(ABC, metaclass=_NamedArguments):
         plain, plans = unwrapped(model), list[Plan]()
         choices = self.for_model(self.choices(world.size, precision), plain, optimizer, None)
         agreed(lambda: plans.append(resolve(choices, plain, optimizer)))
-        seconds = choices.work.samples or plans[0].predicted.moved is not None
-        plan = predict(plans[0], plain, optimizer) if seconds else plans[0]
+        known = choices.work.samples or choices.limited
+        plan = predict(plans[0], plain, optimizer) if known else plans[0]
         boosted, wrapped = apply_plan(plan, model, optimizer, world, self.verbose)
         if self.verbose and world.is_main:
             for told in (differences(choices, plan), _unknown_label(choices)):
@@ -406,6 +414,16 @@ class PlanPlugin(Plugin):
                 f"{precision!r}): say it in the plan alone"
             )
         return self.plan
+
+    def for_model(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        cluster: Cluster | None,
+    ) -> Plan:
+        """Under a limit, what is done with activations, where that is left open."""
+        return plan_tiers(plan, model, optimizer, cluster, chosen=False) if plan.limited else plan
 
     def data_place(self) -> tuple[int, int]:
         """This rank's number among those that read different samples, and how many there are."""

@@ -67,7 +67,7 @@ def resolve(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | Non
         plan = _with_chunks(plan, model, sizes)
     memory, moved = predict_memory(plan, model, sizes), None
     if plan.zero is not None and plan.zero.tiers is not None:
-        found = find_residency(state_bytes(plan, sizes), plan.zero.tiers, plan.work.peak)
+        found = find_residency(state_bytes(plan, sizes), plan.zero.tiers, plan.work)
         memory, moved = MemoryPlan(**found.bytes), found.moved
     predicted = replace(plan.predicted, bytes=memory, moved=moved)
     return replace(plan, predicted=predicted, reasons={**plan.reasons, **reasons})

@@ -285,6 +285,7 @@ class Work:
         hidden_bytes: size of what a block hands to the next.
         activations: size of what forward keeps for backward.
         peak: most bytes at once that are no state: activations, what operations need, the batch.
+        peak_recomputed: the same where backward computes blocks again; 0 where it cannot.
         reduced_forward: sizes of outputs that tensor ranks add up in a forward.
         reduced_backward: sizes of gradients of inputs that they add up in a backward.
     """
@@ -297,6 +298,7 @@ class Work:
     hidden_bytes: int = choice(0, least=0)
     activations: int = choice(0, least=0)
     peak: int = choice(0, least=0)
+    peak_recomputed: int = choice(0, least=0)
     reduced_forward: tuple[int, ...] = ()
     reduced_backward: tuple[int, ...] = ()
 
