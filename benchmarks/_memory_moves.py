@@ -18,7 +18,7 @@ import torch
 from benchmarks._harness import Report, at_most
 
 READ, CHANGE, OVERWRITE = "read", "change", "overwrite"
-ROUNDS, SETTLED = 10, 4
+ROUNDS, SETTLED = 34, 10
 """Rounds of a case, and those after which its moves repeat."""
 PAGE = 4096
 """Bytes of a size of one."""
