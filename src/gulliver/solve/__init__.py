@@ -1,13 +1,16 @@
 """Pure algorithms on plain numbers: no torch, no files, no clocks.
 
 Each file is an answer to one question: where to cut a pipeline (`_chain.py`), where a block of
-memory goes (`_extents.py`), what a fast tier of memory keeps (`_replacement.py`), how long a step
-of ZeRO takes (`_timeline.py`), which sizes to try (`_unimodal.py`).
+memory goes (`_extents.py`), what a fast tier of memory keeps (`_replacement.py`; the plan
+for it: `_residency.py`), how long a step of ZeRO takes (`_timeline.py`), which sizes to try
+(`_unimodal.py`).
 """
 
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
+from gulliver.solve._cycle import Cycle, Event
 from gulliver.solve._extents import PAGE, Extents, size_class
-from gulliver.solve._replacement import Action, Move, Replacement
+from gulliver.solve._replacement import Action, Move, Policy, Replacement
+from gulliver.solve._residency import Gap, Residency, plan_residency
 from gulliver.solve._schedule import (
     BACKWARD,
     FORWARD,
@@ -16,26 +19,37 @@ from gulliver.solve._schedule import (
     Prediction,
     schedule_seconds,
 )
+from gulliver.solve._simulation import Moved, count_moves, replay, simulate
 from gulliver.solve._timeline import StepTimes, step_seconds
 from gulliver.solve._unimodal import geometric_sizes
 
 __all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "INPUTS",
-    "PAGE",
-    "WEIGHTS",
     "Action",
+    "BACKWARD",
     "ChainPartition",
+    "Cycle",
+    "Event",
     "Extents",
+    "FORWARD",
+    "Gap",
+    "INPUTS",
     "Move",
+    "Moved",
+    "PAGE",
+    "Policy",
     "Prediction",
     "Replacement",
+    "Residency",
     "StepTimes",
+    "WEIGHTS",
     "chain_times",
+    "count_moves",
     "geometric_sizes",
     "partition_chain",
+    "plan_residency",
+    "replay",
     "schedule_seconds",
+    "simulate",
     "size_class",
     "step_seconds",
 ]

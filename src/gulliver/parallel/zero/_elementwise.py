@@ -90,6 +90,30 @@ def check_optimizer(
         )
 
 
+def check_by_chunk(
+    optimizer: torch.optim.Optimizer, stage: int, tiered: bool, step_in_backward: bool
+) -> None:
+    """Refuses an optimizer that may not be stepped chunk by chunk, where that is asked for.
+
+    Args:
+        optimizer: optimizer of the user.
+        stage: stage of ZeRO.
+        tiered: whether a memory manager keeps chunks in tiers.
+        step_in_backward: whether chunks are stepped during backward.
+
+    Raises:
+        GulliverError: it may look at all parameters at once; the stage has no tiers.
+    """
+    if tiered and stage != 3:
+        raise GulliverError(f"tiers of memory need stage 3, which shards parameters, not {stage}")
+    if (tiered or step_in_backward) and not is_elementwise(optimizer):
+        what = "a memory limit" if tiered else "step_in_backward"
+        raise GulliverError(
+            f"{what} steps chunk by chunk, which {type(optimizer).__name__} may not allow: use one "
+            f"of {', '.join(ELEMENTWISE)}"
+        )
+
+
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
