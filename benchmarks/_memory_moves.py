@@ -95,10 +95,10 @@ def simulated_moves(case: Case, rounds: int) -> int:
     """Sizes that the solver's simulation moves."""
     from gulliver.solve import Move, Replacement
 
-    core = Replacement(case.budget)
+    core = Replacement(PAGE * case.budget)
     moved = 0
     for number, size in enumerate(case.sizes):
-        actions = core.add(number, str(number), size, True)
+        actions = core.add(number, str(number), PAGE * size, True)
         moved += sum(case.sizes[int(str(a.key))] for a in actions if a.move is Move.WRITE)
     for _ in range(rounds):
         for number, kind in case.accesses:
