@@ -31,6 +31,7 @@ from gulliver.comm import (
     together,
 )
 from gulliver.errors import GulliverError
+from gulliver.io import FileMappings
 from gulliver.memory import Part
 
 TAG = 310
@@ -69,6 +70,7 @@ class GatheredWeights(Weights):
         self.infos = {name: TensorInfo(e.dtype, e.shape) for name, e in self._entries.items()}
         self._order: deque[Run] | None = None
         self._flat: tuple[str, Tensor] | None = None
+        self._mapped = FileMappings()
 
     def announce(self, runs: Iterable[Run]) -> None:
         """Tells the others what will be read, and in which order; once."""
@@ -90,6 +92,7 @@ class GatheredWeights(Weights):
                     arriving.append((part.value, row, copies.packed()[1]))
                 if rank == self.rank:
                     row.copy_(self._row(name, copies))
+                    self._let_go(copies)
                 else:
                     incoming.append((self.ranks.ranks[rank], row))
         post(incoming, [], self._group, TAG).wait()
@@ -121,6 +124,13 @@ class GatheredWeights(Weights):
         copy_bytes(row.view(torch.uint8), flat.cpu().view(torch.uint8), scaled)
         return row.to(dtype)
 
+    def _let_go(self, copies: Copies) -> None:
+        """Gives back what was read for a run from a file that is mapped."""
+        assert self._flat is not None
+        last = int(copies.source[-1] + copies.count[-1])
+        used = self._flat[1][int(copies.source[0]) : last]
+        self._mapped.let_go(used.data_ptr(), used.nbytes if used.is_cpu else 0)
+
     def drain(self) -> None:
         """Receives what is still under way: the others wait for that."""
         if self._order is None:
@@ -137,6 +147,7 @@ class GatheredWeights(Weights):
                 if rank == self.rank:
                     row = self._row(run[0], copies)
                     post([], [(self.ranks.ranks[0], row)], self._group, TAG).wait()
+                    self._let_go(copies)
 
     def agreed(self, failure: Exception | None) -> str | None:
         """Tells all ranks why the first one failed, None if it did not; every rank calls it."""

@@ -23,9 +23,11 @@ from gulliver.checkpoint._regions import Copies, copy_bytes, overlap, place_of
 from gulliver.checkpoint._tree import Leaf, join_state, names_in
 from gulliver.checkpoint._verifying import Verifier
 from gulliver.errors import GulliverError
-from gulliver.io import Engine
+from gulliver.io import Engine, FileMappings
 from gulliver.memory import Part
 
+LARGE = 2**16
+"""Bytes of tensors that are given back to their files as they are filled."""
 SCRATCH = 32 * 2**20
 """Bytes that are read at once to see whether they fit a narrower dtype."""
 
@@ -48,13 +50,15 @@ class _Sink:
     dtype: torch.dtype | None = None
     staged: Tensor | None = None
 
-    def take(self, content: Tensor, copies: Copies) -> None:
-        """Copies bytes; the last of them finish the tensor."""
+    def take(self, content: Tensor, copies: Copies, mapped: FileMappings) -> None:
+        """Copies bytes; the last finish the tensor, and give it back to its file if it has one."""
         copy_bytes(self.row, content, copies, self.dtype)
         self.left -= copies.total
         if self.left == 0 and self.staged is not None:
             self.target.copy_(self.staged.view(self.target.shape))
             self.row = self.staged = torch.empty(0)
+        if self.left == 0 and self.target.is_cpu and self.target.nbytes >= LARGE:
+            mapped.let_go(self.target.data_ptr(), self.target.nbytes)
 
 
 @dataclass(frozen=True)
@@ -233,9 +237,10 @@ class StepReader:
         for name, leaf in wanted.items():
             for file, run in self._runs(entry, prefix + name, leaf):
                 runs.setdefault(file, []).append(run)
+        mapped = FileMappings()
         with torch.no_grad():
             for file, found in runs.items():
-                self._read_file(file, sorted(found, key=lambda run: run.begin))
+                self._read_file(file, sorted(found, key=lambda run: run.begin), mapped)
 
     def _runs(self, entry: str, name: str, leaf: Leaf) -> Iterator[tuple[str, _Run]]:
         """Yields files, and the bytes in them that hold elements of a leaf."""
@@ -275,7 +280,7 @@ class StepReader:
             sink.row, sink.dtype = row, dtype
         return sink
 
-    def _read_file(self, name: str, runs: list[_Run]) -> None:
+    def _read_file(self, name: str, runs: list[_Run], mapped: FileMappings) -> None:
         entry = self._files.check_size(name)
         size = entry.page_bytes
         # The header tells where everything lies, so its page is checked whatever is wanted.
@@ -291,7 +296,7 @@ class StepReader:
                     break
                 here = run.copies.within(low, high)
                 if len(here):
-                    run.sink.take(content, here)
+                    run.sink.take(content, here, mapped)
 
     def check_files(self) -> None:
         """Refuses files that are missing, or shorter or longer than they were.

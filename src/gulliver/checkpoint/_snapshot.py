@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from gulliver.checkpoint._lane import Lane, LaneTicket, pump
 from gulliver.checkpoint._manifest import FileEntry, PartEntry
 from gulliver.checkpoint._tree import Leaf
 from gulliver.errors import GulliverError
-from gulliver.io import Engine, File, Ticket, View, gather
+from gulliver.io import Engine, File, FileMappings, Ticket, View, gather
 from gulliver.memory import Part, storage_of
 
 
@@ -86,6 +87,7 @@ class Snapshot:
         self._tickets: dict[str, list[Ticket | LaneTicket]] = {}
         self._lane_tickets: list[LaneTicket] = []
         self._files: dict[str, File] = {}
+        self._mapped, self._gone = FileMappings(), defaultdict[int, list[tuple[int, int]]](list)
         self.devices: set[torch.device] = set()
         """Devices of the sources, other than the host."""
         self._leaves: dict[str, tuple[str, Mapping[str, Leaf]]] = {}
@@ -125,6 +127,12 @@ class Snapshot:
     def source_bytes(self) -> int:
         """Bytes of all tensors; the files have headers besides."""
         return sum(s.nbytes for found in self._sources.values() for s in found.values())
+
+    @cached_property
+    def disk_bytes(self) -> int:
+        """Bytes of tensors that lie on disk, in files that are mapped."""
+        sources = (s for found in self._sources.values() for s in found.values() if s.is_cpu)
+        return sum(s.nbytes for s in sources if self._mapped.hold(s.data_ptr(), s.nbytes))
 
     @property
     def addresses(self) -> set[int]:
@@ -208,6 +216,10 @@ class Snapshot:
                 ticket = LaneTicket(lane, file, offset, sources)
                 self._lane_tickets.append(ticket)
             tickets.append(ticket)
+            if self.disk_bytes and lane is None:
+                self._gone[id(ticket)] += [
+                    (addresses[n] + begin, count) for n, begin, count in runs if n not in views
+                ]
             for storage in {storages[n] for n, _, _ in runs} - {None}:
                 assert storage is not None
                 self._waiting.setdefault(storage, []).append(ticket)
@@ -239,6 +251,9 @@ class Snapshot:
         for tickets in self._tickets.values():
             for ticket in tickets:
                 _wait_copied(ticket)
+                # What lies on disk was read for this: memory is for what training uses.
+                for span in self._gone.pop(id(ticket), ()):
+                    self._mapped.let_go(*span)
         with self._lock:
             self._closed = True
             self._waiting.clear()

@@ -126,6 +126,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
     """What runs batches through the stages of a model; None where it is not cut into stages."""
     gives_back = False
     """Whether whole parameters that were gathered are given back after use."""
+    copy_limit: int | None = None
+    """Bytes of host memory that saving may take, under a memory limit; None for what there is."""
 
     def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
         # Deliberately without super().__init__: groups and state are the inner optimizer's.
