@@ -123,9 +123,10 @@ def build(name: str, task: Task, chunk_mb: float | str) -> Contestant | None:
     kind, _, rest = name.partition(" ")
     if kind == "ZeRO":
         stage, _, when = rest.partition(" ")
-        options = {"step_in_backward": True} if when == IN_BACKWARD else {}
-        plugin = LowLevelZeroPlugin(int(stage), chunk_mb=chunk_mb, verbose=False, **options)
-        return boosted(name, task, plugin)
+        plugin = LowLevelZeroPlugin(int(stage), chunk_mb=chunk_mb, verbose=False)
+        ours = boosted(name, task, plugin)
+        ours.optimizer.step_in_backward = when == IN_BACKWARD
+        return ours
     if kind == "DDP":
         return boosted(name, task, TorchDDPPlugin(bucket_cap_mb=int(rest or 25), verbose=False))
     if kind == "FSDP2":
