@@ -1,10 +1,11 @@
 """Pure algorithms on plain numbers: no torch, no files, no clocks.
 
-Each file is an answer to one question: where to cut a pipeline (`_chain.py`), where a block of
-memory goes (`_extents.py`), how long a step of ZeRO takes (`_timeline.py`), which sizes to try
-(`_unimodal.py`).
+Each file is an answer to one question: where to cut a pipeline (`_chain.py`), who gets which of
+several things (`_balance.py`), where a block of memory goes (`_extents.py`), how long a step of
+ZeRO takes (`_timeline.py`), which sizes to try (`_unimodal.py`).
 """
 
+from gulliver.solve._balance import balanced_parts
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._extents import PAGE, Extents, size_class
 from gulliver.solve._schedule import (
@@ -28,6 +29,7 @@ __all__ = [
     "Extents",
     "Prediction",
     "StepTimes",
+    "balanced_parts",
     "chain_times",
     "geometric_sizes",
     "partition_chain",
