@@ -23,7 +23,8 @@ from gulliver.parallel.zero import (
     check_optimizer,
     check_trainable,
     is_boosted,
-    state_tensors,
+    needs_whole,
+    state_sizes,
 )
 
 __all__ = [
@@ -46,8 +47,9 @@ __all__ = [
     "mix",
     "named_groups",
     "named_trainables",
+    "needs_whole",
     "own_loss",
     "persistent_buffers",
-    "state_tensors",
+    "state_sizes",
     "word_of",
 ]

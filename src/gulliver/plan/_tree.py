@@ -98,6 +98,7 @@ class ZeroPlan:
         overlap: whether collectives travel while the ranks compute.
         broadcast_buffers: whether all ranks take rank 0's running statistics at every step.
         assume_elementwise: whether an optimizer that is not known may be sharded.
+        assume_per_parameter: whether it may be sharded by whole parameters.
         report: folder that tuning writes ``chunks.json`` and a picture to.
         chunks: chunks of the first rank, in the order of use. The order of their tensors is a
             choice; where one ends follows from `chunk_bytes`.
@@ -110,6 +111,7 @@ class ZeroPlan:
     overlap: bool = True
     broadcast_buffers: bool = True
     assume_elementwise: bool = False
+    assume_per_parameter: bool = False
     report: str | None = None
     chunks: tuple[ChunkPlan, ...] = ()
 

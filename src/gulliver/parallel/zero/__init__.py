@@ -5,7 +5,8 @@ from gulliver.parallel.zero._elementwise import (
     check_optimizer,
     check_trainable,
     is_boosted,
-    state_tensors,
+    needs_whole,
+    state_sizes,
 )
 from gulliver.parallel.zero._memory import ChunkBytes, held_bytes
 from gulliver.parallel.zero._optimizer import ZeroOptimizer, export_leaves, import_leaves
@@ -28,7 +29,8 @@ __all__ = [
     "held_bytes",
     "import_leaves",
     "is_boosted",
+    "needs_whole",
     "ordered_layouts",
     "shard_dtype",
-    "state_tensors",
+    "state_sizes",
 ]

@@ -154,9 +154,9 @@ def state_leaves(shards: ShardedState, writes: Writes) -> Saved:
                 if is_counter(key, value, owned):
                     entries[key] = Counter.of(value)
                     continue
-                alone = writes is None and shards.parts == 1  # of an optimizer of whole tensors
+                alone = writes is None and shards.has_whole  # of an optimizer of whole tensors
                 if alone and isinstance(value, Tensor) and value.shape != owned.shape:
-                    entries[key] = value
+                    entries[key] = value if shards.parts == 1 else part_of(value)
                     continue
                 if not isinstance(value, Tensor) or value.shape != owned.shape:
                     kept = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gulliver.comm import Group, broadcast, group_rank, group_size
 from gulliver.memory import BufferPool, Chunk, ChunkLayout, is_claimed
 from gulliver.parallel._optimizer import is_counter
-from gulliver.parallel.zero._elementwise import is_elementwise
+from gulliver.parallel.zero._elementwise import is_elementwise, is_per_parameter
 from gulliver.parallel.zero._gatherer import Gatherer
 from gulliver.parallel.zero._groups import GroupWatch
 from gulliver.parallel.zero._reducer import GradientReducer
@@ -39,6 +39,7 @@ class ShardedState:
         group: process group to shard over; None for all ranks.
         ahead: chunks that stage 3 gathers ahead of the one in use.
         overlap: False waits for every collective at once.
+        whole: whether no trained parameter may be cut; see the note in `gulliver.memory._layout`.
 
     Attributes:
         everything: all chunks, in the order of use.
@@ -61,8 +62,10 @@ class ShardedState:
         group: Group,
         ahead: int,
         overlap: bool,
+        whole: bool = False,
     ) -> None:
         self.inner, self.names, self.frozen_names = inner, dict(names), dict(frozen)
+        self.whole = whole
         self.stage, self.chunk_bytes, self.group = stage, chunk_bytes, group
         self.ahead, self.overlap = ahead, overlap
         self.rank, self.size = group_rank(group), group_size(group)
@@ -73,7 +76,7 @@ class ShardedState:
         self._group_of = {name: n for n, found in enumerate(self.members) for name in found}
         self.watched = GroupWatch(inner, group)
         self.pool = BufferPool()
-        self.by_chunk = is_elementwise(inner)
+        self.by_chunk = is_elementwise(inner) or is_per_parameter(inner)
         self.on_gradient: Callable[[str], None] | None = None
         self.everything: list[ShardedChunk] = []
         self.chunks: list[ShardedChunk] = []
@@ -107,6 +110,11 @@ class ShardedState:
         assert self._engines is not None
         return self._engines[1]
 
+    @property
+    def has_whole(self) -> bool:
+        """Whether each piece that is stepped is a whole parameter."""
+        return self.whole or self.parts == 1
+
     # Chunks.
 
     def home_dtype(self, dtype: torch.dtype, trained: bool) -> torch.dtype:
@@ -117,7 +125,10 @@ class ShardedState:
         self, names: Mapping[nn.Parameter, str], chunk_bytes: int
     ) -> Iterator[tuple[ChunkLayout, dict[str, nn.Parameter]]]:
         """Cuts parameters in their order into chunks of one dtype and device each."""
-        sizes = [TensorSize(n, p.numel(), p.dtype, p.device) for p, n in names.items()]
+        sizes = [
+            TensorSize(n, p.numel(), p.dtype, p.device, whole=self.whole and p in self.names)
+            for p, n in names.items()
+        ]
         parameters = {name: parameter for parameter, name in names.items()}
         for layout, _ in chunk_layouts(sizes, chunk_bytes, self.stage, self.size):
             yield layout, parameters
@@ -139,10 +150,8 @@ class ShardedState:
         for piece in chunk.layout.pieces(chunk.part) if trained else ():
             run = chunk.home[piece.start : piece.end]
             # What is not cut has its own shape: some optimizers look at it.
-            whole = chunk.layout.parts == 1
-            pieces.append(
-                (piece, nn.Parameter(run.view(chunk.shapes[piece.name]) if whole else run))
-            )
+            shape = chunk.shapes[piece.name] if self.has_whole else run.shape
+            pieces.append((piece, nn.Parameter(run.view(shape))))
         return ShardedChunk(chunk, pieces, trained)
 
     def adopt(self, chunks: Sequence[ShardedChunk]) -> None:
@@ -198,7 +207,7 @@ class ShardedState:
 
         One by one where a chunk's gather goes on while the next is stepped, and where a checkpoint
         may still be copying the others; else all in one call, which an optimizer that is not known
-        gets always: it may look at all parameters at once, or count its calls.
+        gets always: it may look at all that it has at once, or count its calls.
         """
         numbers = list(range(len(self.chunks)))
         gathers = self.stage in (1, 2) and self.size > 1
@@ -209,8 +218,8 @@ class ShardedState:
     def place_state(self, sharded: ShardedChunk) -> None:
         """Moves the state of a chunk's pieces into buffers of the chunk; see `Chunk`.
 
-        Only that of torch's element-wise optimizers is moved: they write their state in place.
-        Others may exchange theirs for new tensors in every step, so it stays where it is.
+        Only that of known optimizers is moved: they write their state in place. Others may
+        exchange theirs for new tensors in every step, so it stays where it is.
         """
         if not self.by_chunk:
             return
@@ -218,13 +227,17 @@ class ShardedState:
         for piece, owned in sharded.pieces:
             state = self.inner.state.get(owned)
             for key, value in state.items() if state else ():
-                if _is_moment(key, value, owned):
+                if _is_moment(key, value, owned, self.whole):
                     found.setdefault(key, {})[piece.name] = value, state
                     sharded.placed.add(piece.name)
         for key, entries in found.items():
-            groups = {self._group_of[name] for name in entries}
-            sizes = {p.name: p.numel for p, _ in sharded.pieces if self._group_of[p.name] in groups}
             values = {name: value for name, (value, _) in entries.items()}
+            sizes = {name: value.numel() for name, value in values.items()}
+            if not self.whole:
+                # Room for all: each will have state of its own size.
+                inside = {self._group_of[name] for name in entries}
+                pieces = [p for p, _ in sharded.pieces if self._group_of[p.name] in inside]
+                sizes = {p.name: p.numel for p in pieces}
             for name, view in sharded.chunk.place_moment(key, values, sizes).items():
                 value, state = entries[name]
                 if view.data_ptr() != value.data_ptr():
@@ -287,8 +300,9 @@ class ShardedState:
         torch.autograd.graph.increment_version([*self.names, *self.frozen_names])
 
 
-def _is_moment(key: str, value: Any, owned: Tensor) -> bool:
-    """Whether an entry of the state has an element for each of the parameter."""
+def _is_moment(key: str, value: Any, owned: Tensor, whole: bool) -> bool:
+    """Whether an entry of the state has an element for each of the parameter, or factors them."""
     if not isinstance(value, Tensor) or is_counter(key, value, owned):
         return False
-    return value.shape == owned.shape and value.dtype == owned.dtype and value.is_contiguous()
+    fits = value.shape == owned.shape or whole
+    return fits and value.dtype == owned.dtype and value.is_contiguous()
