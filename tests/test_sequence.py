@@ -521,12 +521,17 @@ def _sharding(world: World, plan: SequencePlan) -> None:
     assert torch.equal(x.grad, weight.expand_as(whole)), "the whole gradient on every rank"
 
     x = whole.clone().requires_grad_()
+    (shard(x, groups, gradient="mean") * shard(weight, groups)).sum().backward()
+    assert torch.equal(x.grad, weight.expand_as(whole) / world.size)
+
+    x = whole.clone().requires_grad_()
     (shard(x, groups, gradient="own") * weight[:, own]).sum().backward()
     only = torch.zeros_like(whole)
     only[:, own] = weight[:, own].expand(2, -1, 3)
     assert torch.equal(x.grad, only)
 
-    for gradient, times in (("own", 1.0), ("sum", float(world.size))):
+    # Ranks go on alike here, so the sum of their gradients is had without a message, too.
+    for gradient, times in (("own", 1), ("alike", world.size), ("sum", world.size)):
         part = whole[:, own].clone().requires_grad_()
         again = unshard(part, groups, gradient=gradient)
         assert torch.equal(again, whole)

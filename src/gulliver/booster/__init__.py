@@ -3,7 +3,7 @@
 from gulliver.booster._booster import Booster
 from gulliver.booster._hybrid_plugin import HybridParallelPlugin
 from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
-from gulliver.booster.hybrid import keep_logits, lazy_parameters
+from gulliver.booster.hybrid import keep_logits, lazy_parameters, sequence_degree
 
 __all__ = [
     "Booster",
@@ -13,4 +13,5 @@ __all__ = [
     "TorchDDPPlugin",
     "keep_logits",
     "lazy_parameters",
+    "sequence_degree",
 ]

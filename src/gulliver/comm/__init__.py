@@ -29,7 +29,7 @@ from gulliver.comm._groups import release_groups, shared_rank_group
 from gulliver.comm._launch import default_ranks, launch, under_launcher
 from gulliver.comm._layout import ChosenAxes, choose_axes
 from gulliver.comm._ledger import Purpose
-from gulliver.comm._messages import Messages
+from gulliver.comm._messages import Messages, sent_bytes
 from gulliver.comm._point_to_point import (
     Flight,
     exchange,
@@ -96,6 +96,7 @@ __all__ = [
     "reduce_choices",
     "reduce_scatter",
     "release_groups",
+    "sent_bytes",
     "shared_rank_group",
     "shift",
     "shutdown",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
+from gulliver.comm._messages import count_sent
 from gulliver.comm._rank_group import RankGroup
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -92,6 +93,7 @@ def all_reduce(tensor: Tensor, op: str, rank_groups: Sequence[RankGroup]) -> Non
     shard = padded
     for rank_group in reversed(rank_groups[1:]):
         shard = _reduced(shard.view(rank_group.size, -1), op, rank_group, shard.dtype)
+    count_sent(2 * shard.nbytes * (1 - 1 / rank_groups[0].size))
     work = dist.all_reduce(shard, _operator(op), group=rank_groups[0].process_group, async_op=True)
     assert work is not None
     work.wait()
@@ -134,6 +136,7 @@ def _reduced(parts: Tensor, op: str, rank_group: RankGroup, dtype: torch.dtype) 
     order = rank_group.group_order()
     ordered = order == sorted(order)
     source = parts.contiguous() if ordered else parts[order]
+    count_sent(source.nbytes * (1 - 1 / rank_group.size))
     total = torch.empty_like(source[0], dtype=dtype)
     if dtype != source.dtype:
         work, finish = exchange_and_add(total, source, op, rank_group.process_group)
@@ -154,6 +157,7 @@ def _reduced(parts: Tensor, op: str, rank_group: RankGroup, dtype: torch.dtype) 
 def _gathered(part: Tensor, rank_group: RankGroup) -> Tensor:
     """The parts of all places of the rank group: ``[size, ...]``."""
     found = part.new_empty(rank_group.size, *part.shape)
+    count_sent(found.nbytes * (1 - 1 / rank_group.size))
     all_gather_flat(
         found.view(-1), part.view(-1), group=rank_group.process_group, async_op=True
     ).wait()

@@ -20,7 +20,7 @@ from gulliver.comm._axes import Torus
 from gulliver.comm._choice import choose_all_reduce
 from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
 from gulliver.comm._ledger import ANY, Purpose
-from gulliver.comm._messages import next_tag
+from gulliver.comm._messages import count_sent, next_tag
 from gulliver.comm._progress import Exchange, Steps, start
 from gulliver.comm._rank_group import rank_group_of
 from gulliver.comm._wire import IDENTITY, WireFormat, check_wire
@@ -117,6 +117,7 @@ def backend_all_reduce(
     tensor: Tensor, op: Op = "sum", group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Handle:
     """An all-reduce as the backend does it: over gloo in a ring, in an order of its own."""
+    count_sent(2 * tensor.nbytes * (1 - 1 / group_size(group)))
     work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
     return _finished(Handle(work, _mean(tensor, op, group_size(group))), async_op)
 
@@ -167,6 +168,7 @@ def reduce_scatter(
     if sends_directly(group, input):
         steps = direct_reduce_scatter(output, input, op, group, purpose)
         return _finished(Handle(start(steps)), async_op)
+    count_sent(input.nbytes * (1 - 1 / size))
     if output.dtype != input.dtype:
         started = _exchanged(output, input, op, group)
         return _finished(Handle(*started), async_op)
@@ -212,6 +214,7 @@ def all_gather(
     if sends_directly(group, input):
         steps = direct_all_gather(output, input, group, purpose)
         return _finished(Handle(start(steps)), async_op)
+    count_sent(output.nbytes * (1 - 1 / size))
     return _finished(Handle(all_gather_flat(output, input, group=group, async_op=True)), async_op)
 
 

@@ -27,7 +27,7 @@ _TAGS = 1 << 20
 _counters: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 _lock = threading.Lock()
-_kept_bytes = 0
+_kept_bytes = _sent_bytes = 0
 KEPT_BYTES = 128 << 20
 """Receive buffers that are kept for the next operation: fresh memory is slow to touch."""
 
@@ -50,8 +50,26 @@ def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int
     return dist.irecv(_content(tensor), peer, group=group, tag=tag)
 
 
+def count_sent(count: float) -> None:
+    """Adds bytes that are handed to other ranks; from whichever thread posts them."""
+    global _sent_bytes
+    with _lock:
+        _sent_bytes += int(count)
+
+
+def sent_bytes() -> int:
+    """Bytes of tensors that this process has sent to other ranks since it began.
+
+    Those of our own messages are counted as they are posted. What a backend does by itself counts
+    as a ring: (n - 1) / n of the tensor, of an all-reduce twice. Objects, broadcasts and the
+    messages of torch's DDP are not counted.
+    """
+    return _sent_bytes
+
+
 def send(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
     """Begins to send to a rank of the world."""
+    count_sent(tensor.nbytes)
     return dist.isend(_content(tensor), peer, group=group, tag=tag)
 
 

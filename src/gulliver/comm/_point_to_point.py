@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gulliver.comm._messages import Messages
+from gulliver.comm._messages import Messages, count_sent
 from gulliver.comm._rank_group import RankGroup
 from gulliver.comm._wire import IDENTITY, WireFormat, as_bytes, check_wire
 
@@ -61,6 +61,8 @@ def operations(
         GulliverError: an unknown wire format.
     """
     check_wire(wire)
+    outgoing = list(outgoing)
+    count_sent(sum(tensor.nbytes for _, tensor in outgoing))
     # Both sides know the sizes, so a message without content is sent by neither.
     return [
         dist.P2POp(call, as_bytes(tensor), peer, group, tag)

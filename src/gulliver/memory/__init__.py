@@ -18,12 +18,15 @@ from gulliver.memory._claims import (
     storage_of,
 )
 from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
+from gulliver.memory._manager import Manager
 from gulliver.memory._moments import Moment, moment_size
 from gulliver.memory._parts import Part, Region, part_of, region_of, set_region, whole_shape
 from gulliver.memory._pending import hide_from_compilers, mark_pending, mark_ready
+from gulliver.memory._placed import Placed
 from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
+from gulliver.memory._stores import DiskStore, Store, Transfer
 
 __all__ = [
     "ADVICE",
@@ -39,17 +42,22 @@ __all__ = [
     "Chunk",
     "ChunkLayout",
     "Claim",
+    "DiskStore",
+    "Manager",
     "Moment",
     "Mover",
     "Part",
     "Pass",
     "Piece",
+    "Placed",
     "Prefetcher",
     "Presence",
     "ReducedGradient",
     "Region",
     "Resident",
     "Slot",
+    "Store",
+    "Transfer",
     "UseRecorder",
     "add_claim",
     "before_any_write",

@@ -1,13 +1,15 @@
 """Pure algorithms on plain numbers: no torch, no files, no clocks.
 
 Each file is an answer to one question: where to cut a pipeline (`_chain.py`), who gets which of
-several things (`_balance.py`), where a block of memory goes (`_extents.py`), how long a step of
-ZeRO takes (`_timeline.py`), which sizes to try (`_unimodal.py`).
+several things (`_balance.py`), where a block of memory goes (`_extents.py`), what a fast tier of
+memory keeps (`_replacement.py`), how long a step of ZeRO takes (`_timeline.py`), which sizes to try
+(`_unimodal.py`).
 """
 
 from gulliver.solve._balance import balanced_parts
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._extents import PAGE, Extents, size_class
+from gulliver.solve._replacement import Action, Move, Replacement
 from gulliver.solve._schedule import (
     BACKWARD,
     FORWARD,
@@ -25,9 +27,12 @@ __all__ = [
     "INPUTS",
     "PAGE",
     "WEIGHTS",
+    "Action",
     "ChainPartition",
     "Extents",
+    "Move",
     "Prediction",
+    "Replacement",
     "StepTimes",
     "balanced_parts",
     "chain_times",

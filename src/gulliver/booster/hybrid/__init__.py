@@ -17,6 +17,7 @@ from gulliver.booster.hybrid._capability import (
 )
 from gulliver.booster.hybrid._checks import NO_BLOCKS, check_cut, check_new, check_recompute
 from gulliver.booster.hybrid._choice import choose_plan
+from gulliver.booster.hybrid._degree import sequence_degree
 from gulliver.booster.hybrid._dropout import drops_by_position
 from gulliver.booster.hybrid._inside import HooksLast
 from gulliver.booster.hybrid._lazy import fill, lazy_parameters
@@ -68,6 +69,7 @@ __all__ = [
     "recompute",
     "rewrite_groups",
     "say",
+    "sequence_degree",
     "size_axes",
     "table",
     "wire_sequences",

@@ -7,7 +7,7 @@ the same, and none waits for one that stopped.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,15 +78,23 @@ class Vocabulary:
             )
 
 
-def watch_batches(model: nn.Module, rank_group: RankGroup, vocabulary: Vocabulary) -> None:
-    """Compares what a model is called with over the ranks that share it, at every call."""
-    if rank_group.size == 1:
-        return
+def watch_batches(
+    model: nn.Module, readers: Callable[[], Iterable[RankGroup]], vocabulary: Vocabulary
+) -> None:
+    """Compares what a model is called with over the ranks that share it, at every call.
+
+    Args:
+        model: model to watch.
+        readers: gives the rank groups whose ranks read the same batch; they may change.
+        vocabulary: tokens that the model knows.
+    """
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         device = given[0].device if given else torch.device("cpu")
-        agree({"args": args, **kwargs}, "", rank_group, device, check=True)
+        for rank_group in readers():
+            if rank_group.size > 1:
+                agree({"args": args, **kwargs}, "", rank_group, device, check=True)
         names = inspect.signature(module.forward).parameters
         vocabulary.check({**dict(zip(names, args, strict=False)), **kwargs})
 

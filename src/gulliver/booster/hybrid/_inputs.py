@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gulliver.booster.hybrid._cache import ShardedCache
 from gulliver.booster.hybrid._call import Call
-from gulliver.booster.hybrid._loss import Counting, scale_gradient
+from gulliver.booster.hybrid._loss import Counting
 from gulliver.errors import GulliverError
 from gulliver.families import OwnLoss, Sequences
 from gulliver.parallel.sequence import Mask, SequenceGroups, Tail, position_ids, shard
@@ -177,18 +177,9 @@ def cut_tokens(batch: Batch, groups: SequenceGroups, known: Sequences) -> Call:
     batch.kwargs["position_ids"] = positions.to(device)
     for name in ("input_ids", "inputs_embeds", "token_type_ids"):
         if name in batch.kwargs:
-            batch.kwargs[name] = enter(batch.kwargs[name], groups)
+            # Nobody reduces the gradient of what a user gives: each rank gets it as one process.
+            batch.kwargs[name] = shard(batch.kwargs[name], groups, gradient="mean")
     return call
-
-
-def enter(x: Tensor, groups: SequenceGroups) -> Tensor:
-    """This rank's tokens of a tensor that all ranks have.
-
-    Its gradient is whole on every rank, as one process has it: see the top of `_loss.py`.
-    """
-    if not x.requires_grad:
-        return shard(x, groups)
-    return shard(scale_gradient(x, 1 / groups.plan.degree), groups)
 
 
 def next_tokens(batch: Batch, groups: SequenceGroups, cache: ShardedCache) -> Call:

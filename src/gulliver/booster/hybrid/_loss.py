@@ -1,10 +1,9 @@
 """Losses of logits that are cut over the vocabulary, over the sequence, or over both; ways out.
 
-[Note: gradients] What a rank computes of a shared sequence, it computes from its own tokens. Its
-gradients of parameters are averaged over the ranks of the sequence later, as over those with other
-sequences. So whatever leaves the sharded part of a model, the loss or a gathered tensor, multiplies
-the gradient that comes back by the number of ranks: the average of the ranks' shares is then their
-sum, which is the gradient that one process has.
+What leaves the sharded part of a model, the loss or a gathered tensor, leaves with
+``gradient="alike"``: every rank of a sequence shows it, counts it, and goes on with it. Why that is
+right together with the optimizer's mean over these ranks stands in `parallel/sequence/_shard.py`,
+[Note: gradients].
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gulliver.comm import RankGroup, all_reduce
 from gulliver.errors import GulliverError
-from gulliver.parallel.sequence import SequenceGroups, Tail, unshard, unshard_tail
+from gulliver.parallel.sequence import SequenceGroups, Tail, show, unshard, unshard_tail
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -93,57 +91,22 @@ def mean_over_ranks(
         if counting.items is not None:
             sums[1] = own
     whole = (sums[0] / sums[1]).to(losses.dtype)
-    share = scale_gradient(total / sums[1].clamp(min=1).to(losses.dtype), groups.plan.degree)
-    return shown(share, whole)
-
-
-def shown(share: Tensor, whole: Tensor) -> Tensor:
-    """The value of the whole with the gradient of the share."""
-    return _Shown.apply(share, whole)
+    share = total / sums[1].clamp(min=1).to(losses.dtype)
+    return show(share, whole, alike=groups.plan.degree)
 
 
 def leave(x: Tensor, groups: SequenceGroups, length: int) -> Tensor:
     """The whole of a tensor of which each rank has its tokens, ``[batch, tokens, ...]``."""
     if groups.plan.degree == 1:
         return x
-    return unshard(scale_gradient(x, groups.plan.degree), groups, 1, length)
+    return unshard(x, groups, 1, length, gradient="alike")
 
 
 def leave_tail(x: Tensor, groups: SequenceGroups, tail: Tail) -> Tensor:
     """The same of the last tokens only."""
     if groups.plan.degree == 1:
         return x
-    return unshard_tail(scale_gradient(x, groups.plan.degree), groups, tail)
-
-
-def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """The same values; the gradient times a factor."""
-    return x if factor == 1 else _ScaleGradient.apply(x, factor)
-
-
-class _Shown(torch.autograd.Function):
-    """Not a difference of the two, so that it also holds where either is not finite."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, whole: Tensor) -> Tensor:
-        return whole.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        return grad, None
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        return grad * ctx.factor, None
+    return unshard_tail(x, groups, tail, gradient="alike")
 
 
 class NotGatheredError(GulliverError, AttributeError):

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.booster.hybrid._loss import shown
 from gulliver.booster.hybrid._transformers import gathered_logits
 from gulliver.comm import ALONE, all_reduce, gather_objects
 from gulliver.errors import GulliverError
 from gulliver.memory import Region, region_of
 from gulliver.parallel import ZeroOptimizer, persistent_buffers
 from gulliver.parallel.pipeline import Pipeline, Stage
+from gulliver.parallel.sequence import show
 
 if TYPE_CHECKING:
     from gulliver.booster.hybrid._mesh import HybridMesh
@@ -132,7 +132,7 @@ class HybridOptimizer(ZeroOptimizer):
         assert isinstance(whole, Tensor), "there is something to train"
         if self.mesh.shards.size > 1:
             all_reduce(whole, "sum", self.mesh.shards.process_group)
-        return shown(share, whole.to(share.dtype))
+        return show(share, whole.to(share.dtype))
 
     def _is_responsible(self, name: str) -> bool:
         """Whether this rank and its replicas save what several of them have alike."""

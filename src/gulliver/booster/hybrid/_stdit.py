@@ -8,11 +8,10 @@ first block cuts them, the final layer brings its patches together, and attentio
 reaches over it as `_stdit_choice.py` chooses for each shape of clip. Each token looks at the
 caption, which all ranks have, by itself. Read `wire_stdit`, `ShardedBlock`, `ShardedFinalLayer`.
 
-[Note: gradients] A rank's gradients of parameters are averaged over the ranks that share a clip, as
-over those with other clips. So the gradient of what the final layer gives is multiplied by their
-number where a rank takes its tokens' part of it: then the average of the parts is the sum over all
-tokens, in the blocks and in everything before them, whose gradients arrive through own tokens
-only. Inputs that want gradients, which no optimizer averages, are averaged where they enter.
+[Note: inputs] Gradients of parameters, in the blocks and in everything before them, arrive through
+own tokens only and are right once the optimizer has taken the mean over the ranks of a clip (see
+`parallel/sequence/_shard.py`, [Note: gradients]). Inputs that want gradients, which no optimizer
+looks at, get that mean where they enter.
 
 What it does not know: pipelines, tensor parallelism (heads may be fewer than the model's), ZeRO.
 Nothing is kept from call to call, so shapes may change, and a block may run again for its backward.
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gulliver.booster.hybrid._loss import scale_gradient
+from gulliver.booster.hybrid._degree import Degree, put_degree
 from gulliver.booster.hybrid._stdit_choice import (
     FRAMES,
     PLACES,
@@ -45,7 +44,6 @@ from gulliver.models import CaptionEmbedder, Mix, STDiT3
 from gulliver.models.stdit import Block, FinalLayer, Grid
 from gulliver.parallel.sequence import (
     SequenceGroups,
-    SequencePlan,
     attention,
     shard,
     swap_sharded_dim,
@@ -92,15 +90,18 @@ def wire_stdit(
     width = _width(model, tensor)
     if cluster is None:
         cluster = current_cluster(dist.get_world_size() if dist.is_initialized() else 1)
-    wiring = Wiring(groups, tensor, (width, groups.plan, mode, cluster, scheme), show)
+    degree = Degree(groups)
+    wiring = Wiring(degree, tensor, (width, mode, cluster, scheme), show)
     # Asked for one shape now, so that what is not possible is refused before anything runs.
     _ = wiring.chosen(Clip(1, groups.plan.degree, groups.plan.degree))
+    put_degree(model, degree)
     if groups.all.size * tensor.size > 1:
         for embedder in _of_kind(model.y_embedder, CaptionEmbedder):
             embedder.register_forward_pre_hook(wiring.drop_alike)
     if groups.all.size == 1:
         return
-    model.register_forward_pre_hook(wiring.average_inputs, with_kwargs=True)
+    model.register_forward_pre_hook(wiring.enter, with_kwargs=True)
+    model.register_forward_hook(wiring.leave, always_call=True)
     first = _of_kind(model.spatial_blocks[0], Block)
     for block in _of_kind(model, Block):
         block.__class__ = _both(ShardedBlock, type(block))
@@ -117,33 +118,50 @@ class Wiring:
 
     def __init__(
         self,
-        groups: SequenceGroups,
+        degree: Degree,
         tensor: RankGroup,
-        choice: tuple[Width, SequencePlan, str, Cluster, str | None],
+        choice: tuple[Width, str, Cluster, str | None],
         show: Show | None,
     ) -> None:
-        self.groups = groups
-        self._lines = [rank_group for rank_group in (tensor, groups.all) if rank_group.size > 1]
+        self.degree, self.tensor = degree, tensor
         self._choice = choice
-        self._show = show if groups.rank == 0 else None
-        self._chosen: dict[Clip, ChosenScheme] = {}
+        self._show = show
+        self._chosen: dict[tuple[int, Clip], ChosenScheme] = {}
+        # Those of the forward under way.
+        self._opened: SequenceGroups | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A process group cannot be copied, and need not be.
         return self
 
+    @property
+    def groups(self) -> SequenceGroups:
+        """Ranks that share the clip of the forward under way.
+
+        Raises:
+            GulliverError: a block is computed again in backward, and it is not known for which.
+        """
+        if self._opened is None and self.degree.varied:
+            raise GulliverError(
+                "a block runs outside of its model's forward, and forwards had several degrees: "
+                "leave activation checkpointing or sequence_degree out"
+            )
+        return self._opened or self.degree.planned
+
     def chosen(self, clip: Clip) -> ChosenScheme:
         """How a clip runs."""
-        return choose_scheme(clip, *self._choice)
+        width, mode, cluster, fixed = self._choice
+        return choose_scheme(clip, width, self.groups.plan, mode, cluster, fixed)
 
     def scheme(self, x: Tensor, grid: Grid) -> Scheme:
         """How the clip runs of which `x` is a part; one answer for a whole forward."""
         clip = Clip(len(x), *grid)
-        if clip not in self._chosen:
-            self._chosen[clip] = self.chosen(clip)
-            if self._show is not None:
-                self._show(str(self._chosen[clip]))
-        return self._chosen[clip].scheme
+        key = self.groups.plan.degree, clip
+        if key not in self._chosen:
+            self._chosen[key] = self.chosen(clip)
+            if self._show is not None and self.degree.planned.rank == 0:
+                self._show(str(self._chosen[key]))
+        return self._chosen[key].scheme
 
     def part(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of what all have; its gradient stays where it is."""
@@ -157,17 +175,22 @@ class Wiring:
         """Softmax attention over the ranks, of so many tokens."""
         return partial(attention, groups=self.groups, length=length)
 
-    def average_inputs(
+    def enter(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Averages the gradients of what a model is given, before it runs."""
+        """Takes the groups of a forward, and averages the gradients of what the model is given."""
+        groups = self._opened = self.degree.now
 
         def averaged(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.requires_grad:
-                return _MeanGradient.apply(value, self.groups.all)
+            if isinstance(value, Tensor) and value.requires_grad and groups.all.size > 1:
+                return _MeanGradient.apply(value, groups.all)
             return value
 
         return tuple(map(averaged, args)), {name: averaged(v) for name, v in kwargs.items()}
+
+    def leave(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Forgets the groups; called too when a forward is left in the middle."""
+        self._opened = None
 
     def drop_alike(
         self, embedder: nn.Module, args: tuple[Tensor, Tensor | None]
@@ -178,7 +201,9 @@ class Wiring:
         if given is not None or not embedder.training or embedder.drop <= 0:
             return None
         dropped = (torch.rand(len(y), device=y.device) < embedder.drop).to(torch.uint8)
-        for rank_group in self._lines:
+        for rank_group in (self.tensor, self.groups.all):
+            if rank_group.size == 1:
+                continue
             broadcast(dropped, _first(rank_group), rank_group.process_group)
         return y, dropped.bool()
 
@@ -240,8 +265,8 @@ class ShardedFinalLayer(FinalLayer):
             x_mask = self.wiring.part(x_mask, 1)
         out = super().forward(x, t, t0, x_mask, grid)
         groups = self.wiring.groups
-        out = scale_gradient(out, groups.plan.degree)
-        return unshard(out, groups, cut, grid[0] if cut == FRAMES else grid[1])
+        length = grid[0] if cut == FRAMES else grid[1]
+        return unshard(out, groups, cut, length, gradient="alike")
 
 
 class _MeanGradient(torch.autograd.Function):

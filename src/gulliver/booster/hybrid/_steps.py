@@ -21,6 +21,7 @@ from gulliver.booster.hybrid._batches import Vocabulary, watch_batches
 from gulliver.booster.hybrid._capability import family_of
 from gulliver.booster.hybrid._choice import use_measured_links
 from gulliver.booster.hybrid._compiled import refuse_whole
+from gulliver.booster.hybrid._degree import degree_of, readers
 from gulliver.booster.hybrid._dropout import PositionDropout
 from gulliver.booster.hybrid._mesh import HybridMesh, make_mesh
 from gulliver.booster.hybrid._stdit import wire_stdit
@@ -213,8 +214,12 @@ def finish(
             look=look,
             before=None if drops is None else drops.before,
         )
-    elif plan.check_batches:
-        watch_batches(model, mesh.model, whole.vocabulary)
+    elif plan.check_batches and mesh.model.size > 1:
+        watch_batches(model, lambda: readers(model, mesh.model, mesh.tensor), whole.vocabulary)
+    degree = degree_of(model)
+    if degree is not None:
+        degree.fixed = "blocks lie on several stages" if stage is not None else ""
+        degree.fixed = "dropout is drawn by position" if drops is not None else degree.fixed
     if mesh.shards.size > 1:
         mark_cut(model)
         refuse_whole(model)  # before all other hooks

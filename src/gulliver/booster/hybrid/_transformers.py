@@ -36,6 +36,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gulliver.booster.hybrid._call import KEY, NAME, Call, attend
+from gulliver.booster.hybrid._degree import Degree, put_degree
 from gulliver.booster.hybrid._generate import generate
 from gulliver.booster.hybrid._inputs import (
     ALONG_TOKENS,
@@ -109,7 +110,9 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = 
     task = task and (not shared or own_loss(model, experts is not None) is not None)
     _check_unwired(model)
     known = check_sequence(model) if shared else Sequences()
-    wiring = Wiring(groups, tensor, known, task, experts)
+    degree = Degree(groups)
+    put_degree(model, degree)
+    wiring = Wiring(degree, tensor, known, task, experts)
     region = model if task else _base_of(model)
     region.register_forward_pre_hook(wiring.enter, with_kwargs=True)
     region.register_forward_hook(wiring.leave, with_kwargs=True, always_call=True)
@@ -173,13 +176,13 @@ class Wiring:
 
     def __init__(
         self,
-        groups: SequenceGroups,
+        degree: Degree,
         tensor: RankGroup,
         known: Sequences,
         task: bool,
         experts: Experts | None,
     ) -> None:
-        self.groups, self.tensor, self.known, self.task = groups, tensor, known, task
+        self.degree, self.tensor, self.known, self.task = degree, tensor, known, task
         self.experts = experts
         self.keeps_logits = False
         # Of the forward that runs now. Blocks, which may run again later, have theirs as argument.
@@ -189,9 +192,14 @@ class Wiring:
         return self
 
     @property
+    def groups(self) -> SequenceGroups:
+        """Ranks that the next forward shares its sequences over; one under way has its own."""
+        return self.degree.now
+
+    @property
     def shared(self) -> bool:
-        """Whether sequences are cut."""
-        return self.groups.plan.degree > 1
+        """Whether sequences are cut; with a degree of 1 the same code runs on one piece."""
+        return self.degree.planned.plan.degree > 1
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The arguments that the model is called with on this rank."""
@@ -245,18 +253,19 @@ class Wiring:
         """This rank's part of tokens that a module has made, with the gradient of that part."""
         if self.opened is None:
             return output
-        check_length(self.groups, output.shape[1])
-        self.opened.call.length = output.shape[1]
-        return shard(output, self.groups, gradient="own")
+        call = self.opened.call
+        check_length(call.groups, output.shape[1])
+        call.length = output.shape[1]
+        return shard(output, call.groups, gradient="own")
 
     def join(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The whole of what a module inside returns."""
         if self.opened is None or not self.opened.shared:
             return output
-        length = self.opened.call.length
+        call = self.opened.call
         if isinstance(output, Tensor):
-            return leave(output, self.groups, length)
-        output.last_hidden_state = leave(output.last_hidden_state, self.groups, length)
+            return leave(output, call.groups, call.length)
+        output.last_hidden_state = leave(output.last_hidden_state, call.groups, call.length)
         return output
 
     def _own_loss(self, module: nn.Module, batch: Batch) -> OwnLoss | None:
@@ -282,36 +291,36 @@ class Wiring:
         columns = head.columns if opened.hold and head is not None else None
         ignored = targets.counting.ignore_index
         losses = token_losses(logits, targets.labels, self.tensor, columns, ignored)
-        return mean_over_ranks(losses, targets.labels, self.groups, targets.counting)
+        return mean_over_ranks(losses, targets.labels, opened.call.groups, targets.counting)
 
     def _balance(self, module: nn.Module, fields: dict[str, Any], opened: Opened) -> None:
         """Adds the loss of the routers of all tokens, as one process has it."""
         assert self.experts is not None, "the routers of others are refused"
         count, call = len(fields["logits"]), opened.call
         pieces = [piece.unflatten(0, (count, -1)) for piece in fields["router_logits"]]
-        whole = tuple(leave(piece, self.groups, call.length).flatten(0, 1) for piece in pieces)
+        whole = tuple(leave(piece, call.groups, call.length).flatten(0, 1) for piece in pieces)
         fields["router_logits"] = whole
         fields["aux_loss"] = added = router_loss(module, self.experts, whole, call.keys)
         if opened.targets is not None:
             fields["loss"] = fields["loss"] + getattr(module, self.experts.coefficient) * added
 
     def _gather(self, fields: dict[str, Any], opened: Opened) -> None:
-        length = opened.call.length
+        groups, length = opened.call.groups, opened.call.length
         last = fields.get("last_hidden_state")
         if self.known.exit is None and isinstance(last, Tensor):
-            fields["last_hidden_state"] = leave(last, self.groups, length)
+            fields["last_hidden_state"] = leave(last, groups, length)
         if fields.get("hidden_states") is not None:
             # The last may be the very tensor that was brought together already.
             fields["hidden_states"] = tuple(
-                fields["last_hidden_state"] if h is last else leave(h, self.groups, length)
+                fields["last_hidden_state"] if h is last else leave(h, groups, length)
                 for h in fields["hidden_states"]
             )
         if not self.task or opened.hold:
             return
         if opened.tail is None:
-            fields["logits"] = leave(fields["logits"], self.groups, length)
+            fields["logits"] = leave(fields["logits"], groups, length)
         else:
-            fields["logits"] = leave_tail(fields["logits"], self.groups, opened.tail)
+            fields["logits"] = leave_tail(fields["logits"], groups, opened.tail)
 
     def _keep_tail(self, batch: Batch, opened: Opened) -> None:
         """Logits of the last tokens only: this rank computes those that it has."""
@@ -325,9 +334,9 @@ class Wiring:
             return
         if opened.targets is not None:
             raise GulliverError("logits_to_keep with labels is not supported: leave one out")
-        layout = self.groups.plan.lay(opened.call.length)
-        opened.tail = Tail(layout, min(keep, opened.call.length))
-        batch.kwargs["logits_to_keep"] = opened.tail.local(self.groups.rank)
+        call = opened.call
+        opened.tail = Tail(call.groups.plan.lay(call.length), min(keep, call.length))
+        batch.kwargs["logits_to_keep"] = opened.tail.local(call.groups.rank)
 
     def _switch_head(self, module: nn.Module, opened: Opened) -> None:
         """Columns stay apart where only the loss reads them."""

@@ -27,6 +27,7 @@ from gulliver.parallel.sequence._shard import (
     position_ids,
     shard,
     shard_labels,
+    show,
     unshard,
     unshard_tail,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "predict",
     "shard",
     "shard_labels",
+    "show",
     "swap_sharded_dim",
     "two_ring_attention",
     "two_ring_volume",

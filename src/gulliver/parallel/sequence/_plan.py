@@ -77,6 +77,7 @@ class SequenceGroups:
         ulysses: group that this rank exchanges heads with.
         inner: group of its inner ring.
         outer: group of its outer ring.
+        sequences: ranks of every sequence of the world.
     """
 
     plan: SequencePlan
@@ -84,6 +85,7 @@ class SequenceGroups:
     ulysses: RankGroup = ALONE
     inner: RankGroup = ALONE
     outer: RankGroup = ALONE
+    sequences: Sequence[Sequence[int]] = ((0,),)
 
     @property
     def rank(self) -> int:
@@ -133,9 +135,8 @@ def make_groups(
     for ranks in members:
         for name, row in _axes(ranks, plan):
             rows.setdefault(name, []).append(row)
-    return SequenceGroups(
-        plan, **{name: shared_rank_group(r, "sequence") for name, r in rows.items()}
-    )
+    made = {name: shared_rank_group(r, "sequence") for name, r in rows.items()}
+    return SequenceGroups(plan, sequences=members, **made)
 
 
 def _axes(ranks: list[int], plan: SequencePlan) -> list[tuple[str, list[int]]]:

@@ -1,17 +1,23 @@
 """Shards a model's inputs into the layout of a sequence, and gathers its outputs out of it.
 
-[Note: gradients] Ranks share one loss: the sum of what each computes from its own tokens. So
+[Note: gradients] There is one convention. What is trained on is the *sum* of the losses that ranks
+count, every operation here is the adjoint with respect to that sum, and gradients of parameters are
+added up over the ranks that hold them. Whoever steps divides once, by the number of losses counted.
 
-- `shard` of a tensor that all ranks have: its gradient is gathered from all ranks, and all have the
-  whole of it, as one process would. Where the ranks' gradients are added up later anyway (a table
-  of position embeddings is a parameter), ``gradient="own"`` leaves on each rank its tokens' share.
-- `unshard`: all ranks go on with the same computation, which counts once, and take their tokens'
-  share of its gradient: adding the equal gradients up would count the loss once for each rank.
-  Where ranks do different things with the whole, whose losses are added, ``gradient="sum"`` adds
-  the gradients up.
+- `shard` of a tensor that all ranks have: ``gradient="own"`` leaves on each rank its tokens' share,
+  which is right where ranks' gradients are added up later anyway (a table of position embeddings is
+  a parameter). For an input that nobody reduces, "gather" gives all ranks the sum of the shares,
+  "mean" divides it as the optimizer divides those of parameters.
+- `unshard`, and the value of `mean_loss`: all ranks go on with the same computation. With "own" the
+  ranks of a sequence count one loss together: a rank's gradient is its tokens' share, and the sum
+  is divided by the number of sequences. With "alike" each counts the loss that it shows as one of
+  its own, so N equal gradients are to be added up (`sum_of_equal`, no message needed), and the sum
+  is divided by the number of ranks. Where ranks do different things with the whole, "sum" sends.
 
-Parameters that all ranks have get each rank's tokens' share: *sum* their gradients over the ranks
-of a sequence, and average only over different sequences.
+Why "alike", if N is multiplied here and divided in the optimizer? Because code behind `unshard` has
+parameters, too: a head, a penalty on the weights. Each rank runs it whole, so its gradients are
+there N times whatever is done here. One division serves these and the shares only if both are
+counted N times. A `Booster`, which cannot see what its user adds to a loss, therefore counts alike.
 """
 
 from __future__ import annotations
@@ -27,8 +33,8 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.sequence._layout import Layout, Tail
 from gulliver.parallel.sequence._plan import SequenceGroups
 
-ShardGradient = Literal["gather", "own"]
-UnshardGradient = Literal["own", "sum"]
+ShardGradient = Literal["gather", "own", "mean"]
+UnshardGradient = Literal["own", "alike", "sum"]
 
 
 def shard(
@@ -40,8 +46,8 @@ def shard(
         x: whole tensor: activations, ids, labels, position ids, rotary tables.
         groups: rank groups of the plan.
         dim: dimension of the sequence.
-        gradient: "gather" gives all ranks the gradient of the whole, "own" that of their own
-            tokens; see the top of the file.
+        gradient: "gather" gives all ranks the gradient of the whole, "mean" that over the number of
+            ranks, "own" that of their own tokens; see the top of the file.
 
     Raises:
         GulliverError: the gradient is unknown.
@@ -65,8 +71,8 @@ def unshard(
         groups: rank groups of the plan.
         dim: dimension of the sequence.
         length: tokens of the whole; None asks the ranks.
-        gradient: "own" takes this rank's tokens of its gradient, "sum" those of all ranks' added
-            up; see the top of the file.
+        gradient: "own" takes this rank's tokens of its gradient, "alike" as often as there are
+            ranks, "sum" those of all ranks' added up; see the top of the file.
 
     Raises:
         GulliverError: the shards are not those of the plan's layout; the gradient is unknown.
@@ -76,15 +82,22 @@ def unshard(
     return _Unshard.apply(x, groups, layout, dim % x.dim(), gradient)
 
 
-def unshard_tail(x: Tensor, groups: SequenceGroups, tail: Tail) -> Tensor:
-    """The last tokens of a sequence, of which each rank has those that lie with it.
+def unshard_tail(
+    x: Tensor, groups: SequenceGroups, tail: Tail, gradient: UnshardGradient = "own"
+) -> Tensor:
+    """Gathers the last tokens of a sequence, of which each rank has those that lie with it.
 
     Args:
-        x: this rank's part, ``[batch, tokens, ...]``; its gradient is that of its own tokens.
+        x: this rank's part, ``[batch, tokens, ...]``.
         groups: ranks that share the sequence.
         tail: places of the tokens.
+        gradient: way of its gradient, as of `unshard`.
+
+    Raises:
+        GulliverError: the gradient is unknown.
     """
-    return _Unshard.apply(x, groups, tail, 1, "own")
+    _check(gradient, get_args(UnshardGradient))
+    return _Unshard.apply(x, groups, tail, 1, gradient)
 
 
 def shard_labels(labels: Tensor, groups: SequenceGroups, ignore_index: int = -100) -> Tensor:
@@ -146,9 +159,26 @@ def mean_loss(losses: Tensor, groups: SequenceGroups, counted: Tensor | None = N
     if groups.plan.degree > 1:
         all_reduce(totals, group=groups.all.process_group)
     share = kept.sum() / totals[1].clamp(min=1).to(losses.dtype)
-    whole = (totals[0] / totals[1].clamp(min=1)).to(losses.dtype)
-    # The value of the whole, the gradient of the share.
-    return share + (whole - share.detach())
+    return show(share, (totals[0] / totals[1].clamp(min=1)).to(losses.dtype))
+
+
+def show(share: Tensor, whole: Tensor, alike: int = 1) -> Tensor:
+    """Returns the value of a whole with the gradient of this rank's share of it.
+
+    Args:
+        share: number that this rank computed; all ranks' add up to the whole.
+        whole: number that all ranks show.
+        alike: ranks that each count the whole as a loss of their own; see the top of the file.
+    """
+    return _Show.apply(share, whole, alike)
+
+
+def sum_of_equal(gradient: Tensor, ranks: int) -> Tensor:
+    """Adds up the gradients of ranks that all have the same: one multiplication, no message.
+
+    The one place where a gradient is multiplied by a number of ranks; the top of the file says why.
+    """
+    return gradient if ranks == 1 else gradient * ranks
 
 
 def checked_layout(x: Tensor, groups: SequenceGroups, dim: int, length: int | None) -> Layout:
@@ -191,8 +221,9 @@ class _Shard(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         groups, layout, dim, gradient = ctx.given
-        if gradient == "gather":
-            return _gathered(grad, groups, layout, dim), None, None, None, None
+        if gradient != "own":
+            whole = _gathered(grad, groups, layout, dim)
+            return whole / layout.degree if gradient == "mean" else whole, None, None, None, None
         shape = list(grad.shape)
         shape[dim] = layout.length
         index = layout.positions(groups.rank).to(grad.device)
@@ -211,8 +242,10 @@ class _Unshard(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         groups, layout, dim, gradient = ctx.given
-        if gradient == "own":
-            return take(grad, layout, groups.rank, dim), None, None, None, None
+        if gradient != "sum":
+            own = take(grad, layout, groups.rank, dim)
+            counted = layout.degree if gradient == "alike" else 1
+            return sum_of_equal(own, counted), None, None, None, None
         parts = [take(grad, layout, r, dim) for r in range(layout.degree)]
         own = parts[groups.rank]
         arrived = exchange(
@@ -221,6 +254,20 @@ class _Unshard(torch.autograd.Function):
         # In the order of the ranks, so that the bits do not depend on time.
         total = torch.stack([part.view(own.shape) for part in arrived]).sum(0)
         return total, None, None, None, None
+
+
+class _Show(torch.autograd.Function):
+    """Not a difference of the two, so that it also holds where either is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, whole: Tensor, alike: int) -> Tensor:
+        ctx.alike = alike
+        return whole.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        return sum_of_equal(grad, ctx.alike), None, None
 
 
 def take(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
