@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gulliver.booster import Booster, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+from gulliver.booster import (
+    Booster,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    Plugin,
+    TorchDDPPlugin,
+)
 from gulliver.comm import World, gather_objects
 from gulliver.errors import GulliverError
 from gulliver.hardware import described
 from gulliver.memory import plan_chunks
-from gulliver.parallel import ZeroOptimizer
+from gulliver.parallel import ZeroOptimizer, check_optimizer, optimizer_table
+from tests.hybrid_models import batch, build
 from tests.pool import Pool
 
 CHUNK_MB = 0.0003
@@ -333,10 +341,13 @@ def test_whole_state_is_resumed_to_the_bit_at_any_ranks_and_stage(
     alone = pool.run(_save, 1, ddp, tmp_path / "plain")[0]
     assert all(all(map(torch.equal, alone[kind], wanted[kind])) for kind in ONE)
     several = {"stage 1": zero(1, 1.0), "stage 0": zero(0), "stage 3": zero(3)}
-    for ranks, plugins in (1, {"DDP": ddp, "stage 1": zero(1)}), (2, several), (4, several):
-        for folder in ("sharded", "plain"):
-            found = pool.run(_resume, ranks, plugins, tmp_path / folder, wanted)
-            assert found == [[]] * ranks, (ranks, folder)
+    for folder, ranks, plugins in (
+        ("sharded", 1, {"DDP": ddp, "stage 1": zero(1)}),
+        ("sharded", 4, several),
+        ("plain", 2, several),
+    ):
+        found = pool.run(_resume, ranks, plugins, tmp_path / folder, wanted)
+        assert found == [[]] * ranks, (ranks, folder)
 
 
 def _planned(world: World) -> list[tuple[Any, dict[str, tuple[float, float]]]]:
@@ -371,6 +382,60 @@ def test_the_plan_of_one_process_has_the_chunks_and_bytes_of_the_run(pool: Pool)
         for kind in ("parameters", "optimizer_state"):
             predicted, measured = rows[kind]
             assert predicted == measured, (kind, number)
+
+
+def _staged(world: World, plugin: Plugin | None, folder: Path) -> dict[str, Tensor]:
+    """Trains in stages and saves, or takes the last step of that in one process."""
+    model = build("llama")
+    booster = Booster(plugin or TorchDDPPlugin(verbose=False))
+    model, optimizer, *_ = booster.boost(model, ONE["Adafactor"](model.parameters()))
+    for step in range(3):
+        samples = batch("llama", 4, seed=step)
+        if plugin is None and step < 2:
+            continue
+        if plugin is None:
+            booster.load(folder / "run", model, optimizer)
+            booster.load_optimizer(optimizer, folder / "optimizer")
+            booster.backward(model(**samples).loss, optimizer)
+        else:
+            booster.execute_pipeline(iter([samples]), model, None, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            booster.save(folder / "run", step, model, optimizer)
+            booster.save_optimizer(optimizer, folder / "optimizer")
+    booster.close()
+    return {name: p.detach().clone() for p, name in optimizer.names.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_stages_save_factors_that_one_process_goes_on_with(
+    pool: Pool, tmp_path: Path, stage: int
+) -> None:
+    plugin = HybridParallelPlugin(pp_size=2, zero_stage=stage, num_microbatches=2, verbose=False)
+    found = pool.run(_staged, 4, plugin, tmp_path)
+    (wanted,) = pool.run(_staged, 1, None, tmp_path)
+    assert set().union(*found) == wanted.keys()
+    for held in found:
+        for name, value in held.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-12)
+
+
+def test_the_table_of_optimizers_says_what_is_refused() -> None:
+    weight = [nn.Parameter(torch.ones(2, 2))]
+    kinds: list[tuple[Any, dict[str, bool]]] = [
+        (torch.optim.AdamW, {}),
+        (torch.optim.Muon, {}),
+        (Trust, {"assume_elementwise": True}),
+        (Trust, {"assume_per_parameter": True}),
+        (Trust, {}),
+    ]
+    for (make, words), (_, cut, *sizes) in zip(kinds, optimizer_table(), strict=True):
+        for stage, tp, pp in itertools.product((0, 1, 3), (1, 2), (1, 2)):
+            fits = [size == 1 or most == "any" for size, most in zip((tp, pp), sizes, strict=True)]
+            accepted = all(fits) and (stage == 0 or cut != "refused")
+            with nullcontext() if accepted else pytest.raises(GulliverError):
+                check_optimizer(make(weight), stage, tp_size=tp, pp_size=pp, **words)
 
 
 def test_two_words_for_one_optimizer_are_refused() -> None:

@@ -17,6 +17,7 @@ from gulliver.parallel._optimizer import (
     persistent_buffers,
 )
 from gulliver.parallel.zero import (
+    OPTIMIZERS,
     BucketTuner,
     BufferSync,
     ZeroOptimizer,
@@ -24,10 +25,12 @@ from gulliver.parallel.zero import (
     check_trainable,
     is_boosted,
     needs_whole,
+    optimizer_table,
     state_sizes,
 )
 
 __all__ = [
+    "OPTIMIZERS",
     "Along",
     "BoostedOptimizer",
     "BucketTuner",
@@ -48,6 +51,7 @@ __all__ = [
     "named_groups",
     "named_trainables",
     "needs_whole",
+    "optimizer_table",
     "own_loss",
     "persistent_buffers",
     "state_sizes",

@@ -2,10 +2,12 @@
 
 from gulliver.parallel.zero._elementwise import (
     ELEMENTWISE,
+    OPTIMIZERS,
     check_optimizer,
     check_trainable,
     is_boosted,
     needs_whole,
+    optimizer_table,
     state_sizes,
 )
 from gulliver.parallel.zero._memory import ChunkBytes, held_bytes
@@ -16,6 +18,7 @@ from gulliver.parallel.zero._tuner import BucketTuner, Stage, Tuning
 
 __all__ = [
     "ELEMENTWISE",
+    "OPTIMIZERS",
     "BucketTuner",
     "BufferSync",
     "ChunkBytes",
@@ -30,6 +33,7 @@ __all__ = [
     "import_leaves",
     "is_boosted",
     "needs_whole",
+    "optimizer_table",
     "ordered_layouts",
     "shard_dtype",
     "state_sizes",

@@ -56,6 +56,29 @@ NEVER = {
 }
 
 
+OPTIMIZERS = ("optimizers", "zero_stage 1 and up cuts", "tp_size", "pp_size")
+
+
+def optimizer_table() -> list[tuple[str, ...]]:
+    """Lists how optimizers run, a row for each kind under `OPTIMIZERS`; stage 0 takes all of them.
+
+    What `check_optimizer` refuses is not in it.
+    """
+    packages = [(name.split(".")[0], name.rpartition(".")[2]) for name in PER_PARAMETER]
+    return [
+        (", ".join(ELEMENTWISE), "anywhere", "any", "any"),
+        (
+            ", ".join(f"{name} of {package}" for package, name in packages),
+            "between parameters",
+            "1",
+            "any",
+        ),
+        ("others, with assume_elementwise=True", "anywhere", "any", "any"),
+        ("others, with assume_per_parameter=True", "between parameters", "1", "any"),
+        ("others", "refused", "1", "1"),
+    ]
+
+
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is known to update every element by that element alone."""
     return _is_torchs(optimizer) and type(optimizer).__name__ in ELEMENTWISE

@@ -436,8 +436,8 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def has_whole_state(self) -> bool:
-        """Whether a rank has all state of a parameter or none, unless the model itself is cut."""
-        return self.shards.has_whole and self.has_whole_model
+        """Whether a rank has all state of a parameter or none, of whatever shape that is."""
+        return self.shards.whole or (self.parts == 1 and self.has_whole_model)
 
     def make_state(self, entries: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Leaf]:
         """Gives the optimizer state of the kinds that a checkpoint has, to be filled."""
