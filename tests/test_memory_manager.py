@@ -22,7 +22,7 @@ SIZES = (1, 1000, 1024, 1025, 3000, 5000)
 
 OPERATIONS = st.tuples(
     st.sampled_from(
-        "read read write write fresh hold drop discard lend give budget view step".split()
+        ("read", "write", "fresh", "hold", "drop", "discard", "lend", "give", "budget", "view", "step")
     ),
     st.integers(0, 5),
     st.integers(0, 2**16),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gulliver.errors import GulliverError
+from gulliver.memory import activation_peak
 from gulliver.parallel.tensor import TensorPlan
 from gulliver.plan import Work
 
@@ -67,9 +68,17 @@ def measure_work(
         update_s=_measured_update(model, optimizer),
         hidden_bytes=max(sizes["hidden"], default=0),
         activations=kept[0],
+        peak=peak_of(model, sample, autocast),
         reduced_forward=tuple(sizes["forward"]),
         reduced_backward=tuple(sizes["backward"]),
     )
+
+
+def peak_of(model: nn.Module, sample: Any, autocast: torch.dtype | None) -> int:
+    """Most bytes of a step that are no state; 0 where it cannot be followed without running."""
+    args = () if isinstance(sample, Mapping) else sample if isinstance(sample, tuple) else (sample,)
+    kwargs = sample if isinstance(sample, Mapping) else {}
+    return activation_peak(model, args, kwargs, autocast=autocast).bytes or 0
 
 
 def _timed(model: nn.Module, sample: Any, autocast: torch.dtype | None) -> tuple[float, float]:

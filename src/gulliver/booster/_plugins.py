@@ -28,7 +28,7 @@ from gulliver.data import DataLoader
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster, current_cluster, zero_collectives
 from gulliver.parallel import BoostedOptimizer, named_trainables
-from gulliver.plan import DDPPlan, Mesh, Plan, Precision, ZeroPlan, check_plan
+from gulliver.plan import DDPPlan, Mesh, Plan, Precision, Work, ZeroPlan, check_plan
 
 MIB = 2**20
 STAGES = (0, 1, 2, 3)
@@ -86,6 +86,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
         cluster: Cluster | None = None,
         sample: Any = None,
         precision: str = "none",
+        work: Work | None = None,
     ) -> Plan:
         """Plans how a model would run; nothing is changed.
 
@@ -100,13 +101,15 @@ class Plugin(ABC, metaclass=_NamedArguments):
             sample: batch of one model, as keyword or positional arguments or a tensor, with which
                 compute is measured here; without it seconds are those of messages alone.
             precision: dtype of autocast, or none.
+            work: what a batch costs, such as `estimate_work` says, instead of a sample.
 
         Raises:
             GulliverError: the model or its optimizer cannot be run so.
         """
         ranks = current_world().size if cluster is None else cluster.size
-        model = unwrapped(model)
-        choices = self.for_model(self.choices(ranks, precision), model, optimizer, cluster)
+        model, choices = unwrapped(model), self.choices(ranks, precision)
+        choices = choices if work is None else replace(choices, work=work)
+        choices = self.for_model(choices, model, optimizer, cluster)
         check_plan(choices, ranks)
         check_choices(choices, model, optimizer)
         plan = predict(resolve(choices, model, optimizer), model, optimizer, cluster, sample)
@@ -137,7 +140,8 @@ class Plugin(ABC, metaclass=_NamedArguments):
         plain, plans = unwrapped(model), list[Plan]()
         choices = self.for_model(self.choices(world.size, precision), plain, optimizer, None)
         agreed(lambda: plans.append(resolve(choices, plain, optimizer)))
-        plan = predict(plans[0], plain, optimizer) if choices.work.samples else plans[0]
+        seconds = choices.work.samples or plans[0].predicted.moved is not None
+        plan = predict(plans[0], plain, optimizer) if seconds else plans[0]
         boosted, wrapped = apply_plan(plan, model, optimizer, world, self.verbose)
         if self.verbose and world.is_main:
             for told in (differences(choices, plan), _unknown_label(choices)):

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from gulliver.booster._model import HALVES, modules_kept, no_optimizer, unwrapped
+from gulliver.booster._replay import StateBytes
+from gulliver.booster._residency import find_residency
 from gulliver.errors import GulliverError, nearest
 from gulliver.memory import moment_size
 from gulliver.parallel import is_boosted, named_trainables, needs_whole, state_sizes
@@ -67,8 +69,11 @@ def resolve(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | Non
             reasons["zero.chunks"] = (
                 f"{plan.model.optimizer} looks at whole parameters: none is cut"
             )
-    memory = predict_memory(plan, model, sizes)
-    predicted = replace(plan.predicted, bytes=memory)
+    memory, moved = predict_memory(plan, model, sizes), None
+    if plan.zero is not None and plan.zero.tiers is not None:
+        found = find_residency(state_bytes(plan, sizes), plan.zero.tiers, plan.work.peak)
+        memory, moved = MemoryPlan(**found.bytes), found.moved
+    predicted = replace(plan.predicted, bytes=memory, moved=moved)
     return replace(plan, predicted=predicted, reasons={**plan.reasons, **reasons})
 
 
@@ -342,23 +347,9 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
         gradients = sum(t.numel * t.dtype.itemsize for t in trained)
         state = sum(sum(t.states) * t.dtype.itemsize for t in trained)
         return MemoryPlan(held, gradients, state)
-    parts = plan.mesh.replicas if zero.stage else 1
-    order = [name for chunk in zero.chunks for name in chunk.tensors]
-    states = {t.name: t.states for t in trained}
-    chunks, state = [], 0
-    layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
-    for layout, dtype, is_trained in layouts:
-        home = shard_dtype(dtype, is_trained)
-        whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
-        names = tuple(slot.name for slot in layout.slots)
-        chunks.append(ChunkBytes(names, whole, shard, is_trained, home != dtype))
-        if is_trained:
-            for piece in layout.pieces(0):
-                kept = states[piece.name]
-                if layout.parts > 1 and not layout.whole:
-                    kept = (piece.numel,) * len(kept)
-                state += moment_size(kept) * home.itemsize
-    found = held_bytes(chunks, zero.stage, parts, zero.gather_ahead, state)
+    state = state_bytes(plan, sizes)
+    kept = sum(sum(moments) for moments in state.moments)
+    found = held_bytes(state.chunks, zero.stage, state.parts, state.ahead, kept)
     beside = 0
     if zero.stage < 3:
         # What is not in chunks: frozen parameters, and those of another optimizer.
@@ -368,6 +359,31 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
         beside = sum(count for name, count in held.items() if name not in inside) + sum(others)
     found["parameters"] += beside
     return MemoryPlan(**found)
+
+
+def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
+    """Bytes of the first rank's chunks, and of what the optimizer keeps of each."""
+    zero = plan.zero
+    assert zero is not None, "there are chunks"
+    order = [name for chunk in zero.chunks for name in chunk.tensors]
+    states = {t.name: t.states for t in sizes if t.trained}
+    chunks, moments = list[ChunkBytes](), list[list[int]]()
+    layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
+    for layout, dtype, is_trained in layouts:
+        home = shard_dtype(dtype, is_trained)
+        whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
+        names = tuple(slot.name for slot in layout.slots)
+        chunks.append(ChunkBytes(names, whole, shard, is_trained, home != dtype))
+        cut = layout.parts > 1 and not layout.whole
+        # Of a piece that was cut each tensor has its size.
+        kept = [
+            (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
+            for piece in (layout.pieces(0) if is_trained else ())
+        ]
+        kinds = itertools.zip_longest(*kept, fillvalue=0)
+        moments.append([moment_size(kind) * home.itemsize for kind in kinds])
+    parts = plan.mesh.replicas if zero.stage else 1
+    return StateBytes(chunks, moments, parts, zero.gather_ahead)
 
 
 RESULTS = ("model", "predicted", "reasons")

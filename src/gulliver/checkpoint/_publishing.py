@@ -23,8 +23,8 @@ from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import CheckpointFolder
 from gulliver.checkpoint._image import DTYPES
 from gulliver.checkpoint._manifest import STATE, format_of, is_short, write_manifest
+from gulliver.checkpoint._matching import merge_parts
 from gulliver.checkpoint._presence import Watch, remove_signs
-from gulliver.checkpoint._snapshot import merge_parts
 from gulliver.checkpoint._tree import merge_skeletons
 from gulliver.errors import GulliverError
 
@@ -81,7 +81,11 @@ def publish(
         if "error" in word:
             raise GulliverError(f"rank {rank}: {word['error']}")
     _check_there(partial)
-    tensors = merge_parts([word["parts"] for word in words])
+    entries = dict.fromkeys(entry for word in words for entry in word["parts"])
+    tensors = {
+        entry: merge_parts((word["parts"].get(entry, {}) for word in words), f"{entry}: ")
+        for entry in entries
+    }
     texts = {STATE: _state(words), **_indices(tensors, world_size)}
     files = {name: entry for word in words for name, entry in word["files"].items()}
     indent = 1 if is_short(tensors) else None

@@ -35,7 +35,7 @@ from gulliver.checkpoint._manifest import file_to_json
 from gulliver.checkpoint._presence import Presence, make_signs
 from gulliver.checkpoint._publishing import leave_word, publish
 from gulliver.checkpoint._snapshot import Restless, Snapshot
-from gulliver.comm import gather_objects, group_rank, group_size
+from gulliver.comm import gather_objects, host_rank_group, return_rank_group
 from gulliver.errors import GulliverError, nearest
 from gulliver.io import Engine, IoError, default_engine, lacks_inodes
 from gulliver.memory import add_claim, drop_claim
@@ -120,13 +120,9 @@ class AsyncCheckpointer:
         self.about, self.silence_s = _checked(about), positive_number("silence_s", silence_s)
         self._process = os.getpid()
         self.last: Saved | None = None
-        self.rank, self.world_size = group_rank(group), group_size(group)
-        self._group: Any = group
-        if self.world_size > 1 and dist.get_backend(group) != "gloo":
-            # What is agreed on is in host memory: a group of the device would wait for its work.
-            self._group = dist.new_group(
-                None if group is None else dist.get_process_group_ranks(group), backend="gloo"
-            )
+        # What is agreed on is in host memory: a group of the device would wait for its work.
+        self._ranks = host_rank_group(group, "checkpoint")
+        self.rank, self.world_size = self._ranks.rank, self._ranks.size
         self._ring_pages = max(2, ring_mb * 2**20 // PAGE)
         self._given = engine
         self._engine = engine
@@ -208,7 +204,7 @@ class AsyncCheckpointer:
         if self.world_size == 1:
             return [mine]
         try:
-            return gather_objects(mine, self._group)
+            return gather_objects(mine, self._ranks.process_group)
         except RuntimeError as error:
             raise failure or GulliverError(
                 f"the ranks that save {self.folder.root} cannot agree, has one of them ended? "
@@ -429,6 +425,7 @@ class AsyncCheckpointer:
         self._check_process()
         try:
             self.wait()
+            return_rank_group(self._ranks)
         finally:
             if self._worker is not None:
                 self._worker.shutdown()

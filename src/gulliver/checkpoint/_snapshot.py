@@ -23,7 +23,7 @@ from torch import Tensor
 from gulliver.checkpoint._collect import SMALL, TINY, Collected, file_name
 from gulliver.checkpoint._image import CODES, Image
 from gulliver.checkpoint._lane import Lane, LaneTicket, pump
-from gulliver.checkpoint._manifest import FileEntry, PartEntry, tensor_from_json
+from gulliver.checkpoint._manifest import FileEntry, PartEntry
 from gulliver.checkpoint._tree import Leaf
 from gulliver.errors import GulliverError
 from gulliver.io import Engine, File, Ticket, View, gather
@@ -343,30 +343,3 @@ def _part(file: str, leaf: Leaf) -> dict[str, Any]:
     else:
         place, dtype = PartEntry(file, 0, leaf.numel()), leaf.dtype
     return {"dtype": CODES[dtype], "shape": list(leaf.shape), "parts": [place.to_json()]}
-
-
-def merge_parts(
-    every: list[Mapping[str, Mapping[str, Mapping[str, Any]]]],
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """Merges what each rank has of a step's tensors, and checks that they are whole.
-
-    Raises:
-        GulliverError: a part is missing, or there twice without being a region.
-    """
-    merged: dict[str, dict[str, dict[str, Any]]] = {}
-    for tensors_by_entry in every:
-        for entry, tensors in tensors_by_entry.items():
-            for name, found in tensors.items():
-                known = merged.setdefault(entry, {}).setdefault(name, {**found, "parts": []})
-                if (known["dtype"], known["shape"]) != (found["dtype"], found["shape"]):
-                    raise GulliverError(f"{entry}: {name} has another shape or dtype on each rank")
-                known["parts"] += found["parts"]
-    for entry, tensors in merged.items():
-        for name, found in tensors.items():
-            try:
-                tensor_from_json(found)
-            except ValueError as error:
-                raise GulliverError(
-                    f"{entry}: {name} {error}: do all ranks save the same state?"
-                ) from error
-    return merged

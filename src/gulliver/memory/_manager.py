@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.memory._bytes import ByteCounter
+from gulliver.memory._claims import before_write_at, storage_of
 from gulliver.memory._placed import Placed
 from gulliver.memory._stores import Store, page_aligned, whole_pages
 from gulliver.solve import Action, Move, Replacement
@@ -143,20 +144,42 @@ class Manager:
             self.counter.add(kind, -tensor.nbytes)
             self._run(self._core.give(size))
 
-    def view(self, placed: Placed) -> Tensor:
-        """Shows the content of an object wherever it lies, without moving it.
+    def view(self, placed: Placed, write: bool = False) -> Tensor:
+        """Shows the content of an object wherever it lies, without moving anything.
 
-        The tensor is good until the object is used again, or room is made for others.
+        The tensor is good until the object is used again, or room is made for others. What a
+        checkpoint copies from it in the background is waited for before its place is written.
+
+        Args:
+            placed: object to show.
+            write: whether its content will be overwritten as a whole, before anything else is used.
         """
         with self._entered():
-            if placed.tensor is None and placed.offset is None:
-                return self._zeros(placed)
+            if write:
+                self._make_writable(placed)
             if placed.tensor is not None:
                 return placed.tensor
+            if placed.offset is None:
+                return self._zeros(placed)
             assert self.store is not None
-            assert placed.offset is not None
             memory = self.store.mapped(placed.offset, whole_pages(placed.nbytes))
+            placed.shown.add(storage_of(memory))
             return memory[: placed.nbytes].view(placed.dtype)
+
+    def _make_writable(self, placed: Placed) -> None:
+        """Gives an object a place to be filled at; nothing leaves the fast tier for it."""
+        self._wait_shown(placed)
+        if placed.tensor is not None or self.store is None:
+            with self.using(placed, write=True):
+                return
+        if placed.offset is None:
+            placed.offset = self.store.allocate(whole_pages(placed.nbytes))
+            self._core.keep(placed.number)
+
+    def _wait_shown(self, placed: Placed) -> None:
+        if placed.shown:
+            before_write_at(placed.shown)
+            placed.shown.clear()
 
     def set_budget(self, nbytes: int) -> None:
         """Changes the size of the fast tier."""
@@ -272,5 +295,6 @@ class Manager:
     def _free(self, placed: Placed) -> None:
         assert self.store is not None
         assert placed.offset is not None
+        self._wait_shown(placed)
         self.store.free(placed.offset, whole_pages(placed.nbytes))
         placed.offset = None

@@ -20,6 +20,9 @@ class Placed:
         nbytes: size in bytes.
         tensor: flat tensor of `dtype` while the object is in the fast tier, else None. Its memory
             moves between visits: views are made anew after each `Manager.use`.
+        number: number among the manager's objects.
+        offset: place in the store that has its content; None where the store has not.
+        shown: addresses at which this place has been shown; a checkpoint may be copying from there.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Placed:
     tensor: Tensor | None = None
     number: int = -1
     offset: int | None = field(default=None, repr=False)
+    shown: set[int] = field(default_factory=set, repr=False)
 
     @property
     def nbytes(self) -> int:

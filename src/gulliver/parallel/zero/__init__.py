@@ -12,12 +12,14 @@ from gulliver.parallel.zero._elementwise import (
 )
 from gulliver.parallel.zero._memory import ChunkBytes, held_bytes
 from gulliver.parallel.zero._optimizer import ZeroOptimizer, export_leaves, import_leaves
+from gulliver.parallel.zero._reducer import IN_FLIGHT
 from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
 from gulliver.parallel.zero._statistics import BufferSync
 from gulliver.parallel.zero._tuner import BucketTuner, Stage, Tuning
 
 __all__ = [
     "ELEMENTWISE",
+    "IN_FLIGHT",
     "OPTIMIZERS",
     "BucketTuner",
     "BufferSync",

@@ -89,6 +89,11 @@ def is_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
     return _full_name(optimizer) in PER_PARAMETER
 
 
+def steps_by_chunk(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it may step some parameters in one call and some in the next, with state in place."""
+    return is_elementwise(optimizer) or is_per_parameter(optimizer)
+
+
 def needs_whole(optimizer: torch.optim.Optimizer, assume_elementwise: bool) -> bool:
     """Whether it has to have whole parameters."""
     known = is_elementwise(optimizer) or assume_elementwise
@@ -141,6 +146,30 @@ def check_optimizer(
             "assume_elementwise=True to the plugin, or assume_per_parameter=True if it updates "
             f"each parameter by itself; {whole} gives it all parameters whole; "
             f"known: {', '.join(ELEMENTWISE)}, Adafactor, Muon"
+        )
+
+
+def check_by_chunk(
+    optimizer: torch.optim.Optimizer, stage: int, tiered: bool, step_in_backward: bool
+) -> None:
+    """Refuses an optimizer that may not be stepped chunk by chunk, where that is asked for.
+
+    Args:
+        optimizer: optimizer of the user.
+        stage: stage of ZeRO.
+        tiered: whether a memory manager keeps chunks in tiers.
+        step_in_backward: whether chunks are stepped during backward.
+
+    Raises:
+        GulliverError: it may look at all parameters at once; the stage has no tiers.
+    """
+    if tiered and stage != 3:
+        raise GulliverError(f"tiers of memory need stage 3, which shards parameters, not {stage}")
+    if (tiered or step_in_backward) and not steps_by_chunk(optimizer):
+        what = "a memory limit" if tiered else "step_in_backward"
+        raise GulliverError(
+            f"{what} steps chunk by chunk, which {type(optimizer).__name__} may not allow: use one "
+            f"of {', '.join(ELEMENTWISE)}, Muon, Adafactor"
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gulliver.errors import GulliverError
-from gulliver.memory import Chunk, ChunkLayout, before_any_write
+from gulliver.memory import ChunkLayout, before_any_write
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._shards import ShardedState
 from gulliver.parallel.zero._state import MASTER, run_of, stream_state
@@ -64,7 +64,7 @@ def _moved(
     shards: ShardedState, layout: ChunkLayout, parameters: dict[str, nn.Parameter], trained: bool
 ) -> ShardedChunk:
     # Reading the parameters gathers them, where they are with their owners.
-    return shards.settled(Chunk(layout, parameters, shards.part, shards.pool), trained)
+    return shards.settled(shards.new_chunk(layout, parameters), trained)
 
 
 def _hand_over(

@@ -5,7 +5,7 @@ What is exchanged knows neither the number of ranks nor the size of chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,21 +72,20 @@ def stream_state(
     # Pieces of one parameter step together, so any rank's counters are the parameter's.
     state: State = {name: dict(values) for part, _ in parts for name, values in part.items()}
     everywhere: set[tuple[str, str]] = set().union(*(found for _, found in parts))
-    return state, _entries(optimizer, chunks, group, everywhere)
+    return state, _entries(shards, chunks, everywhere)
 
 
 def _entries(
-    optimizer: torch.optim.Optimizer,
-    chunks: Sequence[ShardedChunk],
-    group: Group,
-    present: set[tuple[str, str]],
+    shards: ShardedState, chunks: Sequence[ShardedChunk], present: set[tuple[str, str]]
 ) -> Iterator[tuple[str, str, Tensor]]:
     for key in sorted({key for _, key in present}):
         for sharded in chunks:
             names = [name for name in sharded.chunk.parameters if (name, key) in present]
             if not names:
                 continue
-            views = sharded.chunk.named_views(_gathered(optimizer, sharded, key, group))
+            with shards.shown(sharded):
+                whole = _gathered(shards.inner, sharded, key, shards.group)
+            views = sharded.chunk.named_views(whole)
             for name in names:
                 yield name, key, views[name]
 
@@ -96,27 +95,32 @@ def scatter_state(shards: ShardedState, state: State) -> None:
     optimizer, capturing = shards.inner, shards.capturing()
     shards.drop_state()
     for sharded in shards.chunks:
-        for piece, owned in sharded.pieces:
-            whole = sharded.chunk.parameters[piece.name]
-            if piece.name not in state:
-                continue
-            found: dict[str, Any] = {}
-            for key, value in state[piece.name].items():
-                if key == MASTER:
-                    owned.detach().copy_(run_of(value, piece, owned))
-                elif not isinstance(value, Tensor):
-                    found[key] = value
-                elif is_counter(key, value, whole):
-                    # torch wants counters beside the parameter only where kernels read them.
-                    found[key] = value.to(
-                        owned.device if owned in capturing else value.device
-                    ).clone()
-                elif value.shape != whole.shape and owned.shape == whole.shape:
-                    found[key] = value.to(owned.device).clone()  # of an optimizer of whole tensors
-                else:
-                    found[key] = run_of(value, piece, owned).to(owned.device).clone()
-            optimizer.state[owned] = found
-        shards.place_state(sharded)
+        with shards.opened(sharded):
+            for piece, owned in sharded.pieces:
+                if piece.name in state:
+                    found = _scattered(state[piece.name], sharded, piece, owned, owned in capturing)
+                    optimizer.state[owned] = found
+            shards.place_state(sharded)
+
+
+def _scattered(
+    state: Mapping[str, Any], sharded: ShardedChunk, piece: Piece, owned: Tensor, captured: bool
+) -> dict[str, Any]:
+    """This rank's piece of the state of a parameter; its float32 values are written at once."""
+    whole, found = sharded.chunk.parameters[piece.name], dict[str, Any]()
+    for key, value in state.items():
+        if key == MASTER:
+            owned.detach().copy_(run_of(value, piece, owned))
+        elif not isinstance(value, Tensor):
+            found[key] = value
+        elif is_counter(key, value, whole):
+            # torch wants counters beside the parameter only where kernels read them.
+            found[key] = value.to(owned.device if captured else value.device).clone()
+        elif value.shape != whole.shape and owned.shape == whole.shape:
+            found[key] = value.to(owned.device).clone()  # of an optimizer of whole tensors
+        else:
+            found[key] = run_of(value, piece, owned).to(owned.device).clone()
+    return found
 
 
 def run_of(whole: Tensor, piece: Piece, owned: Tensor) -> Tensor:
