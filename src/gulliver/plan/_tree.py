@@ -141,6 +141,7 @@ class ZeroPlan:
         overlap: whether collectives travel while the ranks compute.
         broadcast_buffers: whether all ranks take rank 0's running statistics at every step.
         assume_elementwise: whether an optimizer that is not known may be sharded.
+        assume_per_parameter: whether it may be sharded by whole parameters.
         report: folder that tuning writes ``chunks.json`` and a picture to.
         tiers: memories that the state lies in; None keeps all of it on the device.
         chunks: chunks of the first rank, in the order of use. The order of their tensors is a
@@ -154,6 +155,7 @@ class ZeroPlan:
     overlap: bool = True
     broadcast_buffers: bool = True
     assume_elementwise: bool = False
+    assume_per_parameter: bool = False
     report: str | None = None
     tiers: Tiers | None = None
     chunks: tuple[ChunkPlan, ...] = ()
