@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.memory._bytes import ByteCounter
-from gulliver.memory._claims import before_write_at, storage_of
+from gulliver.memory._claims import before_write, before_write_at, storage_of
 from gulliver.memory._placed import Placed
 from gulliver.memory._stores import Store, page_aligned, whole_pages
 from gulliver.solve import Action, Move, Replacement
@@ -288,6 +288,9 @@ class Manager:
         self._drop(placed)
 
     def _drop(self, placed: Placed) -> None:
+        if placed.tensor is not None:
+            # A snapshot that copies it keeps its memory, which would not be there for others.
+            before_write([placed.tensor])
         self._stats["evictions"] += 1
         self.counter.add(placed.kind, -placed.nbytes)
         placed.tensor = None
