@@ -114,6 +114,11 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def backward_number() -> int:
+    """Number of the backward that runs in this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
     """Returns what ``module.compile()`` has put in place of the module's call, or None."""
     return getattr(module, "_compiled_call_impl", None)

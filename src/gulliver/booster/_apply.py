@@ -45,6 +45,7 @@ from gulliver.comm import World, current_world
 from gulliver.errors import GulliverError
 from gulliver.parallel import (
     BoostedOptimizer,
+    check_by_chunk,
     check_optimizer,
     check_trainable,
     check_unshared,
@@ -141,6 +142,9 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
     if optimizer is not None:
         sizes = plan.mesh.of("tensor"), plan.mesh.of("pipeline")
         check_optimizer(optimizer, plan.zero.stage, plan.zero.assume_elementwise, *sizes)
+        tiers = plan.zero.tiers
+        backward = tiers is not None and tiers.step_in_backward
+        check_by_chunk(optimizer, plan.zero.stage, tiers is not None, backward)
         if not plan.mesh.names_model:
             check_trainable(named_trainables(model, optimizer))
         check_unshared(model, optimizer)

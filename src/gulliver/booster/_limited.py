@@ -37,6 +37,7 @@ class LimitedManager(Manager):
     Attributes:
         shares: which objects never leave; None where that is found.
         controller: sets the budget of the next step.
+        step_moved: bytes that the last step has read and written.
     """
 
     shares: Shares | None = None
@@ -45,6 +46,7 @@ class LimitedManager(Manager):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._kept = set[Placed]()
+        self.step_moved = self._before = (0, 0)
 
     def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> Placed:
         """Takes an object, and pins it where the shares say that it stays."""
@@ -70,6 +72,10 @@ class LimitedManager(Manager):
     def end_step(self) -> None:
         """Ends a step."""
         super().end_step()
+        stats = self.stats()
+        moved = stats["bytes_in"], stats["bytes_out"]
+        self.step_moved = moved[0] - self._before[0], moved[1] - self._before[1]
+        self._before = moved
         if self.controller is not None:
             self.controller.end_step()
 

@@ -23,6 +23,7 @@ from gulliver.booster._checkpoint import agreed
 from gulliver.booster._model import HALVES, unwrapped
 from gulliver.booster._predict import predict
 from gulliver.booster._resolve import differences, resolve
+from gulliver.booster._tiers import TierOptions, plan_tiers
 from gulliver.comm import World, broadcast_object, choose_axes, current_world
 from gulliver.data import DataLoader
 from gulliver.errors import GulliverError, nearest
@@ -272,6 +273,9 @@ class LowLevelZeroPlugin(Plugin):
             training changed, such as running statistics, as torch's DDP does.
         folder: where tuning writes ``chunks.json`` and a picture, ``chunks.png``; None for neither.
         verbose: print the plan when the model is boosted, and what tuning found.
+        memory_limit: with stage 3, memory for state and activations on each rank, as of
+            `GeminiPlugin`; None for no limit.
+        disk: folder and bytes for what does not fit, as of `GeminiPlugin`.
 
     Raises:
         GulliverError: another stage or precision, or a size that is not positive.
@@ -292,6 +296,8 @@ class LowLevelZeroPlugin(Plugin):
         verbose: bool = True,
         broadcast_buffers: bool = True,
         cluster: Cluster | None = None,
+        memory_limit: int | float | str | None = None,
+        disk: Path | str | None = None,
     ) -> None:
         if isinstance(axes, str) and axes != "auto":
             raise GulliverError(f"axes={axes!r} is not known: 'auto', or the size of each axis")
@@ -321,23 +327,32 @@ class LowLevelZeroPlugin(Plugin):
         self.folder = None if folder is None else Path(folder)
         self.assume_elementwise, self.verbose = assume_elementwise, verbose
         self.broadcast_buffers, self.cluster = broadcast_buffers, cluster
+        self.memory = TierOptions.within(stage, "LowLevelZeroPlugin(stage=3)", memory_limit, disk)
+        if self.memory is not None and chunk_mb == "again":
+            raise GulliverError(
+                "chunk_mb='again' tunes in the first steps: with a memory_limit 'auto' plans the "
+                "size, or give a number"
+            )
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
         """Shards over all ranks."""
         torus = {} if isinstance(self.axes, str) else dict(self.axes or {})
         order = tuple(self.rank_order or ()) if torus else ()
+        device = current_world().device.type
+        tuned = isinstance(self.chunk_mb, str) and self.memory is None
         return Plan(
             plugin=type(self).__name__,
-            mesh=Mesh(current_world().device.type, {"data": ranks}, torus, order),
+            mesh=Mesh(device, {"data": ranks}, torus, order),
             zero=ZeroPlan(
                 stage=self.stage,
                 chunk_bytes=int(self._size_mb * MIB),
-                tuning=self.chunk_mb if isinstance(self.chunk_mb, str) else "off",
+                tuning=str(self.chunk_mb) if tuned else "off",
                 gather_ahead=self.gather_ahead,
                 overlap=self.overlap,
                 broadcast_buffers=self.broadcast_buffers,
                 assume_elementwise=self.assume_elementwise,
                 report=None if self.folder is None else str(self.folder),
+                tiers=None if self.memory is None else self.memory.tiers(device),
             ),
             precision=Precision(precision, self.precision or "none"),
             max_norm=float(self.max_norm),
@@ -350,7 +365,10 @@ class LowLevelZeroPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """A torus, where ``axes="auto"`` predicts that it is faster than none."""
+        """A torus, where ``axes="auto"`` predicts that it is faster; chunks under a limit."""
+        if self.memory is not None:
+            links = cluster or self.cluster
+            plan = plan_tiers(plan, model, optimizer, links, isinstance(self.chunk_mb, str))
         if not isinstance(self.axes, str):
             return plan
         names = {} if optimizer is None else named_trainables(model, optimizer)
@@ -361,7 +379,7 @@ class LowLevelZeroPlugin(Plugin):
         chosen = choose_axes(links, zero_collectives(self.stage, chunks), ranks)
         order = tuple(self.rank_order or chosen.order or ()) if chosen.axes else ()
         mesh = replace(plan.mesh, torus=dict(chosen.axes), rank_order=order)
-        return replace(plan, mesh=mesh, reasons={"mesh.torus": str(chosen)})
+        return replace(plan, mesh=mesh, reasons={**plan.reasons, "mesh.torus": str(chosen)})
 
 
 class PlanPlugin(Plugin):

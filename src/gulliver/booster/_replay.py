@@ -109,20 +109,35 @@ class Shares:
 
 
 @dataclass
+class Coming:
+    """A move of an object.
+
+    Attributes:
+        key: object.
+        nbytes: size in whole pages.
+        write: whether it leaves the first memory.
+        until: number of visits until it is used.
+    """
+
+    key: Key
+    nbytes: int
+    write: bool
+    until: int = 0
+
+
+@dataclass
 class Seen:
     """A visit as it was replayed.
 
     Attributes:
         phase: part of the step.
         chunk: number of the chunk.
-        moved: bytes by kind of move.
-        moves: number of moves.
+        moves: what is read and written, in order.
     """
 
     phase: str
     chunk: int
-    moved: dict[Move, int] = field(default_factory=lambda: dict.fromkeys(Move, 0))
-    moves: dict[Move, int] = field(default_factory=lambda: dict.fromkeys(Move, 0))
+    moves: list[Coming] = field(default_factory=list)
 
 
 class Replay:
@@ -147,10 +162,12 @@ class Replay:
         self.counter, self.decides = ByteCounter(), 0
         self.held, self.left = set[Key](), set[Key]()
         self.most = 0
-        self._core = Replacement(budget, backed=backed)
+        self._core = Replacement(budget, backed=backed, ahead=tiers.ahead or None)
         self._seen: list[Seen] = []
+        self._coming: dict[Key, tuple[Coming, int]] = {}
+        self._visits = 0
         self._objects = {o.key: o for o in state.objects()}
-        self._transient, self._widths = _transient(state), _widths(state)
+        self._transient, self._together = _transient(state), _together(state)
         self._entered, self._collected = deque[int](), deque[int]()
         shares = Shares.of(tiers)
         self._visit(FORWARD, 0)
@@ -173,12 +190,13 @@ class Replay:
         with self._lend(self._transient):
             for number in count:
                 self._visit(FORWARD, number)
-                self._enter(number, self._widths[number])
+                self._enter(number)
+            self._leave(1)  # backward begins with the last
             for number in reversed(count):
                 self._visit(BACKWARD, number)
                 self._backward(number)
-            for number in reversed(count):
-                self._land(number)
+            while self._collected:
+                self._land(self._collected[0])
             self._leave(0)
         if not self.tiers.step_in_backward:
             for number in count:
@@ -193,35 +211,39 @@ class Replay:
     # other ranks, or copies in a wider dtype, whole chunks are gathered into buffers that are lent,
     # and an object is pinned only while it is copied; reduced gradients are while they travel.
 
-    def _enter(self, number: int, width: int) -> None:
+    def _enter(self, number: int) -> None:
         """Uses the parameters of a chunk; lets go of what a module no longer needs."""
+        if number in self._entered:
+            return
         self._use(("home", number))
         if self._is_gathered(number):
             self._done(("home", number))
         else:
             self._entered.append(number)
-            self._leave(width)
+            first, last = self._together[number]
+            self._leave(max(WINDOW, last - first + 1))
 
     def _leave(self, width: int) -> None:
         while len(self._entered) > width:
             self._done(("home", self._entered.popleft()))
 
     def _backward(self, number: int) -> None:
-        width = self._widths[number]
-        self._enter(number, width)
+        self._enter(number)
         if self.state.chunks[number].trained:
             self._use(("gradient", number), fresh=True)
             self._collected.append(number)
-        travel = IN_FLIGHT + 1 if self.state.parts > 1 else width
-        while len(self._collected) > travel - 1:
-            self._land(self._collected[0])
+        travelling = IN_FLIGHT if self.state.parts > 1 else 0
+        complete = [n for n in self._collected if self._together[n][0] >= number]
+        for landed in complete[: max(0, len(complete) - travelling)]:
+            self._land(landed)
 
     def _land(self, number: int) -> None:
         """A gradient is complete; the chunk is stepped, where that is done in backward."""
-        if number not in self._collected:
-            return
         self._collected.remove(number)
         if self.tiers.step_in_backward:
+            if number in self._entered:
+                self._entered.remove(number)
+                self._done(("home", number))
             self._update(number)
         self._done(("gradient", number))
         if self.tiers.step_in_backward:
@@ -246,6 +268,9 @@ class Replay:
     def _use(self, key: Key, write: bool = False, fresh: bool = False) -> None:
         before = self._core.minimum
         self._run(self._core.use(key, write, fresh))
+        if key in self._coming:
+            coming, sent = self._coming.pop(key)
+            coming.until = self._visits - sent
         if self._core.minimum > before:
             self.decides = self._objects[key].chunk
 
@@ -264,6 +289,7 @@ class Replay:
         self._run(self._core.give(nbytes))
 
     def _visit(self, phase: str, number: int) -> None:
+        self._visits += 1
         self._seen.append(Seen(phase, number))
 
     def _run(self, actions: Iterable[Action]) -> None:
@@ -271,8 +297,11 @@ class Replay:
         for action in actions:
             assert isinstance(action.key, tuple)
             one, move = self._objects[action.key], action.move
-            seen.moved[move] += whole_pages(one.nbytes)
-            seen.moves[move] += 1
+            if move in (Move.LOAD, Move.WRITE):
+                coming = Coming(one.key, whole_pages(one.nbytes), move is Move.WRITE)
+                seen.moves.append(coming)
+                if move is Move.LOAD:
+                    self._coming[one.key] = coming, self._visits
             if move in (Move.LOAD, Move.MAKE):
                 self.held.add(one.key)
                 self.counter.add(one.kind, one.nbytes)
@@ -284,8 +313,8 @@ class Replay:
         self.most = max(self.most, self._core.used)
 
 
-def _widths(state: StateBytes) -> list[int]:
-    """For each chunk, how many are in use at once while a module with parameters in it runs."""
+def _together(state: StateBytes) -> list[tuple[int, int]]:
+    """First and last chunk that are in use together with each, because a module has both."""
     homes: dict[str, list[int]] = {}
     names = {name for chunk in state.chunks for name in chunk.names}
     for number, chunk in enumerate(state.chunks):
@@ -295,11 +324,12 @@ def _widths(state: StateBytes) -> list[int]:
             # torch's attention reads the weights of its last linear map itself.
             whole = outer if f"{outer}.in_proj_weight" in names else module
             homes.setdefault(whole, []).append(number)
-    widths = [WINDOW] * len(state.chunks)
+    found = [(number, number) for number in range(len(state.chunks))]
     for numbers in homes.values():
         for number in numbers:
-            widths[number] = max(widths[number], max(numbers) - min(numbers) + 1)
-    return widths
+            first, last = found[number]
+            found[number] = min(first, *numbers), max(last, *numbers)
+    return found
 
 
 def _transient(state: StateBytes) -> int:

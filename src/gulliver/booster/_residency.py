@@ -17,6 +17,7 @@ from gulliver.hardware import (
     Cluster,
     TieredSeconds,
     TierRates,
+    Transfer,
     Visit,
     disk_rates,
     host_rates,
@@ -26,7 +27,6 @@ from gulliver.hardware import (
 from gulliver.memory import ActivationPeak, BudgetRule, smallest_limit
 from gulliver.options import size_at_least, size_text
 from gulliver.plan import MemoryPlan, Moved, Tiers, Work
-from gulliver.solve import Move
 
 STEPS = 3
 """Steps that are replayed: the first has no schedule, and the second begins as the first ended."""
@@ -44,7 +44,6 @@ class Residency:
         state: state of a rank.
         visits: uses of state, as they were replayed.
         bytes: bytes in the first memory at the fullest moment, by kind.
-        ahead: bytes that are brought ahead of use at most.
         budget: bytes that state may have in the first memory.
         moved: what stays, leaves and moves.
     """
@@ -52,13 +51,12 @@ class Residency:
     state: StateBytes
     visits: Sequence[Seen]
     bytes: dict[str, int]
-    ahead: int
     budget: int
     moved: Moved
 
     def seconds(self, work: Work, rates: TierRates) -> TieredSeconds:
         """Seconds of a step."""
-        return tiered_seconds(_visits(self.visits, work, self.state), rates, self.ahead)
+        return tiered_seconds(_visits(self.visits, work, self.state), rates)
 
 
 def find_residency(state: StateBytes, tiers: Tiers, other: int) -> Residency:
@@ -98,11 +96,10 @@ def find_residency(state: StateBytes, tiers: Tiers, other: int) -> Residency:
         decides=decides,
         stays=MemoryPlan(**stays),
         leaves=MemoryPlan(**leaves),
-        read=sum(seen.moved[Move.LOAD] for seen in visits),
-        written=sum(seen.moved[Move.WRITE] for seen in visits),
+        read=sum(m.nbytes for seen in visits for m in seen.moves if not m.write),
+        written=sum(m.nbytes for seen in visits for m in seen.moves if m.write),
     )
-    ahead = tiers.ahead or budget - least
-    return Residency(state, visits, replay.counter.fullest, ahead, budget, moved)
+    return Residency(state, visits, replay.counter.fullest, budget, moved)
 
 
 def _check_behind(state: StateBytes, tiers: Tiers, behind: int, room: int) -> None:
@@ -143,15 +140,8 @@ def _visits(visits: Sequence[Seen], work: Work, state: StateBytes) -> list[Visit
         seconds = phases[seen.phase]
         if seen.phase == BACKWARD and in_backward:
             seconds += phases[UPDATE]
-        found.append(
-            Visit(
-                seconds,
-                seen.moved[Move.LOAD],
-                seen.moved[Move.WRITE],
-                seen.moves[Move.LOAD],
-                seen.moves[Move.WRITE],
-            )
-        )
+        moves = tuple(Transfer(m.nbytes, m.write, m.until) for m in seen.moves)
+        found.append(Visit(seconds, moves))
     return found
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -92,6 +93,24 @@ class TierOptions:
             if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
                 raise GulliverError(f"{name}={share!r} is no share: give a number from 0 to 1")
         self.shares = {name: 1.0 if s is None else float(s) for name, s in given.items()}
+
+    @classmethod
+    def within(cls, stage: int, right: str, limit: Any, disk: Any, **options: Any) -> Self | None:
+        """The limit of a plugin that has other uses; None where none is set.
+
+        Raises:
+            GulliverError: it is not of stage 3, or there is a disk without a limit.
+        """
+        if limit is None and disk is not None:
+            raise GulliverError(f"disk={str(disk)!r} needs a memory_limit: what fits it stays")
+        if limit is None:
+            return None
+        if stage != 3:
+            raise GulliverError(
+                f"memory_limit={limit!r} with stage {stage}: what is whole on every rank cannot "
+                f"leave its memory; take {right}"
+            )
+        return cls(limit, None, disk, **options)
 
     def tiers(self, device: str) -> Tiers:
         """The section of a plan.

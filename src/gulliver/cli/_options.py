@@ -215,7 +215,18 @@ class Memory:
     """What is done with what forward keeps for backward."""
 
 
-PlanAction = Annotated[Memory, tyro.conf.subcommand("memory", prefix_name=False)]
+@dataclass(frozen=True)
+class Show:
+    """Shows what a plan's file says, in a few lines."""
+
+    file: tyro.conf.Positional[Path]
+    """A plan.yaml, such as a run keeps beside its checkpoints."""
+
+
+PlanAction = (
+    Annotated[Memory, tyro.conf.subcommand("memory", prefix_name=False)]
+    | Annotated[Show, tyro.conf.subcommand("show", prefix_name=False)]
+)
 
 
 @dataclass(frozen=True)

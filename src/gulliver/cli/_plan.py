@@ -12,7 +12,7 @@ from torch import nn
 
 from gulliver.booster import GeminiPlugin, estimate_work
 from gulliver.checkpoint import open_weights, read_json
-from gulliver.cli._options import Memory, PlanConfig
+from gulliver.cli._options import Memory, PlanConfig, Show
 from gulliver.errors import GulliverError
 from gulliver.hardware import current_cluster, seconds_text
 from gulliver.options import size_at_least, size_text
@@ -33,8 +33,11 @@ WIDTH = 60
 
 
 def plan_command(config: PlanConfig, arguments: list[str]) -> int:
-    """Prints the plan of a model under a memory limit."""
+    """Prints the plan of a model under a memory limit, or that of a file."""
     options = config.action
+    if isinstance(options, Show):
+        print(Plan.load(options.file).summary())
+        return 0
     model = model_of(options.model)
     optimizer = OPTIMIZERS[options.optimizer](model.parameters())
     plugin = GeminiPlugin(

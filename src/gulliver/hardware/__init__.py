@@ -55,6 +55,7 @@ from gulliver.hardware._memory import memory_bytes
 from gulliver.hardware._offload import (
     TieredSeconds,
     TierRates,
+    Transfer,
     Visit,
     disk_rates,
     host_rates,
@@ -91,6 +92,7 @@ __all__ = [
     "StepCosts",
     "TierRates",
     "TieredSeconds",
+    "Transfer",
     "Transfers",
     "Visit",
     "all_gather_seconds",

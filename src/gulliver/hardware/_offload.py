@@ -2,9 +2,9 @@
 
 State lies behind the first memory, on a disk or in the host's, and is brought for each visit: for a
 chunk's forward, its backward, its update. One unit computes, visit after visit; one link carries
-what visits need, in their order, and takes away what must make room. The link is ahead of the
-visits by as much as the room for that allows. Nothing else is assumed; which bytes move is decided
-by whoever plans (`gulliver.solve` knows the rules of replacement), not here.
+what visits need, and takes away what must make room. Nothing else is assumed; which bytes move,
+and when they are sent on their way, is decided by whoever plans (`gulliver.solve` knows the rules
+of replacement), not here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from gulliver.hardware._cluster import Cluster, Device
 
-REPEATS = 3
-"""Steps that are gone through: the first ones have nothing ahead."""
+REPEATS = 4
+"""Steps that are gone through: the first ones have nothing under way as they begin."""
 DISK, HOST = "disk", "host"
 
 
@@ -37,13 +37,25 @@ class TierRates:
     latency_s: float = 0.0
     duplex: bool = False
 
-    def read_seconds(self, count: int, transfers: int = 1) -> float:
-        """Seconds of reads of `count` bytes together."""
-        return transfers * self.latency_s + count / self.read_rate if count else 0.0
+    def seconds(self, transfer: Transfer) -> float:
+        """Seconds of a transfer."""
+        rate = self.write_rate if transfer.write else self.read_rate
+        return self.latency_s + transfer.bytes / rate
 
-    def write_seconds(self, count: int, transfers: int = 1) -> float:
-        """Seconds of writes of `count` bytes together."""
-        return transfers * self.latency_s + count / self.write_rate if count else 0.0
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes that a visit sends on their way.
+
+    Attributes:
+        bytes: number of bytes.
+        write: whether they leave the first memory, rather than come.
+        until: number of visits until they are needed; 0 for the visit itself.
+    """
+
+    bytes: int
+    write: bool = False
+    until: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,19 +64,11 @@ class Visit:
 
     Attributes:
         seconds: seconds of compute from its begin to its end.
-        read: bytes that must be brought for it.
-        written: bytes that must be taken away to make room for them.
-        reads: number of reads.
-        writes: number of writes.
-        held: bytes that the visit itself needs in the first memory.
+        transfers: what is sent on its way as it begins, in order.
     """
 
     seconds: float
-    read: int = 0
-    written: int = 0
-    reads: int = 0
-    writes: int = 0
-    held: int = 0
+    transfers: tuple[Transfer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,56 +107,42 @@ class TieredSeconds:
         return f"{name or 'compute'}: {seconds_text(seconds)} of {seconds_text(self.step)}"
 
 
-def tiered_seconds(visits: Sequence[Visit], rates: TierRates, ahead: int) -> TieredSeconds:
+def tiered_seconds(visits: Sequence[Visit], rates: TierRates) -> TieredSeconds:
     """Seconds of a step that repeats.
 
-    A visit's reads begin when the link is free and what is to be read until then, from the visit
-    that computes on, is at most `ahead` bytes: there is no room for more. Room is made by writes,
-    which go before the reads; with `duplex` they keep reads of later visits from nothing.
+    A visit begins when the one before it has ended; then its transfers are queued, and it computes
+    as soon as all that it needs is there. The link takes transfers in their order; with `duplex`
+    there is one for each direction.
 
     Args:
         visits: uses of state in their order.
         rates: link to where the state lies.
-        ahead: bytes that are brought ahead of use at most.
     """
-    reads = [rates.read_seconds(v.read, v.reads or 1) for v in visits]
-    writes = [rates.write_seconds(v.written, v.writes or 1) for v in visits]
+    seconds = [[(t, rates.seconds(t)) for t in visit.transfers] for visit in visits]
+    reads = sum(took for moves in seconds for t, took in moves if not t.write)
+    writes = sum(took for moves in seconds for t, took in moves if t.write)
     compute = sum(v.seconds for v in visits)
-    step = _repeated(visits, reads, writes, rates.duplex, ahead)
-    return TieredSeconds(step, compute, sum(reads), sum(writes), rates.name, rates.duplex)
+    step = _repeated(visits, seconds, rates.duplex)
+    return TieredSeconds(step, compute, reads, writes, rates.name, rates.duplex)
 
 
 def _repeated(
-    visits: Sequence[Visit],
-    reads: Sequence[float],
-    writes: Sequence[float],
-    duplex: bool,
-    ahead: int,
+    visits: Sequence[Visit], transfers: Sequence[Sequence[tuple[Transfer, float]]], duplex: bool
 ) -> float:
-    if not visits:
-        return 0.0
-    many, begun = len(visits) * REPEATS, 0.0
-    ended = [0.0] * many
-    link = back = 0.0
-    first, under_way = 0, 0
-    for turn in range(many):
-        number = turn % len(visits)
-        under_way += visits[number].read
-        # The visits before `first` have ended, or must end, before this one's reads begin.
-        while first < turn and under_way > max(ahead, visits[number].read):
-            under_way -= visits[first % len(visits)].read
-            first += 1
-        free = ended[first - 1] if first else 0.0
-        if duplex:
-            back = max(back, free) + writes[number]
-            link = max(link, free) + reads[number]
-        else:
-            link = max(link, free) + writes[number] + reads[number]
-        before = ended[turn - 1] if turn else 0.0
-        ended[turn] = max(before, link if reads[number] else 0.0) + visits[number].seconds
-        if number == len(visits) - 1 and turn < many - 1:
-            begun = ended[turn]
-    return max(ended[-1] - begun, sum(writes) if duplex else sum(reads) + sum(writes))
+    clock = begun = 0.0
+    free = {False: 0.0, True: 0.0}
+    there = [0.0] * len(visits)
+    for _ in range(REPEATS):
+        begun = clock
+        for number, visit in enumerate(visits):
+            for transfer, seconds in transfers[number]:
+                way = transfer.write and duplex
+                free[way] = max(free[way], clock) + seconds
+                if not transfer.write:
+                    place = (number + transfer.until) % len(visits)
+                    there[place] = max(there[place], free[way])
+            clock = max(clock, there[number]) + visit.seconds
+    return clock - begun
 
 
 def disk_rates(cluster: Cluster) -> TierRates | None:

@@ -24,7 +24,7 @@ from gulliver.memory._malloc import FreedMemory
 from gulliver.memory._symbolic import ActivationPeak
 
 MARGIN_SHARE, MARGIN_BYTES = 32, 1 << 20
-UNSEEN_SHARE = 8
+UNSEEN_SHARE, UNSEEN_BYTES = 8, 16 << 20
 RISE_SHARE = 4
 WINDOW = 8
 
@@ -134,6 +134,10 @@ class BudgetRule:
         why = f"{_mib(total)} of {_mib(self.limit)} used, {_mib(other)} by other memory"
         return self._set(room, at, why)
 
+    def hold_minimum(self) -> int:
+        """Sets the budget to the minimum, which the manager cannot go below."""
+        return self._set(max(self.budget, self.minimum), "", "as much is in use at once")
+
     def _set(self, budget: int, at: str, why: str) -> int:
         if budget != self.budget:
             self.changes.append(Change(self.step, at, self.budget, budget, why))
@@ -184,7 +188,7 @@ class BudgetController:
         manager.set_budget(self.rule.begin(predicted, decides))
         self._freed = FreedMemory()
         if footprint is not None:
-            footprint.alarm = self.rule.alarm
+            footprint.alarm, footprint.react = self.rule.alarm, self.check
 
     def check(self, at: str = "") -> None:
         """Reacts to an alarm; where none was given it costs nothing.
@@ -224,13 +228,14 @@ class BudgetController:
         try:
             self._manager.set_budget(budget)
         except GulliverError:
-            # More is pinned at this moment: the end of the step will try again.
+            # More is pinned at this moment: as low as that, and the end of the step tries again.
             self.rule.minimum = max(self.rule.minimum, self._manager.minimum)
+            self._manager.set_budget(self.rule.hold_minimum())
 
 
 def with_unseen(nbytes: int) -> int:
-    """Adds to a prediction what kernels use inside."""
-    return nbytes + nbytes // UNSEEN_SHARE
+    """Adds to a prediction what kernels use inside, and threads and libraries at first use."""
+    return nbytes + nbytes // UNSEEN_SHARE + UNSEEN_BYTES
 
 
 def smallest_limit(minimum: int, predicted: int) -> int:
@@ -241,7 +246,7 @@ def smallest_limit(minimum: int, predicted: int) -> int:
         predicted: bytes of activations and other memory, as predicted.
     """
     need = minimum + with_unseen(predicted)
-    limit = math.ceil((need + MARGIN_BYTES) * MARGIN_SHARE / (MARGIN_SHARE - 1))
+    limit = (need + MARGIN_BYTES) * MARGIN_SHARE // (MARGIN_SHARE - 1) - 2
     while limit - limit // MARGIN_SHARE - MARGIN_BYTES < need:
         limit += 1
     return limit

@@ -106,6 +106,7 @@ class Footprint:
     Attributes:
         alarm: total bytes from which `alarmed` is set; None for none.
         alarmed: set as soon as a look saw more than that; whoever reacts clears it.
+        react: called with a position that is passed while it is set, in the thread of the step.
 
     Raises:
         OSError: the system has no /proc.
@@ -126,6 +127,7 @@ class Footprint:
         self.base = self.gauge.used() - held() if base is None else base
         self.alarm: int | None = None
         self.alarmed = False
+        self.react: Callable[[str], None] | None = None
         self._lock = threading.Lock()
         self._restart("")
         self._stop = threading.Event()
@@ -145,6 +147,8 @@ class Footprint:
         with self._lock:
             self._curve.append((self._position, self._recent))
             self._position, self._recent = position, 0
+        if self.alarmed and self.react is not None:
+            self.react(position)
 
     def end_step(self) -> StepFootprint:
         """Returns what the step used that ends now; the next begins."""

@@ -35,14 +35,14 @@ FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryPoint:
     """Memory from one event of a step to the next.
 
     Attributes:
         phase: "forward", "recompute" (a forward inside backward) or "backward".
         path: path of the module that runs; in backward, of the one whose gradient has come.
-        live: bytes that are there as the moment begins.
-        peak: most bytes until the next moment begins.
+        live: bytes that are there as it begins.
+        peak: most bytes until the next point.
     """
 
     phase: str
@@ -78,7 +78,7 @@ class ActivationPeak:
 
     bytes: int | None
     inputs: int = 0
-    curve: tuple[Moment, ...] = ()
+    curve: tuple[MemoryPoint, ...] = ()
     kept: Mapping[str, Kept] = field(default_factory=dict)
     reason: str = ""
 
@@ -87,7 +87,7 @@ class ActivationPeak:
         """Phase and module of the peak."""
         if not self.curve:
             return "a step"
-        at = max(self.curve, key=lambda moment: moment.peak)
+        at = max(self.curve, key=lambda point: point.peak)
         return f"{at.phase} of {at.path or 'the model'}"
 
 
@@ -119,8 +119,10 @@ def activation_peak(
     """
     try:
         with _without_traces(model, hooks), fake_mode():
-            _put_fakes(model)
-            batch = pytree.tree_map_only(Tensor, _fake, (tuple(args), dict(kwargs or {})))
+            fakes = _Fakes()
+            for module in model.modules():
+                replace_tensors(module, fakes.of)
+            batch = pytree.tree_map_only(Tensor, fakes.of, (tuple(args), dict(kwargs or {})))
             return follow_step(model, *batch, criterion=criterion, autocast=autocast)
     except Exception as error:
         line = str(error).strip().split("\n")[0]
@@ -260,16 +262,16 @@ class _Watch:
             handle.remove()
 
     def begin(self, path: str) -> None:
-        """Begins a moment."""
+        """Begins a point of the curve."""
         again = self.phase == BACKWARD and bool(self._entered)
         phase = RECOMPUTE if again else self.phase
         self._events.append((phase, path, self._counter.live, self._counter.mark()))
 
-    def curve(self) -> Iterator[Moment]:
-        """The moments; the peak of each was known when the next one began."""
+    def curve(self) -> Iterator[MemoryPoint]:
+        """The points; the peak of each was known when the next one began."""
         peaks = [most for *_, most in self._events[1:]] + [self._counter.mark()]
         for (phase, path, live, _), peak in zip(self._events, peaks, strict=True):
-            yield Moment(phase, path, live, peak)
+            yield MemoryPoint(phase, path, live, peak)
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if module in self._paths:
@@ -332,27 +334,24 @@ def _without_traces(model: nn.Module, hooks: bool) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _put_fakes(model: nn.Module) -> None:
-    """Puts fake tensors in the places of parameters and buffers, tied ones tied."""
-    fakes: dict[Tensor, Tensor] = {}
+class _Fakes:
+    """Tensors of the same form as given ones, made under a fake mode; what is tied stays tied."""
 
-    def replace(tensor: Tensor) -> Tensor:
-        if tensor not in fakes:
-            fakes[tensor] = _fake(tensor)
-        return fakes[tensor]
+    def __init__(self) -> None:
+        self._made: dict[Tensor, Tensor] = {}
 
-    for module in model.modules():
-        replace_tensors(module, replace)
-
-
-def _fake(tensor: Tensor) -> Tensor:
-    """A tensor of the same form, made under a fake mode; of one on meta, on the CPU."""
-    device = "cpu" if tensor.is_meta else tensor.device
-    # A parameter whose shard is elsewhere is one element, stretched: its shape is what counts.
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)
+    def of(self, tensor: Tensor) -> Tensor:
+        """The fake of a tensor; of one on meta, on the CPU."""
+        made = self._made.get(tensor)
+        if made is not None:
+            return made
+        device = "cpu" if tensor.is_meta else tensor.device
+        # A parameter whose shard is elsewhere is one element, stretched: its shape is what counts.
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        self._made[tensor] = made.requires_grad_(tensor.requires_grad)
+        return made
 
 
 def _leaves(tree: Any) -> list[Tensor]:

@@ -6,6 +6,14 @@ for it: `_residency.py`), how long a step of ZeRO takes (`_timeline.py`), which 
 (`_unimodal.py`).
 """
 
+from gulliver.solve._activations import (
+    ActivationChoice,
+    BlockActivations,
+    PassCosts,
+    activations_peak,
+    choose_activations,
+    least_room,
+)
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._cycle import Cycle, Event
 from gulliver.solve._extents import PAGE, Extents, size_class
@@ -24,27 +32,33 @@ from gulliver.solve._timeline import StepTimes, step_seconds
 from gulliver.solve._unimodal import geometric_sizes
 
 __all__ = [
-    "Action",
     "BACKWARD",
+    "FORWARD",
+    "INPUTS",
+    "PAGE",
+    "WEIGHTS",
+    "Action",
+    "ActivationChoice",
+    "BlockActivations",
     "ChainPartition",
     "Cycle",
     "Event",
     "Extents",
-    "FORWARD",
     "Gap",
-    "INPUTS",
     "Move",
     "Moved",
-    "PAGE",
+    "PassCosts",
     "Policy",
     "Prediction",
     "Replacement",
     "Residency",
     "StepTimes",
-    "WEIGHTS",
+    "activations_peak",
     "chain_times",
+    "choose_activations",
     "count_moves",
     "geometric_sizes",
+    "least_room",
     "partition_chain",
     "plan_residency",
     "replay",

@@ -133,7 +133,7 @@ class Cycle:
         return span is not None and span.keep
 
     def _follow(self, budget: int, held: int, pins: dict[Hashable, int]) -> list[int]:
-        """Goes through the events: what is not in use at each position, and the marks of objects."""
+        """Notes the marks of objects; returns what is not in use at each position."""
         room, pinned = [], sum(self._sizes.get(key, 0) for key in pins)
         for position, (what, key, write, fresh) in enumerate(self.events):
             if what == "lend" and isinstance(key, int):

@@ -175,6 +175,25 @@ class Replacement:
                 actions.append(self._leave(found, key, "not needed for long"))
         return actions + self._look_ahead()
 
+    def undo(self, key: Hashable, stored: bool, arrived: bool) -> None:
+        """Takes back a use that failed before the object was there.
+
+        Args:
+            key: object.
+            stored: whether the tier behind had its content before the use.
+            arrived: whether it is in the fast tier all the same.
+        """
+        found = self._objects[key]
+        found.pins -= 1
+        if not found.pins:
+            self.pinned -= found.nbytes
+        found.stored = stored
+        if not arrived:
+            found.resident = False
+            self.used -= found.nbytes
+        if self._record and self._record[-1][:2] == ("use", key):
+            self._record.pop()
+
     def changed(self, key: Hashable) -> None:
         """Says that an object in the fast tier was changed without a use."""
         self._objects[key].stored = False
@@ -337,9 +356,9 @@ class Replacement:
             return span is None or span.keep
         if event.fresh or not (found.resident or found.stored):
             return True
-        if not found.resident and self.ahead is not None and not self._leads(position, span):
-            if self._early + found.nbytes > self.ahead:
-                return False
+        early = not found.resident and not self._leads(position, span)
+        if early and self.ahead is not None and self._early + found.nbytes > self.ahead:
+            return False
         keep, lead = (span.keep, span.lead) if span else (False, 0)
         claimed = slice(self._cursor, max(position - lead, self._cursor))
         if not keep and claimed.start < claimed.stop:

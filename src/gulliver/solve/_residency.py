@@ -6,7 +6,7 @@ one write to the next) has changed, the cheapest plan is::
 
     minimize    sum_g r_g x_g + sum_p W_p y_p                        bytes read and written
     subject to  x_g <= y_p                     for each gap g of a period p
-                sum_{g covers t} s_g (1 - x_g) <= room_t             for each position t of the cycle
+                sum_{g covers t} s_g (1 - x_g) <= room_t             for each position t
 
 Time is a circle: a gap may reach from the end of a cycle into the next.
 
@@ -230,4 +230,7 @@ class _Problem:
             held[span] += nbytes
 
     def _least(self, held: Floats, number: int) -> float:
-        return min((float(held[span].min()) for span in self._spans(number) if held[span].size), default=0.0)
+        return min(
+            (float(held[span].min()) for span in self._spans(number) if held[span].size),
+            default=0.0,
+        )

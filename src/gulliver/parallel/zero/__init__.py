@@ -2,6 +2,7 @@
 
 from gulliver.parallel.zero._elementwise import (
     ELEMENTWISE,
+    check_by_chunk,
     check_optimizer,
     check_trainable,
     is_boosted,
@@ -24,6 +25,7 @@ __all__ = [
     "TensorSize",
     "Tuning",
     "ZeroOptimizer",
+    "check_by_chunk",
     "check_optimizer",
     "check_trainable",
     "export_leaves",
