@@ -418,6 +418,12 @@ class ZeroOptimizer(BoostedOptimizer):
         """Says which names this rank saves, where no rank has the whole model; else None."""
         return None if self.has_whole_model else self.writes
 
+    @property
+    def copy_limit(self) -> int | None:  # type: ignore[override]
+        """Bytes of host memory that saving may take, under a memory limit."""
+        manager = self.shards.manager
+        return None if manager is None else min(max(manager.budget // 8, 2**23), 2**26)
+
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
         """The model's state as far as this rank has it; nothing is gathered or waited for."""
         return _saved.model_leaves(self.shards, model, self._writer)
