@@ -122,8 +122,11 @@ def predict(job: Job) -> None:
     work: Work | None = None
     for limit, early in job.options["settings"]:
         plugin = _plugin(job, limit, step_in_backward=early)
-        measured = {"sample": sample} if work is None else {"work": work}
-        plan = plugin.make_plan(model, optimizer, cluster, **measured)
+        measured: dict[str, Any] = {"sample": sample} if work is None else {"work": work}
+        try:
+            plan = plugin.make_plan(model, optimizer, cluster, **measured)
+        except GulliverError:  # below the least limit: it is refused when it runs, too
+            continue
         work = plan.work
         say("facts", facts={f"{limit} {early}": plan.predicted.seconds.step})
 
