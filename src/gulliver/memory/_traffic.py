@@ -126,6 +126,15 @@ class Traffic:
             if placed.where is Where.LEAVING:
                 self._finish(placed)
 
+    def unwritten(self) -> list[Placed]:
+        """Returns the objects that could not be written, and have not come again."""
+        return [placed for placed, _ in self._failed if placed not in self._queue]
+
+    def keep(self, placed: Placed) -> None:
+        """Lets an object stay that could not be written."""
+        self._failed = [(other, e) for other, e in self._failed if other is not placed]
+        placed.enter(Where.HERE)
+
     def tell(self) -> None:
         """Raises the error of a write that failed since the last call, after beginning it again."""
         while self._leaving and self._leaving[0].done:

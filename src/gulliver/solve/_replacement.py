@@ -175,6 +175,15 @@ class Replacement:
                 actions.append(self._leave(found, key, "not needed for long"))
         return actions + self._look_ahead()
 
+    def restore(self, key: Hashable) -> bool:
+        """Puts back what was to leave and could not be written; False where there is no room."""
+        found = self._objects[key]
+        if self.used + found.nbytes > self.budget:
+            return False
+        found.stored = False
+        self._enter(found)
+        return True
+
     def undo(self, key: Hashable, stored: bool, arrived: bool) -> None:
         """Takes back a use that failed before the object was there.
 
