@@ -83,8 +83,9 @@ class Traffic:
 
     def drop(self, placed: Placed) -> None:
         """Gives the memory of an object back without writing it."""
-        with suppress(GulliverError):  # what could not be read is not wanted
-            self.settle(placed)
+        if placed.where is not Where.LEAVING:
+            with suppress(GulliverError):  # what could not be read is not wanted
+                self.settle(placed)
         self.cancel(placed)
         if placed.where is Where.LEAVING:  # what could not be written is not wanted
             self._failed = [(other, e) for other, e in self._failed if other is not placed]
@@ -177,11 +178,9 @@ class Traffic:
         """Waits for what is under way, and frees all memory of objects."""
         for placed in (*self._queue,):
             self.cancel(placed)
-        self._failed.clear()
         while self._leaving:
             with suppress(GulliverError):
                 self._finish(self._leaving[0], again=False)
-        self._free.clear()
 
     def _memory(self, size: int, wait: bool) -> Tensor | None:
         while True:
