@@ -59,7 +59,7 @@ def _ranks(world: World, share: float) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("size", "share"), [(2, 0.3), (4, 0.25)])
+@pytest.mark.parametrize(("size", "share"), [(2, 0.5), (4, 0.5)])
 def test_several_ranks_have_the_bits_of_updates_in_the_step(
     pool: Pool, size: int, share: float
 ) -> None:
