@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -279,3 +281,41 @@ def test_a_copy_within_the_limit_is_a_shadow_and_one_that_is_not_a_ring(tmp_path
     for limit in (8 * MIB - 1, "lots", 1.5):
         with pytest.raises(GulliverError, match="memory_limit"):
             AsyncCheckpointer(tmp_path, memory_limit=limit)  # type: ignore[arg-type]
+
+
+# --- memory that goes ----------------------------------------------------------------------------
+
+
+class Memory(bytearray):
+    """Memory that can be asked whether it is still there."""
+
+
+def _tensor(numel: int) -> tuple[Tensor, weakref.ref[Memory]]:
+    memory = Memory(4 * numel)
+    return torch.frombuffer(memory, dtype=torch.float32).fill_(numel), weakref.ref(memory)
+
+
+def test_memory_that_was_copied_is_not_kept_while_the_rest_is_written(tmp_path: Path) -> None:
+    sizes = {"first": 20_000, "second": 2**20, "small": 2**19}
+    made = {name: _tensor(numel) for name, numel in sizes.items()}
+    first, state = made["first"][0], {name: tensor for name, (tensor, _) in made.items()}
+    # A small view of something large is copied at once.
+    state |= {"first": Part(first, (20_000,)), "small": state["small"][:8]}
+    gone = {name: memory for name, (_, memory) in made.items()}
+    with (
+        PythonEngine(page_bytes=2**16, pages=4) as engine,
+        AsyncCheckpointer(tmp_path, mode="ring", engine=engine) as checkpointer,
+    ):
+        engine.hold(True)
+        checkpointer.save(1, {"model": state})
+        # Whoever evicts it asks, and then the snapshot has let go of it.
+        before_write([first])
+        del first, state, made
+        gc.collect()
+        left = [name for name, memory in gone.items() if memory() is not None]
+        engine.hold(False)
+        checkpointer.wait()
+        assert left == ["second"]
+        assert gone["second"]() is None
+    found = load(tmp_path).values["model"]
+    assert {name: float(value.min()) for name, value in found.items()} == sizes
