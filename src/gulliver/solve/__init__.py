@@ -9,6 +9,7 @@ memory keeps (`_replacement.py`), how long a step of ZeRO takes (`_timeline.py`)
 from gulliver.solve._activations import (
     ActivationChoice,
     BlockActivations,
+    Choice,
     PassCosts,
     activations_peak,
     choose_activations,
@@ -38,6 +39,7 @@ __all__ = [
     "ActivationChoice",
     "BlockActivations",
     "ChainPartition",
+    "Choice",
     "Extents",
     "Move",
     "PassCosts",
