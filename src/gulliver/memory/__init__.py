@@ -1,7 +1,8 @@
 """Where bytes live: tensors that are used together lie in one contiguous chunk.
 
 Read `_chunk.py` first: the buffers of a chunk. `_prefetch.py` brings chunks ahead of use,
-`_record.py` notes what a step uses when, `_bytes.py` counts.
+`_record.py` notes what a step uses when, `_bytes.py` counts. `_manager.py` keeps objects within a
+limit of memory: `_traffic.py` moves them to and from what `_stores.py` and `_host.py` hold.
 """
 
 from gulliver.memory._activations import ActivationOffload, offload_activations
@@ -33,17 +34,19 @@ from gulliver.memory._claims import (
     storage_of,
 )
 from gulliver.memory._footprint import CudaGauge, Footprint, Gauge, ProcessGauge, StepFootprint
+from gulliver.memory._host import Copier, HostStore
 from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
 from gulliver.memory._malloc import FreedMemory
 from gulliver.memory._manager import Manager
 from gulliver.memory._moments import Moment, moment_size
 from gulliver.memory._parts import Part, Region, part_of, region_of, set_region, whole_shape
 from gulliver.memory._pending import hide_from_compilers, mark_pending, mark_ready
-from gulliver.memory._placed import Placed
+from gulliver.memory._placed import HELD, Placed, Where
+from gulliver.memory._placed_chunk import LentBuffers, PlacedChunk
 from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
-from gulliver.memory._stores import DiskStore, Store, Transfer
+from gulliver.memory._stores import DiskStore, Store, Transfer, page_aligned, whole_pages
 from gulliver.memory._symbolic import (
     ActivationPeak,
     Kept,
@@ -60,6 +63,7 @@ __all__ = [
     "ADVICE",
     "ASKS",
     "GRADIENTS",
+    "HELD",
     "KINDS",
     "LEGAL_PRESENCE",
     "OPTIMIZER_STATE",
@@ -75,12 +79,15 @@ __all__ = [
     "Chunk",
     "ChunkLayout",
     "Claim",
+    "Copier",
     "CudaGauge",
     "DiskStore",
     "Footprint",
     "FreedMemory",
     "Gauge",
+    "HostStore",
     "Kept",
+    "LentBuffers",
     "Manager",
     "MemoryPoint",
     "Moment",
@@ -89,6 +96,7 @@ __all__ = [
     "Pass",
     "Piece",
     "Placed",
+    "PlacedChunk",
     "Prefetcher",
     "Presence",
     "ProcessGauge",
@@ -101,6 +109,7 @@ __all__ = [
     "Store",
     "Transfer",
     "UseRecorder",
+    "Where",
     "activation_peak",
     "add_claim",
     "before_any_write",
@@ -114,6 +123,7 @@ __all__ = [
     "mark_ready",
     "moment_size",
     "offload_activations",
+    "page_aligned",
     "part_of",
     "plan_chunks",
     "reduced_gradient",
@@ -123,6 +133,7 @@ __all__ = [
     "smallest_limit",
     "stand_in_loss",
     "storage_of",
+    "whole_pages",
     "whole_shape",
     "with_unseen",
 ]
