@@ -151,8 +151,8 @@ def test_parameters_may_be_read_and_written_whenever() -> None:
         with torch.no_grad():
             model(torch.arange(5))
         hook.remove()
+        model.layers[5].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            model.layers[5].register_forward_pre_hook(lambda *_: 1 / 0)
             model(torch.arange(5))
         model.layers[5]._forward_pre_hooks.clear()
         steps(model, optimizer, 4, 6)
