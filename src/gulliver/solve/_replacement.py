@@ -206,10 +206,6 @@ class Replacement:
         self._note(Event("discard", key))
         return self._forget(found, key) + self._look_ahead()
 
-    def keep(self, key: Hashable) -> None:
-        """Notes that the tier behind has an object's content, and the fast tier has not."""
-        self._objects[key].stored = True
-
     def lend(self, nbytes: int, name: str) -> list[Action]:
         """Makes room for memory that is no object's.
 
@@ -248,8 +244,12 @@ class Replacement:
             self.budget = before
             raise
         cycle = self.cycle
+        # Between steps it holds for all of the next; within one it may come back every time.
         expected = cycle is not None and cycle.after(Event("budget", 0), 0) is not None
-        self._note(Event("budget", nbytes))
+        if self._record:
+            self._note(Event("budget", nbytes))
+        else:
+            expected = False
         if nbytes != before and cycle is not None and not expected:
             self._begun = nbytes, *self._begun[1:]  # for good, as far as one can know
             self._plan(cycle.events)

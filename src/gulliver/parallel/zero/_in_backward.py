@@ -151,7 +151,8 @@ class InBackward:
             for sharded, number in self._numbers.items():
                 self._prepare(sharded)
                 self._updates.step([number], used)
-                self._shards.reducer.use_up(sharded)
+                if sharded.gradient_shard is not None:
+                    self._shards.reducer.use_up(sharded)
             self._hooks.close()
         finally:
             self._updates.end()

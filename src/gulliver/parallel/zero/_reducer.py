@@ -25,6 +25,8 @@ collectives must be issued in one order everywhere. So chunks are reduced strict
 the first: a chunk goes when its gradients are complete and all later chunks have gone. What a
 backward did not touch is found at its end, and follows in the same order with zeros.
 
+One rank has nothing to agree on: it reduces chunks as they are complete, and none that has nothing.
+
 [Note: used anywhere] A parameter without a gradient on this rank may have one elsewhere; its mean
 is not zero then. Whether it had one on any rank, since gradients were last forgotten, is voted on
 before each step, in one small exchange. Without any, it is left alone, as torch leaves a gradient
@@ -120,7 +122,7 @@ class GradientReducer:
     def _ready_hook(self, name: str) -> Callable[[object], None]:
         """Makes the hook after it: places the gradient, and reduces complete chunks in turn."""
         sharded = self._home[name]
-        place, waiting = sharded.chunk.place_gradient, sharded.waiting
+        place, waiting, ordered = sharded.chunk.place_gradient, sharded.waiting, self.size > 1
 
         def ready(_: object) -> None:
             place(name)
@@ -130,7 +132,10 @@ class GradientReducer:
                 if name in waiting:
                     del waiting[name]
                 if not waiting:
-                    self._reduce_complete()
+                    if ordered:
+                        self._reduce_complete()
+                    else:
+                        self._reduce(sharded)
 
         return ready
 
@@ -401,9 +406,20 @@ class GradientReducer:
 
     def _reduce_rest(self) -> None:
         """Lets the chunks follow that a backward did not complete."""
+        if self.size == 1:
+            for sharded in reversed(self.chunks):
+                sharded.waiting.clear()
+                if sharded.phase is Phase.COLLECTING or self._lacks_zeros(sharded):
+                    self._reduce(sharded)
+            return
         while self._next >= 0:
             self._reduce(self.chunks[self._next])
             self._next -= 1
+
+    def _lacks_zeros(self, sharded: ShardedChunk) -> bool:
+        """Whether the gradients of a chunk have been made zero when they had been used up."""
+        gone = sharded.phase is Phase.EMPTY and sharded.gradient_shard is None
+        return gone and not sharded.used_up and any(self.used_in(sharded))
 
     def _forget_cleared(self, sharded: ShardedChunk) -> None:
         """Drops the gradients of parameters whose grad was set to None; see the note above."""
