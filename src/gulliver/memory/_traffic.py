@@ -204,7 +204,7 @@ class Traffic:
             many = self._free[kept]
             while self.held + size > self.budget:
                 # Memory that somebody still looks at would not be freed.
-                place = next((n for n, (m, _) in enumerate(many) if storage_users(m) == 1), None)
+                place = next((n for n, found in enumerate(many) if _unseen(*found)), None)
                 if place is None:
                     break
                 many.pop(place)
@@ -358,3 +358,10 @@ class Traffic:
             assert transfer is not None
             with suppress(GulliverError):
                 transfer.wait()
+
+
+def _unseen(memory: Tensor, trusted: bool) -> bool:
+    """Whether memory that was given back goes when it is dropped; waits for a snapshot of it."""
+    if trusted and storage_users(memory) > 1:
+        before_write([memory])
+    return storage_users(memory) == 1
