@@ -1206,3 +1206,18 @@ def test_a_rank_is_seen_to_write_though_it_was_looked_for_as_it_began(tmp_path: 
     presence.end(done=False)
     with pytest.raises(GulliverError, match="rank 1 ended, or failed"):
         watch.check()
+
+
+def test_a_step_may_be_completed_as_soon_as_the_last_word_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial, complete, replace = tmp_path / "step.partial", tmp_path / "step", os.replace
+    partial.mkdir()
+
+    def complete_at_once(source: Path, target: Path) -> None:
+        replace(source, target)
+        replace(partial, complete)
+
+    monkeypatch.setattr(os, "replace", complete_at_once)
+    publishing.leave_word(partial, 1, "mark", {"files": {}})
+    assert [path.name for path in complete.iterdir()] == ["rank-00001.json"]

@@ -6,11 +6,14 @@ matrices, and the attention of transformers; it does not know what a model does 
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
+from gulliver.booster._measure import with_peaks
 from gulliver.hardware import BACKWARD_OF_LINEAR, Device, layer_seconds, update_seconds
-from gulliver.parallel import state_tensors
+from gulliver.parallel import state_sizes
 from gulliver.plan import Work
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -25,6 +28,7 @@ def estimate_work(
     batch: int,
     length: int,
     precision: str = "fp32",
+    recompute: bool = False,
 ) -> Work:
     """Estimates what a step of a model computes.
 
@@ -35,6 +39,7 @@ def estimate_work(
         batch: number of samples.
         length: tokens of a sample.
         precision: ``fp32``, ``bf16`` or ``fp16``, of the products.
+        recompute: whether backward may compute blocks again.
     """
     tokens = batch * length
     config = getattr(model, "config", None)
@@ -43,10 +48,11 @@ def estimate_work(
     # Scores and their product with the values are as if of 2 x length x width more weights.
     weights = _multiplied(model) + layers * 2 * length * width
     forward = layer_seconds(device, weights, tokens, NAMES[precision])
-    states = max((state_tensors(optimizer, group) for group in optimizer.param_groups), default=0)
-    trained = sum(p.numel() for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
+    stepped = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    states = max((len(state_sizes(optimizer, g, p.shape)) for g, p in stepped), default=0)
+    trained = sum(p.numel() for _, p in stepped)
     item = 4 if precision == "fp32" else 2
-    return Work(
+    work = Work(
         samples=batch,
         tokens=tokens,
         forward_s=forward,
@@ -54,6 +60,11 @@ def estimate_work(
         update_s=update_seconds(device, 4 * trained, states),
         hidden_bytes=item * tokens * width,
     )
+    if config is None:
+        return work
+    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    computing = copy.deepcopy(model).to(getattr(torch, NAMES[precision]))
+    return with_peaks(work, computing, {"input_ids": ids, "labels": ids}, None, recompute)
 
 
 def _multiplied(model: nn.Module) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gulliver.booster._replay import Shares, StateBytes
-from gulliver.booster._residency import find_residency
+from gulliver.booster._residency import find_residency, other_bytes
 from gulliver.errors import GulliverError
 from gulliver.memory import (
     ActivationPeak,
@@ -89,7 +89,7 @@ def manager_of(plan: Plan, state: StateBytes, device: torch.device) -> LimitedMa
     tiers = None if plan.zero is None else plan.zero.tiers
     if tiers is None:
         return None
-    found = find_residency(state, tiers, plan.work.peak)
+    found = find_residency(state, tiers, plan.work)
     manager = LimitedManager(found.budget, device, _store(tiers, state), ahead=tiers.ahead or None)
     manager.shares = Shares.of(tiers)
     return manager
@@ -120,7 +120,7 @@ def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager 
 
     def held() -> int:
         there = known()
-        return 0 if there is None else sum(there.counter.live.values())
+        return 0 if there is None else there.held
 
     try:
         footprint = Footprint(held, manager.device)
@@ -130,7 +130,7 @@ def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager 
         tiers.limit,
         manager,
         footprint,
-        ActivationPeak(plan.work.peak or None, reason="no sample was planned with"),
+        ActivationPeak(other_bytes(tiers, plan.work) or None, reason="no sample was planned with"),
         0 if moved is None else moved.needed,
         "" if moved is None else moved.decides,
     )

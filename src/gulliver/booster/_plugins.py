@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from gulliver.booster._apply import apply_plan, check_choices
 from gulliver.booster._checkpoint import agreed
 from gulliver.booster._model import HALVES, unwrapped
-from gulliver.booster._predict import predict
+from gulliver.booster._predict import predict, with_work
 from gulliver.booster._resolve import differences, resolve
 from gulliver.booster._tiers import TierOptions, plan_tiers
 from gulliver.comm import World, broadcast_object, choose_axes, current_world
@@ -110,10 +110,18 @@ class Plugin(ABC, metaclass=_NamedArguments):
         ranks = current_world().size if cluster is None else cluster.size
         model, choices = unwrapped(model), self.choices(ranks, precision)
         choices = choices if work is None else replace(choices, work=work)
+        if sample is not None and choices.limited:
+            # What is chosen under a limit depends on what a batch takes.
+            check_plan(choices, ranks)
+            check_choices(choices, model, optimizer)
+            choices = with_work(choices, model, optimizer, sample)
         choices = self.for_model(choices, model, optimizer, cluster)
         check_plan(choices, ranks)
         check_choices(choices, model, optimizer)
-        plan = predict(resolve(choices, model, optimizer), model, optimizer, cluster, sample)
+        plan = resolve(choices, model, optimizer)
+        if sample is not None and not plan.limited:
+            plan = with_work(plan, model, optimizer, sample)
+        plan = predict(plan, model, optimizer, cluster)
         # Ranks measure different times, and have one plan.
         return broadcast_object(plan) if current_world().size == ranks > 1 else plan
 
@@ -141,8 +149,8 @@ class Plugin(ABC, metaclass=_NamedArguments):
         plain, plans = unwrapped(model), list[Plan]()
         choices = self.for_model(self.choices(world.size, precision), plain, optimizer, None)
         agreed(lambda: plans.append(resolve(choices, plain, optimizer)))
-        seconds = choices.work.samples or plans[0].predicted.moved is not None
-        plan = predict(plans[0], plain, optimizer) if seconds else plans[0]
+        known = choices.work.samples or choices.limited
+        plan = predict(plans[0], plain, optimizer) if known else plans[0]
         boosted, wrapped = apply_plan(plan, model, optimizer, world, self.verbose)
         if self.verbose and world.is_main:
             for told in (differences(choices, plan), _unknown_label(choices)):
@@ -269,6 +277,8 @@ class LowLevelZeroPlugin(Plugin):
         assume_elementwise: shard an optimizer that is not known, on the user's word that its update
             of an element looks at that element only. Stage 0 needs no word: it steps whole
             parameters, those of an optimizer that is not known in one call.
+        assume_per_parameter: shard such an optimizer by whole parameters, on the user's word that
+            its update of a parameter looks at that parameter only: its values, gradient and state.
         broadcast_buffers: whether every step gives all ranks rank 0's values of the buffers that
             training changed, such as running statistics, as torch's DDP does.
         folder: where tuning writes ``chunks.json`` and a picture, ``chunks.png``; None for neither.
@@ -298,6 +308,7 @@ class LowLevelZeroPlugin(Plugin):
         cluster: Cluster | None = None,
         memory_limit: int | float | str | None = None,
         disk: Path | str | None = None,
+        assume_per_parameter: bool = False,
     ) -> None:
         if isinstance(axes, str) and axes != "auto":
             raise GulliverError(f"axes={axes!r} is not known: 'auto', or the size of each axis")
@@ -326,6 +337,7 @@ class LowLevelZeroPlugin(Plugin):
         self.axes, self.rank_order, self._size_mb = axes, rank_order, size
         self.folder = None if folder is None else Path(folder)
         self.assume_elementwise, self.verbose = assume_elementwise, verbose
+        self.assume_per_parameter = assume_per_parameter
         self.broadcast_buffers, self.cluster = broadcast_buffers, cluster
         self.memory = TierOptions.within(stage, "LowLevelZeroPlugin(stage=3)", memory_limit, disk)
         if self.memory is not None and chunk_mb == "again":
@@ -351,6 +363,7 @@ class LowLevelZeroPlugin(Plugin):
                 overlap=self.overlap,
                 broadcast_buffers=self.broadcast_buffers,
                 assume_elementwise=self.assume_elementwise,
+                assume_per_parameter=self.assume_per_parameter,
                 report=None if self.folder is None else str(self.folder),
                 tiers=None if self.memory is None else self.memory.tiers(device),
             ),
@@ -406,6 +419,16 @@ class PlanPlugin(Plugin):
                 f"{precision!r}): say it in the plan alone"
             )
         return self.plan
+
+    def for_model(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        cluster: Cluster | None,
+    ) -> Plan:
+        """Under a limit, what is done with activations, where that is left open."""
+        return plan_tiers(plan, model, optimizer, cluster, chosen=False) if plan.limited else plan
 
     def data_place(self) -> tuple[int, int]:
         """This rank's number among those that read different samples, and how many there are."""

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from gulliver.booster._autocast import PRECISIONS
-from gulliver.booster._measure import measure_work
-from gulliver.booster._residency import find_residency, with_seconds
+from gulliver.booster._measure import measure_work, with_peaks
+from gulliver.booster._residency import find_residency, other_bytes, with_seconds
 from gulliver.booster._resolve import (
     plan_stages,
     plan_tensors,
@@ -47,23 +47,17 @@ def predict(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     cluster: Cluster | None = None,
-    sample: Any = None,
 ) -> Plan:
     """A resolved plan with the predicted seconds of a step.
 
     Args:
-        plan: resolved for the model.
+        plan: resolved for the model; without `work` its seconds are those of messages alone.
         model: whole model.
         optimizer: optimizer of its parameters.
         cluster: machines; None for those at hand.
-        sample: batch to measure; None takes the plan's `work`, or messages alone without any.
     """
     tensor = plan_tensors(plan, model)
     blocks = _blocks(plan, model)
-    if sample is not None:
-        autocast = PRECISIONS.get(plan.precision.autocast)
-        work = measure_work(model, optimizer, sample, tensor, blocks, autocast)
-        plan = replace(plan, work=work)
     cluster = cluster or current_cluster(plan.mesh.size)
     links = _links(plan, cluster)
     share = 1.0 if tensor is None else 1 - tensor.share_of(model) * (1 - 1 / tensor.size)
@@ -79,10 +73,25 @@ def predict(
     moved = plan.predicted.moved
     if moved is not None:
         moved, seconds = _tiered(plan, model, optimizer, cluster, seconds)
-        activations = plan.work.peak
+        assert plan.zero is not None, "tiers are of ZeRO"
+        assert plan.zero.tiers is not None, "there are tiers"
+        activations = other_bytes(plan.zero.tiers, plan.work)
     memory = replace(plan.predicted.bytes, activations=activations)
     predicted = Predicted(cluster.name, seconds, memory, moved)
     return replace(plan, predicted=predicted, reasons=reasons)
+
+
+def with_work(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, sample: Any
+) -> Plan:
+    """A plan with what a sample costs, measured here."""
+    autocast = PRECISIONS.get(plan.precision.autocast)
+    tensor, blocks = plan_tensors(plan, model), _blocks(plan, model)
+    work = measure_work(model, optimizer, sample, tensor, blocks, autocast)
+    if plan.zero is not None and plan.zero.tiers is not None:
+        again = plan.zero.tiers.activations in ("recompute", "auto")
+        work = with_peaks(work, model, sample, autocast, again)
+    return replace(plan, work=work)
 
 
 def _tiered(
@@ -97,7 +106,7 @@ def _tiered(
     assert plan.zero.tiers is not None, "there are tiers"
     tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
     sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
-    found = find_residency(state_bytes(plan, sizes), plan.zero.tiers, plan.work.peak)
+    found = find_residency(state_bytes(plan, sizes), plan.zero.tiers, plan.work)
     moved, tiered = with_seconds(found, plan.zero.tiers, plan.work, cluster)
     if tiered is None:
         return moved, seconds

@@ -59,18 +59,27 @@ class Residency:
         return tiered_seconds(_visits(self.visits, work, self.state), rates)
 
 
-def find_residency(state: StateBytes, tiers: Tiers, other: int) -> Residency:
+def other_bytes(tiers: Tiers, work: Work) -> int:
+    """Bytes that a step needs besides state; 0 where it is not known."""
+    if tiers.activations == "recompute":
+        return work.peak_recomputed or work.peak
+    if tiers.activations == "offload":
+        return max(0, work.peak - work.activations)
+    return work.peak
+
+
+def find_residency(state: StateBytes, tiers: Tiers, work: Work) -> Residency:
     """Replays a step under a limit.
 
     Args:
         state: state of a rank.
         tiers: memories, and how state uses them.
-        other: bytes that a step needs besides state; 0 where it is not known.
+        work: what a batch costs.
 
     Raises:
         GulliverError: the limit, or what lies behind, is too small; the least is named.
     """
-    endless = Replay(state, ENDLESS, True, tiers)
+    endless, other = Replay(state, ENDLESS, True, tiers), other_bytes(tiers, work)
     for _ in range(2):  # the second begins with what the optimizer has made in the first
         endless.step()
     behind = tiers.disk_bytes if tiers.disk is not None else tiers.host
@@ -168,7 +177,7 @@ def with_seconds(
         return found.moved, None
     seconds = found.seconds(work, rates)
     more = max(tiers.limit // 4, 1) if tiers.limit < 2 * GIB else GIB
-    with_more = find_residency(found.state, replace(tiers, limit=tiers.limit + more), work.peak)
+    with_more = find_residency(found.state, replace(tiers, limit=tiers.limit + more), work)
     saved = seconds.step - with_more.seconds(work, rates).step
     price = f"{size_text(more)} more saves {seconds_text(saved)} per step" if saved > 0 else ""
     return replace(found.moved, bottleneck=seconds.bottleneck, price=price), seconds

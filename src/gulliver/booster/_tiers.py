@@ -31,6 +31,8 @@ from gulliver.plan import Plan, Tiers
 
 POLICIES = ("auto", "static")
 ACTIVATIONS = ("keep", "recompute", "offload", "auto")
+MOSTLY = 0.5
+"""Share of a limit from which activations are rather computed again than kept."""
 _ANY = 2**60
 """Memory that a share is of while only its text is checked."""
 
@@ -186,14 +188,10 @@ def plan_tiers(
     Raises:
         GulliverError: no size of chunks fits the limit; the least limit is named.
     """
+    plan = _with_activations(plan, model)
     assert plan.zero is not None, "tiers are of ZeRO"
     tiers = plan.zero.tiers
     assert tiers is not None, "there are tiers"
-    if tiers.activations == "recompute":
-        blocks = recomputable(plan, model)
-        if not blocks:
-            raise GulliverError(NO_BLOCKS)
-        plan = replace(plan, recompute=blocks)
     if not chosen:
         return plan
     tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
@@ -203,7 +201,7 @@ def plan_tiers(
     for size in chunk_sizes(sum(t.numel * t.dtype.itemsize for t in sizes)):
         one = replace(plan, zero=replace(plan.zero, chunk_bytes=size, chunks=()))
         try:
-            found = find_residency(state_bytes(one, sizes), tiers, plan.work.peak)
+            found = find_residency(state_bytes(one, sizes), tiers, plan.work)
         except GulliverError as error:
             errors[size] = error
             continue
@@ -220,3 +218,30 @@ def plan_tiers(
     why = f"{size_text(size)}: {told}" + (f"; at worst {worst}" if len(tried) > 1 else "")
     reasons = {**plan.reasons, "zero.chunk_bytes": why}
     return replace(plan, zero=replace(plan.zero, chunk_bytes=size), reasons=reasons)
+
+
+def _with_activations(plan: Plan, model: nn.Module) -> Plan:
+    """What is done with what forward keeps, where that is left open, and the blocks it is done to.
+
+    Raises:
+        GulliverError: blocks are to be recomputed, and none can be.
+    """
+    assert plan.zero is not None, "tiers are of ZeRO"
+    tiers, work = plan.zero.tiers, plan.work
+    assert tiers is not None, "there are tiers"
+    mode, reasons = tiers.activations, dict(plan.reasons)
+    if mode == "auto":
+        again = work.peak_recomputed and work.peak > tiers.limit * MOSTLY
+        mode = "recompute" if again else "keep"
+        shown = f"{size_text(work.peak)} of {size_text(tiers.limit)}"
+        shown += f", {size_text(work.peak_recomputed)} recomputed" if again else ""
+        reasons["zero.tiers.activations"] = (
+            f"{mode}: {shown if work.peak else 'no sample was given'}"
+        )
+    if mode == "recompute" and not plan.recompute:
+        blocks = recomputable(plan, model)
+        if not blocks:
+            raise GulliverError(NO_BLOCKS)
+        plan = replace(plan, recompute=blocks)
+    zero = replace(plan.zero, tiers=replace(tiers, activations=mode))
+    return replace(plan, zero=zero, reasons=reasons)

@@ -5,6 +5,10 @@ page after page and write them. Until its pages are gathered a tensor must not c
 waits for that, and is called by whoever is about to write (`gulliver.memory.before_write`), and by
 hooks of every torch optimizer's step. What changes without asking is noticed by its version
 counter, and fails the save rather than making a checkpoint of two steps.
+
+[Note: who keeps memory] Under a memory limit the memory of a tensor goes when it is evicted, which
+asks `before_write`, too. So a snapshot keeps a tensor alive until `release` has waited for it, or
+all has been copied, and no longer: from `submit` on it knows addresses, and `_alive` by storage.
 """
 
 from __future__ import annotations
@@ -92,7 +96,8 @@ class Snapshot:
         """Devices of the sources, other than the host."""
         self._leaves: dict[str, tuple[str, Mapping[str, Leaf]]] = {}
         self._sources: dict[str, dict[str, Tensor]] = {}
-        self._small = _Small()
+        self._small, self._addresses = _Small(), set[int]()
+        self._alive: dict[int, list[Tensor]] = defaultdict(list)
         for entry, leaves in collected.tensors.items():
             if not leaves and "@" not in entry:
                 continue
@@ -110,7 +115,7 @@ class Snapshot:
         """Plans of the files by name, made when first asked for: many tensors take time."""
         return {file: Image(sources, {"format": "pt"}) for file, sources in self._sources.items()}
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, dict[str, dict[str, Any]]]:
         """JSON values of what the files hold, by entry and name, as the manifest has them."""
         return {
@@ -123,7 +128,7 @@ class Snapshot:
         """Bytes of all files."""
         return sum(image.nbytes for image in self.images.values())
 
-    @property
+    @cached_property
     def source_bytes(self) -> int:
         """Bytes of all tensors; the files have headers besides."""
         return sum(s.nbytes for found in self._sources.values() for s in found.values())
@@ -137,9 +142,8 @@ class Snapshot:
     @property
     def addresses(self) -> set[int]:
         """Addresses at which the memory begins that is copied from."""
-        return {
-            self._small.address_of(s) for found in self._sources.values() for s in found.values()
-        }
+        self._submitted.wait()
+        return self._addresses
 
     def _source(self, entry: str, key: str, leaf: Leaf, small: int) -> Tensor:
         """Returns the memory to copy from; small tensors are noted, to be copied at once."""
@@ -181,16 +185,27 @@ class Snapshot:
                 self._files[name] = engine.create(folder / name, image.nbytes)
             for name, image in self.images.items():
                 self._tickets[name] = self._submit_file(engine, self._files[name], image, lane)
+                image.sources = []
+            self._forget_leaves()
         except GulliverError:
             self.close_files(engine)
             raise
         finally:
             self._submitted.set()
 
+    def _forget_leaves(self) -> None:
+        """Forgets the tensors, but for what has to stay alive, once their addresses are known."""
+        assert self.parts is not None
+        assert self.source_bytes >= 0
+        self._leaves.clear()
+        self._sources.clear()
+        self._small.forget()
+
     def _submit_file(
         self, engine: Engine, file: File, image: Image, lane: Lane | None
     ) -> list[Ticket | LaneTicket]:
         addresses = [self._small.address_of(source) for source in image.sources]
+        self._addresses.update(addresses)
         views = {
             number: View(address, source.itemsize, tuple(source.shape), source.stride())
             for number, (source, address) in enumerate(zip(image.sources, addresses, strict=True))
@@ -201,6 +216,9 @@ class Snapshot:
             None if address != source.data_ptr() else storage_of(source)
             for source, address in zip(image.sources, addresses, strict=True)
         ]
+        for storage, source in zip(storages, image.sources, strict=True):
+            if storage is not None:
+                self._alive[storage].append(source)
         tickets: list[Ticket | LaneTicket] = []
         for offset, runs in image.pages(engine.page_bytes):
             if lane is None:
@@ -243,6 +261,7 @@ class Snapshot:
                 _wait_copied(ticket)
         for key in waited:
             self._check_versions(self._versions.pop(key, []))
+            self._alive.pop(key, None)
         if waited:
             self.stall_s += time.perf_counter() - begun
 
@@ -257,6 +276,7 @@ class Snapshot:
         with self._lock:
             self._closed = True
             self._waiting.clear()
+        self._alive.clear()
         for noted in self._versions.values():
             self._check_versions(noted)
         self._versions.clear()
@@ -331,6 +351,10 @@ class _Small:
             self._memory = torch.empty(self._filled, dtype=torch.uint8)
             gather(self._memory.data_ptr(), np.array(self._segments, dtype=np.int64))
             self._segments = []
+
+    def forget(self) -> None:
+        """Forgets the tensors; what was copied stays."""
+        self._tensors, self._places = [], {}
 
     def address_of(self, source: Tensor) -> int:
         """Returns the address of a tensor's copy, or of the tensor where it has none."""

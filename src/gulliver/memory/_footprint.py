@@ -204,14 +204,14 @@ class Footprint:
         while not self._stop.wait(self._interval):
             self._look(self.gauge.used)
 
-    def _entering(self, position: str) -> Callable[..., None]:
+    def _entering(self, position: str) -> Any:
         @torch.compiler.disable
         def enter(*_: Any) -> None:
             self.at(position)
 
         return enter
 
-    def _leaving(self, position: str) -> Callable[..., None]:
+    def _leaving(self, position: str) -> Any:
         @torch.compiler.disable
         def leave(_: nn.Module, __: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) and output else output

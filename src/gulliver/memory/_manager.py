@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.memory._bytes import KINDS, ByteCounter
+from gulliver.memory._bytes import ACTIVATIONS, KINDS, ByteCounter
 from gulliver.memory._claims import before_write, before_write_at, storage_of
 from gulliver.memory._history import History
 from gulliver.memory._placed import Placed, Where
@@ -109,7 +109,7 @@ class Manager:
             GulliverError: there is no room for it; nothing was changed.
         """
         with self._entered():
-            if kind not in KINDS:
+            if kind not in (*KINDS, ACTIVATIONS):
                 raise GulliverError(f"kind {kind!r} of {name}: one of {', '.join(KINDS)}")
             placed = Placed(name, kind, numel, dtype, number=self._number)
             self._check_total(placed)

@@ -90,6 +90,11 @@ class Plan:
         return None if self.zero is None else self.zero.stage
 
     @property
+    def limited(self) -> bool:
+        """Whether memory has a limit, which what does not fit must leave."""
+        return self.zero is not None and self.zero.tiers is not None
+
+    @property
     def chunks(self) -> tuple[ChunkPlan, ...]:
         """Chunks of the first rank, in the order of use."""
         return () if self.zero is None else self.zero.chunks

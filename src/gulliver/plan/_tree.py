@@ -141,6 +141,7 @@ class ZeroPlan:
         overlap: whether collectives travel while the ranks compute.
         broadcast_buffers: whether all ranks take rank 0's running statistics at every step.
         assume_elementwise: whether an optimizer that is not known may be sharded.
+        assume_per_parameter: whether it may be sharded by whole parameters.
         report: folder that tuning writes ``chunks.json`` and a picture to.
         tiers: memories that the state lies in; None keeps all of it on the device.
         chunks: chunks of the first rank, in the order of use. The order of their tensors is a
@@ -154,6 +155,7 @@ class ZeroPlan:
     overlap: bool = True
     broadcast_buffers: bool = True
     assume_elementwise: bool = False
+    assume_per_parameter: bool = False
     report: str | None = None
     tiers: Tiers | None = None
     chunks: tuple[ChunkPlan, ...] = ()
@@ -285,6 +287,7 @@ class Work:
         hidden_bytes: size of what a block hands to the next.
         activations: size of what forward keeps for backward.
         peak: most bytes at once that are no state: activations, what operations need, the batch.
+        peak_recomputed: the same where backward computes blocks again; 0 where it cannot.
         reduced_forward: sizes of outputs that tensor ranks add up in a forward.
         reduced_backward: sizes of gradients of inputs that they add up in a backward.
     """
@@ -297,6 +300,7 @@ class Work:
     hidden_bytes: int = choice(0, least=0)
     activations: int = choice(0, least=0)
     peak: int = choice(0, least=0)
+    peak_recomputed: int = choice(0, least=0)
     reduced_forward: tuple[int, ...] = ()
     reduced_backward: tuple[int, ...] = ()
 

@@ -215,10 +215,6 @@ class Replacement:
         self._note(Event("discard", key))
         return self._forget(found, key) + self._look_ahead()
 
-    def keep(self, key: Hashable) -> None:
-        """Notes that the tier behind has an object's content, and the fast tier has not."""
-        self._objects[key].stored = True
-
     def lend(self, nbytes: int, name: str) -> list[Action]:
         """Makes room for memory that is no object's.
 
