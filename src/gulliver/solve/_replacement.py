@@ -203,6 +203,10 @@ class Replacement:
         if self._record and self._record[-1][:2] == ("use", key):
             self._record.pop()
 
+    def keep(self, key: Hashable) -> None:
+        """Says that the tier behind was given the content of an object that is not here."""
+        self._objects[key].stored = True
+
     def changed(self, key: Hashable) -> None:
         """Says that an object in the fast tier was changed without a use."""
         self._objects[key].stored = False
