@@ -51,10 +51,13 @@ def test_every_budget_gives_the_bits_of_torch(early: bool) -> None:
     for share in SHARES:
         model = model_of()
         with manager_of(model, share) as manager:
-            optimizer = boosted(model, manager=manager, step_in_backward=early, ordered=share == 0.3)
+            optimizer = boosted(
+                model, manager=manager, step_in_backward=early, ordered=share == 0.3
+            )
             manager.counter.restart()  # the whole model was there before
             steps(model, optimizer)
             assert sum(manager.counter.fullest.values()) <= manager.budget
+            assert sum(optimizer.memory().values()) <= manager.budget
             assert not differing(result(model, optimizer), expected), share
             assert manager.minimum <= 0.15 * states_of(model)
 

@@ -218,7 +218,8 @@ class GradientReducer:
         late = {c for c in self.chunks if not used.issuperset(c.chunk.parameters)}
         if self.size > 1 and late != self._late:
             self._late = late
-            self._order = sorted(reversed(self.chunks), key=lambda c: c in late)
+            order = self.chunks[::-1]
+            self._order = [c for c in order if c not in late] + [c for c in order if c in late]
 
     def _refused(self, foreign: Sequence[str]) -> GulliverError:
         whose = f"the gradient of {foreign[0]!r}" if foreign else "a gradient on another rank"
