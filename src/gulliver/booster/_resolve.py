@@ -362,7 +362,7 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
     assert zero is not None, "there are chunks"
     order = [name for chunk in zero.chunks for name in chunk.tensors]
     states = {t.name: t.states for t in sizes if t.trained}
-    chunks, moments = list[ChunkBytes](), list[list[int]]()
+    chunks, moments = list[ChunkBytes](), list[tuple[int, ...]]()
     layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
     for layout, dtype, is_trained in layouts:
         home = shard_dtype(dtype, is_trained)
@@ -372,13 +372,13 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
         pieces = layout.pieces(0) if is_trained else ()
         kept = max((states[piece.name] for piece in pieces), default=0)
         moments.append(
-            [
+            tuple(
                 moment_size([p.numel for p in pieces if states[p.name] > number]) * home.itemsize
                 for number in range(kept)
-            ]
+            )
         )
     parts = plan.mesh.replicas if zero.stage else 1
-    return StateBytes(chunks, moments, parts, zero.gather_ahead)
+    return StateBytes(tuple(chunks), tuple(moments), parts, zero.gather_ahead)
 
 
 RESULTS = ("model", "predicted", "reasons")

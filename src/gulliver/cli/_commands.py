@@ -199,5 +199,10 @@ def capabilities_command(config: CapabilitiesConfig, arguments: list[str]) -> in
     shown = Table(*HEADER, caption=f"with any tp_size, pp_size and zero_stage; {dtypes}")
     for row in table():
         shown.add_row(*row)
-    Console(markup=False, emoji=False).print(shown)
+    console = Console(markup=False, emoji=False)
+    console.print(shown)
+    console.print(
+        "under a memory limit, with a disk behind it (GeminiPlugin, LowLevelZeroPlugin(stage=3, "
+        "memory_limit=...)): whole models of any kind on the data axis, element-wise optimizers"
+    )
     return 0
