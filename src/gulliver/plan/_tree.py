@@ -241,6 +241,9 @@ class Work:
         activations: size of what forward keeps for backward.
         reduced_forward: sizes of outputs that tensor ranks add up in a forward.
         reduced_backward: sizes of gradients of inputs that they add up in a backward.
+        reduced_again: sizes of those outputs that a recomputed block adds up again, of all blocks.
+        share_blocks: share of the forward's seconds that its blocks take; 0 where not measured.
+        share_cut: share of the forward's seconds in modules that tensor ranks divide.
     """
 
     samples: int = choice(0, least=0)
@@ -252,6 +255,9 @@ class Work:
     activations: int = choice(0, least=0)
     reduced_forward: tuple[int, ...] = ()
     reduced_backward: tuple[int, ...] = ()
+    reduced_again: tuple[int, ...] = ()
+    share_blocks: float = choice(0.0, least=0)
+    share_cut: float = choice(0.0, least=0)
 
 
 @dataclass(frozen=True)
@@ -314,9 +320,12 @@ class Predicted:
     Attributes:
         cluster: name of the machines that seconds are of.
         seconds: seconds of a step, by kind.
+        sent: bytes that the first rank sends in a step; without a sample those that do not depend
+            on the batch.
         bytes: bytes of a rank, by kind.
     """
 
     cluster: str = ""
     seconds: Seconds = field(default_factory=Seconds)
+    sent: int = 0
     bytes: MemoryPlan = field(default_factory=MemoryPlan)
