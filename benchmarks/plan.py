@@ -255,10 +255,7 @@ def _scattering(count: int) -> Callable[[], object]:
 
 
 def measured_cluster() -> Cluster:
-    """This machine with two ranks; every rank calls it.
-
-    Collectives between computing: both cores compute, and carry messages as well.
-    """
+    """This machine with two ranks; every rank calls it."""
     line = make_axes({"ranks": 2}).rank_group("ranks")
 
     def exchanging(count: int) -> Callable[[], object]:
@@ -272,8 +269,8 @@ def measured_cluster() -> Cluster:
     collectives = {"all_reduce": _reducing, "all_gather": _gathering, "reduce_scatter": _scattering}
     collectives |= {"all_to_all": exchanging, "sends": sending}
     link = next(iter(probe_links().values()))
-    curves = probe_collectives(collectives, 2, busy=True)
-    along = (Along(2, {}, busy=curves),)
+    alone, busy = (probe_collectives(collectives, 2, busy=busy) for busy in (False, True))
+    along = (Along(2, alone, busy),)
     link = type(link)(link.alpha_s, link.bandwidth, messages=link.messages, along=along)
     device = described("cpu-loopback").device
     return Cluster("two ranks here", device, (Axis("ranks", 2, link),), measured=True)

@@ -51,9 +51,12 @@ class Message:
         return self.count * self._one() if self.axes else 0.0
 
     def _one(self) -> float:
-        # Between computing, where that was measured: alone, ranks begin at the same moment, with
-        # tensors in their caches and cores that have nothing else to do.
-        axes = [(size, _among_computing(link)) for size, link in self.axes]
+        # A rank that stops for a message waits for the others, who are not as far at that moment,
+        # and wakes threads that have slept: between computing, where that was measured. Collectives
+        # under way beside computing are asked for late, and cost what they cost alone. Sends in a
+        # ring go hop by hop: however hidden, each waits for a neighbour.
+        waits = not self.hidden or self.kind == "sends"
+        axes = [(n, _among_computing(link) if waits else link) for n, link in self.axes]
         if self.kind != "sends":
             return collective_seconds(axes, self.kind, self.bytes)
         size, link = axes[-1]
