@@ -36,6 +36,7 @@ AREAS = {
     "io": "I/O engine beside raw loops, safetensors and torch.save",
     "loader": "Data loader",
     "cost": "Cost model: predicted beside measured",
+    "memory": "Training under a limit of memory",
     "plan": "Plans: predicted beside measured",
     "stdit": "Text to video: ranks that share a clip",
 }

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks._harness import Spread, alternate
 from benchmarks._models import Task, gpt, stdit
-from benchmarks._peers import Contestant, build
+from benchmarks._peers import IN_BACKWARD, Contestant, build
 from benchmarks._slept import slept
 from benchmarks.netlab import wire_bytes
 from gulliver.comm import World, all_gather, all_reduce, barrier, init_world, reduce_scatter
@@ -32,7 +32,7 @@ PIECE = 1 << 20
 MOST_SETTLING = 200
 PEERS = ("DDP", "DDP 5", "FSDP2", "FSDP2 keep", "DeepSpeed 1", "DeepSpeed 2", "DeepSpeed 3")
 """DDP with smaller buckets too: our chunks are tuned, so it shall not stay at its default."""
-OURS = ("ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3")
+OURS = (*(f"ZeRO {stage}" for stage in range(4)), *(f"ZeRO {s} {IN_BACKWARD}" for s in (1, 2, 3)))
 
 
 @dataclass(frozen=True)

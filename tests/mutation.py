@@ -68,8 +68,8 @@ MUTANTS = (
     Mutant(
         "zero: of accumulated gradients the last stays",
         "parallel/zero/_reducer.py",
-        "sharded.gradient_shard += incoming",
-        "sharded.gradient_shard.copy_(incoming)",
+        "gradient += incoming",
+        "gradient.copy_(incoming)",
         ("zero", "zero_loops"),
     ),
     Mutant(

@@ -244,8 +244,11 @@ def _other_names(path: Path) -> None:
         (lambda p: p.unlink(), "does not exist"),
         (lambda p: p.write_bytes(p.read_bytes()[:-10]), "truncated"),
         (lambda p: torch.save({"embed.weight": torch.ones(2)}, p), "no safetensors"),
-        (_wrong_shape, r"of other shapes.*\(9, 5\) in the file, \(9, 4\) here"),
-        (_other_names, r"7 missing \(embed.weight, .*, \.\.\.\); 8 left over \(0.bias, .*\.\.\.\)"),
+        (_wrong_shape, r"of other shapes.*\(9, 5\) there, \(9, 4\) here"),
+        (
+            _other_names,
+            r"7 missing from it \(embed.weight, .*, \.\.\.\); 8 left over \(0.bias, .*\.\.\.\)",
+        ),
     ],
 )
 def test_a_file_of_something_else_is_one_clear_line_and_changes_nothing(

@@ -112,7 +112,7 @@ def test_verify_passes_a_good_run_and_names_what_is_broken(run: Path, command: C
     for arguments in ((run, "--step", 10), (path.parent,), (run, "--all")):
         code, out, _ = command("verify", *arguments)
         assert code == 1
-        assert f"{path}: bytes 0 to {len(content)}: they are not what was written" in out
+        assert f"{path}: bytes 0 to {len(content)}: they are corrupted" in out
         assert "model: 1.bias" in out
     (path.parent / "manifest.json").write_text("{")
     code, out, _ = command("verify", run, "--all")

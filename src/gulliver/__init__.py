@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gulliver.booster import (
         Booster,
+        GeminiPlugin,
         HybridParallelPlugin,
         LowLevelZeroPlugin,
         Plugin,
@@ -33,6 +34,7 @@ __all__ = [
     "Booster",
     "Cluster",
     "DataLoader",
+    "GeminiPlugin",
     "GulliverError",
     "HybridParallelPlugin",
     "LowLevelZeroPlugin",
@@ -52,8 +54,8 @@ __all__ = [
 
 _PACKAGES = {
     "booster": (
-        *("Booster", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin"),
-        *("keep_logits", "lazy_parameters"),
+        *("Booster", "GeminiPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin"),
+        *("TorchDDPPlugin", "keep_logits", "lazy_parameters"),
     ),
     "checkpoint": ("AsyncCheckpointer",),
     "comm": ("World", "current_world", "guard", "init_world", "launch", "shutdown"),

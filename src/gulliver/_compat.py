@@ -12,6 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DispatchMode = TorchDispatchMode
+"""Base of what sees every operation below autograd."""
 
 # torch 2.13 renamed the flat collectives and warns of the old names; 2.11 knows only those.
 _renamed = hasattr(dist, "all_gather_single")
@@ -110,6 +114,11 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def backward_number() -> int:
+    """Number of the backward that runs in this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
     """Returns what ``module.compile()`` has put in place of the module's call, or None."""
     return getattr(module, "_compiled_call_impl", None)
@@ -134,6 +143,13 @@ def hooks_of(thing: Any, forward: bool = True) -> list[Any]:
     return [hook for kind in kinds for hook in (getattr(thing, kind, None) or {}).values()]
 
 
+def fake_mode() -> AbstractContextManager[Any]:
+    """Makes a mode in which tensors have shapes and storages but no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 FORWARD_HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -141,6 +157,41 @@ FORWARD_HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
+
+
+@contextmanager
+def private_tables(module: torch.nn.Module, hooks: bool) -> Iterator[None]:
+    """Puts the attributes of a module back as they were: tensors, modules, hooks, all others.
+
+    Args:
+        module: module that may be changed inside.
+        hooks: whether its hooks are in force inside.
+    """
+    attributes = vars(module)
+    before = dict(attributes)
+    for name in (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks"):
+        attributes[name] = before[name].copy() if hooks else type(before[name])()
+    for name in ("_parameters", "_buffers", "_modules"):
+        attributes[name] = before[name].copy()
+    attributes.pop("_compiled_call_impl", None)
+    if isinstance(module, torch.nn.RNNBase):
+        attributes["_flat_weights"] = list(before["_flat_weights"])
+    try:
+        yield
+    finally:
+        attributes.clear()
+        attributes.update(before)
+
+
+def replace_tensors(module: torch.nn.Module, replace: Callable[[Tensor], Tensor]) -> None:
+    """Replaces a module's own parameters and buffers, past all checks."""
+    for table in (module._parameters, module._buffers):
+        for name, tensor in table.items():
+            if tensor is not None:
+                table[name] = replace(tensor)  # pyright: ignore[reportArgumentType]
+    if isinstance(module, torch.nn.RNNBase):
+        names = module._flat_weights_names
+        module._flat_weights = [module._parameters.get(name) for name in names]
 
 
 def share_forward_hooks(old: torch.nn.Module, new: torch.nn.Module) -> None:

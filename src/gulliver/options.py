@@ -1,7 +1,8 @@
-"""Numbers that users give, and the ranges that they must lie in.
+"""Numbers and sizes that users give, and the ranges that they must lie in.
 
 An option says its range beside its type, ``steps: Annotated[int, AT_LEAST_1]``, and `check_options`
-looks at all of them, whoever has filled them in: a command line, a file, or a program.
+looks at all of them, whoever has filled them in: a command line, a file, or a program. Sizes in
+bytes may be text, ``6GiB``, ``500 MB`` or ``70%``: `byte_size` reads all of them.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import re
 import typing
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, nearest
 
 MOST = 2**31 - 1
 """Upper bound of whole numbers that have no other."""
@@ -69,6 +72,74 @@ def whole_number(name: str, value: Any) -> int:
     if number is None:
         raise GulliverError(f"{name} must be a whole number, not {value!r}")
     return number
+
+
+UNITS = {
+    **{"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+}
+_UNITS = {unit.lower(): size for unit, size in UNITS.items()}
+_SIZE = re.compile(r"(-?[0-9][0-9_,]*(?:\.[0-9]+)?)\s*([A-Za-z%]*)")
+RIGHT = "give a number with a unit, such as '6GiB' or '500 MB'"
+
+
+def byte_size(name: str, value: Any, whole: int | None = None) -> int:
+    """Converts a size to bytes.
+
+    Args:
+        name: name of the option, for the message.
+        value: bytes, or text: a number and a unit (``11GiB``, ``6 GB``, ``1.5 TiB``), or
+            a share (``70%``).
+        whole: bytes that a share is of; None where a share makes no sense.
+
+    Raises:
+        GulliverError: it is no size, or not above 0; it says what would be right.
+    """
+    right = RIGHT
+    if isinstance(value, str):
+        size, right = _text_size(name, value, whole)
+    elif isinstance(value, float):
+        size = int(value) if math.isfinite(value) else 0
+    else:
+        size = whole_number(name, value)
+    if size < 1:
+        raise GulliverError(f"{name}={value!r} is no size above 0: {right}")
+    return size
+
+
+def _text_size(name: str, text: str, whole: int | None) -> tuple[int, str]:
+    right = RIGHT if whole is None else f"{RIGHT}, or a share, such as '70%'"
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise GulliverError(f"{name}={text!r} is no size: {right}")
+    digits, unit = found.groups()
+    number = Fraction(re.sub("[_,]", "", digits))
+    if unit == "%":
+        if whole is None:
+            raise GulliverError(f"{name}={text!r} is a share, and of what is not known: {RIGHT}")
+        if number > 100:
+            raise GulliverError(f"{name}={text!r} is more than all of it: {right}")
+        return int(number * whole / 100), right
+    if unit and unit.lower() not in _UNITS:
+        raise GulliverError(f"{name}={text!r} has no known unit: {nearest(unit, UNITS)}")
+    return int(number * _UNITS[unit.lower() or "b"]), right
+
+
+def size_text(count: float) -> str:
+    """Writes a number of bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.2f} GiB"
+
+
+def size_at_least(count: int) -> str:
+    """Writes a size that is enough for so many bytes, rounded up, as `byte_size` reads it."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if count >= UNITS[unit]:
+            return f"{math.ceil(count * 100 / UNITS[unit]) / 100:.2f}{unit}"
+    return f"{count}B"
 
 
 def positive_number(name: str, value: Any) -> float:

@@ -1,16 +1,20 @@
 """The one call: `Booster(plugin=...).boost(model, optimizer, ...)`."""
 
 from gulliver.booster._booster import Booster
+from gulliver.booster._estimate import estimate_work
+from gulliver.booster._gemini import GeminiPlugin
 from gulliver.booster._hybrid_plugin import HybridParallelPlugin
 from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from gulliver.booster.hybrid import keep_logits, lazy_parameters, sequence_degree
 
 __all__ = [
     "Booster",
+    "GeminiPlugin",
     "HybridParallelPlugin",
     "LowLevelZeroPlugin",
     "Plugin",
     "TorchDDPPlugin",
+    "estimate_work",
     "keep_logits",
     "lazy_parameters",
     "sequence_degree",

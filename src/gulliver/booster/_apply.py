@@ -13,9 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.booster._checkpoint import agreed
+from gulliver.booster._limited import LimitedManager, manager_of
 from gulliver.booster._model import HALVES, broadcast_all, check_unstepped, convert, no_optimizer
 from gulliver.booster._replicas import share_ddp, share_zero, tune
-from gulliver.booster._resolve import Stages, plan_stages, plan_tensors, recomputable
+from gulliver.booster._resolve import (
+    Stages,
+    plan_stages,
+    plan_tensors,
+    recomputable,
+    state_bytes,
+    tensor_sizes,
+)
 from gulliver.booster.hybrid import (
     HooksLast,
     Vocabulary,
@@ -33,10 +41,11 @@ from gulliver.booster.hybrid import (
     rewrite_groups,
     wire_sequences,
 )
-from gulliver.comm import World
+from gulliver.comm import World, current_world
 from gulliver.errors import GulliverError
 from gulliver.parallel import (
     BoostedOptimizer,
+    check_by_chunk,
     check_optimizer,
     check_trainable,
     check_unshared,
@@ -76,6 +85,8 @@ def apply_plan(
     # While the model is whole, and on all ranks, so that none goes on where another cannot.
     tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
     agreed(lambda: _check_whole(plan, model, optimizer, tensor, stages))
+    managers = list[LimitedManager | None]()
+    agreed(lambda: managers.append(_manager(plan, model, optimizer, tensor, stages)))
     inner = optimizer or no_optimizer()
     if plan.precision.parameters != "none":
         convert(model, HALVES[plan.precision.parameters], plan.precision.kept)
@@ -101,7 +112,7 @@ def apply_plan(
         fill(model, Path(plan.weights), whole.aliases, world.device)
     names = rewrite_groups(inner, model, whole) if mesh is not None else whole.trained
 
-    boosted = share_zero(plan, model, inner, names, whole, mesh, stage)
+    boosted = share_zero(plan, model, inner, names, whole, mesh, stage, managers[0])
     finish(plan, model, boosted, mesh, tensor, stage, whole)
     tune(plan, model, boosted, verbose)
     return model, boosted
@@ -129,11 +140,29 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
     if not plan.mesh.names_model:
         _check_second(plan, model, optimizer)
     if optimizer is not None:
+        words = plan.zero.assume_elementwise, plan.zero.assume_per_parameter
         sizes = plan.mesh.of("tensor"), plan.mesh.of("pipeline")
-        check_optimizer(optimizer, plan.zero.stage, plan.zero.assume_elementwise, *sizes)
+        check_optimizer(optimizer, plan.zero.stage, *words, *sizes)
+        tiers = plan.zero.tiers
+        backward = tiers is not None and tiers.step_in_backward
+        check_by_chunk(optimizer, plan.zero.stage, tiers is not None, backward)
         if not plan.mesh.names_model:
             check_trainable(named_trainables(model, optimizer))
         check_unshared(model, optimizer)
+
+
+def _manager(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    tensor: TensorPlan | None,
+    stages: Stages | None,
+) -> LimitedManager | None:
+    """What state is kept by under a memory limit; it is made before anything is changed."""
+    if plan.zero is None or plan.zero.tiers is None:
+        return None
+    sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
+    return manager_of(plan, state_bytes(plan, sizes), current_world().device)
 
 
 def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

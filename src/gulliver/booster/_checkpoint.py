@@ -30,6 +30,7 @@ from gulliver.checkpoint import (
     Ref,
     StepReader,
     fill_all,
+    match,
     plan_all,
     refs_in,
     refuse_boosted,
@@ -213,10 +214,8 @@ def _check_model(
     prefix: str,
     loaded: Loaded,
 ) -> None:
-    odd = reader.match(MODEL, leaves, prefix)
-    odd.unexpected = [name for name in odd.unexpected if name not in elsewhere and not prefix]
-    if odd.unlike or (strict and odd) or (leaves and len(odd.missing) == len(leaves)):
-        raise GulliverError(f"{reader.folder} is of another model: {odd}")
+    odd = match(reader.tensors(MODEL), leaves, prefix, elsewhere)
+    odd.refuse(f"{reader.folder}, entry {MODEL!r},", len(leaves), strict)
     if odd:
         loaded.mismatches[MODEL] = odd
 

@@ -52,6 +52,7 @@ class FileKeeper:
     """Saves and loads what a booster has boosted."""
 
     _last: Running | None
+    plugin: Any
 
     def __init__(self) -> None:
         self._file: FileSaver | None = None
@@ -107,10 +108,14 @@ class FileKeeper:
         if model not in self._optimizers:
             check_whole(model)
         content = boosted_state(model, optimizer, holder, lr_scheduler, state)
-        checkpointer = self._checkpointer(Path(folder), options)
+        limit = None if holder is None else holder.copy_limit
+        checkpointer = self._checkpointer(Path(folder), options, limit)
         if self._last is not None:
             checkpointer.about["plan"] = self._running().plan.to_values()
         begun = checkpointer.save(step, content, unwrapped(model).buffers())
+        first = begun and checkpointer.saves == 1 and checkpointer.rank == 0
+        if first and limit is not None and self.plugin.verbose:
+            print(f"checkpoints in {folder} are held in {checkpointer.held}", flush=True)
         if not use_async:
             checkpointer.wait()
         return begun
@@ -208,7 +213,9 @@ class FileKeeper:
             _, checkpointer = self._checkpointers.popitem()
             checkpointer.close()
 
-    def _checkpointer(self, folder: Path, options: Mapping[str, Any]) -> AsyncCheckpointer:
+    def _checkpointer(
+        self, folder: Path, options: Mapping[str, Any], limit: int | None
+    ) -> AsyncCheckpointer:
         known_names = inspect.signature(AsyncCheckpointer).parameters
         for name in options:
             if name not in known_names:
@@ -221,7 +228,8 @@ class FileKeeper:
                 "its options"
             )
         if key not in self._checkpointers:
-            self._checkpointers[key] = AsyncCheckpointer(folder, **options)
+            given = {"memory_limit": limit, **options}
+            self._checkpointers[key] = AsyncCheckpointer(folder, **given)
         return self._checkpointers[key]
 
     def save_model(self, model: nn.Module, path: Path | str, use_async: bool = False) -> None:
@@ -243,11 +251,10 @@ class FileKeeper:
         plain, place = unwrapped(model), Path(path)
         self._await_file()
         holder = self._optimizers.get(model)
-        whole = holder is None or holder.has_whole_model
-        if holder is not None and use_async and (holder.gives_back or not whole):
+        if holder is not None and use_async and (holder.gives_back or _is_spread(holder)):
             self._parts = _spread.begin_model(holder, plain, place)
             return
-        if holder is not None and not whole:
+        if holder is not None and _is_spread(holder):
             _spread.write_model(holder, plain, place)
             return
         if holder is None:
@@ -292,7 +299,7 @@ class FileKeeper:
             GulliverError: the file is missing or broken; names or shapes differ.
         """
         holder = self._optimizers.get(model)
-        if holder is not None and not holder.has_whole_model:
+        if holder is not None and _is_spread(holder):
             return _spread.read_model(holder, unwrapped(model), Path(path), strict)
         return read_model(unwrapped(model), Path(path), strict)
 
@@ -369,6 +376,11 @@ class FileKeeper:
             GulliverError: missing, broken, or of another scheduler.
         """
         read_scheduler(lr_scheduler, Path(path))
+
+
+def _is_spread(holder: BoostedOptimizer) -> bool:
+    """Whether files of a model go tensor by tensor: no rank has all of it, or room for that."""
+    return not holder.has_whole_model or holder.copy_limit is not None
 
 
 def boosted_only(optimizer: Any) -> BoostedOptimizer:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import inspect
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gulliver.errors import GulliverError
+from gulliver.memory import activation_peak
 from gulliver.parallel.tensor import TensorPlan
 from gulliver.plan import Work
 
@@ -75,6 +78,37 @@ def measure_work(
         share_blocks=min(1.0, inside["blocks"] / whole),
         share_cut=min(1.0, inside["cut"] / whole),
     )
+
+
+def with_peaks(
+    work: Work, model: nn.Module, sample: Any, autocast: torch.dtype | None, again: bool
+) -> Work:
+    """What a batch costs, with the most bytes of a step that are no state.
+
+    The step is followed with shapes alone; 0 is what cannot be followed, or not recomputed.
+
+    Args:
+        work: what it costs besides.
+        model: whole model, perhaps on meta.
+        sample: batch, as of `measure_work`, perhaps on meta.
+        autocast: dtype of autocast.
+        again: whether to follow a step that recomputes blocks, too.
+    """
+    args = () if isinstance(sample, Mapping) else sample if isinstance(sample, tuple) else (sample,)
+    kwargs = sample if isinstance(sample, Mapping) else {}
+    plain = activation_peak(model, args, kwargs, autocast=autocast).bytes or 0
+    work = replace(work, peak=plain)
+    if not again or not hasattr(model, "gradient_checkpointing_enable"):
+        return work
+    with warnings.catch_warnings(action="ignore"):  # names that transformers has newer ones for
+        if getattr(model, "is_gradient_checkpointing", False):
+            return replace(work, peak_recomputed=plain)
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        try:
+            found = activation_peak(model, args, kwargs, autocast=autocast).bytes or 0
+        finally:
+            model.gradient_checkpointing_disable()  # type: ignore[operator]
+    return replace(work, peak_recomputed=found)
 
 
 def _timed(model: nn.Module, sample: Any, autocast: torch.dtype | None) -> tuple[float, float]:

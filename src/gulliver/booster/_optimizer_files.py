@@ -59,7 +59,8 @@ def write_optimizer(optimizer: BoostedOptimizer, folder: Path, plan: Plan | None
     run = folder.with_name(f".{folder.name}.{number}{PARTIAL}")
     with ExitStack() as stack:
         on_main(lambda: _begin(run, stack))
-        with AsyncCheckpointer(run, keep=0, mode="ring") as checkpointer:
+        limit = optimizer.copy_limit
+        with AsyncCheckpointer(run, keep=0, mode="ring", memory_limit=limit) as checkpointer:
             checkpointer.save(0, {OPTIMIZER: content})
         on_main(lambda: _name(CheckpointFolder(run).path(0), folder, plan))
 

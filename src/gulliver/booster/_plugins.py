@@ -21,14 +21,15 @@ from torch.utils.data import Dataset, DistributedSampler
 from gulliver.booster._apply import apply_plan, check_choices
 from gulliver.booster._checkpoint import agreed
 from gulliver.booster._model import HALVES, unwrapped
-from gulliver.booster._predict import predict
+from gulliver.booster._predict import predict, with_work
 from gulliver.booster._resolve import differences, resolve
+from gulliver.booster._tiers import TierOptions, plan_tiers
 from gulliver.comm import World, broadcast_object, choose_axes, current_world
 from gulliver.data import DataLoader
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster, current_cluster, zero_collectives
 from gulliver.parallel import BoostedOptimizer, named_trainables
-from gulliver.plan import DDPPlan, Mesh, Plan, Precision, ZeroPlan, check_plan
+from gulliver.plan import DDPPlan, Mesh, Plan, Precision, Work, ZeroPlan, check_plan
 
 MIB = 2**20
 STAGES = (0, 1, 2, 3)
@@ -86,6 +87,7 @@ class Plugin(ABC, metaclass=_NamedArguments):
         cluster: Cluster | None = None,
         sample: Any = None,
         precision: str = "none",
+        work: Work | None = None,
     ) -> Plan:
         """Plans how a model would run; nothing is changed.
 
@@ -100,16 +102,26 @@ class Plugin(ABC, metaclass=_NamedArguments):
             sample: batch of one model, as keyword or positional arguments or a tensor, with which
                 compute is measured here; without it seconds are those of messages alone.
             precision: dtype of autocast, or none.
+            work: what a batch costs, such as `estimate_work` says, instead of a sample.
 
         Raises:
             GulliverError: the model or its optimizer cannot be run so.
         """
         ranks = current_world().size if cluster is None else cluster.size
-        model = unwrapped(model)
-        choices = self.for_model(self.choices(ranks, precision), model, optimizer, cluster)
+        model, choices = unwrapped(model), self.choices(ranks, precision)
+        choices = choices if work is None else replace(choices, work=work)
+        if sample is not None and choices.limited:
+            # What is chosen under a limit depends on what a batch takes.
+            check_plan(choices, ranks)
+            check_choices(choices, model, optimizer)
+            choices = with_work(choices, model, optimizer, sample)
+        choices = self.for_model(choices, model, optimizer, cluster)
         check_plan(choices, ranks)
         check_choices(choices, model, optimizer)
-        plan = predict(resolve(choices, model, optimizer), model, optimizer, cluster, sample)
+        plan = resolve(choices, model, optimizer)
+        if sample is not None and not plan.limited:
+            plan = with_work(plan, model, optimizer, sample)
+        plan = predict(plan, model, optimizer, cluster)
         # Ranks measure different times, and have one plan.
         return broadcast_object(plan) if current_world().size == ranks > 1 else plan
 
@@ -137,7 +149,8 @@ class Plugin(ABC, metaclass=_NamedArguments):
         plain, plans = unwrapped(model), list[Plan]()
         choices = self.for_model(self.choices(world.size, precision), plain, optimizer, None)
         agreed(lambda: plans.append(resolve(choices, plain, optimizer)))
-        plan = predict(plans[0], plain, optimizer) if choices.work.samples else plans[0]
+        known = choices.work.samples or choices.limited
+        plan = predict(plans[0], plain, optimizer) if known else plans[0]
         boosted, wrapped = apply_plan(plan, model, optimizer, world, self.verbose)
         if self.verbose and world.is_main:
             for told in (differences(choices, plan), _unknown_label(choices)):
@@ -264,10 +277,15 @@ class LowLevelZeroPlugin(Plugin):
         assume_elementwise: shard an optimizer that is not known, on the user's word that its update
             of an element looks at that element only. Stage 0 needs no word: it steps whole
             parameters, those of an optimizer that is not known in one call.
+        assume_per_parameter: shard such an optimizer by whole parameters, on the user's word that
+            its update of a parameter looks at that parameter only: its values, gradient and state.
         broadcast_buffers: whether every step gives all ranks rank 0's values of the buffers that
             training changed, such as running statistics, as torch's DDP does.
         folder: where tuning writes ``chunks.json`` and a picture, ``chunks.png``; None for neither.
         verbose: print the plan when the model is boosted, and what tuning found.
+        memory_limit: with stage 3, memory for state and activations on each rank, as of
+            `GeminiPlugin`; None for no limit.
+        disk: folder and bytes for what does not fit, as of `GeminiPlugin`.
 
     Raises:
         GulliverError: another stage or precision, or a size that is not positive.
@@ -288,6 +306,9 @@ class LowLevelZeroPlugin(Plugin):
         verbose: bool = True,
         broadcast_buffers: bool = True,
         cluster: Cluster | None = None,
+        memory_limit: int | float | str | None = None,
+        disk: Path | str | None = None,
+        assume_per_parameter: bool = False,
     ) -> None:
         if isinstance(axes, str) and axes != "auto":
             raise GulliverError(f"axes={axes!r} is not known: 'auto', or the size of each axis")
@@ -316,24 +337,35 @@ class LowLevelZeroPlugin(Plugin):
         self.axes, self.rank_order, self._size_mb = axes, rank_order, size
         self.folder = None if folder is None else Path(folder)
         self.assume_elementwise, self.verbose = assume_elementwise, verbose
+        self.assume_per_parameter = assume_per_parameter
         self.broadcast_buffers, self.cluster = broadcast_buffers, cluster
+        self.memory = TierOptions.within(stage, "LowLevelZeroPlugin(stage=3)", memory_limit, disk)
+        if self.memory is not None and chunk_mb == "again":
+            raise GulliverError(
+                "chunk_mb='again' tunes in the first steps: with a memory_limit 'auto' plans the "
+                "size, or give a number"
+            )
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
         """Shards over all ranks."""
         torus = {} if isinstance(self.axes, str) else dict(self.axes or {})
         order = tuple(self.rank_order or ()) if torus else ()
+        device = current_world().device.type
+        tuned = isinstance(self.chunk_mb, str) and self.memory is None
         return Plan(
             plugin=type(self).__name__,
-            mesh=Mesh(current_world().device.type, {"data": ranks}, torus, order),
+            mesh=Mesh(device, {"data": ranks}, torus, order),
             zero=ZeroPlan(
                 stage=self.stage,
                 chunk_bytes=int(self._size_mb * MIB),
-                tuning=self.chunk_mb if isinstance(self.chunk_mb, str) else "off",
+                tuning=str(self.chunk_mb) if tuned else "off",
                 gather_ahead=self.gather_ahead,
                 overlap=self.overlap,
                 broadcast_buffers=self.broadcast_buffers,
                 assume_elementwise=self.assume_elementwise,
+                assume_per_parameter=self.assume_per_parameter,
                 report=None if self.folder is None else str(self.folder),
+                tiers=None if self.memory is None else self.memory.tiers(device),
             ),
             precision=Precision(precision, self.precision or "none"),
             max_norm=float(self.max_norm),
@@ -346,7 +378,10 @@ class LowLevelZeroPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """A torus, where ``axes="auto"`` predicts that it is faster than none."""
+        """A torus, where ``axes="auto"`` predicts that it is faster; chunks under a limit."""
+        if self.memory is not None:
+            links = cluster or self.cluster
+            plan = plan_tiers(plan, model, optimizer, links, isinstance(self.chunk_mb, str))
         if not isinstance(self.axes, str):
             return plan
         names = {} if optimizer is None else named_trainables(model, optimizer)
@@ -357,7 +392,7 @@ class LowLevelZeroPlugin(Plugin):
         chosen = choose_axes(links, zero_collectives(self.stage, chunks), ranks)
         order = tuple(self.rank_order or chosen.order or ()) if chosen.axes else ()
         mesh = replace(plan.mesh, torus=dict(chosen.axes), rank_order=order)
-        return replace(plan, mesh=mesh, reasons={"mesh.torus": str(chosen)})
+        return replace(plan, mesh=mesh, reasons={**plan.reasons, "mesh.torus": str(chosen)})
 
 
 class PlanPlugin(Plugin):
@@ -384,6 +419,16 @@ class PlanPlugin(Plugin):
                 f"{precision!r}): say it in the plan alone"
             )
         return self.plan
+
+    def for_model(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        cluster: Cluster | None,
+    ) -> Plan:
+        """Under a limit, what is done with activations, where that is left open."""
+        return plan_tiers(plan, model, optimizer, cluster, chosen=False) if plan.limited else plan
 
     def data_place(self) -> tuple[int, int]:
         """This rank's number among those that read different samples, and how many there are."""

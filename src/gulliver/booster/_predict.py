@@ -14,8 +14,15 @@ import torch
 from torch import nn
 
 from gulliver.booster._autocast import PRECISIONS
-from gulliver.booster._measure import measure_work
-from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
+from gulliver.booster._measure import measure_work, with_peaks
+from gulliver.booster._residency import find_residency, other_bytes, with_seconds
+from gulliver.booster._resolve import (
+    plan_stages,
+    plan_tensors,
+    recomputable,
+    state_bytes,
+    tensor_sizes,
+)
 from gulliver.booster.hybrid import attention_shape, sequence_plan
 from gulliver.families import family_of, hugging_face_of, is_hugging_face
 from gulliver.hardware import (
@@ -31,7 +38,7 @@ from gulliver.hardware import (
 )
 from gulliver.parallel.pipeline import predict as predict_pipeline
 from gulliver.parallel.sequence import Volume, volume
-from gulliver.plan import AXES, SHARED_BY_TENSOR, Plan, Seconds
+from gulliver.plan import AXES, SHARED_BY_TENSOR, Moved, Plan, Predicted, Seconds
 
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -41,23 +48,17 @@ def predict(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     cluster: Cluster | None = None,
-    sample: Any = None,
 ) -> Plan:
     """A resolved plan with the predicted seconds of a step.
 
     Args:
-        plan: resolved for the model.
+        plan: resolved for the model; without `work` its seconds are those of messages alone.
         model: whole model.
         optimizer: optimizer of its parameters.
         cluster: machines; None for those at hand.
-        sample: batch to measure; None takes the plan's `work`, or messages alone without any.
     """
     tensor = plan_tensors(plan, model)
     blocks = _blocks(plan, model)
-    if sample is not None:
-        autocast = PRECISIONS.get(plan.precision.autocast)
-        work = measure_work(model, optimizer, sample, tensor, blocks, autocast)
-        plan = replace(plan, work=work)
     cluster = cluster or current_cluster(plan.mesh.size)
     links = _links(plan, cluster)
     share = 1.0 if tensor is None else 1 - tensor.share_of(model) * (1 - 1 / tensor.size)
@@ -70,15 +71,50 @@ def predict(
             f"{1e3 * (plan.work.forward_s + plan.work.backward_s):.3g} ms of one process on "
             f"{plan.work.samples} samples, links of {cluster.name}"
         )
-    memory = replace(plan.predicted.bytes, activations=_activations(plan, share, len(blocks)))
-    predicted = replace(
-        plan.predicted,
-        cluster=cluster.name,
-        seconds=_by_kind(costs),
-        sent=int(costs.sent),
-        bytes=memory,
-    )
+    activations = _activations(plan, share, len(blocks))
+    seconds, moved = _by_kind(costs), plan.predicted.moved
+    if moved is not None:
+        moved, seconds = _tiered(plan, model, optimizer, cluster, seconds)
+        assert plan.zero is not None, "tiers are of ZeRO"
+        assert plan.zero.tiers is not None, "there are tiers"
+        activations = other_bytes(plan.zero.tiers, plan.work)
+    memory = replace(plan.predicted.bytes, activations=activations)
+    predicted = Predicted(cluster.name, seconds, int(costs.sent), memory, moved)
     return replace(plan, predicted=predicted, reasons=reasons)
+
+
+def with_work(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, sample: Any
+) -> Plan:
+    """A plan with what a sample costs, measured here."""
+    autocast = PRECISIONS.get(plan.precision.autocast)
+    tensor, blocks = plan_tensors(plan, model), _blocks(plan, model)
+    work = measure_work(model, optimizer, sample, tensor, blocks, autocast)
+    if plan.zero is not None and plan.zero.tiers is not None:
+        again = plan.zero.tiers.activations in ("recompute", "auto")
+        work = with_peaks(work, model, sample, autocast, again)
+    return replace(plan, work=work)
+
+
+def _tiered(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    cluster: Cluster,
+    seconds: Seconds,
+) -> tuple[Moved, Seconds]:
+    """What moves between memories, and the seconds of a step that waits for it."""
+    assert plan.zero is not None, "tiers are of ZeRO"
+    assert plan.zero.tiers is not None, "there are tiers"
+    tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
+    sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
+    found = find_residency(state_bytes(plan, sizes), plan.zero.tiers, plan.work)
+    moved, tiered = with_seconds(found, plan.zero.tiers, plan.work, cluster)
+    if tiered is None:
+        return moved, seconds
+    exposed = seconds.exposed + tiered.exposed
+    step = seconds.step + tiered.exposed
+    return moved, replace(seconds, transfers=tiered.busy, exposed=exposed, step=step)
 
 
 def _blocks(plan: Plan, model: nn.Module) -> tuple[str, ...]:

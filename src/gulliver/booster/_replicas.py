@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gulliver.booster._limited import LimitedManager, keep_to_limit
 from gulliver.booster._model import RUNNING, broadcast_all, no_optimizer, unwrapped
 from gulliver.booster.hybrid import HybridMesh, HybridOptimizer, WholeModel, say
 from gulliver.comm import Torus, World
@@ -57,6 +58,7 @@ def share_zero(
     whole: WholeModel,
     mesh: HybridMesh | None,
     stage: Stage | None,
+    manager: LimitedManager | None = None,
 ) -> ZeroOptimizer:
     """Moves parameters into chunks; the model stays the object that it was."""
     zero = plan.zero
@@ -66,9 +68,12 @@ def share_zero(
         "chunk_bytes": zero.chunk_bytes,
         "max_norm": plan.max_norm or math.inf,
         "assume_elementwise": zero.assume_elementwise,
+        "assume_per_parameter": zero.assume_per_parameter,
         "frozen": rest,
         "ahead": zero.gather_ahead,
         "overlap": zero.overlap,
+        "manager": manager,
+        "step_in_backward": zero.tiers is not None and zero.tiers.step_in_backward,
     }
     if mesh is not None:
         frozen = [p for p, name in rest.items() if whole.aliases[name] in whole.frozen]
@@ -82,6 +87,7 @@ def share_zero(
     order = [name for chunk in zero.chunks for name in chunk.tensors]
     if order and boosted.everything:
         boosted.relayout(order, zero.chunk_bytes)
+    keep_to_limit(plan, boosted, manager)
     return boosted
 
 

@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from gulliver.booster._model import HALVES, modules_kept, no_optimizer, unwrapped
+from gulliver.booster._replay import StateBytes
+from gulliver.booster._residency import find_residency
 from gulliver.errors import GulliverError, nearest
 from gulliver.memory import moment_size
-from gulliver.parallel import is_boosted, named_trainables, state_tensors
+from gulliver.parallel import is_boosted, named_trainables, needs_whole, state_sizes
 from gulliver.parallel.pipeline import Cut, Stack, cut, deal, names_held, stack_of, style_of
 from gulliver.parallel.tensor import TensorPlan, best_match, plan_tensor
 from gulliver.parallel.zero import (
@@ -63,8 +65,15 @@ def resolve(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
     if plan.zero is not None:
         plan = _with_chunks(plan, model, sizes)
-    memory = predict_memory(plan, model, sizes)
-    predicted = replace(plan.predicted, bytes=memory)
+        if plan.stage and any(t.whole for t in sizes):
+            reasons["zero.chunks"] = (
+                f"{plan.model.optimizer} looks at whole parameters: none is cut"
+            )
+    memory, moved = predict_memory(plan, model, sizes), None
+    if plan.zero is not None and plan.zero.tiers is not None:
+        found = find_residency(state_bytes(plan, sizes), plan.zero.tiers, plan.work)
+        memory, moved = MemoryPlan(**found.bytes), found.moved
+    predicted = replace(plan.predicted, bytes=memory, moved=moved)
     return replace(plan, predicted=predicted, reasons={**plan.reasons, **reasons})
 
 
@@ -237,23 +246,23 @@ def tensor_sizes(
     stages: Stages | None,
 ) -> list[TensorSize]:
     """The parameters that the first rank will have, in the model's order, before any sharding."""
-    groups = (optimizer or no_optimizer()).param_groups
-    states = {
-        p: state_tensors(optimizer or no_optimizer(), group)
-        for group in groups
-        for p in group["params"]
-    }
+    stepper = optimizer or no_optimizer()
+    groups = {p: group for group in stepper.param_groups for p in group["params"]}
+    whole = plan.zero is not None and needs_whole(stepper, plan.zero.assume_elementwise)
     if stages is None:
         named = {name: p for name, p in model.named_parameters() if not is_boosted(p)}
     else:
         named = names_held(model, *stages, 0)
     sizes = []
     for name, parameter in named.items():
-        trained = parameter in states and parameter.requires_grad
+        trained = parameter in groups and parameter.requires_grad
         dtype = _dtype_in(plan, name, parameter)
         count = _cut_numel(name, parameter, tensor)
-        kept = states[parameter] if trained else 0
-        sizes.append(TensorSize(name, count, dtype, parameter.device, trained, kept))
+        # An optimizer that looks at shapes is not given slices.
+        shape = parameter.shape if count == parameter.numel() else (count,)
+        kept = state_sizes(stepper, groups[parameter], shape) if trained else ()
+        device = parameter.device
+        sizes.append(TensorSize(name, count, dtype, device, trained, kept, whole and trained))
     return sizes
 
 
@@ -298,7 +307,8 @@ def _with_chunks(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Plan:
         )
         for layout, dtype, _ in found
     )
-    _check_ends(plan, chunks, {t.name: t.numel * t.dtype.itemsize for t in sizes})
+    if not any(t.whole for t in sizes):  # else chunks end where their parts are even
+        _check_ends(plan, chunks, {t.name: t.numel * t.dtype.itemsize for t in sizes})
     return replace(plan, zero=replace(zero, chunks=chunks))
 
 
@@ -335,23 +345,11 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
     if zero is None:
         held = sum(p.nbytes for p in model.parameters())
         gradients = sum(t.numel * t.dtype.itemsize for t in trained)
-        state = sum(t.states * t.numel * t.dtype.itemsize for t in trained)
+        state = sum(sum(t.states) * t.dtype.itemsize for t in trained)
         return MemoryPlan(held, gradients, state)
-    parts = plan.mesh.replicas if zero.stage else 1
-    order = [name for chunk in zero.chunks for name in chunk.tensors]
-    states = {t.name: t.states for t in trained}
-    chunks, state = [], 0
-    layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
-    for layout, dtype, is_trained in layouts:
-        home = shard_dtype(dtype, is_trained)
-        whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
-        names = tuple(slot.name for slot in layout.slots)
-        chunks.append(ChunkBytes(names, whole, shard, is_trained, home != dtype))
-        if is_trained:
-            pieces = layout.pieces(0)
-            held = sum(states[piece.name] * moment_size([piece.numel]) for piece in pieces)
-            state += held * home.itemsize
-    found = held_bytes(chunks, zero.stage, parts, zero.gather_ahead, state)
+    state = state_bytes(plan, sizes)
+    kept = sum(sum(moments) for moments in state.moments)
+    found = held_bytes(state.chunks, zero.stage, state.parts, state.ahead, kept)
     beside = 0
     if zero.stage < 3:
         # What is not in chunks: frozen parameters, and those of another optimizer.
@@ -361,6 +359,31 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
         beside = sum(count for name, count in held.items() if name not in inside) + sum(others)
     found["parameters"] += beside
     return MemoryPlan(**found)
+
+
+def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
+    """Bytes of the first rank's chunks, and of what the optimizer keeps of each."""
+    zero = plan.zero
+    assert zero is not None, "there are chunks"
+    order = [name for chunk in zero.chunks for name in chunk.tensors]
+    states = {t.name: t.states for t in sizes if t.trained}
+    chunks, moments = list[ChunkBytes](), list[list[int]]()
+    layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
+    for layout, dtype, is_trained in layouts:
+        home = shard_dtype(dtype, is_trained)
+        whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
+        names = tuple(slot.name for slot in layout.slots)
+        chunks.append(ChunkBytes(names, whole, shard, is_trained, home != dtype))
+        cut = layout.parts > 1 and not layout.whole
+        # Of a piece that was cut each tensor has its size.
+        kept = [
+            (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
+            for piece in (layout.pieces(0) if is_trained else ())
+        ]
+        kinds = itertools.zip_longest(*kept, fillvalue=0)
+        moments.append([moment_size(kind) * home.itemsize for kind in kinds])
+    parts = plan.mesh.replicas if zero.stage else 1
+    return StateBytes(chunks, moments, parts, zero.gather_ahead)
 
 
 RESULTS = ("model", "predicted", "reasons")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from gulliver.booster._limited import LimitedManager
 from gulliver.parallel import BoostedOptimizer, ZeroOptimizer
 from gulliver.parallel.zero import Stage
 from gulliver.plan import ChunkPlan, Comparison, MemoryPlan, Plan, Row
@@ -86,6 +87,11 @@ class Running:
         held = self._held()
         rows += [Row(k, "bytes", getattr(predicted.bytes, k), held[k]) for k in KINDS]
         rows.append(Row("total", "bytes", predicted.bytes.total, sum(held.values())))
+        manager = getattr(getattr(self.optimizer, "shards", None), "manager", None)
+        if isinstance(manager, LimitedManager) and predicted.moved is not None:
+            read, written = manager.step_moved
+            rows.append(Row("read", "bytes", predicted.moved.read, read))
+            rows.append(Row("written", "bytes", predicted.moved.written, written))
         return Comparison(tuple(rows))
 
     def _held(self) -> dict[str, int]:

@@ -45,7 +45,8 @@ def write_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> None:
 
 def begin_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> PartsSaver:
     """Begins to write what `write_model` writes, while training goes on."""
-    return begin_single(holder.model_leaves(model), model.buffers(), path, _of_all(_dtypes(model)))
+    leaves, dtypes = holder.model_leaves(model), _of_all(_dtypes(model))
+    return begin_single(leaves, model.buffers(), path, dtypes, holder.copy_limit)
 
 
 def write_folder(holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any) -> None:
@@ -61,8 +62,11 @@ def begin_folder(
     """Begins to write what `write_folder` writes, while training goes on."""
     agreed(lambda: refuse_existing(folder))
     aliases, dtypes = _of_all(holder.canonical_names(model)), _of_all(_dtypes(model))
-    leaves = holder.model_leaves(model)
-    return begin_huggingface(leaves, model.buffers(), folder, dtypes, aliases, **options)
+    leaves, limit = holder.model_leaves(model), holder.copy_limit
+    buffers = model.buffers()
+    return begin_huggingface(
+        leaves, buffers, folder, dtypes, aliases, memory_limit=limit, **options
+    )
 
 
 def _of_all(mine: dict[str, Any]) -> dict[str, Any]:

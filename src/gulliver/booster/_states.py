@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from gulliver.checkpoint import (
+    Mismatch,
     join_state,
+    match,
     read_json,
     read_tensors,
     split_state,
@@ -19,9 +21,6 @@ from gulliver.checkpoint import (
 from gulliver.comm import any_rank, barrier, init_world
 from gulliver.errors import GulliverError
 from gulliver.parallel import BoostedOptimizer
-
-LISTED = 4
-"""Names shown of a list that does not match."""
 
 
 def on_main(write: Callable[[], None]) -> None:
@@ -76,21 +75,10 @@ def whole_model(model: nn.Module) -> dict[str, Tensor]:
 def read_model(model: nn.Module, path: Path, strict: bool) -> list[str]:
     """Reads a state dict in place; returns the names that were missing or left over."""
     state, own = read_tensors(path), model.state_dict()
-    unlike = [n for n in own if n in state and own[n].shape != state[n].shape]
-    if unlike:
-        name = unlike[0]
-        raise GulliverError(
-            f"{path} is of another model: {listed('of other shapes', unlike)}; {name} is "
-            f"{tuple(state[name].shape)} in the file, {tuple(own[name].shape)} here"
-        )
-    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    if (strict and (missing or extra)) or (own and len(missing) == len(own)):
-        raise GulliverError(
-            f"{path} is of another model: {listed('missing', missing)}; "
-            f"{listed('left over', extra)}"
-        )
+    odd = match(state, own)
+    odd.refuse(str(path), len(own), strict)
     model.load_state_dict(state, strict=False)
-    return missing + extra
+    return odd.missing + odd.unexpected
 
 
 def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:
@@ -107,12 +95,9 @@ def check_groups(ours: list[list[str]], saved: list[Any], folder: Path) -> None:
     if len(theirs) != len(ours):
         raise GulliverError(f"{folder} has {len(theirs)} parameter groups, not {len(ours)}")
     for number, (found, names) in enumerate(zip(theirs, ours, strict=True)):
-        missing, extra = sorted(set(names) - found), sorted(found - set(names))
-        if missing or extra:
-            raise GulliverError(
-                f"{folder} is of other parameters: group {number} has "
-                f"{listed('missing', missing)}; {listed('left over', extra)}"
-            )
+        odd = Mismatch(sorted(set(names) - found), sorted(found - set(names)))
+        if odd:
+            raise GulliverError(f"{folder} is of other parameters, group {number}: {odd}")
 
 
 def write_scheduler(lr_scheduler: Any, path: Path, writes: bool) -> None:
@@ -155,9 +140,3 @@ def _is_code(value: Any) -> bool:
     return callable(value) or (
         isinstance(value, list) and any(item is None or callable(item) for item in value)
     )
-
-
-def listed(what: str, names: list[str]) -> str:
-    """Number of names, and the first few of them, for messages."""
-    shown = ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
-    return f"{len(names)} {what}" + (f" ({shown})" if names else "")

@@ -37,8 +37,9 @@ from gulliver.checkpoint._interchange import (
 )
 from gulliver.checkpoint._loading import Loaded, fill_all, load, plan_all, step_folder
 from gulliver.checkpoint._manifest import Manifest, read_manifest
+from gulliver.checkpoint._matching import Mismatch, listed, match
 from gulliver.checkpoint._parts_saving import PartsSaver, begin_huggingface, begin_single
-from gulliver.checkpoint._reader import Mismatch, StepReader
+from gulliver.checkpoint._reader import StepReader
 from gulliver.checkpoint._refs import Ref, refs_in, replace_refs, with_refs
 from gulliver.checkpoint._saving import AsyncCheckpointer
 from gulliver.checkpoint._single import FileSaver
@@ -75,8 +76,10 @@ __all__ = [
     "import_huggingface",
     "is_step_or_run",
     "join_state",
+    "listed",
     "load",
     "load_huggingface",
+    "match",
     "match_huggingface",
     "merge_skeletons",
     "names_in",

@@ -73,6 +73,7 @@ class Save:
     begun: float
     snapshot: Snapshot | None = None
     engine: Engine | None = None
+    is_ring: bool = False
     lane: Lane | None = None
     skeletons: dict[str, Any] = field(default_factory=dict)
     problem: Exception | None = None

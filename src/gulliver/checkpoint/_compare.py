@@ -6,12 +6,8 @@ broken. `compare` reads two checkpoints of any kind side by side, batch by batch
 
 from __future__ import annotations
 
-import json
-import math
-import struct
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -19,9 +15,10 @@ from torch import Tensor
 
 from gulliver.checkpoint._branches import by_age
 from gulliver.checkpoint._folder import steps_of
-from gulliver.checkpoint._image import MAX_HEADER, read_slots
 from gulliver.checkpoint._loading import check_number, step_folder
-from gulliver.checkpoint._manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from gulliver.checkpoint._manifest import MANIFEST, read_manifest
+from gulliver.checkpoint._matching import match
+from gulliver.checkpoint._verifying import Problem, Verifier
 from gulliver.checkpoint._weights import (
     Batch,
     StepWeights,
@@ -32,41 +29,12 @@ from gulliver.checkpoint._weights import (
 )
 from gulliver.checkpoint._writing import Progress
 from gulliver.errors import GulliverError
-from gulliver.io import Engine, IoError, Page, Ticket, default_engine
 
-AHEAD = 8
-"""Pages that are read at once."""
 SLICE = 2**20
 """Elements that are compared at once, in double precision."""
 
 
 # --- verifying -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something broken in a step.
-
-    Attributes:
-        file: name of the file in the step's folder.
-        begin: first byte that may be wrong.
-        stop: one past the last.
-        tensors: names of the tensors that lie there, as ``entry: name``; empty for the header and
-            for text.
-        what: description of what is wrong.
-    """
-
-    file: str
-    begin: int
-    stop: int
-    tensors: tuple[str, ...]
-    what: str
-
-    def __str__(self) -> str:
-        shown = ", ".join(self.tensors[:4]) + (", ..." if len(self.tensors) > 4 else "")
-        several = f"{len(self.tensors)} tensors: " if len(self.tensors) > 1 else ""
-        holding = f" ({several}{shown})" if self.tensors else ""
-        return f"{self.file}, bytes {self.begin} to {self.stop}: {self.what}{holding}"
 
 
 def run_steps(path: Path | str) -> list[tuple[int, Path]]:
@@ -95,12 +63,12 @@ def verify(
     manifest = read_manifest(folder)
     problems: list[Problem] = []
     done = 0
-    largest = max((entry.page_bytes for entry in manifest.files.values()), default=1)
-    with default_engine(page_bytes=-(-largest // 4096) * 4096, pages=AHEAD) as engine:
-        for name, entry in manifest.files.items():
-            for found in _verify_file(engine, folder, manifest, name, entry):
-                if isinstance(found, Problem):
-                    problems.append(found)
+    with closing(Verifier(folder, manifest)) as verifier:
+        for name in manifest.files:
+            for found in verifier.check(name):
+                if not isinstance(found, int):
+                    assert found.problem is not None
+                    problems.append(found.problem)
                     continue
                 done += found
                 if progress is not None:
@@ -135,145 +103,17 @@ def any_step(path: Path | str, step: int | None = None) -> Path:
     return folders[step]
 
 
-def _verify_file(
-    engine: Engine, folder: Path, manifest: Manifest, name: str, entry: FileEntry
-) -> Iterator[int | Problem]:
-    """Yields numbers of bytes that were read, and problems."""
-    size = (folder / name).stat().st_size if (folder / name).is_file() else None
-    if size is None:
-        yield Problem(name, 0, entry.nbytes, _held(folder, manifest, name), "the file is missing")
-        return
-    if size != entry.nbytes:
-        what = f"the file has {size} bytes, not {entry.nbytes}"
-        begin, stop = sorted((size, entry.nbytes))
-        yield Problem(name, begin, stop, _held(folder, manifest, name, begin, stop), what)
-    if entry.page_bytes < 1 or len(entry.crc32) != math.ceil(entry.nbytes / entry.page_bytes):
-        what = "its checksums in the manifest are incomplete"
-        yield Problem(name, 0, entry.nbytes, _held(folder, manifest, name), what)
-        return
-    checked = _mislabelled(folder, manifest, name)
-    for number, failure in _broken_pages(engine, folder / name, entry, min(size, entry.nbytes)):
-        begin = number * entry.page_bytes
-        stop = min(begin + entry.page_bytes, entry.nbytes)
-        yield stop - begin
-        if failure is not None:
-            checked = None
-            yield Problem(name, begin, stop, _held(folder, manifest, name, begin, stop), failure)
-    if checked is not None and size == entry.nbytes:
-        yield checked
-
-
-def _broken_pages(
-    engine: Engine, path: Path, entry: FileEntry, size: int
-) -> Iterator[tuple[int, str | None]]:
-    """Yields every page that is there in full, and what is wrong with it; None where nothing is."""
-    last = math.ceil(entry.nbytes / entry.page_bytes)
-    numbers = deque(n for n in range(last) if min((n + 1) * entry.page_bytes, entry.nbytes) <= size)
-    reading: deque[tuple[int, Page, Ticket]] = deque()
-    try:
-        file = engine.open(path)
-    except IoError as error:
-        yield 0, str(error)
-        return
-    try:
-        while numbers or reading:
-            while numbers and len(reading) < AHEAD:
-                number, page = numbers.popleft(), engine.acquire()
-                offset = number * entry.page_bytes
-                count = min(entry.page_bytes, entry.nbytes - offset)
-                ticket = engine.read(file, offset, page.address, count, checksum=True)
-                reading.append((number, page, ticket))
-            number, page, ticket = reading.popleft()
-            failure = _failure(ticket)
-            engine.release(page)
-            if failure is None and ticket.checksum != entry.crc32[number]:
-                failure = "they are not what was written"
-            yield number, failure
-    finally:
-        for _, page, ticket in reading:
-            _failure(ticket)
-            engine.release(page)
-        engine.close_file(file)
-
-
-def _failure(ticket: Ticket) -> str | None:
-    try:
-        ticket.wait()
-    except GulliverError as error:
-        return str(error)
-    return None
-
-
-def _held(
-    folder: Path, manifest: Manifest, file: str, begin: int = 0, stop: int | None = None
-) -> tuple[str, ...]:
-    """The tensors between two bytes of a file; all of the file's where its header is unreadable."""
-    names = [
-        (entry, name)
-        for entry, tensors in manifest.tensors.items()
-        for name, tensor in tensors.items()
-        if any(part.file == file for part in tensor.parts)
-    ]
-    places = _places(folder / file)
-    if stop is None or places is None:
-        return tuple(f"{entry}: {name}" for entry, name in names)
-    return tuple(
-        f"{entry}: {name}"
-        for entry, name in names
-        if name in places and places[name][0] < stop and places[name][1] > begin
-    )
-
-
-def _places(path: Path) -> dict[str, tuple[int, int]] | None:
-    """First byte and one past the last of each tensor of a file; also of a truncated one."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            entries = json.loads(file.read(min(length, MAX_HEADER)))
-        entries.pop("__metadata__", None)
-        offsets = {name: entry["data_offsets"] for name, entry in entries.items()}
-        return {name: (8 + length + a, 8 + length + b) for name, (a, b) in offsets.items()}
-    except (OSError, struct.error, ValueError, TypeError, KeyError, AttributeError):
-        # A broken header tells nothing.
-        return None
-
-
-def _mislabelled(folder: Path, manifest: Manifest, file: str) -> Problem | None:
-    """A file that is whole, but not the one that the manifest speaks of."""
-    if not file.endswith(".safetensors"):
-        return None
-    try:
-        slots, _ = read_slots(folder / file)
-    except GulliverError as error:
-        return Problem(file, 0, manifest.files[file].nbytes, (), str(error))
-    for entry, tensors in manifest.tensors.items():
-        for name, tensor in tensors.items():
-            for part in tensor.parts:
-                if part.file != file:
-                    continue
-                count = (part.stop - part.start) * tensor.dtype.itemsize
-                slot = slots.get(name)
-                if slot is None or slot.dtype != tensor.dtype or slot.nbytes != count:
-                    whole = manifest.files[file].nbytes
-                    what = "the header and the manifest disagree"
-                    return Problem(file, 0, whole, (f"{entry}: {name}",), what)
-    return None
-
-
 def _joined(problems: list[Problem]) -> list[Problem]:
     """Joins equal problems of neighbouring pages."""
     found: list[Problem] = []
     for problem in problems:
         before = found[-1] if found else None
-        if before is not None and (before.file, before.what, before.stop) == (
-            problem.file,
-            problem.what,
-            problem.begin,
-        ):
+        same = before and (before.file, before.what, before.stop)
+        if before is not None and same == (problem.file, problem.what, problem.begin):
             tensors = tuple(dict.fromkeys((*before.tensors, *problem.tensors)))
-            found[-1] = Problem(problem.file, before.begin, problem.stop, tensors, problem.what)
-        else:
-            found.append(problem)
+            problem = replace(problem, begin=before.begin, tensors=tensors)
+            found.pop()
+        found.append(problem)
     return found
 
 
@@ -412,16 +252,13 @@ def compare(
                 f"{a} and {b} cannot be compared entry by entry: one of them is no step; choose "
                 "one entry"
             )
-        found = Comparison(allow_dtypes=allow_dtypes)
-        found.missing = [name for name in one.infos if name not in other.infos]
-        found.unexpected = [name for name in other.infos if name not in one.infos]
+        odd = match(other.infos, one.infos)
+        found = Comparison(odd.missing, odd.unexpected, allow_dtypes=allow_dtypes)
+        found.shapes = {name: (ours, theirs) for name, (theirs, ours) in odd.unlike.items()}
         common: dict[str, TensorInfo] = {}
         for name, info in one.infos.items():
             theirs = other.infos.get(name)
-            if theirs is None:
-                continue
-            if info.shape != theirs.shape:
-                found.shapes[name] = info.shape, theirs.shape
+            if theirs is None or name in odd.unlike:
                 continue
             if info.dtype != theirs.dtype:
                 found.dtypes[name] = info.dtype, theirs.dtype

@@ -18,8 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gulliver.checkpoint._collect import kind_of, refuse_boosted
 from gulliver.checkpoint._dtensors import is_dtensor, local_leaf
+from gulliver.checkpoint._matching import Mismatch, match
 from gulliver.checkpoint._optimizers import optimizer_state
-from gulliver.checkpoint._reader import Mismatch, StepReader
+from gulliver.checkpoint._reader import StepReader
 from gulliver.checkpoint._tree import Leaf, as_leaf, join_state, names_in
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, before_write, storage_of
@@ -51,21 +52,16 @@ class Filling:
     is_object: bool = False
 
     def check(self, strict: bool) -> None:
-        """Refuses what does not match, and values that do not fit.
-
-        Without `strict` names may be left over or missing, but not all missing, and no shape may
-        differ.
+        """Refuses what does not match, and values that do not fit; see `Mismatch.refuse`.
 
         Raises:
             GulliverError: something does not match or fit, or a target cannot be filled.
         """
-        reader, odd = self.reader, self.odd
-        wanted = len(self.leaves) + len(odd.missing)
-        if odd.unlike or (strict and odd) or (wanted and len(odd.missing) == wanted):
-            raise GulliverError(f"{reader.folder}, entry {self.entry!r}, does not fit: {odd}")
+        where = f"{self.reader.folder}, entry {self.entry!r},"
+        self.odd.refuse(where, len(self.leaves) + len(self.odd.missing), strict)
         for name, leaf in self.leaves.items():
             _check_fillable(f"{self.entry}: tensor {name!r}", leaf)
-        reader.check_fits(self.entry, self.leaves, self.prefix)
+        self.reader.check_fits(self.entry, self.leaves, self.prefix)
 
     @torch.no_grad()
     def fill(self) -> Any:
@@ -210,9 +206,7 @@ def _plan_module(filling: Filling, module: nn.Module, skeleton: Any, prefix: str
 def _match_names(filling: Filling, leaves: Mapping[str, Leaf], prefix: str) -> None:
     """Notes what is filled by the names of tensors."""
     reader, filling.prefix = filling.reader, prefix
-    odd = filling.odd = reader.match(filling.entry, leaves, prefix)
-    if prefix:
-        odd.unexpected = []
+    odd = filling.odd = match(reader.tensors(filling.entry), leaves, prefix)
     filling.leaves = {n: leaf for n, leaf in leaves.items() if n not in odd.missing}
 
 
@@ -290,14 +284,13 @@ class _Tree:
 
     def _match_leaf(self, leaf: Leaf, skeleton: Any, path: str) -> None:
         odd = self.filling.odd
-        name = skeleton["tensor"] if _kind(skeleton) == "tensor" else None
-        if name is None or name not in self.saved:
-            odd.missing.append(path)
-        elif self.saved[name].shape != tuple(leaf.shape):
-            odd.unlike[path] = (self.saved[name].shape, tuple(leaf.shape))
-        else:
-            target = _target(f"{self.entry}: tensor {path!r}", leaf)
-            self.filling.leaves[name] = target
+        name = skeleton["tensor"] if _kind(skeleton) == "tensor" else ""
+        there = {path: self.saved[name]} if name in self.saved else {}
+        found = match(there, {path: leaf})
+        odd.missing += found.missing
+        odd.unlike.update(found.unlike)
+        if not found:
+            self.filling.leaves[name] = _target(f"{self.entry}: tensor {path!r}", leaf)
 
 
 def _kind(skeleton: Any) -> str | None:

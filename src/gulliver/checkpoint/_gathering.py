@@ -1,29 +1,43 @@
-"""Gathers tensors of which ranks hold parts, as whole ones on rank 0: one after the other.
+"""Gathers tensors of which ranks hold parts on rank 0, run by run.
 
 `on_gathered` is all that others call. The first rank reads `GatheredWeights` as it would read
 files, in an order that it announces; the others go through the same order, and send what they have
-of each tensor. No rank ever has more than one tensor whole.
+of each run of elements. No rank ever has more than a batch of these.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gulliver.checkpoint._image import CODES, DTYPES
-from gulliver.checkpoint._manifest import PartEntry, TensorEntry, tensor_from_json
-from gulliver.checkpoint._regions import Place, copy_bytes, overlap, place_of
+from gulliver.checkpoint._image import CODES
+from gulliver.checkpoint._manifest import PartEntry, tensor_from_json
+from gulliver.checkpoint._matching import merge_parts
+from gulliver.checkpoint._regions import Copies, Place, copy_bytes, overlap, place_of
 from gulliver.checkpoint._tree import Leaf
 from gulliver.checkpoint._weights import TensorInfo, Weights
-from gulliver.comm import broadcast_object, gather_objects, group_rank, group_size
+from gulliver.comm import (
+    broadcast_object,
+    gather_objects,
+    guard,
+    host_rank_group,
+    post,
+    return_rank_group,
+    together,
+)
 from gulliver.errors import GulliverError
+from gulliver.io import FileMappings
 from gulliver.memory import Part
+
+TAG = 310
+"""Tag of messages with elements."""
+Run = tuple[str, int, int]
+"""Name of a tensor, first element of a run and one past the last."""
 
 
 class GatheredWeights(Weights):
@@ -45,73 +59,95 @@ class GatheredWeights(Weights):
         self, leaves: Mapping[str, Leaf], dtypes: Mapping[str, torch.dtype] | None = None
     ) -> None:
         self.path, self.files = Path(), []
-        self.rank = group_rank()
-        self._group: Any = None
-        self._own_group = False
-        if group_size() > 1 and dist.get_backend() != "gloo":
-            # What goes round is in host memory.
-            self._group, self._own_group = dist.new_group(backend="gloo"), True
+        # What travels is in host memory.
+        self.ranks = host_rank_group(None, "checkpoint")
+        self.rank, self._group = self.ranks.rank, self.ranks.process_group
         self._leaves = dict(leaves)
         dtypes = dtypes or {}
         found = {n: _described(leaf, self.rank, dtypes.get(n)) for n, leaf in leaves.items()}
-        self._entries = _merged(gather_objects(found, self._group))
+        merged = merge_parts(_first_of_alike(gather_objects(found, self._group)))
+        self._entries = {name: tensor_from_json(entry) for name, entry in merged.items()}
         self.infos = {name: TensorInfo(e.dtype, e.shape) for name, e in self._entries.items()}
-        self._order: deque[str] | None = None
-        self._now: tuple[str, Tensor] | None = None
+        self._order: deque[Run] | None = None
+        self._flat: tuple[str, Tensor] | None = None
+        self._mapped = FileMappings()
 
-    def announce(self, names: Iterable[str]) -> None:
+    def announce(self, runs: Iterable[Run]) -> None:
         """Tells the others what will be read, and in which order; once."""
         assert self._order is None, "the order is announced once"
-        self._order = deque(broadcast_object(list(names), 0, self._group))
+        self._order = deque(broadcast_object(list(runs), 0, self._group))
 
     def read(self, wanted: Mapping[str, Part]) -> None:
+        arriving: list[tuple[Tensor, Tensor, Copies]] = []
+        incoming: list[tuple[int, Tensor]] = []
         for name, part in wanted.items():
-            assert part.region is None, "what is gathered is read whole"
-            while self._now is None or self._now[0] != name:
-                self._receive()
-            part.value.copy_(self._now[1][part.start : part.stop])
+            assert part.region is None, "what is gathered is counted in the whole"
+            assert self._order, "all that is read was announced"
+            assert self._order.popleft() == (name, part.start, part.stop), "in that order"
+            for rank, copies in self._sources((name, part.start, part.stop)):
+                # One run comes straight to where it belongs; what is strided takes a detour.
+                row = part.value[int(copies.target[0]) :][: copies.total]
+                if len(copies) > 1:
+                    row = torch.empty(copies.total, dtype=row.dtype)
+                    arriving.append((part.value, row, copies.packed()[1]))
+                if rank == self.rank:
+                    row.copy_(self._row(name, copies))
+                    self._let_go(copies)
+                else:
+                    incoming.append((self.ranks.ranks[rank], row))
+        post(incoming, [], self._group, TAG).wait()
+        for value, row, copies in arriving:
+            scaled = copies.scaled(value.itemsize)
+            copy_bytes(value.view(torch.uint8), row.view(torch.uint8), scaled)
 
-    def _receive(self) -> None:
-        """Receives the next tensor of the order, as a row of elements in host memory."""
-        assert self._order, f"{self._now and self._now[0]} is the last tensor that was announced"
-        name = self._order.popleft()
+    def _sources(self, run: Run) -> Iterator[tuple[int, Copies]]:
+        """Yields ranks that have elements of a run, and where: copies from their part to it."""
+        name, start, stop = run
         entry = self._entries[name]
-        self._now = None
-        whole = torch.empty(entry.numel, dtype=entry.dtype)
         for part in entry.parts:
-            place = part.place(entry.shape)
-            if not place.numel:
-                continue
-            if int(part.file) == self.rank:
-                row = self._row(name)
-            else:
-                row = torch.empty(place.numel, dtype=entry.dtype).view(torch.uint8)
-                dist.recv(row, group=self._group, group_src=int(part.file))
-            copies = overlap(place, Place(entry.shape, 0, entry.numel))
-            copy_bytes(whole.view(torch.uint8), row, copies.scaled(entry.dtype.itemsize))
-        self._now = name, whole
+            copies = overlap(part.place(entry.shape), Place(entry.shape, start, stop))
+            if len(copies):
+                yield int(part.file), copies
 
-    def _row(self, name: str) -> Tensor:
-        """Returns what this rank has of a tensor, as bytes (uint8) in host memory."""
-        leaf = self._leaves[name]
-        value = (leaf.value if isinstance(leaf, Part) else leaf).detach()
-        value = value.to("cpu", self._entries[name].dtype).resolve_conj().resolve_neg()
-        return value.contiguous().reshape(-1).view(torch.uint8)
+    def _row(self, name: str, copies: Copies) -> Tensor:
+        """Returns elements that this rank has, without gaps, in host memory, as they travel."""
+        if self._flat is None or self._flat[0] != name:
+            leaf = self._leaves[name]
+            value = (leaf.value if isinstance(leaf, Part) else leaf).detach()
+            # Kept for the next run: flattening what is not contiguous copies it.
+            self._flat = name, value.resolve_conj().resolve_neg().reshape(-1)
+        flat, dtype = self._flat[1], self._entries[name].dtype
+        if len(copies) == 1:
+            return flat[int(copies.source[0]) :][: copies.total].to("cpu", dtype)
+        row = torch.empty(copies.total, dtype=flat.dtype)
+        scaled = copies.packed()[0].scaled(row.itemsize)
+        copy_bytes(row.view(torch.uint8), flat.cpu().view(torch.uint8), scaled)
+        return row.to(dtype)
+
+    def _let_go(self, copies: Copies) -> None:
+        """Gives back what was read for a run from a file that is mapped."""
+        assert self._flat is not None
+        last = int(copies.source[-1] + copies.count[-1])
+        used = self._flat[1][int(copies.source[0]) : last]
+        self._mapped.let_go(used.data_ptr(), used.nbytes if used.is_cpu else 0)
 
     def drain(self) -> None:
         """Receives what is still under way: the others wait for that."""
         if self._order is None:
             self.announce([])
         while self._order:
-            self._receive()
-        self._now = None
+            name, start, stop = self._order[0]
+            scratch = torch.empty(stop - start, dtype=self._entries[name].dtype)
+            self.read({name: Part(scratch, self._entries[name].shape, start)})
 
     def serve(self) -> None:
         """Sends what this rank has of the tensors that the first reads."""
-        for name in broadcast_object([], 0, self._group):
-            for part in self._entries[name].parts:
-                if int(part.file) == self.rank and part.stop > part.start:
-                    dist.send(self._row(name), group=self._group, group_dst=0)
+        for run in broadcast_object([], 0, self._group):
+            for rank, copies in self._sources(run):
+                if rank == self.rank:
+                    row = self._row(run[0], copies)
+                    post([], [(self.ranks.ranks[0], row)], self._group, TAG).wait()
+                    self._let_go(copies)
 
     def agreed(self, failure: Exception | None) -> str | None:
         """Tells all ranks why the first one failed, None if it did not; every rank calls it."""
@@ -119,10 +155,20 @@ class GatheredWeights(Weights):
         return broadcast_object(reason, 0, self._group)
 
     def close(self) -> None:
-        self._now = None
-        if self._own_group:
-            dist.destroy_process_group(self._group)
-            self._own_group = False
+        self._flat = None
+
+
+def _first_of_alike(
+    every: list[dict[str, tuple[bool, dict[str, Any]]]],
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Leaves of tensors that are alike wherever they are those of the first rank that has them."""
+    seen: set[str] = set()
+    for found in every:
+        yield {
+            name: entry if is_part or name not in seen else {**entry, "parts": []}
+            for name, (is_part, entry) in found.items()
+        }
+        seen.update(found)
 
 
 def _described(leaf: Leaf, rank: int, dtype: torch.dtype | None) -> tuple[bool, dict[str, Any]]:
@@ -137,27 +183,6 @@ def _described(leaf: Leaf, rank: int, dtype: torch.dtype | None) -> tuple[bool, 
         "shape": list(place.shape),
         "parts": [part.to_json()],
     }
-
-
-def _merged(every: list[dict[str, tuple[bool, dict[str, Any]]]]) -> dict[str, TensorEntry]:
-    """Merges what all ranks have into one entry a tensor, in the order in which ranks name them."""
-    merged: dict[str, dict[str, Any]] = {}
-    for found in every:
-        for name, (is_part, entry) in found.items():
-            known = merged.setdefault(name, {**entry, "parts": []})
-            if (known["dtype"], known["shape"]) != (entry["dtype"], entry["shape"]):
-                raise GulliverError(f"{name} has another shape or dtype on each rank")
-            if is_part or not known["parts"]:
-                known["parts"] = known["parts"] + entry["parts"]
-    entries = {}
-    for name, entry in merged.items():
-        if entry["dtype"] not in DTYPES:
-            raise GulliverError(f"{name} is {entry['dtype']}: safetensors cannot hold it")
-        try:
-            entries[name] = tensor_from_json(entry)
-        except ValueError as error:
-            raise GulliverError(f"{name} {error}: do all ranks save the same model?") from error
-    return entries
 
 
 def on_gathered(
@@ -177,16 +202,19 @@ def on_gathered(
         GulliverError: rank 0 failed, on the other ranks.
     """
     failure: Exception | None = None
-    with GatheredWeights(leaves, dtypes) as weights:
-        if weights.rank == 0:
-            try:
-                use(weights)
-            except Exception as error:
-                failure = error
-            weights.drain()
-        else:
-            weights.serve()
-        reason = weights.agreed(failure)
+    with guard(), GatheredWeights(leaves, dtypes) as weights:
+        # A rank that cannot send what it has leaves the first waiting: it is told.
+        with together():
+            if weights.rank == 0:
+                try:
+                    use(weights)
+                except Exception as error:
+                    failure = error
+                weights.drain()
+            else:
+                weights.serve()
+            reason = weights.agreed(failure)
+        return_rank_group(weights.ranks)
     if failure is not None:
         raise failure
     if reason is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from gulliver.checkpoint._reader import Mismatch
+from gulliver.checkpoint._matching import Mismatch, match
 from gulliver.checkpoint._tree import Leaf
 from gulliver.checkpoint._weights import BATCH, Batch, TensorInfo, Weights, identity, open_weights
 from gulliver.errors import GulliverError
@@ -92,11 +92,12 @@ def _matched(
     aliases: Mapping[str, str] | None,
 ) -> Mismatch:
     _add_aliases(weights, targets, prefix, aliases or {})
-    found = any(prefix + name in weights.infos for name in targets)
-    odd = _mismatch(weights, targets, prefix)
-    odd.unexpected = [name for name in odd.unexpected if name not in elsewhere]
-    if odd.unlike or (strict and odd) or (targets and not found):
-        raise GulliverError(f"{weights.path} does not fit the model: {odd}")
+    odd = match(weights.infos, targets, prefix, elsewhere)
+    # Of names that share their memory (tied weights) one is enough.
+    there = (leaf for name, leaf in targets.items() if prefix + name in weights.infos)
+    loaded = {_same_memory(leaf) for leaf in there} - {None}
+    odd.missing = [name for name in odd.missing if _same_memory(targets[name]) not in loaded]
+    odd.refuse(str(weights.path), len(targets), strict)
     return odd
 
 
@@ -140,23 +141,6 @@ def _same_memory(leaf: Leaf) -> Any:
     return identity(_value(leaf)) if _is_plain(leaf) else id(leaf)
 
 
-def _mismatch(weights: Weights, targets: Mapping[str, Leaf], prefix: str) -> Mismatch:
-    saved = {n.removeprefix(prefix): i for n, i in weights.infos.items() if n.startswith(prefix)}
-    common = [name for name in targets if name in saved]
-    loaded = {_same_memory(targets[name]) for name in common} - {None}
-    tied = {name for name, leaf in targets.items() if _same_memory(leaf) in loaded}
-    odd = Mismatch(
-        missing=sorted(targets.keys() - saved.keys() - tied),
-        # With a prefix, a part of the files is what was asked for.
-        unexpected=[] if prefix else sorted(saved.keys() - targets.keys()),
-    )
-    for name in common:
-        shape = _shape(targets[name])
-        if saved[name].shape != shape:
-            odd.unlike[name] = (saved[name].shape, shape)
-    return odd
-
-
 def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
     """Reads into tensors and parts: straight into their memory, or through a batch's."""
     straight: dict[str, Part] = {}
@@ -187,12 +171,6 @@ def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
 def _origin(leaf: Leaf) -> tuple[int, Region | None]:
     """The first element of a leaf, and the region that it is counted in."""
     return (leaf.start, leaf.region) if isinstance(leaf, Part) else (0, region_of(leaf))
-
-
-def _shape(leaf: Leaf) -> tuple[int, ...]:
-    """Shape of the whole that a leaf belongs to."""
-    region = _origin(leaf)[1]
-    return tuple(leaf.shape) if region is None else region.shape
 
 
 def _fits(leaf: Leaf, info: TensorInfo) -> bool:

@@ -108,7 +108,11 @@ class CudaLane(Lane):
 
 
 class LaneTicket:
-    """Page that a copy stream fills and the engine writes; waits as an engine's ticket does."""
+    """Page that a copy stream fills and the engine writes; waits as an engine's ticket does.
+
+    Attributes:
+        nbytes: bytes of the page.
+    """
 
     def __init__(
         self,
@@ -118,15 +122,11 @@ class LaneTicket:
         sources: Sequence[tuple[Tensor, int, int]],
     ) -> None:
         self.lane, self.file, self.offset, self.sources = lane, file, offset, sources
+        self.nbytes = sum(count for _, _, count in sources)
         self._issued, self._written = threading.Event(), threading.Event()
         self._event: Any = None
         self._ticket: Ticket | None = None
         self._error: BaseException | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the page."""
-        return sum(count for _, _, count in self.sources)
 
     @property
     def checksum(self) -> int | None:
@@ -147,6 +147,7 @@ class LaneTicket:
     def write(self, engine: Engine, page: Page) -> None:
         """Waits for the copies, and hands the page to the engine to be written."""
         self.lane.wait(self._event)
+        self.sources = ()  # their memory may go
         self._ticket = engine.write_page(self.file, self.offset, page, self.nbytes)
         self._written.set()
 

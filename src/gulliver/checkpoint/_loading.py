@@ -13,7 +13,8 @@ from gulliver.checkpoint._collect import PerRank
 from gulliver.checkpoint._filling import Filling, plan
 from gulliver.checkpoint._folder import CheckpointFolder, steps_of
 from gulliver.checkpoint._manifest import MANIFEST, is_complete, read_manifest
-from gulliver.checkpoint._reader import Mismatch, StepReader
+from gulliver.checkpoint._matching import Mismatch
+from gulliver.checkpoint._reader import StepReader
 from gulliver.comm import group_rank
 from gulliver.errors import GulliverError
 

@@ -39,12 +39,16 @@ class PartsSaver(AsyncCheckpointer):
     Args:
         target: file or folder that is to be there in the end.
         write: function that makes it of the whole tensors, on rank 0 and whole or not at all.
+        memory_limit: bytes of host memory that a rank's copy may take; None for what there is.
     """
 
-    def __init__(self, target: Path, write: Callable[[Weights], object]) -> None:
+    def __init__(
+        self, target: Path, write: Callable[[Weights], object], memory_limit: int | None = None
+    ) -> None:
         # The name says which process writes, so that others know when it is left over.
         writer = broadcast_object(os.getpid())
-        super().__init__(target.with_name(f".{target.name}.parts.{writer}{PARTIAL}"), keep=1)
+        parts = target.with_name(f".{target.name}.parts.{writer}{PARTIAL}")
+        super().__init__(parts, keep=1, memory_limit=memory_limit)
         self._target, self._put = target, write
 
     def begin(self, leaves: Mapping[str, Leaf], buffers: Iterable[Tensor]) -> None:
@@ -67,6 +71,10 @@ class PartsSaver(AsyncCheckpointer):
 
     def _finish(self, save: Save) -> None:
         super()._finish(save)
+        if self._engine is not None:
+            # There is no other save: its pages make room for those of the conversion.
+            self._engine.close()
+            self._engine = None
         if self.rank != 0:
             return
         try:
@@ -97,6 +105,7 @@ def begin_single(
     buffers: Iterable[Tensor],
     path: Path,
     dtypes: Mapping[str, torch.dtype],
+    memory_limit: int | None = None,
 ) -> PartsSaver:
     """Begins to write one safetensors file of what all ranks have; every rank calls it.
 
@@ -105,6 +114,7 @@ def begin_single(
         buffers: tensors among them that a forward may change.
         path: file to make; one that is there is replaced.
         dtypes: dtypes that floating-point tensors of any rank are converted to, by name.
+        memory_limit: bytes of host memory that a rank's copy may take; None for what there is.
 
     Raises:
         GulliverError: it cannot be begun; nothing is left behind.
@@ -113,7 +123,7 @@ def begin_single(
     def write(weights: Weights) -> None:
         write_single(weights, {name: name for name in weights.infos}, path, dtypes)
 
-    saver = PartsSaver(path, write)
+    saver = PartsSaver(path, write, memory_limit)
     saver.begin(leaves, buffers)
     return saver
 
@@ -125,6 +135,7 @@ def begin_huggingface(
     dtypes: Mapping[str, torch.dtype],
     aliases: Mapping[str, str],
     dtype: torch.dtype | None = None,
+    memory_limit: int | None = None,
     **options: Any,
 ) -> PartsSaver:
     """Begins to write a Hugging Face folder of what all ranks have; every rank calls it.
@@ -136,6 +147,7 @@ def begin_huggingface(
         dtypes: dtypes that floating-point tensors of any rank are converted to, by name.
         aliases: names that are left out, and those that have their values (tied weights).
         dtype: one dtype for all of them, instead.
+        memory_limit: bytes of host memory that a rank's copy may take; None for what there is.
         options: ``max_shard_bytes`` and ``config``, as of `gather_huggingface`.
 
     Raises:
@@ -145,6 +157,7 @@ def begin_huggingface(
     saver = PartsSaver(
         folder,
         lambda weights: write_untied(weights, folder, dtype=kind, aliases=aliases, **options),
+        memory_limit,
     )
     saver.begin(leaves, buffers)
     return saver

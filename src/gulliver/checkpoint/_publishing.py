@@ -23,8 +23,8 @@ from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import CheckpointFolder
 from gulliver.checkpoint._image import DTYPES
 from gulliver.checkpoint._manifest import STATE, format_of, is_short, write_manifest
+from gulliver.checkpoint._matching import merge_parts
 from gulliver.checkpoint._presence import Watch, remove_signs
-from gulliver.checkpoint._snapshot import merge_parts
 from gulliver.checkpoint._tree import merge_skeletons
 from gulliver.errors import GulliverError
 
@@ -46,7 +46,9 @@ def leave_word(partial: Path, rank: int, mark: str, word: Mapping[str, Any]) -> 
         GulliverError: the folder is gone, or cannot be written.
     """
     _check_there(partial)
-    write_json(_word(partial, rank), {**word, "mark": mark}, indent=None)
+    # Rank 0 may complete the step, and rename its folder, as soon as the last word has its name:
+    # nothing looks at the folder after that, not even to force it to the disk.
+    write_json(_word(partial, rank), {**word, "mark": mark}, indent=None, durable=False)
 
 
 def publish(
@@ -79,7 +81,11 @@ def publish(
         if "error" in word:
             raise GulliverError(f"rank {rank}: {word['error']}")
     _check_there(partial)
-    tensors = merge_parts([word["parts"] for word in words])
+    entries = dict.fromkeys(entry for word in words for entry in word["parts"])
+    tensors = {
+        entry: merge_parts((word["parts"].get(entry, {}) for word in words), f"{entry}: ")
+        for entry in entries
+    }
     texts = {STATE: _state(words), **_indices(tensors, world_size)}
     files = {name: entry for word in words for name, entry in word["files"].items()}
     indent = 1 if is_short(tensors) else None

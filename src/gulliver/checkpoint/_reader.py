@@ -6,12 +6,8 @@ ranks that saved have left it, and lets the engine read a few of them ahead.
 
 from __future__ import annotations
 
-import math
-import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,36 +16,49 @@ from torch import Tensor
 
 from gulliver.checkpoint._collect import own_entry
 from gulliver.checkpoint._fits import always_fits, misfit
-from gulliver.checkpoint._image import Slot, read_slots
 from gulliver.checkpoint._json import parse_json
-from gulliver.checkpoint._manifest import STATE, FileEntry, TensorEntry, read_manifest
+from gulliver.checkpoint._manifest import STATE, TensorEntry, read_manifest
+from gulliver.checkpoint._matching import match
 from gulliver.checkpoint._regions import Copies, copy_bytes, overlap, place_of
 from gulliver.checkpoint._tree import Leaf, join_state, names_in
+from gulliver.checkpoint._verifying import Verifier
 from gulliver.errors import GulliverError
-from gulliver.io import Engine, File, IoError, Page, Ticket, default_engine, named_errors
+from gulliver.io import Engine, FileMappings
 from gulliver.memory import Part
 
-AHEAD = 8
-"""Pages that are read at once."""
-SCRATCH = 256 * 2**20
-"""Bytes that are held before it is checked whether they fit a narrower dtype."""
+LARGE = 2**16
+"""Bytes of tensors that are given back to their files as they are filled."""
+SCRATCH = 32 * 2**20
+"""Bytes that are read at once to see whether they fit a narrower dtype."""
 
 
 @dataclass
 class _Sink:
-    """Tensor to be filled, and how many of its bytes are still to come."""
+    """Tensor to be filled, and how many of its bytes are still to come.
+
+    Attributes:
+        target: tensor to be filled.
+        row: row that is copied to: bytes, or elements where `dtype` says what they come as.
+        left: bytes that are still to come.
+        dtype: dtype that the bytes are of where they are converted; None where they stay.
+        staged: row in host memory that a tensor is filled from at the end; None without one.
+    """
 
     target: Tensor
-    bytes: Tensor
+    row: Tensor
     left: int
+    dtype: torch.dtype | None = None
     staged: Tensor | None = None
 
-    def arrived(self, count: int) -> None:
-        """Counts bytes that were copied; the last of them finish the tensor."""
-        self.left -= count
+    def take(self, content: Tensor, copies: Copies, mapped: FileMappings) -> None:
+        """Copies bytes; the last finish the tensor, and give it back to its file if it has one."""
+        copy_bytes(self.row, content, copies, self.dtype)
+        self.left -= copies.total
         if self.left == 0 and self.staged is not None:
             self.target.copy_(self.staged.view(self.target.shape))
-            self.staged = None
+            self.row = self.staged = torch.empty(0)
+        if self.left == 0 and self.target.is_cpu and self.target.nbytes >= LARGE:
+            mapped.let_go(self.target.data_ptr(), self.target.nbytes)
 
 
 @dataclass(frozen=True)
@@ -62,39 +71,8 @@ class _Run:
     copies: Copies
 
 
-@dataclass
-class Mismatch:
-    """Names and shapes of an entry that did not match.
-
-    Attributes:
-        missing: names that are wanted and not in the checkpoint.
-        unexpected: names that are in the checkpoint and not wanted.
-        unlike: names whose shapes differ, with both.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    unlike: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.unlike)
-
-    def __str__(self) -> str:
-        said = [_listed("missing from it", self.missing), _listed("left over", self.unexpected)]
-        for name, (theirs, ours) in list(self.unlike.items())[:1]:
-            said.append(
-                f"{len(self.unlike)} of other shapes ({name} is {theirs} there, {ours} here)"
-            )
-        return "; ".join(text for text in said if text)
-
-
 def _values(leaf: Leaf) -> Tensor:
     return leaf.value if isinstance(leaf, Part) else leaf
-
-
-def _listed(what: str, names: list[str]) -> str:
-    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    return f"{len(names)} {what} ({shown})" if names else ""
 
 
 class StepReader:
@@ -111,23 +89,16 @@ class StepReader:
     def __init__(self, folder: Path | str, engine: Engine | None = None) -> None:
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
-        self._slots: dict[str, dict[str, Slot]] = {}
-        content = self._checked_json(STATE)
+        self._files = Verifier(self.folder, self.manifest, engine)
+        content = parse_json(self.folder / STATE, self._files.text(STATE))
         self._entries: dict[str, Any] = content["entries"]
         self._ranks: list[dict[str, Any]] = content["ranks"]
         self._kinds: dict[str, Any] = content.get("kinds", {})
-        self._given, self._engine = engine, engine
-        self.bytes_read = 0
-        """Bytes read from the disk so far."""
 
-    def _checked_json(self, name: str) -> Any:
-        """Reads a small file and checks its checksum."""
-        entry, path = self._file(name), self.folder / name
-        with named_errors(path, "read"):
-            content = path.read_bytes()
-        if (len(content), (zlib.crc32(content),)) != (entry.nbytes, entry.crc32):
-            raise GulliverError(f"{path} is corrupted: take another checkpoint")
-        return parse_json(path, content)
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the disk so far."""
+        return self._files.bytes_read
 
     @property
     def entries(self) -> list[str]:
@@ -187,24 +158,6 @@ class StepReader:
         self.read_into(entry, found)
         return found
 
-    def match(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> Mismatch:
-        """Compares names and shapes of an entry with those wanted; see `read_into`."""
-        found = self._not_as_wanted(entry, wanted, prefix)
-        names = {name[len(prefix) :] for name in self.tensors(entry) if name.startswith(prefix)}
-        found.unexpected = sorted(names - wanted.keys())
-        return found
-
-    def _not_as_wanted(self, entry: str, wanted: Mapping[str, Leaf], prefix: str) -> Mismatch:
-        """Finds what is missing or of another shape; what else the entry has is not looked at."""
-        saved, found = self.tensors(entry), Mismatch()
-        for name, leaf in sorted(wanted.items()):
-            there, shape = saved.get(prefix + name), tuple(leaf.shape)
-            if there is None:
-                found.missing.append(name)
-            elif there.shape != shape:
-                found.unlike[name] = (there.shape, shape)
-        return found
-
     def check_tied(self, entry: str, tied: Mapping[str, str], prefix: str = "") -> None:
         """Refuses two values for one parameter, of which the one read last would win.
 
@@ -239,29 +192,30 @@ class StepReader:
             GulliverError: a value does not fit; the message names its tensor.
         """
         saved = self.tensors(entry)
-        batch: dict[str, Leaf] = {}
+        batch: dict[str, Part] = {}
         for name, leaf in wanted.items():
-            target = leaf.value if isinstance(leaf, Part) else leaf
-            there = saved[prefix + name].dtype
-            if always_fits(there, target.dtype):
+            place, there = place_of(leaf), saved[prefix + name].dtype
+            if always_fits(there, _values(leaf).dtype):
                 continue
-            scratch = torch.empty(target.shape, dtype=there)
-            batch[name] = replace(leaf, value=scratch) if isinstance(leaf, Part) else scratch
-            if sum(_values(x).nbytes for x in batch.values()) > SCRATCH:
-                self._check_batch(entry, batch, wanted, prefix)
-                batch = {}
+            step = SCRATCH // there.itemsize
+            for start in range(place.start, place.stop, step):
+                scratch = torch.empty(min(step, place.stop - start), dtype=there)
+                if sum(p.value.nbytes for p in batch.values()) + scratch.nbytes > SCRATCH:
+                    self._check_batch(entry, batch, wanted, prefix)
+                    batch = {}
+                batch[name] = Part(scratch, place.shape, start, region=place.region)
         self._check_batch(entry, batch, wanted, prefix)
 
     def _check_batch(
-        self, entry: str, batch: Mapping[str, Leaf], wanted: Mapping[str, Leaf], prefix: str
+        self, entry: str, batch: Mapping[str, Part], wanted: Mapping[str, Leaf], prefix: str
     ) -> None:
         self.read_into(entry, batch, prefix)
-        for name, leaf in batch.items():
-            problem = misfit(_values(leaf), _values(wanted[name]).dtype)
+        for name, part in batch.items():
+            problem = misfit(part.value, _values(wanted[name]).dtype)
             if problem is not None:
                 raise GulliverError(
                     f"{self.folder}, entry {entry!r}: tensor {prefix + name!r} is "
-                    f"{str(_values(leaf).dtype).removeprefix('torch.')} there: {problem}"
+                    f"{str(part.value.dtype).removeprefix('torch.')} there: {problem}"
                 )
 
     def read_into(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> None:
@@ -276,141 +230,73 @@ class StepReader:
             GulliverError: a name is not there or of another shape; a file is broken, then some
                 tensors may have been filled.
         """
-        odd = self._not_as_wanted(entry, wanted, prefix)
-        if odd:
-            raise GulliverError(f"{self.folder}, entry {entry!r}: {odd}")
+        saved = self.tensors(entry)
+        there = {name: saved[prefix + name] for name in wanted if prefix + name in saved}
+        match(there, wanted).refuse(f"{self.folder}, entry {entry!r},", len(wanted))
         runs: dict[str, list[_Run]] = {}
         for name, leaf in wanted.items():
             for file, run in self._runs(entry, prefix + name, leaf):
                 runs.setdefault(file, []).append(run)
+        mapped = FileMappings()
         with torch.no_grad():
             for file, found in runs.items():
-                self._read_file(file, sorted(found, key=lambda run: run.begin))
+                self._read_file(file, sorted(found, key=lambda run: run.begin), mapped)
 
     def _runs(self, entry: str, name: str, leaf: Leaf) -> Iterator[tuple[str, _Run]]:
         """Yields files, and the bytes in them that hold elements of a leaf."""
         saved = self.tensors(entry)[name]
         wanted, size = place_of(leaf), saved.dtype.itemsize
         target = leaf.value.detach() if isinstance(leaf, Part) else leaf.detach()
-        found = [(part, overlap(part.place(saved.shape), wanted)) for part in saved.parts]
-        staged = None
+        found = [
+            (part.file, overlap(part.place(saved.shape), wanted), part) for part in saved.parts
+        ]
+        runs = [
+            (file, copies.scaled(size, self._files.slot(entry, name, part).offset))
+            for file, copies, part in found
+            if len(copies)
+        ]
+        sink = self._sink(target, saved.dtype, runs)
+        for file, copies in runs:
+            begin, stop = int(copies.source[0]), int(copies.source[-1] + copies.count[-1])
+            yield file, _Run(begin, stop, sink, copies)
+
+    def _sink(self, target: Tensor, dtype: torch.dtype, runs: list[tuple[str, Copies]]) -> _Sink:
+        sink = _Sink(target, target, sum(copies.total for _, copies in runs))
         # Each of many short copies would be a transfer to the device: host memory takes them first.
-        slow = not target.is_cpu and any(len(copies) > 1 for _, copies in found)
-        if target.dtype != saved.dtype or not target.is_contiguous() or slow:
-            staged = torch.empty(target.numel(), dtype=saved.dtype)
-        flat = (target if staged is None else staged).reshape(-1).view(torch.uint8)
-        sink = _Sink(target, flat, sum(copies.total for _, copies in found) * size, staged)
-        for part, copies in found:
-            if not len(copies):
-                continue
-            slot = self._slot(part.file, name)
-            if (slot.dtype, slot.nbytes) != (saved.dtype, (part.stop - part.start) * size):
-                raise GulliverError(
-                    f"{self.folder / part.file} has another tensor {name!r} than its manifest says"
-                )
-            scaled = copies.scaled(size, slot.offset)
-            begin, stop = int(scaled.source[0]), int(scaled.source[-1] + scaled.count[-1])
-            yield part.file, _Run(begin, stop, sink, scaled)
+        slow = not target.is_cpu and any(len(copies) > 1 for _, copies in runs)
+        # Converted as it comes, so that nothing is held but pages; unless those cut elements.
+        edges = (
+            int(edge) % dtype.itemsize
+            for file, copies in runs
+            for edge in (self.manifest.files[file].page_bytes, copies.source[0])
+        )
+        cut = target.dtype != dtype and any(edges)
+        if slow or cut or not target.is_contiguous():
+            sink.staged = torch.empty(target.numel(), dtype=dtype)
+        row = (target if sink.staged is None else sink.staged).reshape(-1)
+        if row.dtype == dtype:
+            sink.row = row.view(torch.uint8)
+        else:
+            sink.row, sink.dtype = row, dtype
+        return sink
 
-    def _slot(self, file: str, name: str) -> Slot:
-        if file not in self._slots:
-            self._slots[file], _ = read_slots(self.folder / file)
-        if name not in self._slots[file]:
-            raise GulliverError(f"{self.folder / file} has no tensor {name!r}: it is another file")
-        return self._slots[file][name]
-
-    def _read_file(self, name: str, runs: list[_Run]) -> None:
-        entry = self._file(name)
+    def _read_file(self, name: str, runs: list[_Run], mapped: FileMappings) -> None:
+        entry = self._files.check_size(name)
         size = entry.page_bytes
         # The header tells where everything lies, so its page is checked whatever is wanted.
         wanted = sorted({0}.union(*(run.copies.pages(size) for run in runs)))
         first = 0
-        with self._opened(name) as file:
-            for number, page in self._pages(file, entry, wanted):
-                low, high = number * size, min((number + 1) * size, entry.nbytes)
-                content = torch.from_numpy(page.array)
-                while first < len(runs) and runs[first].stop <= low:
-                    first += 1
-                for run in runs[first:]:
-                    if run.begin >= high:
-                        break
-                    here = run.copies.within(low, high)
-                    if len(here):
-                        copy_bytes(run.sink.bytes, content, here)
-                        run.sink.arrived(here.total)
-
-    def _file(self, name: str) -> FileEntry:
-        path = self.folder / name
-        if name not in self.manifest.files:
-            raise GulliverError(f"{self.folder} does not list {name}: its manifest is broken")
-        entry = self.manifest.files[name]
-        try:
-            size = path.stat().st_size
-        except OSError:
-            raise GulliverError(f"{path} does not exist: take another checkpoint") from None
-        if size != entry.nbytes:
-            raise GulliverError(
-                f"{path} has {size} bytes, not {entry.nbytes}: it is truncated or another file"
-                f"{self._holding(name, size, entry.nbytes)}"
-            )
-        return entry
-
-    def _pages(
-        self, file: File, entry: FileEntry, numbers: Iterable[int]
-    ) -> Iterator[tuple[int, Page]]:
-        """Yields pages of a file, checked, in order; each is good until the next."""
-        engine = self._ready_engine(entry.page_bytes)
-        left, reading = deque(numbers), deque[tuple[int, Page, Ticket]]()
-        try:
-            while left or reading:
-                while left and len(reading) < AHEAD:
-                    number = left.popleft()
-                    offset = number * entry.page_bytes
-                    count = min(entry.page_bytes, entry.nbytes - offset)
-                    page = engine.acquire()
-                    ticket = engine.read(file, offset, page.address, count, checksum=True)
-                    reading.append((number, page, ticket))
-                    self.bytes_read += count
-                number, page, ticket = reading.popleft()
-                try:
-                    ticket.wait()
-                    if ticket.checksum != entry.crc32[number]:
-                        begin = number * entry.page_bytes
-                        stop = min(begin + entry.page_bytes, entry.nbytes)
-                        raise GulliverError(
-                            f"{file.path} is corrupted between bytes {begin} and {stop}"
-                            f"{self._holding(file.path.name, begin, stop)}: take another checkpoint"
-                        )
-                    yield number, page
-                finally:
-                    engine.release(page)
-        finally:
-            for _, page, ticket in reading:
-                _ended(ticket)
-                engine.release(page)
-
-    def _holding(self, file: str, begin: int, stop: int) -> str:
-        """Names the tensors that lie between two bytes of a file, for a message."""
-        names = [
-            f"{entry}: {name}"
-            for entry, tensors in self.manifest.tensors.items()
-            for name, tensor in tensors.items()
-            if any(part.file == file for part in tensor.parts)
-        ]
-        if not names:
-            return ""
-        try:
-            slots = self._slots.get(file) or read_slots(self.folder / file)[0]
-        except GulliverError:
-            return f", which holds {_shown(names)}"
-        touched = [
-            name
-            for name in names
-            if (slot := slots.get(name.split(": ", 1)[1]))
-            and slot.offset < stop
-            and slot.offset + slot.nbytes > begin
-        ]
-        return f", in {_shown(touched)}" if touched else ", in the header"
+        for number, page in self._files.pages(name, wanted):
+            low, high = number * size, min((number + 1) * size, entry.nbytes)
+            content = torch.from_numpy(page.array)
+            while first < len(runs) and runs[first].stop <= low:
+                first += 1
+            for run in runs[first:]:
+                if run.begin >= high:
+                    break
+                here = run.copies.within(low, high)
+                if len(here):
+                    run.sink.take(content, here, mapped)
 
     def check_files(self) -> None:
         """Refuses files that are missing, or shorter or longer than they were.
@@ -419,7 +305,7 @@ class StepReader:
             GulliverError: a file is; the message names it.
         """
         for name in self.manifest.files:
-            self._file(name)
+            self._files.check_size(name)
 
     def verify(self) -> Iterator[tuple[str, int]]:
         """Reads every page of every file and checks it.
@@ -430,55 +316,18 @@ class StepReader:
         Raises:
             GulliverError: a file is broken; the message names it, the bytes and the tensors.
         """
-        for name, entry in self.manifest.files.items():
-            self._file(name)
-            numbers = range(math.ceil(entry.nbytes / entry.page_bytes))
-            with self._opened(name) as file:
-                for number, _ in self._pages(file, entry, numbers):
-                    yield name, min(entry.page_bytes, entry.nbytes - number * entry.page_bytes)
-            if name.endswith(".safetensors"):
-                read_slots(self.folder / name)
-
-    def _ready_engine(self, page_bytes: int) -> Engine:
-        if self._engine is None or self._engine.page_bytes < page_bytes:
-            aligned = -(-page_bytes // 4096) * 4096
-            if self._engine is not None and self._engine is not self._given:
-                self._engine.close()
-            self._engine = default_engine(page_bytes=aligned, pages=AHEAD + 1)
-        return self._engine
-
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[File]:
-        entry = self.manifest.files[name]
-        engine = self._ready_engine(entry.page_bytes)
-        try:
-            file = engine.open(self.folder / name)
-        except IoError as error:
-            raise GulliverError(str(error)) from error
-        try:
-            yield file
-        finally:
-            engine.close_file(file)
+        for name in self.manifest.files:
+            for found in self._files.check(name):
+                if not isinstance(found, int):
+                    raise found
+                yield name, found
 
     def close(self) -> None:
         """Ends the threads of the engine, unless it was given."""
-        if self._engine is not None and self._engine is not self._given:
-            self._engine.close()
-        self._engine = self._given
+        self._files.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def _ended(ticket: Ticket) -> None:
-    try:
-        ticket.wait()
-    except GulliverError:
-        return

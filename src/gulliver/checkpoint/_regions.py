@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -142,6 +142,11 @@ class Copies:
         """Counts in units of which an element has `size`, with `source` added to the sources."""
         return Copies(self.source * size + source, self.target * size, self.count * size, self.kind)
 
+    def packed(self) -> tuple[Copies, Copies]:
+        """Cuts copies in two: to a row without gaps, and from there on."""
+        row = np.cumsum(self.count) - self.count
+        return replace(self, target=row), replace(self, source=row)
+
     def within(self, low: int, high: int) -> Copies:
         """Cuts out what comes from sources between `low` and `high`, counted from `low`."""
         first = int(np.searchsorted(self.source + self.count, low, "right"))
@@ -211,16 +216,30 @@ def overlap(source: Place, target: Place) -> Copies:
     )
 
 
-def copy_bytes(target: Tensor, source: Tensor, copies: Copies) -> None:
-    """Copies between two rows of bytes (uint8), box by box."""
-    if len(copies) == 1:
+def copy_bytes(
+    target: Tensor, source: Tensor, copies: Copies, dtype: torch.dtype | None = None
+) -> None:
+    """Copies between two rows of bytes, box by box.
+
+    Args:
+        target: row of bytes (uint8), or of elements with `dtype`.
+        source: row of bytes.
+        copies: copies, counted in bytes of the source's dtype on both sides.
+        dtype: dtype of the source's elements, which are converted to the target's; None copies
+            bytes.
+    """
+    if dtype is None and len(copies) == 1:
         begin, at, count = int(copies.source[0]), int(copies.target[0]), int(copies.count[0])
         target[at : at + count].copy_(source[begin : begin + count])
         return
     if not len(copies):
         return
-    unit = _unit(target, source, copies)
-    theirs, ours = target.view(UNITS[unit]), source.view(UNITS[unit])
+    if dtype is None:
+        unit = _unit(target, source, copies)
+        theirs, ours = target.view(UNITS[unit]), source.view(UNITS[unit])
+    else:
+        # Files hold the largest elements first, so none is cut by a page.
+        unit, theirs, ours = dtype.itemsize, target, source.view(dtype)
     # A box is one strided copy: its rows may be many and short.
     for box in copies.boxes():
         number = box[2]

@@ -35,18 +35,20 @@ from gulliver.checkpoint._manifest import file_to_json
 from gulliver.checkpoint._presence import Presence, make_signs
 from gulliver.checkpoint._publishing import leave_word, publish
 from gulliver.checkpoint._snapshot import Restless, Snapshot
-from gulliver.comm import gather_objects, group_rank, group_size
+from gulliver.comm import gather_objects, host_rank_group, return_rank_group
 from gulliver.errors import GulliverError, nearest
 from gulliver.io import Engine, IoError, default_engine, lacks_inodes
-from gulliver.memory import add_claim, drop_claim
+from gulliver.memory import Part, add_claim, drop_claim
 from gulliver.options import positive_number, whole_number
 
-MODES = ("shadow", "ring")
+MODES = ("auto", "shadow", "ring")
 BUSY = ("wait", "skip")
 ON_ERROR = ("raise", "warn")
 PAGE = 4 * 2**20
 QUEUE = 2**18
 """Number of pages that may be waiting: a TiB of state is handed over at once."""
+MIB = 2**20
+LIMIT = "memory_limit"
 GROWTH = 32
 """Pages by which the shadow grows at a time: the first are used while others are made."""
 
@@ -69,8 +71,10 @@ class AsyncCheckpointer:
         mode: way to hold the copy. ``shadow`` holds a copy of the whole state in host memory, which
             is made with the first save and used again: training is free as soon as memory has been
             copied. ``ring`` holds `ring_mb` only: training is held up where the disk is slower than
-            a step.
+            a step. ``auto`` is a ring where the copy does not fit `memory_limit`, or where some of
+            the state lies on disk, else a shadow.
         ring_mb: MiB of the ring.
+        memory_limit: bytes of host memory that a rank's copy may take; None for what there is.
         on_error: answer to a failure: ``raise`` lets the next call raise it, ``warn`` logs it and
             goes on.
         when_busy: behaviour of `save` while a step is still being written: ``wait`` or ``skip``.
@@ -94,7 +98,7 @@ class AsyncCheckpointer:
         folder: Path | str,
         keep: int = 3,
         max_age_s: float | None = None,
-        mode: Literal["shadow", "ring"] = "shadow",
+        mode: Literal["auto", "shadow", "ring"] = "auto",
         ring_mb: int = 64,
         on_error: Literal["raise", "warn"] = "raise",
         when_busy: Literal["wait", "skip"] = "wait",
@@ -102,6 +106,7 @@ class AsyncCheckpointer:
         engine: Engine | None = None,
         about: Mapping[str, Any] | None = None,
         silence_s: float = 15.0,
+        memory_limit: int | None = None,
     ) -> None:
         for name, value, choices in (
             ("mode", mode, MODES),
@@ -115,19 +120,20 @@ class AsyncCheckpointer:
         ring_mb = whole_number("ring_mb", ring_mb)
         if ring_mb * 2**20 < 2 * PAGE:
             raise GulliverError(f"ring_mb={ring_mb} is too small: at least {2 * PAGE // 2**20}")
+        self.memory_limit = None if memory_limit is None else whole_number(LIMIT, memory_limit)
+        if memory_limit is not None and memory_limit < 2 * PAGE:
+            raise GulliverError(f"{LIMIT}={memory_limit} is too small: at least {2 * PAGE}")
         self.folder = CheckpointFolder(Path(folder), keep, max_age_s)
         self.mode, self.on_error, self.when_busy = mode, on_error, when_busy
         self.about, self.silence_s = _checked(about), positive_number("silence_s", silence_s)
         self._process = os.getpid()
         self.last: Saved | None = None
-        self.rank, self.world_size = group_rank(group), group_size(group)
-        self._group: Any = group
-        if self.world_size > 1 and dist.get_backend(group) != "gloo":
-            # What is agreed on is in host memory: a group of the device would wait for its work.
-            self._group = dist.new_group(
-                None if group is None else dist.get_process_group_ranks(group), backend="gloo"
-            )
-        self._ring_pages = max(2, ring_mb * 2**20 // PAGE)
+        # What is agreed on is in host memory: a group of the device would wait for its work.
+        self._ranks = host_rank_group(group, "checkpoint")
+        self.rank, self.world_size = self._ranks.rank, self._ranks.size
+        self._ring_pages = min(ring_mb * 2**20, self.memory_limit or 2**63) // PAGE
+        self.held = ""
+        """How the last copy was held, and why."""
         self._given = engine
         self._engine = engine
         self._lane: Lane | None = None
@@ -208,7 +214,7 @@ class AsyncCheckpointer:
         if self.world_size == 1:
             return [mine]
         try:
-            return gather_objects(mine, self._group)
+            return gather_objects(mine, self._ranks.process_group)
         except RuntimeError as error:
             raise failure or GulliverError(
                 f"the ranks that save {self.folder.root} cannot agree, has one of them ended? "
@@ -221,6 +227,7 @@ class AsyncCheckpointer:
         """Does what this rank can before all agree; notes in `offer` whether it could."""
         try:
             collected = collect(state, self.rank, self.world_size, buffers)
+            self._check_limit(collected)
             if self.rank == 0:
                 self._lock.take()
                 partial = self.folder.begin(step)
@@ -232,6 +239,18 @@ class AsyncCheckpointer:
             # Whatever it is, the others must not wait for this rank.
             offer.problem = error
             return None
+
+    def _check_limit(self, collected: Collected) -> None:
+        """Refuses a shadow that does not fit."""
+        if self.mode == "shadow" and self.memory_limit is not None:
+            leaves = (leaf for found in collected.tensors.values() for leaf in found.values())
+            values = (leaf.value if isinstance(leaf, Part) else leaf for leaf in leaves)
+            needed = sum(value.nbytes for value in values)
+            if needed > self.memory_limit:
+                raise GulliverError(
+                    f"mode='shadow' needs {needed} bytes of host memory on rank {self.rank}, "
+                    f"{LIMIT} allows {self.memory_limit}: give mode='ring'"
+                )
 
     def _agree(self, step: int, offer: Offer) -> str | None:
         """Agrees on what all ranks do: the save's mark, None to go on without it, or an error."""
@@ -253,7 +272,8 @@ class AsyncCheckpointer:
         try:
             snapshot = Snapshot(collected, self.rank, self.world_size, self._restless)
             self._snapshot = save.snapshot = snapshot
-            save.engine = self._ready_engine(snapshot)
+            save.is_ring = self._choose(snapshot)
+            save.engine = self._ready_engine()
             save.lane = self._ready_lane(snapshot)
             add_claim(snapshot)
         except Exception as error:
@@ -269,17 +289,26 @@ class AsyncCheckpointer:
         if save.snapshot is not None:
             save.snapshot.stall_s += time.perf_counter() - save.begun
 
-    def _ready_engine(self, snapshot: Snapshot) -> Engine:
+    def _choose(self, snapshot: Snapshot) -> bool:
+        """Whether this save goes through a ring; notes why, see `held`."""
+        needed, limit, on_disk = snapshot.source_bytes, self.memory_limit, snapshot.disk_bytes
+        is_ring, reason = self.mode == "ring", f"as {self.mode!r} was asked for"
+        if self.mode == "auto" and limit is not None and needed > limit:
+            is_ring = True
+            reason = f"a copy of {needed / MIB:.0f} MiB is more than {LIMIT} of {limit / MIB:.0f}"
+        elif self.mode == "auto":
+            is_ring = on_disk > 0
+            reason = f"{on_disk / MIB:.0f} MiB of the state lie on disk" if on_disk else "it fits"
+        size = self._ring_pages * PAGE if is_ring else needed
+        kind = "ring" if is_ring else "shadow"
+        self.held = f"a {kind} of {size / MIB:.0f} MiB of host memory per rank: {reason}"
+        return is_ring
+
+    def _ready_engine(self) -> Engine:
         if self._engine is None:
             self._engine = default_engine(page_bytes=PAGE, pages=self._ring_pages, queue=QUEUE)
             if self.rank == 0:
-                _log.info(
-                    "checkpoints: %s, %s of host memory",
-                    self._engine.kind,
-                    f"a ring of {self._ring_pages * PAGE / 2**20:.0f} MiB"
-                    if self.mode == "ring"
-                    else f"a shadow of {snapshot.source_bytes / 2**20:.0f} MiB per rank",
-                )
+                _log.info("checkpoints: %s, %s", self._engine.kind, self.held)
         return self._engine
 
     def _ready_lane(self, snapshot: Snapshot) -> Lane | None:
@@ -361,7 +390,8 @@ class AsyncCheckpointer:
         assert engine is not None
         try:
             snapshot.submit(engine, partial, save.lane)
-            self._grow(engine, snapshot)
+            if not save.is_ring and self._given is None:
+                self._grow(engine, snapshot)
             if save.lane is not None:
                 save.lane.prepare(engine.regions)
                 snapshot.pump(engine)
@@ -380,8 +410,6 @@ class AsyncCheckpointer:
 
     def _grow(self, engine: Engine, snapshot: Snapshot) -> None:
         """Makes the shadow as large as the state; its first pages are in use meanwhile."""
-        if self.mode == "ring" or self._given is not None:
-            return
         wanted = snapshot.pages(engine.page_bytes)
         while engine.pages < wanted:
             engine.grow(min(GROWTH, wanted - engine.pages))
@@ -429,6 +457,7 @@ class AsyncCheckpointer:
         self._check_process()
         try:
             self.wait()
+            return_rank_group(self._ranks)
         finally:
             if self._worker is not None:
                 self._worker.shutdown()

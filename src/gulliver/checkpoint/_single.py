@@ -61,7 +61,8 @@ class FileSaver:
 
     def _finish(self, pages: int) -> None:
         try:
-            while self._engine.pages < pages:
+            # Of what lies on disk no copy is made: it goes through the pages that there are.
+            while not self._snapshot.disk_bytes and self._engine.pages < pages:
                 self._engine.grow(min(32, pages - self._engine.pages))
             self._snapshot.wait_copied()
             self._snapshot.finish(self._engine)

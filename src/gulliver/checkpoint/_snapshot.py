@@ -5,12 +5,17 @@ page after page and write them. Until its pages are gathered a tensor must not c
 waits for that, and is called by whoever is about to write (`gulliver.memory.before_write`), and by
 hooks of every torch optimizer's step. What changes without asking is noticed by its version
 counter, and fails the save rather than making a checkpoint of two steps.
+
+[Note: who keeps memory] Under a memory limit the memory of a tensor goes when it is evicted, which
+asks `before_write`, too. So a snapshot keeps a tensor alive until `release` has waited for it, or
+all has been copied, and no longer: from `submit` on it knows addresses, and `_alive` by storage.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -23,10 +28,10 @@ from torch import Tensor
 from gulliver.checkpoint._collect import SMALL, TINY, Collected, file_name
 from gulliver.checkpoint._image import CODES, Image
 from gulliver.checkpoint._lane import Lane, LaneTicket, pump
-from gulliver.checkpoint._manifest import FileEntry, PartEntry, tensor_from_json
+from gulliver.checkpoint._manifest import FileEntry, PartEntry
 from gulliver.checkpoint._tree import Leaf
 from gulliver.errors import GulliverError
-from gulliver.io import Engine, File, Ticket, View, gather
+from gulliver.io import Engine, File, FileMappings, Ticket, View, gather
 from gulliver.memory import Part, storage_of
 
 
@@ -86,11 +91,13 @@ class Snapshot:
         self._tickets: dict[str, list[Ticket | LaneTicket]] = {}
         self._lane_tickets: list[LaneTicket] = []
         self._files: dict[str, File] = {}
+        self._mapped, self._gone = FileMappings(), defaultdict[int, list[tuple[int, int]]](list)
         self.devices: set[torch.device] = set()
         """Devices of the sources, other than the host."""
         self._leaves: dict[str, tuple[str, Mapping[str, Leaf]]] = {}
         self._sources: dict[str, dict[str, Tensor]] = {}
-        self._small = _Small()
+        self._small, self._addresses = _Small(), set[int]()
+        self._alive: dict[int, list[Tensor]] = defaultdict(list)
         for entry, leaves in collected.tensors.items():
             if not leaves and "@" not in entry:
                 continue
@@ -108,7 +115,7 @@ class Snapshot:
         """Plans of the files by name, made when first asked for: many tensors take time."""
         return {file: Image(sources, {"format": "pt"}) for file, sources in self._sources.items()}
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, dict[str, dict[str, Any]]]:
         """JSON values of what the files hold, by entry and name, as the manifest has them."""
         return {
@@ -121,17 +128,22 @@ class Snapshot:
         """Bytes of all files."""
         return sum(image.nbytes for image in self.images.values())
 
-    @property
+    @cached_property
     def source_bytes(self) -> int:
         """Bytes of all tensors; the files have headers besides."""
         return sum(s.nbytes for found in self._sources.values() for s in found.values())
 
+    @cached_property
+    def disk_bytes(self) -> int:
+        """Bytes of tensors that lie on disk, in files that are mapped."""
+        sources = (s for found in self._sources.values() for s in found.values() if s.is_cpu)
+        return sum(s.nbytes for s in sources if self._mapped.hold(s.data_ptr(), s.nbytes))
+
     @property
     def addresses(self) -> set[int]:
         """Addresses at which the memory begins that is copied from."""
-        return {
-            self._small.address_of(s) for found in self._sources.values() for s in found.values()
-        }
+        self._submitted.wait()
+        return self._addresses
 
     def _source(self, entry: str, key: str, leaf: Leaf, small: int) -> Tensor:
         """Returns the memory to copy from; small tensors are noted, to be copied at once."""
@@ -173,16 +185,27 @@ class Snapshot:
                 self._files[name] = engine.create(folder / name, image.nbytes)
             for name, image in self.images.items():
                 self._tickets[name] = self._submit_file(engine, self._files[name], image, lane)
+                image.sources = []
+            self._forget_leaves()
         except GulliverError:
             self.close_files(engine)
             raise
         finally:
             self._submitted.set()
 
+    def _forget_leaves(self) -> None:
+        """Forgets the tensors, but for what has to stay alive, once their addresses are known."""
+        assert self.parts is not None
+        assert self.source_bytes >= 0
+        self._leaves.clear()
+        self._sources.clear()
+        self._small.forget()
+
     def _submit_file(
         self, engine: Engine, file: File, image: Image, lane: Lane | None
     ) -> list[Ticket | LaneTicket]:
         addresses = [self._small.address_of(source) for source in image.sources]
+        self._addresses.update(addresses)
         views = {
             number: View(address, source.itemsize, tuple(source.shape), source.stride())
             for number, (source, address) in enumerate(zip(image.sources, addresses, strict=True))
@@ -193,6 +216,9 @@ class Snapshot:
             None if address != source.data_ptr() else storage_of(source)
             for source, address in zip(image.sources, addresses, strict=True)
         ]
+        for storage, source in zip(storages, image.sources, strict=True):
+            if storage is not None:
+                self._alive[storage].append(source)
         tickets: list[Ticket | LaneTicket] = []
         for offset, runs in image.pages(engine.page_bytes):
             if lane is None:
@@ -208,6 +234,10 @@ class Snapshot:
                 ticket = LaneTicket(lane, file, offset, sources)
                 self._lane_tickets.append(ticket)
             tickets.append(ticket)
+            if self.disk_bytes and lane is None:
+                self._gone[id(ticket)] += [
+                    (addresses[n] + begin, count) for n, begin, count in runs if n not in views
+                ]
             for storage in {storages[n] for n, _, _ in runs} - {None}:
                 assert storage is not None
                 self._waiting.setdefault(storage, []).append(ticket)
@@ -231,6 +261,7 @@ class Snapshot:
                 _wait_copied(ticket)
         for key in waited:
             self._check_versions(self._versions.pop(key, []))
+            self._alive.pop(key, None)
         if waited:
             self.stall_s += time.perf_counter() - begun
 
@@ -239,9 +270,13 @@ class Snapshot:
         for tickets in self._tickets.values():
             for ticket in tickets:
                 _wait_copied(ticket)
+                # What lies on disk was read for this: memory is for what training uses.
+                for span in self._gone.pop(id(ticket), ()):
+                    self._mapped.let_go(*span)
         with self._lock:
             self._closed = True
             self._waiting.clear()
+        self._alive.clear()
         for noted in self._versions.values():
             self._check_versions(noted)
         self._versions.clear()
@@ -317,6 +352,10 @@ class _Small:
             gather(self._memory.data_ptr(), np.array(self._segments, dtype=np.int64))
             self._segments = []
 
+    def forget(self) -> None:
+        """Forgets the tensors; what was copied stays."""
+        self._tensors, self._places = [], {}
+
     def address_of(self, source: Tensor) -> int:
         """Returns the address of a tensor's copy, or of the tensor where it has none."""
         place = self._places.get(id(source))
@@ -343,30 +382,3 @@ def _part(file: str, leaf: Leaf) -> dict[str, Any]:
     else:
         place, dtype = PartEntry(file, 0, leaf.numel()), leaf.dtype
     return {"dtype": CODES[dtype], "shape": list(leaf.shape), "parts": [place.to_json()]}
-
-
-def merge_parts(
-    every: list[Mapping[str, Mapping[str, Mapping[str, Any]]]],
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """Merges what each rank has of a step's tensors, and checks that they are whole.
-
-    Raises:
-        GulliverError: a part is missing, or there twice without being a region.
-    """
-    merged: dict[str, dict[str, dict[str, Any]]] = {}
-    for tensors_by_entry in every:
-        for entry, tensors in tensors_by_entry.items():
-            for name, found in tensors.items():
-                known = merged.setdefault(entry, {}).setdefault(name, {**found, "parts": []})
-                if (known["dtype"], known["shape"]) != (found["dtype"], found["shape"]):
-                    raise GulliverError(f"{entry}: {name} has another shape or dtype on each rank")
-                known["parts"] += found["parts"]
-    for entry, tensors in merged.items():
-        for name, found in tensors.items():
-            try:
-                tensor_from_json(found)
-            except ValueError as error:
-                raise GulliverError(
-                    f"{entry}: {name} {error}: do all ranks save the same state?"
-                ) from error
-    return merged

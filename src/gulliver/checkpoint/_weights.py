@@ -26,7 +26,7 @@ from gulliver.checkpoint._reader import StepReader
 from gulliver.checkpoint._regions import Copies, Place, clusters, copy_bytes, overlap, place_of
 from gulliver.checkpoint._tree import Leaf
 from gulliver.errors import GulliverError
-from gulliver.io import Engine, File, Ticket, default_engine
+from gulliver.io import Engine, File, FileMappings, Ticket, default_engine
 from gulliver.memory import Part, Region
 
 BATCH = 32 * 2**20
@@ -322,6 +322,7 @@ class MemoryWeights(Weights):
             if name in self._tensors
         }
         self._flat: tuple[str, Tensor] | None = None
+        self._mapped = FileMappings()
 
     def read(self, wanted: Mapping[str, Part]) -> None:
         for name, part in wanted.items():
@@ -329,7 +330,9 @@ class MemoryWeights(Weights):
             # Kept for the next part: flattening what is not contiguous copies it.
             if self._flat is None or self._flat[0] != name:
                 self._flat = name, self._tensors[name].reshape(-1)
-            part.value.copy_(self._flat[1][part.start : part.stop])
+            piece = self._flat[1][part.start : part.stop]
+            part.value.copy_(piece)
+            self._mapped.let_go(piece.data_ptr(), piece.nbytes if piece.is_cpu else 0)
 
     def close(self) -> None:
         self._flat = None

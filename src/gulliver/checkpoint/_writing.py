@@ -22,7 +22,7 @@ from gulliver.checkpoint._gathering import GatheredWeights
 from gulliver.checkpoint._image import Image
 from gulliver.checkpoint._manifest import FileEntry
 from gulliver.checkpoint._saving import PAGE
-from gulliver.checkpoint._weights import Batch, Weights, batches
+from gulliver.checkpoint._weights import Batch, TensorInfo, Weights, batches
 from gulliver.errors import GulliverError
 from gulliver.io import (
     PARTIAL,
@@ -148,17 +148,17 @@ def write_files(
     total, done = sum(plan.image.nbytes for plan in plans), 0
     batch, entries = Batch(), dict[str, FileEntry]()
     if isinstance(weights, GatheredWeights):
-        weights.announce(p.sources[n] for p in plans for n in p.image.names if n is not None)
+        weights.announce(
+            run for p in plans for runs in batches(_wanted(weights, p)) for run in runs
+        )
     with default_engine(page_bytes=PAGE, pages=PAGES) as engine:
         for plan in plans:
-            order = {plan.sources[name]: name for name in plan.image.names if name is not None}
-            wanted = {source: weights.infos[source] for source in order}
             with ExitStack() as stack:
                 writer = _FileWriter(engine, plan.path, plan.image.nbytes)
                 stack.callback(writer.close)
                 writer.put(plan.image.header)
                 done += plan.image.header.numel()
-                for runs in batches(wanted):
+                for runs in batches(_wanted(weights, plan)):
                     for source, part in batch.read(weights, runs).items():
                         value = _converted(part.value, dtype_of(dtype, source)).view(torch.uint8)
                         writer.put(value)
@@ -167,6 +167,12 @@ def write_files(
                         progress(done, total)
                 entries[plan.path.name] = writer.finish()
     return entries
+
+
+def _wanted(weights: Weights, plan: FilePlan) -> dict[str, TensorInfo]:
+    """Returns what a file is made of, by name in the source and in the file's order."""
+    sources = (plan.sources[name] for name in plan.image.names if name is not None)
+    return {source: weights.infos[source] for source in sources}
 
 
 def dtype_of(dtype: DTypes, source: str) -> torch.dtype | None:

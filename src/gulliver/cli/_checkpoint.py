@@ -33,6 +33,7 @@ from gulliver.checkpoint import (
 )
 from gulliver.cli._options import CheckpointConfig, Convert, Diff, Ls, Verify
 from gulliver.errors import GulliverError
+from gulliver.options import size_text
 
 PATIENCE_S = 2.0
 """Seconds after which a bar is shown."""
@@ -101,7 +102,7 @@ def ls(options: Ls) -> int:
     with open_weights(path) as weights:
         nbytes = sum(info.nbytes for info in weights.infos.values())
         _out().print(
-            f"{path}: {len(weights.infos)} tensors, {size(nbytes)}, {_dtypes(weights)}, in "
+            f"{path}: {len(weights.infos)} tensors, {size_text(nbytes)}, {_dtypes(weights)}, in "
             + ", ".join(file.name for file in weights.files)
         )
         if options.tensors:
@@ -149,7 +150,7 @@ def _row(folder: Path, is_newest: bool) -> tuple[str, ...]:
         state = "INCOMPLETE"
     written = str(manifest.about.get("time", "")).replace("T", " ").replace("+00:00", " UTC")
     entries = ", ".join(entry for entry in manifest.tensors if "@" not in entry)
-    return state, size(manifest.nbytes), written, str(manifest.world_size), entries
+    return state, size_text(manifest.nbytes), written, str(manifest.world_size), entries
 
 
 def _list_step(folder: Path, tensors: bool) -> None:
@@ -157,7 +158,7 @@ def _list_step(folder: Path, tensors: bool) -> None:
     out = _out()
     out.print(
         f"{folder}: step {manifest.step}, saved by {manifest.world_size} "
-        f"rank{'s' * (manifest.world_size > 1)}, {size(manifest.nbytes)}"
+        f"rank{'s' * (manifest.world_size > 1)}, {size_text(manifest.nbytes)}"
     )
     for name, value in manifest.about.items():
         if name == "plan" or not isinstance(value, dict | list):
@@ -171,7 +172,7 @@ def _list_step(folder: Path, tensors: bool) -> None:
         table.add_row(
             entry,
             f"{len(saved):,}",
-            size(sum(tensor.nbytes for tensor in saved.values())),
+            size_text(sum(tensor.nbytes for tensor in saved.values())),
             ", ".join(sorted({_name(tensor.dtype) for tensor in saved.values()})),
             _files(sorted(files)),
         )
@@ -195,7 +196,7 @@ def _files(names: list[str]) -> str:
 
 def _list_tensors(weights: Weights) -> None:
     for name, info in weights.infos.items():
-        _out().print(f"{name}  {list(info.shape)}  {_name(info.dtype)}  {size(info.nbytes)}")
+        _out().print(f"{name}  {list(info.shape)}  {_name(info.dtype)}  {size_text(info.nbytes)}")
 
 
 def _dtypes(weights: Weights) -> str:
@@ -204,15 +205,6 @@ def _dtypes(weights: Weights) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def size(count: float) -> str:
-    """Writes a number of bytes for people."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    return f"{count:,.2f} GiB"
 
 
 # --- verify --------------------------------------------------------------------------------------
@@ -258,7 +250,7 @@ def _verify_one(path: Path, step: int | None) -> int:
     for problem in problems:
         print(f"{folder / problem.file}: {_after_file(problem)}")
     verdict = "BROKEN" if problems else "every byte as it was written"
-    print(f"{folder}: {verdict}; {size(read)} read, {size(rate)}/s", flush=True)
+    print(f"{folder}: {verdict}; {size_text(read)} read, {size_text(rate)}/s", flush=True)
     return 1 if problems else 0
 
 

@@ -52,6 +52,7 @@ COMMANDS = {
             "_commands",
             "say which I/O engine runs and how fast the disk is",
         ),
+        ("plan", OPTIONS, "PlanConfig", "_plan", "say what fits a memory limit, and what it takes"),
         ("capabilities", OPTIONS, "CapabilitiesConfig", "_commands", "show what may be combined"),
         (
             "demo",

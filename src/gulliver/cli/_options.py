@@ -185,3 +185,52 @@ class CheckpointConfig:
     """Lists, verifies, compares and converts checkpoints."""
 
     action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[Action]] = tyro.MISSING
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Says where a model's state would lie under a memory limit, and what a step would take."""
+
+    model: Path
+    """Hugging Face folder of the model; its config.json and the headers of its files are read."""
+    memory: str
+    """Memory of each rank, such as 6GiB, or 70% of what this machine has."""
+    host: str | None = None
+    """Page-locked host memory behind a GPU, such as 64GiB."""
+    disk: str | None = None
+    """Folder on a disk and its share, such as /scratch:100GiB."""
+    batch: Annotated[int, Range(1, 2**20)] = 1
+    """Samples of a step on each rank."""
+    length: Annotated[int, Range(1, 2**24)] = 1024
+    """Tokens of a sample."""
+    optimizer: Literal["adamw", "adam", "sgd", "sgd-momentum", "rmsprop", "adagrad"] = "adamw"
+    """Optimizer, of torch."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Dtype of the parameters; 16 bits have float32 copies."""
+    ranks: Annotated[int, Range(1, 1024)] = 1
+    """Ranks that share the state."""
+    step_in_backward: bool = False
+    """Step each chunk as soon as its gradient is complete."""
+    activations: Literal["keep", "recompute", "offload", "auto"] = "keep"
+    """What is done with what forward keeps for backward."""
+
+
+@dataclass(frozen=True)
+class Show:
+    """Shows what a plan's file says, in a few lines."""
+
+    file: tyro.conf.Positional[Path]
+    """A plan.yaml, such as a run keeps beside its checkpoints."""
+
+
+PlanAction = (
+    Annotated[Memory, tyro.conf.subcommand("memory", prefix_name=False)]
+    | Annotated[Show, tyro.conf.subcommand("show", prefix_name=False)]
+)
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Plans a run before anything is loaded."""
+
+    action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[PlanAction]] = tyro.MISSING

@@ -25,7 +25,12 @@ from gulliver.comm._collectives import (
     group_size,
     reduce_scatter,
 )
-from gulliver.comm._groups import release_groups, shared_rank_group
+from gulliver.comm._groups import (
+    host_rank_group,
+    release_groups,
+    return_rank_group,
+    shared_rank_group,
+)
 from gulliver.comm._launch import default_ranks, launch, under_launcher
 from gulliver.comm._layout import ChosenAxes, choose_axes
 from gulliver.comm._ledger import Purpose
@@ -88,6 +93,7 @@ __all__ = [
     "group_rank",
     "group_size",
     "guard",
+    "host_rank_group",
     "init_world",
     "launch",
     "make_axes",
@@ -96,6 +102,7 @@ __all__ = [
     "reduce_choices",
     "reduce_scatter",
     "release_groups",
+    "return_rank_group",
     "sent_bytes",
     "shared_rank_group",
     "shift",

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
-from gulliver.comm._rank_group import RankGroup
+from gulliver._compat import is_gloo
+from gulliver.comm._rank_group import ALONE, RankGroup, rank_group_of
 
 Key = tuple[str, tuple[int, ...]]
 
@@ -37,12 +39,14 @@ class _Shared:
         group: process group of the ranks.
         users: rank groups of this process that were given it; those that are gone are empty.
         wanted: since the ranks agreed the last time.
+        of_members: made by its members alone, and given back by them; other ranks do not know it.
         for_ever: the group was given out without a rank group, so nobody knows its users.
     """
 
     group: Any
     users: list[weakref.ref[RankGroup]] = field(default_factory=list)
     wanted: bool = True
+    of_members: bool = False
     for_ever: bool = False
 
     @property
@@ -85,8 +89,49 @@ def lasting_group(rank_group: RankGroup) -> dist.ProcessGroup:
     if key not in groups:
         # No other rank has a part in it, so none is asked; nor does it count when ranks agree.
         alone = dist.new_group(list(key[1]), use_local_synchronization=True)
-        groups[key] = _Shared(alone, for_ever=True)
+        groups[key] = _Shared(alone, of_members=True, for_ever=True)
     return groups[key].group
+
+
+def host_rank_group(group: dist.ProcessGroup | None, use: str) -> RankGroup:
+    """A rank group for messages from host memory: of a group itself, or with one of gloo beside it.
+
+    NCCL moves nothing that lies in host memory. The group's ranks call this together, and
+    `return_rank_group` in the end.
+
+    Args:
+        group: process group; None for the whole world.
+        use: name of the use, as of `shared_rank_group`.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return ALONE
+    found = rank_group_of(group)
+    if is_gloo(group, torch.device("cpu")):
+        return found
+    groups, key = _made.setdefault(dist.group.WORLD, {}), (f"host: {use}", found.ranks)
+    if key not in groups:
+        made = dist.new_group(list(found.ranks), backend="gloo", use_local_synchronization=True)
+        groups[key] = _Shared(made, of_members=True)
+    rank_group = replace(found, process_group=groups[key].group)
+    groups[key].users.append(weakref.ref(rank_group))
+    return rank_group
+
+
+def return_rank_group(rank_group: RankGroup) -> None:
+    """Gives back a rank group of `host_rank_group`; its ranks call this together.
+
+    What was made for it goes once none of them uses it any more.
+    """
+    groups = _made.get(dist.group.WORLD, {}) if dist.is_initialized() else {}
+    mine = rank_group.process_group
+    for key, shared in tuple(groups.items()):
+        if shared.of_members and shared.group is mine:
+            shared.users = [user for user in shared.users if user() is not rank_group]
+            free: list[Any] = [None] * rank_group.size
+            dist.all_gather_object(free, not shared.used, mine)
+            if all(free):
+                del groups[key]
+                dist.destroy_process_group(mine)
 
 
 def release_groups() -> None:
@@ -94,7 +139,7 @@ def release_groups() -> None:
     if not dist.is_initialized():
         return
     groups = _made.get(dist.group.WORLD, {})
-    idle = [key for key, shared in groups.items() if key[0] != "alone" and not shared.wanted]
+    idle = [key for key, shared in groups.items() if not (shared.of_members or shared.wanted)]
     for shared in groups.values():
         shared.wanted = False
     if not idle:

@@ -19,6 +19,7 @@ from gulliver.io._atomic import (
 from gulliver.io._default import default_engine
 from gulliver.io._engine import Engine, Ticket
 from gulliver.io._gather import gather
+from gulliver.io._mapped import FileMappings
 from gulliver.io._native import NativeEngine, native_problem
 from gulliver.io._python import PythonEngine
 from gulliver.io._types import BLOCK, Counters, File, IoError, Page, View, check_process
@@ -30,6 +31,7 @@ __all__ = [
     "Counters",
     "Engine",
     "File",
+    "FileMappings",
     "IoError",
     "NativeEngine",
     "Page",

@@ -1,11 +1,27 @@
 """Where bytes live: tensors that are used together lie in one contiguous chunk.
 
 Read `_chunk.py` first: the buffers of a chunk. `_prefetch.py` brings chunks ahead of use,
-`_record.py` notes what a step uses when, `_bytes.py` counts.
+`_record.py` notes what a step uses when, `_bytes.py` counts. `_manager.py` keeps objects within a
+limit of memory: `_traffic.py` moves them to and from what `_stores.py` and `_host.py` hold.
 """
 
+from gulliver.memory._activations import ActivationOffload, offload_activations
+from gulliver.memory._budget import (
+    BudgetController,
+    BudgetRule,
+    Change,
+    smallest_limit,
+    with_unseen,
+)
 from gulliver.memory._buffers import BufferPool
-from gulliver.memory._bytes import GRADIENTS, KINDS, OPTIMIZER_STATE, PARAMETERS, ByteCounter
+from gulliver.memory._bytes import (
+    ACTIVATIONS,
+    GRADIENTS,
+    KINDS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    ByteCounter,
+)
 from gulliver.memory._chunk import Chunk
 from gulliver.memory._claims import (
     ASKS,
@@ -17,63 +33,105 @@ from gulliver.memory._claims import (
     is_claimed,
     storage_of,
 )
+from gulliver.memory._footprint import CudaGauge, Footprint, Gauge, ProcessGauge, StepFootprint
+from gulliver.memory._host import Copier, HostStore
 from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
+from gulliver.memory._malloc import FreedMemory
 from gulliver.memory._manager import Manager
 from gulliver.memory._moments import Moment, moment_size
 from gulliver.memory._parts import Part, Region, part_of, region_of, set_region, whole_shape
 from gulliver.memory._pending import hide_from_compilers, mark_pending, mark_ready
-from gulliver.memory._placed import Placed
+from gulliver.memory._placed import HELD, Placed, Where
+from gulliver.memory._placed_chunk import LentBuffers, PlacedChunk
 from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
-from gulliver.memory._stores import DiskStore, Store, Transfer
+from gulliver.memory._stores import DiskStore, Store, Transfer, page_aligned, whole_pages
+from gulliver.memory._symbolic import (
+    ActivationPeak,
+    Kept,
+    MemoryPoint,
+    StorageCounter,
+    activation_peak,
+    follow_step,
+    stand_in_loss,
+)
 
 __all__ = [
+    "ACTIVATIONS",
     "ADVICE",
     "ASKS",
     "GRADIENTS",
+    "HELD",
     "KINDS",
     "LEGAL_PRESENCE",
     "OPTIMIZER_STATE",
     "PARAMETERS",
     "AccessRecord",
+    "ActivationOffload",
+    "ActivationPeak",
+    "BudgetController",
+    "BudgetRule",
     "BufferPool",
     "ByteCounter",
+    "Change",
     "Chunk",
     "ChunkLayout",
     "Claim",
+    "Copier",
+    "CudaGauge",
     "DiskStore",
+    "Footprint",
+    "FreedMemory",
+    "Gauge",
+    "HostStore",
+    "Kept",
+    "LentBuffers",
     "Manager",
+    "MemoryPoint",
     "Moment",
     "Mover",
     "Part",
     "Pass",
     "Piece",
     "Placed",
+    "PlacedChunk",
     "Prefetcher",
     "Presence",
+    "ProcessGauge",
     "ReducedGradient",
     "Region",
     "Resident",
     "Slot",
+    "StepFootprint",
+    "StorageCounter",
     "Store",
     "Transfer",
     "UseRecorder",
+    "Where",
+    "activation_peak",
     "add_claim",
     "before_any_write",
     "before_write",
     "drop_claim",
+    "follow_step",
     "hide_from_compilers",
     "is_claimed",
     "mark_pending",
     "mark_ready",
     "moment_size",
+    "offload_activations",
+    "page_aligned",
     "part_of",
     "plan_chunks",
     "reduced_gradient",
     "region_of",
     "seconds_between",
     "set_region",
+    "smallest_limit",
+    "stand_in_loss",
     "storage_of",
+    "whole_pages",
     "whole_shape",
+    "with_unseen",
 ]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer_state")
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = KINDS
+ACTIVATIONS = "activations"
+"""What forward saves for backward, where a manager holds it: no model state, so none of `KINDS`."""
 
 
 class ByteCounter:
@@ -30,9 +32,9 @@ class ByteCounter:
 
     def add(self, kind: str, nbytes: int) -> None:
         """Counts bytes that were made, or with a minus given back."""
-        held = self.live[kind] = self.live[kind] + nbytes
+        held = self.live[kind] = self.live.get(kind, 0) + nbytes
         self._total += nbytes
-        if held > self.peak[kind]:
+        if held > self.peak.get(kind, 0):
             self.peak[kind] = held
         if self._total > self._most:
             self._most, self.fullest = self._total, dict(self.live)

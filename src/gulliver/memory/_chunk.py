@@ -22,7 +22,8 @@ It does not know when any of that happens, nor of other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter, is_
 
 import torch
@@ -34,11 +35,12 @@ from gulliver.memory._buffers import BufferPool
 from gulliver.memory._bytes import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from gulliver.memory._claims import before_write, is_claimed
 from gulliver.memory._layout import ChunkLayout
-from gulliver.memory._moments import Moment
+from gulliver.memory._moments import Moment, first_elements, moment_size
 from gulliver.memory._pending import mark_ready
 from gulliver.memory._reduced import ReducedGradient, reduced_gradient
 
 _form = attrgetter("shape", "dtype")
+_ALWAYS = nullcontext()
 
 
 class Chunk:
@@ -69,20 +71,23 @@ class Chunk:
         self.members = list(self.parameters.values())
         first = self.members[0]
         self.dtype, self.device = first.dtype, first.device
-        self.buffer: Tensor | None = torch.zeros(layout.size, dtype=self.dtype, device=self.device)
-        self.pool.counter.add(PARAMETERS, self.nbytes)
+        whole = self.pool.take(layout.size, self.dtype, self.device, PARAMETERS)
+        self.buffer: Tensor | None = whole
         self.home = self.shard
         self._separate = False
         self.gradient: Tensor | None = None
         self.moments: dict[str, Moment] = {}
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
         self._cuts = layout.cuts()
-        self._shaped = [(n, None if len(s) == 1 else s) for n, s in self.shapes.items()]
+        runs = {slot.name: number for number, slot in enumerate(layout.by_address())}
+        self._shaped = [(n, None if len(s) == 1 else s, runs[n]) for n, s in self.shapes.items()]
         self._gaps = layout.gaps()
         self._gradient_views: dict[str, Tensor] = {}
         self.placed: dict[str, bool] = {}  # written for every parameter: a set would be a call
         self.blank: frozenset[str] = frozenset()
-        views = self.named_views(self.buffer)
+        for start, end in self._gaps:
+            whole[start:end].zero_()
+        views = self.named_views(whole)
         for name, parameter in self.parameters.items():
             views[name].copy_(parameter.detach())
             mark_ready([parameter])
@@ -134,6 +139,14 @@ class Chunk:
     def _count_home(self, nbytes: int) -> None:
         self.pool.counter.add(OPTIMIZER_STATE if self.has_master else PARAMETERS, nbytes)
 
+    def opened(self, write: bool = False, moments: bool = False) -> AbstractContextManager[None]:
+        """Block in which `home`, and with `moments` all state, is there."""
+        return _ALWAYS
+
+    def shown(self, fill: bool = False) -> AbstractContextManager[None]:
+        """Block in which `home` and all state can be read, or filled, wherever they lie."""
+        return _ALWAYS
+
     @property
     def home_is_view(self) -> bool:
         """Whether what is written to `home` is in the parameters already."""
@@ -151,11 +164,17 @@ class Chunk:
                 parameter.data = nan
         buffer, self.buffer, self._addresses = self.buffer, None, self._nowhere
         if buffer is not None:
-            self.pool.give(buffer, PARAMETERS)
+            self._give_buffer(buffer)
+
+    def _give_buffer(self, buffer: Tensor) -> None:
+        self.pool.give(buffer, PARAMETERS)
+
+    def _take_buffer(self) -> Tensor:
+        return self.pool.take(self.layout.size, self.dtype, self.device, PARAMETERS)
 
     def materialise(self) -> None:
         """Gives every parameter its place in a buffer again, of which only `home` is filled."""
-        self.buffer = self.pool.take(self.layout.size, self.dtype, self.device, PARAMETERS)
+        self.buffer = self._take_buffer()
         views = self.named_views(self.buffer).values()
         with without_torch_functions():
             for parameter, view in zip(self.members, views, strict=True):
@@ -170,8 +189,7 @@ class Chunk:
         if self._separate:
             self._count_home(-self.home.nbytes)
         self.free_gradient()
-        for moment in self.moments.values():
-            self.pool.counter.add(OPTIMIZER_STATE, -moment.buffer.nbytes)
+        self.drop_moments()
 
     def take_writes(self) -> None:
         """Brings what the user has written to parameters, on every rank alike, to `home`.
@@ -180,10 +198,11 @@ class Chunk:
         the parameter's version counter. Nothing is compared where `home` is a view.
         """
         if not self.home_is_view:
-            self.merge(self.home, self.shard)
+            self.merge(0, self.shard)
 
-    def merge(self, home: Tensor, values: Tensor) -> None:
-        """Writes what differs to `home` or a run of it; the rest keeps more bits than `values`."""
+    def merge(self, start: int, values: Tensor) -> None:
+        """Writes what differs to a run of `home`; the rest keeps more bits than `values`."""
+        home = self.home[start : start + values.numel()]
         rounded = home.to(values.dtype)
         # A device would be waited for; to write what is there already costs it less.
         if (self.device.type == "cpu" or is_claimed()) and torch.equal(rounded, values):
@@ -210,19 +229,26 @@ class Chunk:
         old = self.moments.get(key)
         if old is not None and old.starts.keys() >= sizes.keys() and old.buffer.dtype == dtype:
             return {name: old.filled(name, value) for name, value in values.items()}
-        moment = Moment.of(sizes, dtype, self.device)
+        moment = self._take_moment(key, sizes, dtype)
         # An optimizer in torch keeps what it has of others meanwhile.
         found = {name: moment.filled(name, value) for name, value in values.items()}
-        self.pool.counter.add(OPTIMIZER_STATE, moment.buffer.nbytes)
         if old is not None:
-            self.pool.counter.add(OPTIMIZER_STATE, -old.buffer.nbytes)
+            self._give_moment(old)
         self.moments[key] = moment
         return found
+
+    def _take_moment(self, key: str, sizes: Mapping[str, int], dtype: torch.dtype) -> Moment:
+        size = moment_size(sizes.values())
+        self.pool.counter.add(OPTIMIZER_STATE, size * dtype.itemsize)
+        return Moment(torch.empty(size, dtype=dtype, device=self.device), first_elements(sizes))
+
+    def _give_moment(self, moment: Moment) -> None:
+        self.pool.counter.add(OPTIMIZER_STATE, -moment.buffer.nbytes)
 
     def drop_moments(self) -> None:
         """Gives the buffers of optimizer state up: other state takes its place."""
         for moment in self.moments.values():
-            self.pool.counter.add(OPTIMIZER_STATE, -moment.buffer.nbytes)
+            self._give_moment(moment)
         self.moments = {}
 
     # Gradients.
@@ -236,12 +262,15 @@ class Chunk:
         """Makes the gradient buffer ready to collect."""
         self.check_parameters()
         if self.gradient is None:
-            self.gradient = self.pool.take(self.layout.size, self.dtype, self.device, GRADIENTS)
+            self.gradient = self._take_gradient_buffer()
         for start, end in self._gaps:
             self.gradient[start:end].zero_()  # what lies between is reduced and measured too
         self._gradient_views = self.named_views(self.gradient)
         self.placed = {}
         self.blank = frozenset(self.cleared_names())
+
+    def _take_gradient_buffer(self) -> Tensor:
+        return self.pool.take(self.layout.size, self.dtype, self.device, GRADIENTS)
 
     def place_gradient(self, name: str) -> None:
         """Moves a parameter's first gradient to its place; later ones are added there by autograd.
@@ -297,7 +326,26 @@ class Chunk:
     def free_gradient(self) -> None:
         """Gives the gradient buffer back."""
         if self.gradient is not None:
-            self.pool.give(self.take_gradient(), GRADIENTS)
+            self.give_reduced(self.take_gradient())
+
+    # The reduced gradient: a shard of what was collected, or the buffer itself.
+
+    def take_reduced(self) -> Tensor:
+        """A buffer for this rank's shard of the reduced gradient."""
+        return self.pool.take(self.layout.part_size, self.home.dtype, self.device, GRADIENTS)
+
+    def give_reduced(self, gradient: Tensor) -> None:
+        """Gives a gradient up."""
+        self.pool.give(gradient, GRADIENTS)
+
+    def park_reduced(self, gradient: Tensor) -> Tensor:
+        """Keeps a gradient for later; returns what stands for it."""
+        return gradient
+
+    @contextmanager
+    def reduced(self, parked: Tensor, write: bool = False) -> Iterator[Tensor]:
+        """Shows a gradient that is kept."""
+        yield parked
 
     def clear_gradient(self) -> None:
         """Takes gradients and marks away from the parameters."""
@@ -360,8 +408,8 @@ class Chunk:
         """Cuts a buffer of the chunk's size into tensors of the parameters' shapes."""
         runs = buffer.split_with_sizes(self._cuts)[1::2]
         return {
-            name: run if shape is None else run.view(shape)
-            for (name, shape), run in zip(self._shaped, runs, strict=True)
+            name: runs[number] if shape is None else runs[number].view(shape)
+            for name, shape, number in self._shaped
         }
 
 

@@ -57,9 +57,12 @@ def before_write(tensors: Iterable[Tensor]) -> None:
     Costs nothing while there are no read locks. Call it before writing in place what a checkpoint
     may be copying, where no torch optimizer does the writing.
     """
-    if not _claims:
-        return
-    storages = {storage_of(tensor) for tensor in tensors}
+    if _claims:
+        before_write_at({storage_of(tensor) for tensor in tensors})
+
+
+def before_write_at(storages: set[int]) -> None:
+    """Waits until nobody reads the memory that begins at these addresses any more."""
     for claim in tuple(_claims):
         claim.release(storages)
 

@@ -1,4 +1,19 @@
-"""The memory manager: keeps the bytes of its objects within a budget, the rest in a store."""
+"""The memory manager: keeps the bytes of its objects within a budget, the rest in a store.
+
+`solve.Replacement` decides what is in the fast tier, from the order of calls alone; `Traffic`
+carries that out beside the compute. Between the two this file keeps the books: objects by number,
+buffers that are lent, the log that `explain` tells.
+
+It knows nothing of training. Whoever uses it calls::
+
+    placed = manager.add("block 3", PARAMETERS, numel, torch.float32, value)
+    tensor = manager.use(placed, write=True)       # here from now on, at an address of its own
+    ...                                            # new views of it
+    manager.done(placed)                           # may leave: no view of it is used any more
+    manager.end_step()                             # the same again: loads run ahead of use
+
+All sizes are whole pages of 4096 bytes for the budget; `counter` has the bytes of tensors.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +27,12 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.memory._bytes import ByteCounter
-from gulliver.memory._placed import Placed
-from gulliver.memory._stores import Store, page_aligned, whole_pages
+from gulliver.memory._bytes import KINDS, ByteCounter
+from gulliver.memory._claims import before_write, before_write_at, storage_of
+from gulliver.memory._history import History
+from gulliver.memory._placed import Placed, Where
+from gulliver.memory._stores import Store, whole_pages
+from gulliver.memory._traffic import Traffic
 from gulliver.solve import Action, Move, Replacement
 
 
@@ -24,11 +42,12 @@ class Manager:
     Args:
         budget: size of the fast tier, in bytes.
         device: device whose memory is the fast tier.
-        store: tier behind it; without one everything stays, or does not fit.
-        ahead: bytes prefetched at most; None for as many as fit.
+        store: tier behind it; without one everything stays, or is refused.
+        ahead: bytes that are loaded ahead of use at most; None for as many as fit.
 
     Attributes:
-        counter: bytes of the tensors that exist, by kind.
+        counter: bytes of the tensors that exist, by kind: of objects that arrive, are here or are
+            being written, and of buffers that are lent.
     """
 
     def __init__(
@@ -39,16 +58,23 @@ class Manager:
         *,
         ahead: int | None = None,
     ) -> None:
-        self.device, self.store, self.ahead = torch.device(device), store, ahead
+        if budget < 1 or (ahead is not None and ahead < 0):
+            raise GulliverError(f"budget {budget}, ahead {ahead}: a number of bytes is expected")
+        self.device, self.store = torch.device(device), store
+        if self.device.type != "cpu" and store is not None and not store.in_stream:
+            raise GulliverError(
+                f"a {store.name} store serves the memory of a CPU machine, not of {self.device}: "
+                "give the host memory behind it (HostStore)"
+            )
         self.counter = ByteCounter()
-        self._core = Replacement(budget, backed=store is not None)
-        self._process = os.getpid()
-        self._lock = threading.RLock()
+        self._process, self._lock = os.getpid(), threading.RLock()
+        self._core = Replacement(budget, backed=store is not None, ahead=ahead)
+        self._traffic = Traffic(budget, self.device, store, self.counter, self._lock)
+        self._history = History()
         self._placed: dict[int, Placed] = {}
-        self._lent: dict[int, int] = {}
-        self._number = 0
-        self._steps: list[list[Action]] = [[]]
-        self._stats = dict.fromkeys(("loads", "evictions", "bytes_in", "bytes_out", "steps"), 0)
+        self._lent: dict[int, Tensor] = {}
+        self._number = self._total = 0
+        self._closed = False
 
     @property
     def budget(self) -> int:
@@ -60,53 +86,99 @@ class Manager:
         """Most bytes that were in use at once so far: no smaller budget would have done."""
         return self._core.minimum
 
+    @property
+    def held(self) -> int:
+        """Bytes of memory held now, in whole pages, with those that are kept for reuse."""
+        return self._traffic.held
+
+    # Objects
+
     def add(
         self, name: str, kind: str, numel: int, dtype: torch.dtype, value: Tensor | None = None
     ) -> Placed:
-        """Takes a new object; without a value it is zeros, without memory until it is used."""
+        """Takes a new object; without a value it is zeros, without memory until it is used.
+
+        Args:
+            name: name in messages.
+            kind: kind of state, one of `KINDS`.
+            numel: number of elements.
+            dtype: dtype of the elements.
+            value: content, which is copied.
+
+        Raises:
+            GulliverError: there is no room for it; nothing was changed.
+        """
         with self._entered():
+            if kind not in KINDS:
+                raise GulliverError(f"kind {kind!r} of {name}: one of {', '.join(KINDS)}")
             placed = Placed(name, kind, numel, dtype, number=self._number)
+            self._check_total(placed)
+            self._traffic.tell()
             self._number += 1
+            actions = self._core.add(placed.number, name, placed.size, value is not None)
             self._placed[placed.number] = placed
-            size = whole_pages(placed.nbytes)
+            self._total += placed.size
             try:
-                self._run(self._core.add(placed.number, name, size, value is not None))
+                self._run(actions)
+                if value is not None:
+                    self._traffic.settle(placed)
+                    assert placed.tensor is not None
+                    placed.tensor.copy_(value.detach().reshape(-1))
             except BaseException:
-                del self._placed[placed.number]
+                self.remove(placed)
                 raise
-            if value is not None:
-                assert placed.tensor is not None
-                placed.tensor.copy_(value.detach().reshape(-1))
             return placed
 
     def remove(self, placed: Placed) -> None:
         """Forgets an object."""
         with self._entered():
+            self._check(placed)
             self._run(self._core.remove(placed.number))
             del self._placed[placed.number]
+            self._total -= placed.size
 
     def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
         """Brings an object into the fast tier, and keeps it there until `done`.
 
         Args:
-            placed: object to use.
+            placed: object to use; it may be in use already.
             write: whether its content will be changed.
             fresh: whether it will be overwritten as a whole: nothing is read.
 
         Returns:
             Its content, flat.
+
+        Raises:
+            GulliverError: there is no room for it beside what is in use (with the least budget that
+                would do), or reading it, or writing what is in its place, failed. Nothing is lost,
+                and it may be used again.
         """
         with self._entered():
-            self._run(self._core.use(placed.number, write, fresh))
-            if (write or fresh) and placed.offset is not None:
-                self._free(placed)
+            self._check(placed)
+            self._traffic.tell()
+            stored = self._core.is_stored(placed.number)
+            actions = self._core.use(placed.number, write, fresh)
+            self._history.event("use", placed)
+            self._run(actions)
+            try:
+                self._traffic.settle(placed)
+            except BaseException:
+                self._traffic.cancel(placed)
+                arrived = placed.where in (Where.ARRIVING, Where.HERE)
+                self._core.undo(placed.number, stored, arrived)
+                raise
             assert placed.tensor is not None
+            if write or fresh:
+                self._written(placed)
             return placed.tensor
 
     def done(self, placed: Placed) -> None:
-        """Ends one `use`: after the last the object may be evicted."""
+        """Ends one `use`: after the last the object may leave, and its memory serve others."""
         with self._entered():
-            self._run(self._core.done(placed.number))
+            self._check(placed)
+            actions = self._core.done(placed.number)
+            self._history.event("done", placed)
+            self._run(actions)
 
     @contextmanager
     def using(self, placed: Placed, write: bool = False, fresh: bool = False) -> Iterator[Tensor]:
@@ -120,157 +192,209 @@ class Manager:
     def discard(self, placed: Placed) -> None:
         """Forgets the content of an object: it is zeros from now on, and takes no memory."""
         with self._entered():
-            self._run(self._core.discard(placed.number))
+            self._check(placed)
+            actions = self._core.discard(placed.number)
+            self._history.event("discard", placed)
+            self._run(actions)
+
+    def view(self, placed: Placed, write: bool = False) -> Tensor:
+        """Shows the content of an object wherever it lies, without making room for it.
+
+        The tensor is good until the object is used again, or room is made for others. What a
+        checkpoint copies from it in the background is waited for before its place is written.
+
+        Args:
+            placed: object to show.
+            write: whether its content will be overwritten as a whole, before anything else is used.
+        """
+        with self._entered():
+            self._check(placed)
+            if placed.where is Where.LEAVING or (write and placed.where is not Where.AWAY):
+                self._traffic.settle(placed)
+            if write:
+                self._make_writable(placed)
+            if placed.tensor is not None:
+                return placed.tensor
+            if placed.offset is None:  # one zero stands for all
+                return torch.zeros((), dtype=placed.dtype, device=self.device).expand(placed.numel)
+            assert self.store is not None
+            shown = self.store.mapped(placed.offset, placed.size)
+            placed.shown.add(storage_of(shown))
+            return shown[: placed.nbytes].view(placed.dtype)
+
+    # Loans, budget, steps
 
     def lend(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
-        """Lends a flat buffer with any content, for which room is made."""
+        """Lends a flat buffer with any content, for which room is made.
+
+        Raises:
+            GulliverError: as for `use`.
+        """
         with self._entered():
+            self._traffic.tell()
             nbytes = numel * dtype.itemsize
             size = whole_pages(nbytes)
-            self._run(self._core.lend(size, f"a buffer of {kind}"))
-            memory = self._memory(size)
+            actions = self._core.lend(size, f"a buffer of {kind}")
+            self._history.event(f"lend {kind}", size)
+            self._run(actions)
+            try:
+                memory = self._traffic.memory(size)
+            except BaseException:
+                self._run(self._core.give(size))
+                raise
             tensor = memory[:nbytes].view(dtype)
-            self._lent[tensor.data_ptr()] = size
+            self._lent[tensor.data_ptr()] = memory
             self.counter.add(kind, nbytes)
             return tensor
 
     def give(self, tensor: Tensor, kind: str) -> None:
-        """Takes back what was lent."""
+        """Takes back what was lent; its memory is used again once nobody looks at it."""
         with self._entered():
-            size = self._lent.pop(tensor.data_ptr(), None)
-            if size is None:
+            memory = self._lent.pop(tensor.data_ptr(), None)
+            if memory is None:
                 raise GulliverError("this tensor was not lent by this manager, or was given back")
             self.counter.add(kind, -tensor.nbytes)
-            self._run(self._core.give(size))
-
-    def view(self, placed: Placed) -> Tensor:
-        """Shows the content of an object wherever it lies, without moving it.
-
-        The tensor is good until the object is used again, or room is made for others.
-        """
-        with self._entered():
-            if placed.tensor is None and placed.offset is None:
-                return self._zeros(placed)
-            if placed.tensor is not None:
-                return placed.tensor
-            assert self.store is not None
-            assert placed.offset is not None
-            memory = self.store.mapped(placed.offset, whole_pages(placed.nbytes))
-            return memory[: placed.nbytes].view(placed.dtype)
+            self._traffic.give(memory)
+            actions = self._core.give(memory.numel())
+            self._history.event(f"give {kind}", memory.numel())
+            self._run(actions)
 
     def set_budget(self, nbytes: int) -> None:
-        """Changes the size of the fast tier."""
+        """Changes the size of the fast tier, and waits until no more than that is held.
+
+        Raises:
+            GulliverError: less than what is in use now; nothing was changed.
+        """
         with self._entered():
-            self._run(self._core.set_budget(nbytes))
+            self._traffic.tell()
+            actions = self._core.set_budget(nbytes)
+            self._traffic.budget = nbytes
+            self._history.event("budget", nbytes)
+            self._run(actions)
+            self._traffic.fit()
 
     def end_step(self) -> None:
-        """Ends a step: its accesses are the schedule of the next."""
+        """Ends a step: its accesses are the schedule of the next, which may differ all the same."""
         with self._entered():
             self._core.end_step()
-            self._stats["steps"] += 1
-            self._steps = [*self._steps[-3:], []]
+            self._history.end_step(self._placed.values())
+
+    # What was done
 
     def stats(self) -> dict[str, Any]:
-        """Returns loads, evictions, bytes in and out, steps and seconds waited so far."""
-        return {**self._stats, "seconds_waited": 0.0}
+        """Returns loads, writes, evictions, bytes in and out, seconds waited and steps so far."""
+        done = {"evictions": self._history.evictions, "steps": self._history.steps}
+        return {**self._traffic.moved, **done, "held": self.held, "minimum": self.minimum}
 
     def explain(self, step: int = -1) -> str:
-        """Says every decision of a step as text; -1 is the last that has ended."""
-        actions = self._steps[:-1][step] if len(self._steps) > 1 else self._steps[-1]
-        lines = [f"{a.move.value} {self._name(a)}: {a.reason}" for a in actions]
-        return "\n".join(lines) or "nothing moved"
+        """Says every decision of a step as text; -1 is the last that has ended.
 
-    def draw(self, path: str | os.PathLike[str]) -> None:
-        """Draws the timeline of the last step."""
-        raise GulliverError("draw() comes with the schedule")
+        The last few steps are remembered.
+        """
+        text = self._history.explain(step)
+        cycle = self._core.cycle
+        if cycle is None or not cycle.residency.cost:
+            return text
+        cost, bound = cycle.residency.cost, cycle.residency.bound
+        return (
+            f"{text}\nplan for the next: {cost / 2**20:.1f} MiB read and written; with loads this "
+            f"far ahead ({cycle.margin / 2**20:.1f} MiB) none needs less than {bound / 2**20:.1f}"
+        )
+
+    def draw(self, path: str | os.PathLike[str], step: int = -1) -> None:
+        """Draws what was in the fast tier during a step, as a PNG.
+
+        Raises:
+            GulliverError: matplotlib is not installed.
+        """
+        self._history.draw(path, step)
 
     def close(self) -> None:
-        """Frees everything, the store too."""
+        """Waits for what is under way, and frees everything, the store too."""
         with self._entered():
+            self._closed = True
+            self._traffic.close()
             for placed in self._placed.values():
-                if placed.tensor is not None:
-                    self.counter.add(placed.kind, -placed.nbytes)
-                placed.tensor = None
+                self._traffic.drop(placed)
             self._placed.clear()
             if self.store is not None:
                 self.store.close()
 
-    def _name(self, action: Action) -> str:
-        placed = self._placed.get(action.key) if isinstance(action.key, int) else None
-        return placed.name if placed else str(action.key)
+    # Inside
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
         if os.getpid() != self._process:
             raise GulliverError(
-                "this memory manager belongs to the parent process: make another after forking"
+                "this memory manager belongs to the parent process, whose disk and threads it "
+                "uses: make another after forking"
             )
         with self._lock:
+            if self._closed:
+                raise GulliverError("this memory manager is closed")
             yield
 
-    def _memory(self, nbytes: int) -> Tensor:
-        if self.device.type == "cpu":
-            return page_aligned(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+    def _check(self, placed: Placed) -> None:
+        if self._placed.get(placed.number) is not placed:
+            raise GulliverError(f"{placed.name} is not an object of this memory manager")
 
-    def _zeros(self, placed: Placed) -> Tensor:
-        return torch.zeros(placed.numel, dtype=placed.dtype, device=self.device)
+    def _check_total(self, placed: Placed) -> None:
+        """Refuses early what will not fit anywhere."""
+        total, behind = self._total + placed.size, self.store.capacity if self.store else 0
+        if self.store is not None and total > self.budget + behind:
+            raise GulliverError(
+                f"{placed.name} does not fit: all objects need {total} bytes, the memory budget of "
+                f"{self.budget} and the {self.store.name} of {behind} have "
+                f"{total - self.budget - behind} too few"
+            )
 
     def _run(self, actions: Iterable[Action]) -> None:
         for action in actions:
             assert isinstance(action.key, int)
             placed = self._placed[action.key]
-            self._steps[-1].append(action)
+            self._history.move(action, placed)
             match action.move:
                 case Move.MAKE:
-                    self._make(placed)
-                    if action.zero:
-                        assert placed.tensor is not None
-                        placed.tensor.zero_()
+                    self._traffic.bring(placed, reads=False, zero=action.zero)
                 case Move.LOAD:
-                    self._load(placed)
+                    self._traffic.bring(placed, reads=True)
                 case Move.WRITE:
-                    self._write(placed)
+                    self._traffic.send(placed)
                 case Move.DROP:
-                    self._drop(placed)
+                    self._traffic.drop(placed)
                 case Move.FORGET:
-                    if placed.tensor is not None:
-                        self._drop(placed)
-                    if placed.offset is not None:
-                        self._free(placed)
+                    self._traffic.drop(placed)
+                    self._free(placed)
 
-    def _make(self, placed: Placed) -> Tensor:
-        memory = self._memory(whole_pages(placed.nbytes))
-        placed.tensor = memory[: placed.nbytes].view(placed.dtype)
-        self.counter.add(placed.kind, placed.nbytes)
-        return memory
+    def _written(self, placed: Placed) -> None:
+        """What the store has of an object is out of date: the space may serve others."""
+        if placed.tensor is not None:
+            before_write([placed.tensor])
+        self._free(placed)
 
-    def _load(self, placed: Placed) -> None:
-        assert self.store is not None
-        assert placed.offset is not None
-        memory = self._make(placed)
-        self.store.read(placed.offset, memory).wait()
-        self._stats["loads"] += 1
-        self._stats["bytes_in"] += memory.nbytes
-
-    def _write(self, placed: Placed) -> None:
-        assert self.store is not None
-        assert placed.tensor is not None
-        size = whole_pages(placed.nbytes)
-        if placed.offset is None:
-            placed.offset = self.store.allocate(size)
-        memory = torch.as_strided(placed.tensor.view(torch.uint8), (size,), (1,))
-        self.store.write(placed.offset, memory).wait()
-        self._stats["bytes_out"] += size
-        self._drop(placed)
-
-    def _drop(self, placed: Placed) -> None:
-        self._stats["evictions"] += 1
-        self.counter.add(placed.kind, -placed.nbytes)
-        placed.tensor = None
+    def _make_writable(self, placed: Placed) -> None:
+        """Gives an object a place to be filled at; nothing leaves the fast tier for it."""
+        self._wait_shown(placed)
+        if placed.where is Where.HERE:
+            self._core.changed(placed.number)
+            self._written(placed)
+        elif self.store is None:
+            with self.using(placed, fresh=True):
+                pass
+        elif placed.offset is None:
+            placed.offset = self.store.allocate(placed.size)
+            self._core.keep(placed.number)
 
     def _free(self, placed: Placed) -> None:
+        if placed.offset is None:
+            return
         assert self.store is not None
-        assert placed.offset is not None
-        self.store.free(placed.offset, whole_pages(placed.nbytes))
+        self._wait_shown(placed)
+        self.store.free(placed.offset, placed.size)
         placed.offset = None
+
+    def _wait_shown(self, placed: Placed) -> None:
+        """Waits for who still reads what was shown of the store."""
+        if placed.shown:
+            before_write_at(placed.shown)
+            placed.shown.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 ALIGN = 16
@@ -17,31 +16,31 @@ def moment_size(sizes: Iterable[int]) -> int:
     return sum(-(-numel // ALIGN) * ALIGN for numel in sizes)
 
 
-@dataclass(frozen=True, eq=False)
+def first_elements(sizes: Mapping[str, int]) -> dict[str, int]:
+    """First elements in a buffer with room for parameters of these sizes, in their order."""
+    starts, end = dict[str, int](), 0
+    for name, numel in sizes.items():
+        starts[name] = end
+        end += moment_size([numel])
+    return starts
+
+
+@dataclass(eq=False)
 class Moment:
     """A flat buffer of state, and where in it the state of which parameter begins.
 
     Attributes:
-        buffer: flat tensor.
+        buffer: flat tensor; on meta while its bytes are elsewhere.
         starts: first elements, by parameter.
     """
 
     buffer: Tensor
     starts: Mapping[str, int]
 
-    @classmethod
-    def of(cls, sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> Moment:
-        """Makes a buffer with room for parameters of these sizes, in their order."""
-        starts, end = dict[str, int](), 0
-        for name, numel in sizes.items():
-            starts[name] = end
-            end += moment_size([numel])
-        return cls(torch.empty(end, dtype=dtype, device=device), starts)
-
     def filled(self, name: str, value: Tensor) -> Tensor:
         """A parameter's run of the buffer, with the elements of `value`."""
         start = self.starts[name]
         run = self.buffer[start : start + value.numel()]
-        if run.data_ptr() != value.data_ptr():
+        if run.data_ptr() != value.data_ptr() and not value.is_meta:
             run.copy_(value.reshape(-1))
         return run

@@ -3,9 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
+
+from gulliver.memory._stores import Transfer, whole_pages
+
+
+class Where(Enum):
+    """Where an object of the manager is on its way between the fast tier and the store."""
+
+    AWAY = auto()
+    """It has no memory: its content lies in the store, or it has none."""
+    QUEUED = auto()
+    """It is to come, and waits for memory."""
+    ARRIVING = auto()
+    """It has memory, which is being read into."""
+    HERE = auto()
+    """Its content is in the fast tier."""
+    LEAVING = auto()
+    """Its content is being written; the memory is held until that has ended."""
+
+
+LEGAL_WAYS = (
+    (Where.AWAY, Where.QUEUED),
+    (Where.QUEUED, Where.ARRIVING),  # there is memory: the read begins
+    (Where.QUEUED, Where.HERE),  # there is nothing to read
+    (Where.QUEUED, Where.AWAY),  # no longer wanted
+    (Where.ARRIVING, Where.HERE),
+    (Where.ARRIVING, Where.AWAY),  # the read failed
+    (Where.HERE, Where.LEAVING),
+    (Where.HERE, Where.AWAY),  # the store has its content, or nobody needs it
+    (Where.LEAVING, Where.AWAY),
+)
+HELD = (Where.ARRIVING, Where.HERE, Where.LEAVING)
+"""Where an object has memory of the fast tier."""
 
 
 @dataclass(eq=False)
@@ -17,9 +50,16 @@ class Placed:
         kind: kind of state, as the byte counter knows it.
         numel: number of elements.
         dtype: dtype of the elements.
-        nbytes: size in bytes.
         tensor: flat tensor of `dtype` while the object is in the fast tier, else None. Its memory
             moves between visits: views are made anew after each `Manager.use`.
+        number: number by which decisions name it.
+        where: where it is on its way.
+        memory: whole pages of the fast tier that it holds.
+        offset: offset of its content in the store; None where the store has not got it.
+        shown: addresses at which this place has been shown; a checkpoint may be copying from there.
+        transfer: transfer under way.
+        reads: whether there is something to read when it comes.
+        zero: whether its memory is filled with zeros when it comes.
     """
 
     name: str
@@ -28,9 +68,33 @@ class Placed:
     dtype: torch.dtype
     tensor: Tensor | None = None
     number: int = -1
+    where: Where = Where.AWAY
+    memory: Tensor | None = field(default=None, repr=False)
     offset: int | None = field(default=None, repr=False)
+    shown: set[int] = field(default_factory=set, repr=False)
+    transfer: Transfer | None = field(default=None, repr=False)
+    reads: bool = field(default=False, repr=False)
+    zero: bool = field(default=False, repr=False)
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole pages that hold it."""
+        return whole_pages(self.nbytes)
+
+    @property
+    def done(self) -> bool:
+        """Whether no transfer is under way."""
+        return self.transfer is None or self.transfer.done
+
+    def enter(self, where: Where) -> None:
+        """Changes where it is."""
+        assert (self.where, where) in LEGAL_WAYS, f"{self.name}: {self.where} -> {where}"
+        self.where, self.tensor = where, None
+        if where is Where.HERE:
+            assert self.memory is not None
+            self.tensor = self.memory[: self.nbytes].view(self.dtype)

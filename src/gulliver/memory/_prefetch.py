@@ -89,13 +89,18 @@ class Prefetcher:
         residents: residents in the order of use.
         mover: moves their bytes.
         ahead: number of residents that are brought ahead of the one in use.
+        every: whether a pass brings all residents, because others wait for them; without, only
+            those that are used, in whatever order.
 
     Attributes:
         current: the pass under way.
     """
 
-    def __init__(self, residents: Sequence[Any], mover: Mover, ahead: int) -> None:
+    def __init__(
+        self, residents: Sequence[Any], mover: Mover, ahead: int, every: bool = True
+    ) -> None:
         self.residents, self.mover, self.ahead = list(residents), mover, ahead
+        self.every = every
         self.current = Pass.NONE
         self._order: list[Any] = []
         self._at: dict[int, int] = {}
@@ -113,7 +118,7 @@ class Prefetcher:
             self._set_order(self.residents[:])
         else:
             # The forward has left its last: it is the first that backward uses.
-            skip = self.residents[-1].presence is not Presence.ABSENT
+            skip = self.every and self.residents[-1].presence is not Presence.ABSENT
             self._set_order(self.residents[-2::-1] if skip else self.residents[::-1])
         self.current = kind
 
@@ -173,6 +178,8 @@ class Prefetcher:
             return
         self._reached = max(self._reached, place + 1)
         self._issue(place + 1)
+        if resident.presence is Presence.ABSENT:
+            self.mover.bring(resident)
         self.mover.finish(resident)
         self._issue(place + 1 + self.ahead)
         for passed in self._order[: max(0, place - 1)]:
@@ -200,6 +207,9 @@ class Prefetcher:
 
     def _issue(self, count: int) -> None:
         """Brings the first of the pass up to `count` of them."""
+        if not self.every:
+            self._issued = max(self._issued, min(count, len(self._order)))
+            return
         while self._issued < min(count, len(self._order)):
             resident = self._order[self._issued]
             self._issued += 1
@@ -213,7 +223,7 @@ class Prefetcher:
     def _find(self, resident: Any) -> int | None:
         """Index of a resident in the pass; starts the pass anew for one that it has behind it."""
         place = self._at.get(id(resident))
-        if resident.presence is not Presence.ABSENT:
+        if resident.presence is not Presence.ABSENT or not self.every:
             return place
         if place is None or place < self._issued:
             resident.kept = True

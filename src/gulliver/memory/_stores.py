@@ -15,7 +15,7 @@ import mmap
 import os
 import secrets
 import weakref
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +33,7 @@ NETWORK = frozenset(
     }
 )
 """File systems whose disk is another machine's."""
+MOUNTS = "/proc/self/mounts"
 IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 """File systems whose disk is memory."""
 
@@ -61,11 +62,13 @@ class Store(Protocol):
         name: name of the tier, such as ``disk``.
         capacity: most bytes that it holds.
         used: bytes that are allocated.
+        in_stream: whether the device waits for transfers, at no cost for the host.
     """
 
     name: str
     capacity: int
     used: int
+    in_stream: bool
 
     def allocate(self, nbytes: int) -> int:
         """Reserves whole pages and returns their offset.
@@ -101,6 +104,31 @@ def whole_pages(nbytes: int) -> int:
     return max(-(-nbytes // BLOCK), 1) * BLOCK
 
 
+class DiskTransfer:
+    """A ticket of the I/O engine, with the memory that has to live until it has ended."""
+
+    def __init__(self, ticket: Ticket, memory: Tensor, under_way: set[DiskTransfer]) -> None:
+        self._ticket, self._memory, self._under_way = ticket, memory, under_way
+        under_way.add(self)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ticket.done
+
+    def wait(self) -> None:
+        """Waits until it has ended.
+
+        Raises:
+            IoError: it failed.
+        """
+        try:
+            self._ticket.wait()
+        finally:
+            if self._ticket.done:
+                self._under_way.discard(self)
+
+
 class DiskStore:
     """Space in one file without a name, on a local disk.
 
@@ -109,7 +137,8 @@ class DiskStore:
     Args:
         folder: folder on the disk.
         capacity: size of the file, in bytes.
-        engine: I/O engine that moves the bytes; the store makes its own by default.
+        engine: I/O engine that moves the bytes; by default the store makes two, so that reads and
+            writes do not queue behind each other.
 
     Attributes:
         direct: whether transfers go past the page cache.
@@ -120,6 +149,7 @@ class DiskStore:
     """
 
     name = "disk"
+    in_stream = False
 
     def __init__(self, folder: str | Path, capacity: int, engine: Engine | None = None) -> None:
         self.folder, self.capacity, self.used = Path(folder), capacity // BLOCK * BLOCK, 0
@@ -127,20 +157,11 @@ class DiskStore:
         if self.capacity < BLOCK:
             raise GulliverError(f"a disk store of {capacity} bytes: at least one page of {BLOCK}")
         require_space(self.folder, self.capacity)
-        # No pages: bytes go straight between the file and the fast tier.
-        self.engine = engine or default_engine(page_bytes=BLOCK, pages=1, copiers=1, writers=4)
-        path = self.folder / f".gulliver-{os.getpid()}-{secrets.token_hex(6)}{PARTIAL}"
-        self._file: File = self.engine.create(path, self.capacity)
-        try:
-            self._handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        finally:
-            path.unlink()
+        self._opened = _Opened(self.folder, self.capacity, engine)
+        self._finish = weakref.finalize(self, self._opened.close)
+        self._finish.atexit = False  # engines end by themselves then
         self._extents = Extents()
         self._extents.add(0, self.capacity)
-        own = self.engine if engine is None else None
-        self._finish: Callable[[], object] = weakref.finalize(
-            self, _close, self.engine, self._file, self._handle, own is not None, os.getpid()
-        )
         self.direct = self._probe()
 
     def allocate(self, nbytes: int) -> int:
@@ -153,7 +174,7 @@ class DiskStore:
         found = self._extents.take(size)
         if found is None:
             raise GulliverError(
-                f"the disk store in {self.folder} is full: {size} bytes needed, "
+                f"the disk store in {self.folder} is full: {size} bytes in one piece needed, "
                 f"{self.capacity - self.used} of {self.capacity} are free: give it more"
             )
         self.used += size
@@ -165,17 +186,21 @@ class DiskStore:
         self._extents.give(0, offset, size)
         self.used -= size
 
-    def read(self, offset: int, into: Tensor) -> Ticket:
+    def read(self, offset: int, into: Tensor) -> DiskTransfer:
         """Starts to read into a flat uint8 tensor that begins on a page."""
-        return self.engine.read(self._file, offset, into.data_ptr(), into.numel())
+        opened = self._opened
+        where = opened.source, offset, into.data_ptr(), into.numel()
+        return DiskTransfer(opened.reader.read(*where), into, opened.under_way)
 
-    def write(self, offset: int, data: Tensor) -> Ticket:
+    def write(self, offset: int, data: Tensor) -> DiskTransfer:
         """Starts to write a flat uint8 tensor, which must not change until the transfer ends."""
-        return self.engine.write(self._file, offset, data.data_ptr(), data.numel())
+        opened = self._opened
+        where = opened.target, offset, data.data_ptr(), data.numel()
+        return DiskTransfer(opened.writer.write(*where), data, opened.under_way)
 
     def mapped(self, offset: int, nbytes: int) -> Tensor:
         """Shows bytes as a flat uint8 tensor that is read as it is touched, and can be written."""
-        memory = mmap.mmap(self._handle, nbytes, offset=offset)
+        memory = mmap.mmap(self._opened.handle, nbytes, offset=offset)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def close(self) -> None:
@@ -184,15 +209,14 @@ class DiskStore:
 
     def _probe(self) -> bool:
         """Writes a page: does the disk take it, and past the page cache?"""
-        before = self.engine.counters.direct
-        page = page_aligned(BLOCK)
-        page.zero_()
+        writer = self._opened.writer
+        before = writer.counters.direct
         try:
-            self.write(0, page).wait()
+            self.write(0, page_aligned(BLOCK).zero_()).wait()
         except BaseException:
             self.close()
             raise
-        if self.engine.counters.direct > before:
+        if writer.counters.direct > before:
             return True
         logging.getLogger("gulliver").warning(
             "the disk store in %s goes through the page cache, which a memory limit of the system "
@@ -202,6 +226,45 @@ class DiskStore:
         return False
 
 
+class _Opened:
+    """The file of a disk store, open; it outlives the store until all transfers have ended."""
+
+    def __init__(self, folder: Path, capacity: int, engine: Engine | None) -> None:
+        self.under_way: set[DiskTransfer] = set()
+        self._process = os.getpid()
+        self.reader, self.writer = (engine, engine) if engine else (_engine(), _engine())
+        self._own = () if engine else (self.reader, self.writer)
+        path = folder / f".gulliver-{os.getpid()}-{secrets.token_hex(6)}{PARTIAL}"
+        try:
+            self.target: File = self.writer.create(path, capacity)
+            self.source: File = self.reader.open(path)
+            self.handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except BaseException:
+            for own in self._own:
+                own.close()
+            raise
+        finally:
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Ends what is under way, and closes the file."""
+        if os.getpid() != self._process:
+            return  # a forked child: the engine has no threads here
+        for transfer in list(self.under_way):
+            with suppress(GulliverError):
+                transfer.wait()
+        self.reader.close_file(self.source)
+        self.writer.close_file(self.target)
+        os.close(self.handle)
+        for own in self._own:
+            own.close()
+
+
+def _engine() -> Engine:
+    # No pages: bytes go straight between the file and the fast tier.
+    return default_engine(page_bytes=BLOCK, pages=1, copiers=1, writers=2)
+
+
 def page_aligned(nbytes: int) -> Tensor:
     """Makes a flat uint8 tensor of memory that begins on a page, and returns to the system."""
     memory = mmap.mmap(-1, max(nbytes, 1))
@@ -209,15 +272,6 @@ def page_aligned(nbytes: int) -> Tensor:
         # Fewer page faults when it is first touched, which would cost more than a copy.
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
-
-
-def _close(engine: Engine, file: File, handle: int, own: bool, process: int) -> None:
-    if os.getpid() != process:
-        return  # a forked child: the engine has no threads here
-    engine.close_file(file)
-    os.close(handle)
-    if own:
-        engine.close()
 
 
 def _check_folder(folder: Path) -> None:
@@ -235,10 +289,10 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _file_system(folder: Path, mounts: str = "/proc/self/mounts") -> str:
+def _file_system(folder: Path) -> str:
     """Returns the kind of file system that a folder lies on; empty where that is not known."""
     try:
-        lines = Path(mounts).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path(MOUNTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
     path, best, kind = str(folder.resolve()), -1, ""

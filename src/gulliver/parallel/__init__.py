@@ -17,16 +17,21 @@ from gulliver.parallel._optimizer import (
     persistent_buffers,
 )
 from gulliver.parallel.zero import (
+    OPTIMIZERS,
     BucketTuner,
     BufferSync,
     ZeroOptimizer,
+    check_by_chunk,
     check_optimizer,
     check_trainable,
     is_boosted,
-    state_tensors,
+    needs_whole,
+    optimizer_table,
+    state_sizes,
 )
 
 __all__ = [
+    "OPTIMIZERS",
     "Along",
     "BoostedOptimizer",
     "BucketTuner",
@@ -36,6 +41,7 @@ __all__ = [
     "ZeroOptimizer",
     "asks_routers",
     "attention_with_dropout",
+    "check_by_chunk",
     "check_optimizer",
     "check_trainable",
     "check_unshared",
@@ -46,8 +52,10 @@ __all__ = [
     "mix",
     "named_groups",
     "named_trainables",
+    "needs_whole",
+    "optimizer_table",
     "own_loss",
     "persistent_buffers",
-    "state_tensors",
+    "state_sizes",
     "word_of",
 ]

@@ -17,6 +17,7 @@ from gulliver.plan._tree import (
     SHARED_BY_TENSOR,
     PipelineLayout,
     TensorLayout,
+    Tiers,
 )
 
 LONGEST = 120
@@ -30,7 +31,7 @@ def check_plan(plan: Plan, ranks: int) -> None:
         GulliverError: the values that contradict each other, with their lines where they have some.
     """
     checks = _mesh(plan, ranks), _shards(plan), _unused(plan), _sequence(plan), _pipeline(plan)
-    for contradictions in checks:
+    for contradictions in (*checks, _tiers(plan)):
         for text in contradictions:
             raise GulliverError(text)
 
@@ -161,6 +162,54 @@ def _pipeline(plan: Plan) -> Iterator[str]:
         yield (
             f"{plan.told('pipeline.cut')} deals {len(pipeline.cut)} stages, {axis} and "
             f"{plan.told('pipeline.chunks_per_rank')} make {stages}"
+        )
+
+
+def _tiers(plan: Plan) -> Iterator[str]:
+    tiers = None if plan.zero is None else plan.zero.tiers
+    if plan.zero is None or tiers is None:
+        return
+    limit = plan.told("zero.tiers.limit")
+    if plan.stage != 3:
+        yield (
+            f"{plan.told('zero.stage')} and {limit}: what is whole on every rank cannot leave its "
+            "memory; take stage: 3, or tiers: null"
+        )
+    if plan.zero.tuning != "off":
+        yield (
+            f"{plan.told('zero.tuning')} and {limit}: the size of chunks is planned with the "
+            "limit; right would be tuning: off, with zero.chunk_bytes"
+        )
+    disk, size = plan.told("zero.tiers.disk"), plan.told("zero.tiers.disk_bytes")
+    if tiers.disk is None and tiers.disk_bytes:
+        yield f"{disk} and {size}: name a folder, or give it 0 bytes"
+    if tiers.disk is not None and not tiers.disk_bytes:
+        yield f"{disk} and {size}: say how much may lie there, such as disk_bytes: 100GiB"
+    if tiers.host and plan.mesh.device == "cpu":
+        yield (
+            f"{plan.told('mesh.device')} and {plan.told('zero.tiers.host')}: memory of the host is "
+            f"what {limit} is of; right would be host: 0"
+        )
+    if tiers.host and tiers.disk is not None:
+        yield (
+            f"{plan.told('zero.tiers.host')} and {disk}: one of them lies behind the device; take "
+            "host: 0, or disk: null"
+        )
+    yield from _shares(plan, tiers)
+
+
+def _shares(plan: Plan, tiers: Tiers) -> Iterator[str]:
+    for name in ("shard_param", "offload_optim", "offload_param"):
+        share = f"zero.tiers.{name}"
+        if tiers.policy == "auto" and getattr(tiers, name) != 1:
+            yield (
+                f"{plan.told('zero.tiers.policy')} and {plan.told(share)}: auto finds the shares "
+                f"itself; take policy: static, or {name}: 1.0"
+            )
+    if tiers.shard_param != 1:
+        yield (
+            f"{plan.told('zero.stage')} and {plan.told('zero.tiers.shard_param')}: stage 3 shards "
+            "all parameters; right would be shard_param: 1.0"
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from gulliver.errors import GulliverError
 from gulliver.io import to_yaml, write_text
+from gulliver.options import size_at_least, size_text
 from gulliver.plan._reading import LINES, Reader, parse, read_text
 from gulliver.plan._tree import (
     ChunkPlan,
@@ -87,6 +88,11 @@ class Plan:
     def stage(self) -> int | None:
         """Stage of ZeRO; None without it."""
         return None if self.zero is None else self.zero.stage
+
+    @property
+    def limited(self) -> bool:
+        """Whether memory has a limit, which what does not fit must leave."""
+        return self.zero is not None and self.zero.tiers is not None
 
     @property
     def chunks(self) -> tuple[ChunkPlan, ...]:
@@ -177,7 +183,7 @@ class Plan:
             f"  predicted per rank: {_mib(memory.total)} = parameters {_mib(memory.parameters)} + "
             f"gradients {_mib(memory.gradients)} + optimizer {_mib(memory.optimizer_state)}"
         )
-        lines += self._seconds_lines()
+        lines += [*self._tiers_lines(), *self._seconds_lines()]
         lines += [f"  {name}: {reason}" for name, reason in self.reasons.items()]
         return "\n".join(lines)
 
@@ -204,6 +210,21 @@ class Plan:
         if self.recompute:
             lines.append(f"  backward recomputes {len(self.recompute)} blocks")
         return lines
+
+    def _tiers_lines(self) -> list[str]:
+        tiers, moved = self.zero and self.zero.tiers, self.predicted.moved
+        if not tiers or moved is None:
+            return []
+        behind = f"in {tiers.disk}" if tiers.disk is not None else "in the host's memory"
+        lines = [
+            f"  memory limit {size_text(tiers.limit)}, at least {size_at_least(moved.minimum)} for "
+            f"{moved.decides}",
+            f"  {size_text(moved.stays.total)} of state stay, {size_text(moved.leaves.total)} come "
+            f"and go, {behind}; a step reads {size_text(moved.read)} and writes "
+            f"{size_text(moved.written)}",
+        ]
+        told = "; ".join(text for text in (moved.bottleneck, moved.price) if text)
+        return [*lines, *([f"  {told}"] if told else [])]
 
     def _seconds_lines(self) -> list[str]:
         seconds, cluster = self.predicted.seconds, self.predicted.cluster

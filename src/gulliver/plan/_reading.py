@@ -16,6 +16,7 @@ from typing import Any
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.io import named_errors
+from gulliver.options import byte_size
 
 LINES = "lines"
 """Field that holds the lines, and is no part of the file."""
@@ -141,6 +142,11 @@ class Reader:
     def _plain(self, hint: Any, value: Any, name: str, one: Field[Any]) -> Any:
         if hint is float and type(value) is int:
             value = float(value)
+        if one.metadata.get("size") and isinstance(value, str):
+            try:
+                value = byte_size(name, value)
+            except GulliverError as error:
+                self._refuse(name, value, str(error).partition(": ")[2])
         if type(value) is not hint:
             kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
             self._refuse(name, value, f"it must be {kinds[hint]}")
@@ -150,6 +156,9 @@ class Reader:
             self._refuse(name, value, f"it must be one of {shown}")
         if least is not None and value < least:
             self._refuse(name, value, f"it must be at least {least}")
+        most = one.metadata.get("most")
+        if most is not None and value > most:
+            self._refuse(name, value, f"it must be at most {most}")
         if isinstance(value, float) and not math.isfinite(value):
             self._refuse(name, value, "it must be finite")
         return value

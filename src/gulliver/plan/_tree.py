@@ -8,7 +8,7 @@ choices, and is computed anew when a plan is applied.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 AXES = ("pipeline", "data", "sequence", "tensor")
@@ -20,9 +20,19 @@ SHARED_BY_SEQUENCE = ("all_to_all", "ring_attn")
 """Sequence modes with ranks of their own."""
 
 
-def choice(default: Any, *known: Any, least: float | None = None) -> Any:
-    """A field with the values that it may have, or the least of them."""
-    return field(default=default, metadata={"known": known, "least": least})
+def choice(
+    default: Any,
+    *known: Any,
+    least: float | None = None,
+    most: float | None = None,
+    size: bool = False,
+) -> Any:
+    """A field with the values that it may have, or the least and most of them.
+
+    With `size` it counts bytes, and a file may say ``6GiB``.
+    """
+    limits = {"known": known, "least": least, "most": most, "size": size}
+    return field(default=default, metadata=limits)
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,39 @@ class ChunkPlan:
 
 
 @dataclass(frozen=True)
+class Tiers:
+    """Memories that the model's state lies in, where one of them is too small for it.
+
+    Attributes:
+        limit: bytes of the memory where compute happens, for all that is counted: parameters,
+            gradients, optimizer state, their buffers, and activations.
+        host: bytes of page-locked host memory behind it; 0 for none.
+        disk: folder on the disk behind it; None for none.
+        disk_bytes: bytes that may lie on the disk.
+        policy: ``auto`` keeps what costs least to keep, ``static`` keeps the shares that are said.
+        shard_param: share of the parameters that is sharded over the ranks.
+        offload_optim: share of the optimizer's state that may leave the first memory.
+        offload_param: share of the parameters that may leave it.
+        ahead: bytes that are read ahead of use at most; 0 for as many as fit.
+        step_in_backward: whether a chunk is stepped as soon as its gradient is complete.
+        activations: what forward keeps for backward: ``keep`` it, ``recompute`` blocks,
+            ``offload`` it, or ``auto``.
+    """
+
+    limit: int = choice(MISSING, least=1, size=True)
+    host: int = choice(0, least=0, size=True)
+    disk: str | None = None
+    disk_bytes: int = choice(0, least=0, size=True)
+    policy: str = choice("auto", "auto", "static")
+    shard_param: float = choice(1.0, least=0, most=1)
+    offload_optim: float = choice(1.0, least=0, most=1)
+    offload_param: float = choice(1.0, least=0, most=1)
+    ahead: int = choice(0, least=0, size=True)
+    step_in_backward: bool = False
+    activations: str = choice("keep", "keep", "recompute", "offload", "auto")
+
+
+@dataclass(frozen=True)
 class ZeroPlan:
     """ZeRO over the data and sequence axes.
 
@@ -98,7 +141,9 @@ class ZeroPlan:
         overlap: whether collectives travel while the ranks compute.
         broadcast_buffers: whether all ranks take rank 0's running statistics at every step.
         assume_elementwise: whether an optimizer that is not known may be sharded.
+        assume_per_parameter: whether it may be sharded by whole parameters.
         report: folder that tuning writes ``chunks.json`` and a picture to.
+        tiers: memories that the state lies in; None keeps all of it on the device.
         chunks: chunks of the first rank, in the order of use. The order of their tensors is a
             choice; where one ends follows from `chunk_bytes`.
     """
@@ -110,7 +155,9 @@ class ZeroPlan:
     overlap: bool = True
     broadcast_buffers: bool = True
     assume_elementwise: bool = False
+    assume_per_parameter: bool = False
     report: str | None = None
+    tiers: Tiers | None = None
     chunks: tuple[ChunkPlan, ...] = ()
 
 
@@ -239,6 +286,8 @@ class Work:
         update_s: seconds of the optimizer's step of all parameters.
         hidden_bytes: size of what a block hands to the next.
         activations: size of what forward keeps for backward.
+        peak: most bytes at once that are no state: activations, what operations need, the batch.
+        peak_recomputed: the same where backward computes blocks again; 0 where it cannot.
         reduced_forward: sizes of outputs that tensor ranks add up in a forward.
         reduced_backward: sizes of gradients of inputs that they add up in a backward.
         reduced_again: sizes of those outputs that a recomputed block adds up again, of all blocks.
@@ -253,6 +302,8 @@ class Work:
     update_s: float = choice(0.0, least=0)
     hidden_bytes: int = choice(0, least=0)
     activations: int = choice(0, least=0)
+    peak: int = choice(0, least=0)
+    peak_recomputed: int = choice(0, least=0)
     reduced_forward: tuple[int, ...] = ()
     reduced_backward: tuple[int, ...] = ()
     reduced_again: tuple[int, ...] = ()
@@ -294,9 +345,10 @@ class Seconds:
         all_reduce: seconds of all-reduces.
         all_to_all: seconds of exchanges of heads.
         sends: seconds of messages between stages and in rings.
-        exposed: seconds of all these in which the rank does not compute.
+        exposed: seconds of all these, and of transfers, in which the rank does not compute.
         bubble: seconds that it waits for other stages.
         update: seconds of the optimizer.
+        transfers: seconds of reads and writes between memories, hidden or not.
         step: seconds of the whole step.
     """
 
@@ -310,7 +362,35 @@ class Seconds:
     exposed: float = 0.0
     bubble: float = 0.0
     update: float = 0.0
+    transfers: float = 0.0
     step: float = 0.0
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What lies behind the first memory, and moves in a step; a result.
+
+    Attributes:
+        minimum: least limit that would do.
+        needed: bytes of state that are in use at once.
+        decides: chunk that needs that much.
+        stays: bytes of state that never leave the first memory.
+        leaves: bytes of state that lie behind it, at least at times.
+        read: bytes that a step reads from there.
+        written: bytes that a step writes there.
+        bottleneck: what the step waits for.
+        price: what more memory would save.
+    """
+
+    minimum: int = 0
+    needed: int = 0
+    decides: str = ""
+    stays: MemoryPlan = field(default_factory=MemoryPlan)
+    leaves: MemoryPlan = field(default_factory=MemoryPlan)
+    read: int = 0
+    written: int = 0
+    bottleneck: str = ""
+    price: str = ""
 
 
 @dataclass(frozen=True)
@@ -323,9 +403,11 @@ class Predicted:
         sent: bytes that the first rank sends in a step; without a sample those that do not depend
             on the batch.
         bytes: bytes of a rank, by kind.
+        moved: bytes between memories; None where all lies in one.
     """
 
     cluster: str = ""
     seconds: Seconds = field(default_factory=Seconds)
     sent: int = 0
     bytes: MemoryPlan = field(default_factory=MemoryPlan)
+    moved: Moved | None = None

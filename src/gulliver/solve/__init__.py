@@ -1,13 +1,25 @@
 """Pure algorithms on plain numbers: no torch, no files, no clocks.
 
-Each file is an answer to one question: where to cut a pipeline (`_chain.py`), where a block of
-memory goes (`_extents.py`), what a fast tier of memory keeps (`_replacement.py`), how long a step
-of ZeRO takes (`_timeline.py`), which sizes to try (`_unimodal.py`).
+Each file is an answer to one question: where to cut a pipeline (`_chain.py`), who gets which of
+several things (`_balance.py`), where a block of memory goes (`_extents.py`), what a fast tier of
+memory keeps (`_replacement.py`; the plan for it: `_residency.py`), how long a step of ZeRO takes
+(`_timeline.py`), which sizes to try (`_unimodal.py`).
 """
 
+from gulliver.solve._activations import (
+    ActivationChoice,
+    BlockActivations,
+    PassCosts,
+    activations_peak,
+    choose_activations,
+    least_room,
+)
+from gulliver.solve._balance import balanced_parts
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
+from gulliver.solve._cycle import Cycle, Event
 from gulliver.solve._extents import PAGE, Extents, size_class
-from gulliver.solve._replacement import Action, Move, Replacement
+from gulliver.solve._replacement import Action, Move, Policy, Replacement
+from gulliver.solve._residency import Gap, Residency, plan_residency
 from gulliver.solve._schedule import (
     BACKWARD,
     FORWARD,
@@ -16,6 +28,7 @@ from gulliver.solve._schedule import (
     Prediction,
     schedule_seconds,
 )
+from gulliver.solve._simulation import Moved, count_moves, replay, simulate
 from gulliver.solve._timeline import StepTimes, step_seconds
 from gulliver.solve._unimodal import geometric_sizes
 
@@ -26,16 +39,33 @@ __all__ = [
     "PAGE",
     "WEIGHTS",
     "Action",
+    "ActivationChoice",
+    "BlockActivations",
     "ChainPartition",
+    "Cycle",
+    "Event",
     "Extents",
+    "Gap",
     "Move",
+    "Moved",
+    "PassCosts",
+    "Policy",
     "Prediction",
     "Replacement",
+    "Residency",
     "StepTimes",
+    "activations_peak",
+    "balanced_parts",
     "chain_times",
+    "choose_activations",
+    "count_moves",
     "geometric_sizes",
+    "least_room",
     "partition_chain",
+    "plan_residency",
+    "replay",
     "schedule_seconds",
+    "simulate",
     "size_class",
     "step_seconds",
 ]

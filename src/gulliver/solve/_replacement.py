@@ -1,23 +1,34 @@
-"""What is kept in a fast tier of memory, and what goes to make room: decisions only.
+"""What a fast tier of memory holds, and what goes to make room: decisions only.
 
-`Replacement` is told of every access and answers with the moves that it takes. It counts bytes and
-knows neither tensors nor time: a write under way has ended for it. So what it decides depends on
-the accesses alone, and a simulation decides what a run does.
+`Replacement` is told of every event (`Event`) and answers with the moves that it takes. It counts
+bytes and knows neither tensors nor time: a write under way has ended for it. So what it decides
+depends on the events alone, and `simulate` counts the moves of a run without running it.
 
-The accesses of a step are the schedule of the next. It is a hint: whatever is used is served.
+The events of a step are the schedule of the next (`Cycle`), and a hint: whatever is used is served.
+As long as it holds, an object stays or leaves as it was planned, and what comes next is loaded as
+soon as there is room, in the order of use. What was not planned makes room by farthest next use,
+half as far for what has to be written first.
+
+[Note: where we are] An event that is not the one expected has been left out of this step (then
+others before it are skipped, and the cursor jumps to it), or was put in (then it stays). Which of
+the two it was, the next event tells: both places are remembered.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal, get_args
 
-from gulliver.errors import GulliverError
+from gulliver.errors import GulliverError, nearest
+from gulliver.solve._cycle import NEVER, Cycle, Event, Span
 
-NEVER = 1 << 60
-"""Position of a use that is not on the schedule."""
+Policy = Literal["planned", "farthest", "recent"]
+LONGEST = 1 << 16
+"""Events after which a step that nobody ends is ended."""
+FARTHEST_JUMP = 4
+"""The cursor skips at most this part of a step at once."""
 
 
 class Move(Enum):
@@ -43,7 +54,7 @@ class Action:
         move: kind of move.
         key: object that moves.
         reason: why, in a few words.
-        zero: of memory that is made, whether it has to be filled with zeros.
+        zero: whether memory that is made has to be filled with zeros.
     """
 
     move: Move
@@ -58,12 +69,10 @@ class _Object:
     nbytes: int
     resident: bool = False
     stored: bool = False
+    claimed: bool = False  # here, or on its way, for a use that has not come yet
+    early: bool = False  # loaded ahead of its use
     pins: int = 0
     last: int = 0
-
-    @property
-    def empty(self) -> bool:
-        return not self.resident and not self.stored
 
 
 class Replacement:
@@ -72,17 +81,37 @@ class Replacement:
     Args:
         budget: size of the fast tier, in bytes.
         backed: whether there is a tier behind it; without one nothing can leave.
+        ahead: bytes loaded ahead of use at most; None for as many as fit.
+        policy: ``planned``, or to compare with it without a plan, on demand: ``farthest`` next use
+            or ``recent`` (least recently used goes first).
+
+    Attributes:
+        minimum: most bytes that were pinned and lent at once so far.
+        pinned: bytes of objects in use.
+        lent: bytes that are no object's.
+        used: bytes in the fast tier.
     """
 
-    def __init__(self, budget: int, *, backed: bool = True) -> None:
-        self.budget, self.backed = budget, backed
-        self.minimum = 0
-        self.pinned = self.lent = self.used = 0
+    def __init__(
+        self,
+        budget: int,
+        *,
+        backed: bool = True,
+        ahead: int | None = None,
+        policy: Policy = "planned",
+    ) -> None:
+        if policy not in get_args(Policy):
+            raise GulliverError(f"unknown policy {policy!r}: {nearest(policy, get_args(Policy))}")
+        self.budget, self.backed, self.ahead, self.policy = budget, backed, ahead, policy
+        self.minimum = self.pinned = self.lent = self.used = 0
+        self.cycle: Cycle | None = None
         self._objects: dict[Hashable, _Object] = {}
-        self._clock = self._cursor = 0
-        self._record: list[Hashable] = []
-        self._schedule: list[Hashable] = []
-        self._positions: dict[Hashable, list[int]] = {}
+        self._record: list[Event] = []
+        self._clock = self._cursor = self._head = self._early = 0
+        self._anchor: tuple[int, Hashable] | None = None
+        self._begun: tuple[int, int, dict[Hashable, int]] = (budget, 0, {})
+
+    # Events
 
     def add(self, key: Hashable, name: str, nbytes: int, filled: bool) -> list[Action]:
         """Takes a new object; one that is filled is put into the fast tier.
@@ -101,7 +130,7 @@ class Replacement:
 
     def remove(self, key: Hashable) -> list[Action]:
         """Forgets an object."""
-        actions = self.discard(key)
+        actions = self._forget(self._objects[key], key)
         del self._objects[key]
         return actions
 
@@ -119,40 +148,63 @@ class Replacement:
             move = Move.MAKE if empty else Move.LOAD
             actions.append(Action(move, key, "used", zero=empty and not fresh))
             self._enter(found)
-        self._note(key)
+        self._unclaim(found)
+        self._note(Event("use", key, write, fresh))
         found.last = self._clock
         if not found.pins:
             self.pinned += found.nbytes
         found.pins += 1
-        self.minimum = max(self.minimum, self.pinned + self.lent)
+        self._grown()
         if write or fresh:
             found.stored = False
-        return actions
+        return actions + self._look_ahead()
 
     def done(self, key: Hashable) -> list[Action]:
-        """Unpins an object."""
+        """Unpins an object: after as many as there were uses it may leave."""
         found = self._objects[key]
         if not found.pins:
             raise GulliverError(f"{found.name} is not in use: each done() follows one use()")
         found.pins -= 1
+        self._note(Event("done", key))
+        actions = []
         if not found.pins:
             self.pinned -= found.nbytes
-        return []
+            cycle = self._planned()
+            # At once: what is written early has made room when that is needed.
+            if cycle and cycle.next_use(key, 0) != NEVER and not cycle.stays(key, self._cursor):
+                actions.append(self._leave(found, key, "not needed for long"))
+        return actions + self._look_ahead()
 
-    def discard(self, key: Hashable) -> list[Action]:
-        """Forgets the content of an object."""
+    def undo(self, key: Hashable, stored: bool, arrived: bool) -> None:
+        """Takes back a use that failed before the object was there.
+
+        Args:
+            key: object.
+            stored: whether the tier behind had its content before the use.
+            arrived: whether it is in the fast tier all the same.
+        """
         found = self._objects[key]
-        if found.pins:
-            raise GulliverError(
-                f"{found.name} is in use and cannot be discarded: done() comes first"
-            )
-        if found.empty:
-            return []
-        if found.resident:
+        found.pins -= 1
+        if not found.pins:
+            self.pinned -= found.nbytes
+        found.stored = stored
+        if not arrived:
             found.resident = False
             self.used -= found.nbytes
-        found.stored = False
-        return [Action(Move.FORGET, key)]
+        if self._record and self._record[-1][:2] == ("use", key):
+            self._record.pop()
+
+    def changed(self, key: Hashable) -> None:
+        """Says that an object in the fast tier was changed without a use."""
+        self._objects[key].stored = False
+
+    def discard(self, key: Hashable) -> list[Action]:
+        """Forgets the content of an object, which is zeros from then on."""
+        found = self._objects[key]
+        if found.pins:
+            raise GulliverError(f"{found.name} is in use and cannot be discarded before done()")
+        self._note(Event("discard", key))
+        return self._forget(found, key) + self._look_ahead()
 
     def lend(self, nbytes: int, name: str) -> list[Action]:
         """Makes room for memory that is no object's.
@@ -161,16 +213,18 @@ class Replacement:
             GulliverError: there is no room beside all that is pinned; nothing was changed.
         """
         actions = self._room(nbytes, name)
+        self._note(Event("lend", nbytes))
         self.lent += nbytes
         self.used += nbytes
-        self.minimum = max(self.minimum, self.pinned + self.lent)
-        return actions
+        self._grown()
+        return actions + self._look_ahead()
 
     def give(self, nbytes: int) -> list[Action]:
         """Takes back what was lent."""
+        self._note(Event("give", nbytes))
         self.lent -= nbytes
         self.used -= nbytes
-        return []
+        return self._look_ahead()
 
     def set_budget(self, nbytes: int) -> list[Action]:
         """Changes the size of the fast tier.
@@ -181,21 +235,39 @@ class Replacement:
         if nbytes < self.pinned + self.lent:
             raise GulliverError(
                 f"a memory budget of {nbytes} bytes is too small: {self.pinned + self.lent} bytes "
-                "are in use now"
+                f"are in use now: give at least {max(self.minimum, self.pinned + self.lent)}"
             )
         before, self.budget = self.budget, nbytes
         try:
-            return self._room(0, "budget")
+            actions = self._room(0, "a smaller budget")
         except GulliverError:
             self.budget = before
             raise
+        cycle = self.cycle
+        # Between steps it holds for all of the next; within one it may come back every time.
+        expected = cycle is not None and cycle.after(Event("budget", 0), 0) is not None
+        if self._record:
+            self._note(Event("budget", nbytes))
+        else:
+            expected = False
+        if nbytes != before and cycle is not None and not expected:
+            self._begun = nbytes, *self._begun[1:]  # for good, as far as one can know
+            self._plan(cycle.events)
+        return actions + self._look_ahead()
 
     def end_step(self) -> None:
-        """Makes the accesses since the last call the schedule."""
-        self._schedule, self._record, self._cursor = self._record, [], 0
-        self._positions = {}
-        for position, key in enumerate(self._schedule):
-            self._positions.setdefault(key, []).append(position)
+        """Makes the events since the last call the schedule."""
+        record, self._record = self._record, []
+        cycle, self._cursor, self._anchor = self.cycle, 0, None
+        begun = self._state()
+        if cycle is not None and record == cycle.events and begun == self._begun:
+            self._head = max(self._head - cycle.length, 0)
+            cycle.slack[:] = [*cycle.slack[cycle.length :], *cycle.base[: cycle.length]]
+        elif record:
+            self._begun = begun
+            self._plan(record)
+
+    # What there is
 
     def is_resident(self, key: Hashable) -> bool:
         """Whether an object is in the fast tier."""
@@ -205,49 +277,203 @@ class Replacement:
         """Whether the tier behind has the content of an object."""
         return self._objects[key].stored
 
-    def _enter(self, found: _Object) -> None:
-        found.resident = True
-        self.used += found.nbytes
+    # The schedule
 
-    def _note(self, key: Hashable) -> None:
+    def _state(self) -> tuple[int, int, dict[Hashable, int]]:
+        return self.budget, self.lent, {key: o.pins for key, o in self._objects.items() if o.pins}
+
+    def _plan(self, events: Sequence[Event]) -> None:
+        if self.policy == "recent" or not self.backed:
+            return
+        sizes = {key: found.nbytes for key, found in self._objects.items()}
+        budget, held, pins = self._begun
+        self.cycle = Cycle(events, sizes, budget, held, pins, self.ahead)
+        self._restart()
+
+    def _planned(self) -> Cycle | None:
+        return self.cycle if self.policy == "planned" and self.backed else None
+
+    def _restart(self) -> None:
+        """Plans what is loaded ahead anew, from the cursor on."""
+        self._head = self._cursor
+        for found in self._objects.values():
+            found.claimed = False
+        if self.cycle is not None:
+            self.cycle.slack[:] = self.cycle.base
+
+    def _note(self, event: Event) -> None:
+        """Records an event, and finds it on the schedule."""
         self._clock += 1
-        self._record.append(key)
-        positions = self._positions.get(key, ())
-        place = bisect_left(positions, self._cursor)
-        if place < len(positions):
-            self._cursor = positions[place] + 1
+        self._record.append(event)
+        if len(self._record) >= LONGEST:
+            self.end_step()
+        cycle = self.cycle
+        if cycle is None:
+            return
+        if cycle.matches(self._cursor, event):
+            self._cursor += 1
+            if self._anchor is not None and self._anchor[1] != event.key:
+                self._anchor = None
+            return
+        back, self._anchor = self._anchor, None
+        if back is not None and cycle.matches(back[0], event):
+            self._jump(back[0] + 1)
+            return
+        place = cycle.after(event, self._cursor) if event.what == "use" else None
+        if place is not None and place - self._cursor <= max(cycle.length // FARTHEST_JUMP, 16):
+            self._anchor = self._cursor, event.key
+            self._jump(place + 1)
 
-    def _next_use(self, key: Hashable) -> int:
-        positions = self._positions.get(key)
-        if not positions:
-            return NEVER
-        place = bisect_left(positions, self._cursor)
-        if place < len(positions):
-            return positions[place]
-        return positions[0] + len(self._schedule)
+    def _jump(self, cursor: int) -> None:
+        self._cursor = cursor
+        self._restart()
+
+    # Loading ahead
+
+    def _look_ahead(self) -> list[Action]:
+        """Loads what comes next, as far as there is room, in the order of use."""
+        cycle, actions = self._planned(), []
+        if cycle is None:
+            return actions
+        self._head = max(self._head, self._cursor)
+        while self._head < self._cursor + cycle.length:
+            event = cycle.events[self._head % cycle.length]
+            found = self._objects.get(event.key) if event.what == "use" else None
+            if found and not self._claim(cycle, self._head, event, found, actions):
+                break
+            self._head += 1
+        return actions
+
+    def _claim(
+        self, cycle: Cycle, position: int, event: Event, found: _Object, actions: list[Action]
+    ) -> bool:
+        """Makes sure of an object for a use to come; False where that has to wait."""
+        if position % cycle.length not in cycle.outer:
+            return True
+        span = cycle.span(position)
+        if found.pins or (span and position - span.length >= self._cursor):
+            # There is a use before it. What leaves after that cannot be loaded yet.
+            return span is None or span.keep
+        if event.fresh or not (found.resident or found.stored):
+            return True
+        early = not found.resident and not self._leads(position, span)
+        if early and self.ahead is not None and self._early + found.nbytes > self.ahead:
+            return False
+        keep, lead = (span.keep, span.lead) if span else (False, 0)
+        claimed = slice(self._cursor, max(position - lead, self._cursor))
+        if not keep and claimed.start < claimed.stop:
+            part = cycle.slack[claimed]
+            if int(part.min()) < found.nbytes:
+                return False
+        if not found.resident and not self._bring(event.key, found, actions):
+            return False
+        if not keep:
+            cycle.slack[claimed] -= found.nbytes
+        found.claimed = True
+        return True
+
+    def _leads(self, position: int, span: Span | None) -> bool:
+        """Whether a use is so near that its object is to be loaded whatever else is ahead."""
+        return position - (span.lead if span else 0) <= self._cursor
+
+    def _bring(self, key: Hashable, found: _Object, actions: list[Action]) -> bool:
+        """Loads an object ahead of use, in the place of what is not needed for long."""
+        short = self.used + found.nbytes - self.budget
+        victims = [victim for victim in self._idle() if self._is_left(*victim)] if short > 0 else []
+        if sum(victim.nbytes for _, victim in victims) < short:
+            return False
+        for name, victim in self._enough(victims, short):
+            actions.append(self._leave(victim, name, f"room for {found.name}"))
+        actions.append(Action(Move.LOAD, key, "needed next"))
+        self._enter(found)
+        found.early = True
+        self._early += found.nbytes
+        return True
+
+    # Making room
 
     def _room(self, nbytes: int, name: str) -> list[Action]:
         """Decides what goes so that `nbytes` more fit."""
         short = self.used + nbytes - self.budget
-        idle = [key for key, o in self._objects.items() if o.resident and not o.pins]
-        if short > 0 and (not self.backed or self.pinned + self.lent + nbytes > self.budget):
-            least = max(self.minimum, self.pinned + self.lent + nbytes)
-            if not self.backed:
-                least = max(least, self.used + nbytes)
+        if short <= 0:
+            return []
+        held = self.pinned + self.lent if self.backed else self.used
+        if held + nbytes > self.budget:
+            why = "" if self.backed else " and there is no disk or host memory behind it"
             raise GulliverError(
                 f"the memory budget of {self.budget} bytes is too small: {name} needs {nbytes} "
-                f"bytes beside {least - nbytes} in use: give at least {least}"
+                f"bytes beside {held} in use{why}: give at least {max(self.minimum, held + nbytes)}"
             )
-        actions = []
-        if short > 0:
-            idle.sort(key=lambda key: (-self._next_use(key), self._objects[key].last))
-            for key in idle:
-                if short <= 0:
-                    break
-                found = self._objects[key]
-                move = Move.DROP if found.stored else Move.WRITE
-                actions.append(Action(move, key, f"room for {name}"))
-                found.resident, found.stored = False, True
-                self.used -= found.nbytes
-                short -= found.nbytes
+        idle = self._idle()
+        left = [victim for victim in idle if self._is_left(*victim)]
+        if self._planned() and sum(victim.nbytes for _, victim in left) >= short:
+            idle = left
+        chosen = self._enough(idle, short)
+        actions = [self._leave(found, key, f"room for {name}") for key, found in chosen]
+        if idle is not left:
+            self._restart()
         return actions
+
+    def _idle(self) -> list[tuple[Hashable, _Object]]:
+        """Returns what may leave, what is least worth keeping first."""
+        idle = [(key, o) for key, o in self._objects.items() if o.resident and not o.pins]
+        return sorted(idle, key=lambda pair: self._rank(*pair))
+
+    def _rank(self, key: Hashable, found: _Object) -> tuple[float, int]:
+        if self.cycle is None or self.policy == "recent":
+            return 0.0, found.last
+        distance = self.cycle.next_use(key, self._cursor) - self._cursor
+        return -distance / (1 if found.stored else 2), found.last
+
+    def _is_left(self, key: Hashable, found: _Object) -> bool:
+        """Whether nothing is planned for an object that is here."""
+        if self.cycle is None:
+            return True
+        return not found.claimed and not self.cycle.stays(key, self._cursor)
+
+    def _enough(
+        self, victims: Iterable[tuple[Hashable, _Object]], short: int
+    ) -> list[tuple[Hashable, _Object]]:
+        """Returns the first of the victims that make enough room, without those in excess."""
+        chosen: list[tuple[Hashable, _Object]] = []
+        for victim in victims:
+            if short <= 0:
+                break
+            chosen.append(victim)
+            short -= victim[1].nbytes
+        for victim in chosen[::-1]:
+            if victim[1].nbytes <= -short:
+                chosen.remove(victim)
+                short += victim[1].nbytes
+        return chosen
+
+    def _enter(self, found: _Object) -> None:
+        found.resident = True
+        self.used += found.nbytes
+
+    def _leave(self, found: _Object, key: Hashable, reason: str) -> Action:
+        move = Move.DROP if found.stored else Move.WRITE
+        self._unclaim(found)
+        found.resident, found.stored = False, True
+        self.used -= found.nbytes
+        return Action(move, key, reason)
+
+    def _forget(self, found: _Object, key: Hashable) -> list[Action]:
+        if not found.resident and not found.stored:
+            return []
+        self._unclaim(found)
+        if found.resident:
+            self.used -= found.nbytes
+        if found.pins:
+            self.pinned -= found.nbytes
+        found.resident = found.stored = False
+        return [Action(Move.FORGET, key)]
+
+    def _unclaim(self, found: _Object) -> None:
+        found.claimed = False
+        if found.early:
+            found.early = False
+            self._early -= found.nbytes
+
+    def _grown(self) -> None:
+        self.minimum = max(self.minimum, self.pinned + self.lent)

@@ -2,19 +2,26 @@
 
 from gulliver.parallel.zero._elementwise import (
     ELEMENTWISE,
+    OPTIMIZERS,
+    check_by_chunk,
     check_optimizer,
     check_trainable,
     is_boosted,
-    state_tensors,
+    needs_whole,
+    optimizer_table,
+    state_sizes,
 )
 from gulliver.parallel.zero._memory import ChunkBytes, held_bytes
 from gulliver.parallel.zero._optimizer import ZeroOptimizer, export_leaves, import_leaves
+from gulliver.parallel.zero._reducer import IN_FLIGHT
 from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
 from gulliver.parallel.zero._statistics import BufferSync
 from gulliver.parallel.zero._tuner import BucketTuner, Stage, Tuning
 
 __all__ = [
     "ELEMENTWISE",
+    "IN_FLIGHT",
+    "OPTIMIZERS",
     "BucketTuner",
     "BufferSync",
     "ChunkBytes",
@@ -22,13 +29,16 @@ __all__ = [
     "TensorSize",
     "Tuning",
     "ZeroOptimizer",
+    "check_by_chunk",
     "check_optimizer",
     "check_trainable",
     "export_leaves",
     "held_bytes",
     "import_leaves",
     "is_boosted",
+    "needs_whole",
+    "optimizer_table",
     "ordered_layouts",
     "shard_dtype",
-    "state_tensors",
+    "state_sizes",
 ]

@@ -66,6 +66,7 @@ class Gatherer:
         group: process group of the ranks that own the shards.
         ahead: chunks that are gathered ahead of the one in use (stage 3).
         overlap: False waits for every gather at once, for comparison.
+        every: whether a pass gathers all chunks, used or not; see `Prefetcher`.
 
     Attributes:
         record: what a step of stage 3 did, for predictions.
@@ -78,12 +79,13 @@ class Gatherer:
         group: Group,
         ahead: int = 2,
         overlap: bool = True,
+        every: bool = True,
     ) -> None:
         self.chunks, self.sharded, self.group = list(chunks), sharded, group
         self.ahead, self.overlap = ahead, overlap
         self.step = 0
         self.record = AccessRecord()
-        self._engine = Prefetcher(self.chunks, self, ahead)
+        self._engine = Prefetcher(self.chunks, self, ahead, every)
         self._home = {id(p): c for c in chunks for p in c.chunk.members}
         self._index = {id(c): number for number, c in enumerate(self.chunks)}
         self._depth = 0
@@ -301,7 +303,8 @@ class Gatherer:
             self._peeked = None
             self.settle_lent()
             chunk = sharded.chunk
-            part = chunk.home.to(chunk.dtype)
+            with chunk.opened():
+                part = chunk.home.to(chunk.dtype, copy=True)
             whole = torch.empty(chunk.layout.size, dtype=chunk.dtype, device=chunk.device)
             if chunk.layout.parts == 1:
                 whole.copy_(part)
@@ -317,7 +320,7 @@ class Gatherer:
         for piece in chunk.layout.pieces(chunk.part):
             if chunk.parameters[piece.name] is parameter:
                 part = copy.reshape(-1)[piece.offset : piece.offset + piece.numel]
-                chunk.merge(chunk.home[piece.start : piece.end], part)
+                chunk.merge(piece.start, part)
 
     def _lend(self, parameter: nn.Parameter, data: Tensor) -> Tensor:
         """A view of ``parameter.data`` of which writes can be noticed later."""
@@ -378,16 +381,16 @@ class Gatherer:
         start = int(tensor.storage_offset())
         for slot, parameter in zip(sharded.chunk.layout.slots, sharded.chunk.members, strict=True):
             if slot.start <= start < slot.start + slot.numel:
-                return _Saved(
-                    parameter, self.step, tensor.size(), tensor.stride(), start - slot.start
-                )
+                offset, step = start - slot.start, self.step + sharded.updates
+                return _Saved(parameter, step, tensor.size(), tensor.stride(), offset)
         return tensor
 
     def unpack(self, saved: Any) -> Tensor:
         """The tensor that was saved, gathered again where that is needed."""
         if type(saved) is not _Saved:
             return saved
-        if saved.step != self.step:
+        sharded = self._home[id(saved.parameter)]
+        if saved.step != self.step + sharded.updates:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 "inplace operation: the optimizer has stepped since this graph was made"
@@ -395,7 +398,6 @@ class Gatherer:
         if self._engine.current is Pass.NONE:
             self.enter_backward()
             at_end_of_backward(self.leave_backward)
-        sharded = self._home[id(saved.parameter)]
         self.use(sharded)
         with torch.no_grad():
             start = saved.parameter.storage_offset() + saved.offset

@@ -66,7 +66,7 @@ class GroupWatch:
         """This rank's part of a vote that takes the largest of each number: bytes."""
         moved = self.is_moved()
         # Of a byte and its complement both largest are this rank's only if all ranks have it.
-        digest = hashlib.sha256(repr([] if moved else self._options()).encode()).digest()[:DIGEST]
+        digest = hashlib.sha256(repr([] if moved else self.options()).encode()).digest()[:DIGEST]
         return [moved, *digest, *(255 - byte for byte in digest)]
 
     def check_votes(self, votes: Sequence[int]) -> None:
@@ -79,9 +79,9 @@ class GroupWatch:
         if moved:
             raise GulliverError(MOVED)
         if any(a + b != 255 for a, b in zip(digest, complement, strict=True)):
-            raise GulliverError(_difference(gather_objects(self._options(), self._group)))
+            raise GulliverError(_difference(gather_objects(self.options(), self._group)))
 
-    def _options(self) -> dict[str, str]:
+    def options(self) -> dict[str, str]:
         """The numbers among the options, by name and group.
 
         Options on a device are left out: the host would have to wait for them.
@@ -93,6 +93,14 @@ class GroupWatch:
             for key, value in group.items()
             if key in known
         }
+
+
+def first_change(then: dict[str, str], now: dict[str, str]) -> tuple[str, str, str] | None:
+    """The first option of which two reports differ, with both values."""
+    for name in then | now:
+        if then.get(name) != now.get(name):
+            return name, str(then.get(name)), str(now.get(name))
+    return None
 
 
 def _numbers(value: Any) -> Any:

@@ -25,7 +25,7 @@ from gulliver.memory import (
     Resident,
     moment_size,
 )
-from gulliver.parallel.zero._elementwise import state_tensors
+from gulliver.parallel.zero._elementwise import state_sizes
 from gulliver.parallel.zero._reducer import IN_FLIGHT
 from gulliver.parallel.zero._shards import ShardedState
 
@@ -124,6 +124,7 @@ class _Replay:
         self, chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int, state: int
     ) -> None:
         self.stage, self.counter = stage, ByteCounter()
+        self.in_flight = IN_FLIGHT if parts > 1 else 0
         presence = Presence.ABSENT if stage == 3 else Presence.WHOLE
         self.chunks = [
             _Imagined(
@@ -202,7 +203,7 @@ class _Replay:
         if not chunk.handed:
             self.counter.add(GRADIENTS, chunk.shard)
         self.flying.append(chunk)
-        if self.stage >= 2 and len(self.flying) > IN_FLIGHT:
+        if self.stage >= 2 and len(self.flying) > self.in_flight:
             self.land(self.flying.popleft())
 
     def land(self, chunk: _Imagined) -> None:
@@ -258,10 +259,10 @@ def _ordinary(chunks: Sequence[ChunkBytes]) -> Iterator[Event]:
 def _state_bytes(shards: ShardedState) -> int:
     """Bytes of the optimizer's state, as it will lie in the buffers of chunks."""
     groups = shards.inner.param_groups
-    kept = [state_tensors(shards.inner, group) for group in groups]
     total = 0
     for sharded in shards.chunks:
-        for number in range(max(kept, default=0)):
-            sizes = [p.numel for p, _ in sharded.pieces if kept[shards.group_of(p.name)] > number]
-            total += moment_size(sizes) * sharded.chunk.home.dtype.itemsize
+        for piece, owned in sharded.pieces:
+            group = groups[shards.group_of(piece.name)]
+            sizes = state_sizes(shards.inner, group, owned.shape)
+            total += moment_size(sizes) * owned.dtype.itemsize
     return total

@@ -3,42 +3,37 @@
 Read `ZeroOptimizer._step` first: a step is all there. What a rank has is kept by `ShardedState`
 (`_shards.py`). How gradients come to the shards is told in `_reducer.py`, how parameters come back
 in `_gatherer.py`, how state is gathered in `_state.py` and saved in `_saved.py`, how the chunks are
-cut anew in `_relayout.py`: all of them act on that state, and none knows the optimizer.
-
-[Note: the pipeline of a step] With stages 1 and 2 chunks are updated one by one, in the order of
-use. Each is waited for, stepped where it lies, and its gather started; then the next. So the link
-carries the first chunks' parameters while the others are updated, and the next forward begins while
-most of them are still on their way. Only clipping needs all gradients first: one number is
-exchanged for it. With stages 0 and 3 nothing follows an update, and the chunk that is used first is
-the last to be reduced: one call of the optimizer for all is as early, and cheaper.
-
-[Note: order of updates] Backward completes the last chunk first, so in that order the first update
-could begin earlier. But the gathers would be issued in it too, and the parameters that the next
-forward waits for first would be sent last. In the order of use the forward's first chunk is sent
-first; the price is that the first update waits for the reduction that was issued last.
+cut anew in `_relayout.py`: all of them act on that state, and none knows the optimizer. How chunks
+are stepped one after the other is told in `_updates.py`, and how during backward in
+`_in_backward.py`.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
-from gulliver._compat import step_hooks, step_without_hooks
+from gulliver._compat import step_hooks
 from gulliver.comm import Group, all_gather, all_reduce
 from gulliver.errors import GulliverError
-from gulliver.memory import ASKS, ByteCounter, before_write
+from gulliver.memory import ByteCounter, Manager, before_write
 from gulliver.parallel._optimizer import BoostedOptimizer, Leaf, Saved, State
 from gulliver.parallel.zero import _saved
-from gulliver.parallel.zero._elementwise import check_optimizer, check_trainable
+from gulliver.parallel.zero._elementwise import (
+    check_by_chunk,
+    check_optimizer,
+    check_trainable,
+    needs_whole,
+)
 from gulliver.parallel.zero._gatherer import Gatherer
 from gulliver.parallel.zero._hooks import watch_calls
+from gulliver.parallel.zero._in_backward import InBackward
 from gulliver.parallel.zero._memory import predicted
 from gulliver.parallel.zero._reducer import GradientReducer
 from gulliver.parallel.zero._relayout import relayout
@@ -48,6 +43,7 @@ from gulliver.parallel.zero._shards import ShardedState
 from gulliver.parallel.zero._state import gather_state, scatter_state
 from gulliver.parallel.zero._statistics import BufferSync
 from gulliver.parallel.zero._tuner import BucketTuner
+from gulliver.parallel.zero._updates import Updates
 
 
 class ZeroOptimizer(BoostedOptimizer):
@@ -69,9 +65,15 @@ class ZeroOptimizer(BoostedOptimizer):
         max_norm: global norm that gradients are clipped to in every step; infinite for none.
         group: process group to shard over; None for all ranks.
         assume_elementwise: whether to take the user's word for an optimizer that is not known.
+        assume_per_parameter: whether to take the user's word that it looks at one parameter at a
+            time; then it is sharded by whole parameters, as Muon and Adafactor are.
         frozen: parameters of the model that are not trained, with their names; stage 3 shards them.
         ahead: chunks that stage 3 gathers ahead of the one in use.
         overlap: False waits for every collective at once; for comparison, with the same results.
+        manager: memory manager that keeps shards, optimizer state and gradients in tiers of memory
+            (stage 3); None keeps all of it here.
+        step_in_backward: whether chunks are stepped during backward, as their gradients come. With
+            `max_norm`, and with fp16, all gradients are waited for; see `_in_backward.py`.
 
     Raises:
         GulliverError: the optimizer cannot be sharded; a parameter is of a dtype that is not
@@ -92,9 +94,13 @@ class ZeroOptimizer(BoostedOptimizer):
         frozen: Mapping[nn.Parameter, str] | None = None,
         ahead: int = 2,
         overlap: bool = True,
+        manager: Manager | None = None,
+        step_in_backward: bool = False,
+        assume_per_parameter: bool = False,
     ) -> None:
         super().__init__(inner, names)
-        check_optimizer(inner, stage, assume_elementwise)
+        check_optimizer(inner, stage, assume_elementwise, assume_per_parameter)
+        check_by_chunk(inner, stage, manager is not None, step_in_backward)
         check_trainable(self.names)
         for parameter in self.names:
             vars(parameter)["_boosted"] = True
@@ -102,8 +108,9 @@ class ZeroOptimizer(BoostedOptimizer):
         exported = super().export_state()
         state = {n: {k: v for k, v in e.items() if v is not None} for n, e in exported.items()}
         sharded = dict(frozen or {}) if stage == 3 else {}
+        whole = needs_whole(inner, assume_elementwise)
         self.shards = ShardedState(
-            inner, self.names, sharded, stage, chunk_bytes, group, ahead, overlap
+            inner, self.names, sharded, stage, chunk_bytes, group, ahead, overlap, manager, whole
         )
         self.max_norm = max_norm
         self.grad_norm: Tensor | None = None
@@ -111,12 +118,15 @@ class ZeroOptimizer(BoostedOptimizer):
         self.tuner: BucketTuner | None = None
         self.buffers: BufferSync | None = None
         self._tuned = 0
-        self._deferred = self._stepping = False
+        self._deferred = self._accumulating = False
         self._used: set[str] | None = None
+        self.step_in_backward = step_in_backward
+        self._updates = Updates(self.shards)
+        self._begun = InBackward(self.shards, self._updates)
         fp16 = any(p.dtype is torch.float16 for p in self.names)
         self.scaler = LossScaler() if fp16 else None
         scatter_state(self.shards, state)
-        self._watch_inner()
+        inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     # What the state knows.
 
@@ -179,19 +189,6 @@ class ZeroOptimizer(BoostedOptimizer):
     def _reducer(self) -> GradientReducer:
         return self.shards.reducer
 
-    def _watch_inner(self) -> None:
-        """Refuses steps of the optimizer from before boost, which would do nothing silently."""
-
-        def refuse(*_: Any) -> None:
-            if not self._stepping:
-                raise GulliverError(
-                    "step the optimizer that boost returned, not the one it was given"
-                )
-
-        setattr(self.inner, ASKS, True)
-        self.inner.register_step_pre_hook(refuse)
-        self.inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
-
     def watch(self, model: nn.Module) -> None:
         """Notices calls of the model; see `_hooks.py`."""
         super().watch(model)
@@ -213,11 +210,21 @@ class ZeroOptimizer(BoostedOptimizer):
         self._mark("backward")
         self.gatherer.enter_backward()
         try:
-            with self._reducer.backward(reduce=not self._deferred), self._saving():
+            with self._stepping(), self._reducer.backward(not self._deferred), self._saving():
                 loss.backward()
                 self._mark("backward ended")
         finally:
             self.gatherer.leave_backward()
+
+    def _stepping(self) -> AbstractContextManager[None]:
+        """Lets chunks be stepped in a backward, where nothing needs all gradients before."""
+        self._begun.check_whole()
+        self._begun.refuse("backward was called")
+        waits = math.isfinite(self.max_norm) or self.scaler is not None or self._accumulating
+        profiling = self.tuner is not None and self.tuner.profiling
+        if not self.step_in_backward or waits or profiling:
+            return nullcontext()
+        return self._begun.backward()
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -231,11 +238,12 @@ class ZeroOptimizer(BoostedOptimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Adds gradients up without reducing them; from stage 2 on they are reduced to shards."""
-        before, self._deferred = self._deferred, self.stage < 2
+        before = self._deferred, self._accumulating
+        self._deferred, self._accumulating = self.stage < 2, True
         try:
             yield
         finally:
-            self._deferred = before
+            self._deferred, self._accumulating = before
 
     def _mark(self, name: str) -> None:
         if self.tuner is not None:
@@ -250,6 +258,11 @@ class ZeroOptimizer(BoostedOptimizer):
         return relayout(self.shards, order, chunk_bytes)
 
     def _step(self) -> None:
+        self._begun.check_whole()
+        if self._begun.begun:
+            self._begun.finish(self._settle())
+            self._finish_step()
+            return
         for sharded in self.everything:
             sharded.chunk.check_parameters()
         self.gatherer.release_all()
@@ -264,15 +277,12 @@ class ZeroOptimizer(BoostedOptimizer):
             self.skipped += 1
             self._finish_step()
             return
-        self._stepping = True
+        self._updates.allowed = True
         try:
             with step_hooks(self.inner):
                 self._pipeline(used)
         finally:
-            self._stepping = False
-            self.shards.show_pieces()
-            for sharded in self.chunks:
-                sharded.hide_gradients()
+            self._updates.end()
         self._finish_step()
 
     def _pipeline(self, used: set[str]) -> None:
@@ -281,25 +291,13 @@ class ZeroOptimizer(BoostedOptimizer):
         if timed:
             self._reducer.land_all()
             self._mark("step")
-        update_s = 0.0
-        chunks, reducer, gatherer = self.chunks, self._reducer, self.gatherer
+        self._updates.seconds = 0.0
         for turn in self.shards.turns():
-            for number in turn:
-                reducer.land(chunks[number])
-                chunks[number].show_gradients(used)
-            self.shards.show_pieces(turn[0] if len(turn) == 1 else None)
-            before_write(self.shards.written(turn))
-            begun = time.perf_counter()
-            step_without_hooks(self.inner)
-            update_s += time.perf_counter() - begun
-            for number in turn:
-                self.shards.place_new_state(chunks[number], used)
-                if self.shards.stage < 3:
-                    gatherer.start(chunks[number])
+            self._updates.step(turn, used)
         if timed:
             self._mark("stepped")
             assert self.tuner is not None
-            self.tuner.updated(update_s)
+            self.tuner.updated(self._updates.seconds)
             self.gatherer.finish_all()
 
     def _finish_step(self) -> None:
@@ -311,6 +309,8 @@ class ZeroOptimizer(BoostedOptimizer):
         # The buffers are written behind autograd's back: a graph from before must not be used.
         increment_version(list(self.names))
         self.gatherer.prefetch()
+        if self.shards.manager is not None:
+            self.shards.manager.end_step()
         self.gatherer.record.complete = bool(self.gatherer.record.events)
 
     def _all_finite(self) -> bool:
@@ -338,16 +338,20 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients; with ``set_to_none=False`` those that there are become zeros."""
+        self._begun.refuse("zero_grad was called")
         self._used = None
         self._reducer.forget(set_to_none)
         if self.tuner is not None and set_to_none and self.gatherer.step > self._tuned:
             self._tuned = self.gatherer.step
             self.tuner.stepped()
 
-    def _gradient_shards(self) -> list[Tensor]:
+    def _gradients(self, write: bool = False) -> Iterator[Tensor]:
+        """Yields this rank's gradient shards, one after the other."""
+        self._begun.refuse("gradients were clipped or read")
         self._settle()
         self._reducer.land_all()
-        return [c.gradient_shard for c in self.chunks if c.gradient_shard is not None]
+        for sharded in self.chunks:
+            yield from sharded.gradients(write)
 
     def clip_grad_by_norm(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`.
@@ -359,18 +363,17 @@ class ZeroOptimizer(BoostedOptimizer):
             The norm before, float64; nan or inf show as they are.
         """
         self.check_norm(max_norm)
-        shards = self._gradient_shards()
         self.grad_norm = norm = self._squared_norm().sqrt()
         if math.isfinite(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for shard in shards:
+            for shard in self._gradients(write=True):
                 shard.mul_(scale.to(shard.dtype))
         return norm
 
     def _squared_norm(self) -> Tensor:
         """The squared norm of the mean gradient: a float64 scalar, the same on all ranks."""
         total = torch.zeros((), dtype=torch.float64, device=self.chunks[0].chunk.device)
-        for shard in self._gradient_shards():
+        for shard in self._gradients():
             total += torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2
         if self.parts > 1:
             all_reduce(total, "sum", self.group)
@@ -378,26 +381,23 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def clip_grad_by_value(self, limit: float) -> None:
         """Cuts every element of the mean gradient to [-limit, limit]."""
-        for shard in self._gradient_shards():
+        for shard in self._gradients(write=True):
             shard.clamp_(-limit, limit)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole averaged gradients by name, where there is one; every rank calls it."""
+        self._begun.refuse("gradients were read")
         used = self._settle()
         self._reducer.land_all()
         found: dict[str, Tensor] = {}
         for sharded in self.chunks:
-            shard = sharded.gradient_shard
-            if shard is None:
-                continue
-            whole = shard
-            if self.parts > 1:
-                whole = torch.empty(
-                    sharded.chunk.layout.size, dtype=shard.dtype, device=shard.device
-                )
-                all_gather(whole, shard, self.group)
-            views = sharded.chunk.named_views(whole)
-            found |= {name: view for name, view in views.items() if name in used}
+            for shard in sharded.gradients():
+                whole = shard if self.shards.tiers is None else shard.clone()
+                if self.parts > 1:
+                    whole = shard.new_empty(sharded.chunk.layout.size)
+                    all_gather(whole, shard, self.group)
+                views = sharded.chunk.named_views(whole)
+                found |= {name: view for name, view in views.items() if name in used}
         return {name: found[name] for name in self.names.values() if name in found}
 
     def state_dict(self) -> dict[str, Any]:
@@ -413,17 +413,16 @@ class ZeroOptimizer(BoostedOptimizer):
         self.shards.take_writes()
         return gather_state(self.shards, keep)
 
-    def _import_state(
-        self, state: State, others: Mapping[Any, Any] | None, exact: Collection[str]
-    ) -> None:
-        self.shards.take_writes()
-        scatter_state(self.shards, state)
-        self.shards.publish_masters()
-
     @property
     def _writer(self) -> _saved.Writes:
         """Says which names this rank saves, where no rank has the whole model; else None."""
         return None if self.has_whole_model else self.writes
+
+    @property
+    def copy_limit(self) -> int | None:  # type: ignore[override]
+        """Bytes of host memory that saving may take, under a memory limit."""
+        manager = self.shards.manager
+        return None if manager is None else min(max(manager.budget // 8, 2**23), 2**26)
 
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
         """The model's state as far as this rank has it; nothing is gathered or waited for."""
@@ -431,7 +430,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def load_leaves(self, model: nn.Module) -> dict[str, Leaf]:
         """What of the model's state this rank fills when it is loaded: all that it holds."""
-        return _saved.model_leaves(self.shards, model, None)
+        return _saved.model_leaves(self.shards, model, None, fill=True)
 
     def state_leaves(self) -> Saved:
         """The optimizer's state as far as this rank has it."""
@@ -439,8 +438,8 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def has_whole_state(self) -> bool:
-        """Whether every rank has all state: at stage 0, unless the model itself is cut."""
-        return self.parts == 1 and self.has_whole_model
+        """Whether a rank has all state of a parameter or none, of whatever shape that is."""
+        return self.shards.whole or (self.parts == 1 and self.has_whole_model)
 
     def make_state(self, entries: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Leaf]:
         """Gives the optimizer state of the kinds that a checkpoint has, to be filled."""
@@ -450,6 +449,7 @@ class ZeroOptimizer(BoostedOptimizer):
         """Lets nothing be under way while the shards are filled."""
         self.gatherer.release_all()
         before_write(sharded.chunk.home for sharded in self.everything)
+        self._begun.mend()
 
     def after_model_load(self) -> None:
         """Sends what the shards hold now to all ranks; every rank calls it."""
@@ -470,7 +470,7 @@ class ZeroOptimizer(BoostedOptimizer):
     def gradient_bytes(self) -> int:
         """Bytes of gradients that this rank holds now: shards and whole buffers."""
         held = [t for c in self.chunks for t in (c.chunk.gradient, c.gradient_shard)]
-        return sum(t.nbytes for t in held if t is not None)
+        return sum(t.nbytes for t in held if t is not None and not t.is_meta)
 
     def memory(self) -> dict[str, int]:
         """Bytes of ``parameters``, ``gradients`` and ``optimizer_state`` that this rank will hold.

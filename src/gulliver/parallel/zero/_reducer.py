@@ -25,6 +25,8 @@ collectives must be issued in one order everywhere. So chunks are reduced strict
 the first: a chunk goes when its gradients are complete and all later chunks have gone. What a
 backward did not touch is found at its end, and follows in the same order with zeros.
 
+One rank has nothing to agree on: it reduces chunks as they are complete, and none that has nothing.
+
 [Note: used anywhere] A parameter without a gradient on this rank may have one elsewhere; its mean
 is not zero then. Whether it had one on any rank, since gradients were last forgotten, is voted on
 before each step, in one small exchange. Without any, it is left alone, as torch leaves a gradient
@@ -47,7 +49,7 @@ import torch
 
 from gulliver.comm import Group, Handle, Purpose, all_reduce, group_size, reduce_scatter
 from gulliver.errors import GulliverError
-from gulliver.memory import GRADIENTS, ReducedGradient
+from gulliver.memory import ReducedGradient
 from gulliver.parallel.zero._sharded import Phase, ShardedChunk
 
 IN_FLIGHT = 4
@@ -66,6 +68,10 @@ class GradientReducer:
             buffers; from 2 on each is freed when it is reduced.
         group: process group to average over; None for all ranks.
         overlap: False waits for every reduction at once, for comparison.
+
+    Attributes:
+        noted: called with the name of a parameter whose gradient has come.
+        sent: called with a chunk whose gradients are on their way.
     """
 
     def __init__(
@@ -75,6 +81,9 @@ class GradientReducer:
         self.size = group_size(group)
         self.scale = 1.0
         self.noted: Callable[[str], None] | None = None
+        self.sent: Callable[[ShardedChunk], None] | None = None
+        # With one rank there is nothing to wait for.
+        self._in_flight = IN_FLIGHT if self.size > 1 else 0
         self._home = {name: c for c in chunks for name in c.chunk.parameters}
         self._names = list(self._home)
         self._used: set[str] = set()
@@ -113,7 +122,7 @@ class GradientReducer:
     def _ready_hook(self, name: str) -> Callable[[object], None]:
         """Makes the hook after it: places the gradient, and reduces complete chunks in turn."""
         sharded = self._home[name]
-        place, waiting = sharded.chunk.place_gradient, sharded.waiting
+        place, waiting, ordered = sharded.chunk.place_gradient, sharded.waiting, self.size > 1
 
         def ready(_: object) -> None:
             place(name)
@@ -123,7 +132,10 @@ class GradientReducer:
                 if name in waiting:
                     del waiting[name]
                 if not waiting:
-                    self._reduce_complete()
+                    if ordered:
+                        self._reduce_complete()
+                    else:
+                        self._reduce(sharded)
 
         return ready
 
@@ -200,6 +212,36 @@ class GradientReducer:
             "parameter"
         )
 
+    def used_in(self, sharded: ShardedChunk) -> list[bool]:
+        """Which parameters of a chunk have had a gradient on this rank."""
+        return [name in self._used for name in sharded.chunk.parameters]
+
+    def use_up(self, sharded: ShardedChunk) -> None:
+        """Gives the gradient of a chunk up that was stepped; zero_grad has to follow."""
+        assert sharded.gradient_shard is not None, "it has landed"
+        sharded.chunk.give_reduced(sharded.gradient_shard)
+        sharded.gradient_shard, sharded.used_up = None, True
+
+    def check_cleared(self) -> None:
+        """Refuses to add to gradients that were used up.
+
+        Raises:
+            GulliverError: zero_grad was not called since.
+        """
+        for sharded in self.chunks:
+            if sharded.used_up:
+                self._check_cleared(sharded)
+
+    def _check_cleared(self, sharded: ShardedChunk) -> None:
+        cleared = sharded.chunk.cleared_names()
+        if len(cleared) < len(sharded.chunk.members):
+            raise GulliverError(
+                "gradients would be added to those of the last step, which step_in_backward has "
+                "used up: call zero_grad after each step"
+            )
+        self._used.difference_update(cleared)
+        sharded.used_up = False
+
     @property
     def settled(self) -> bool:
         """Whether nothing came since `settle`."""
@@ -214,13 +256,15 @@ class GradientReducer:
         self._settled = False
         self.land_all()
         for sharded in self.chunks:
+            sharded.used_up = False
             if set_to_none:
                 self._empty(sharded)
                 continue
             # A buffer that is being filled goes on being filled, from zero.
-            for gradient in (sharded.chunk.gradient, sharded.gradient_shard):
-                if gradient is not None:
-                    gradient.zero_()
+            if sharded.chunk.gradient is not None:
+                sharded.chunk.gradient.zero_()
+            for gradient in sharded.gradients(write=True):
+                gradient.zero_()
         if set_to_none:
             self._used.clear()
 
@@ -229,7 +273,7 @@ class GradientReducer:
             sharded.move(Phase.EMPTY)
         sharded.chunk.clear_gradient()
         if sharded.gradient_shard is not None:
-            sharded.chunk.pool.give(sharded.gradient_shard, GRADIENTS)
+            sharded.chunk.give_reduced(sharded.gradient_shard)
         sharded.gradient_shard = None
         if self.stage != 1 or self._whole(sharded):
             sharded.chunk.free_gradient()
@@ -281,6 +325,8 @@ class GradientReducer:
         return parameter.grad
 
     def _begin(self, sharded: ShardedChunk) -> None:
+        if sharded.used_up:
+            self._check_cleared(sharded)
         self._forget_cleared(sharded)
         sharded.chunk.begin_gradient()
         sharded.move(Phase.COLLECTING)
@@ -298,10 +344,12 @@ class GradientReducer:
         sharded.incoming, sharded.reduction = self._sent(sharded)
         sharded.move(Phase.REDUCING)
         self._flying.append(sharded)
-        if self.stage >= 2 and len(self._flying) > IN_FLIGHT:
+        if self.stage >= 2 and len(self._flying) > self._in_flight:
             self.land(self._flying[0])
         if not self.overlap:
             self.land_all()
+        if self.sent is not None:
+            self.sent(sharded)
 
     def _sent(self, sharded: ShardedChunk) -> tuple[torch.Tensor, Handle]:
         """Sends a chunk's gradients; returns where their mean will be, and when."""
@@ -312,11 +360,11 @@ class GradientReducer:
                 buffer = chunk.take_gradient()
             else:
                 # The optimizer steps float32: an all-reduce has no wider sum, so float32 travels.
-                buffer = chunk.pool.take(chunk.layout.size, dtype, chunk.device, GRADIENTS)
+                buffer = chunk.take_reduced()
                 buffer.copy_(chunk.gradient)
             why = sharded.purpose("reduces", "in a backward")
             return buffer, all_reduce(buffer, "mean", self.group, async_op=True, purpose=why)
-        incoming = chunk.pool.take(chunk.layout.part_size, dtype, chunk.device, GRADIENTS)
+        incoming = chunk.take_reduced()
         # Sixteen bits travel, and are added up in the dtype of the optimizer.
         handle = reduce_scatter(
             incoming,
@@ -340,10 +388,11 @@ class GradientReducer:
         if self.scale != 1.0:
             incoming /= self.scale
         if sharded.gradient_shard is None:
-            sharded.gradient_shard = incoming
+            sharded.gradient_shard = sharded.chunk.park_reduced(incoming)
         else:
-            sharded.gradient_shard += incoming
-            sharded.chunk.pool.give(incoming, GRADIENTS)
+            for gradient in sharded.gradients(write=True):
+                gradient += incoming
+            sharded.chunk.give_reduced(incoming)
         if self.stage != 1:
             sharded.chunk.free_gradient()
         self._flying.remove(sharded)
@@ -357,9 +406,20 @@ class GradientReducer:
 
     def _reduce_rest(self) -> None:
         """Lets the chunks follow that a backward did not complete."""
+        if self.size == 1:
+            for sharded in reversed(self.chunks):
+                sharded.waiting.clear()
+                if sharded.phase is Phase.COLLECTING or self._lacks_zeros(sharded):
+                    self._reduce(sharded)
+            return
         while self._next >= 0:
             self._reduce(self.chunks[self._next])
             self._next -= 1
+
+    def _lacks_zeros(self, sharded: ShardedChunk) -> bool:
+        """Whether the gradients of a chunk have been made zero when they had been used up."""
+        gone = sharded.phase is Phase.EMPTY and sharded.gradient_shard is None
+        return gone and not sharded.used_up and any(self.used_in(sharded))
 
     def _forget_cleared(self, sharded: ShardedChunk) -> None:
         """Drops the gradients of parameters whose grad was set to None; see the note above."""
@@ -379,9 +439,10 @@ class GradientReducer:
         """Zeroes what the shard has of parameters."""
         if not names or sharded.gradient_shard is None:
             return
-        for piece, _ in sharded.pieces:
-            if piece.name in names:
-                sharded.gradient_shard[piece.start : piece.end].zero_()
+        for gradient in sharded.gradients(write=True):
+            for piece, _ in sharded.pieces:
+                if piece.name in names:
+                    gradient[piece.start : piece.end].zero_()
 
     def _note(self, what: str, sharded: ShardedChunk) -> None:
         if self.record is not None:

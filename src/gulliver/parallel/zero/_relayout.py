@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from gulliver.errors import GulliverError
-from gulliver.memory import Chunk, ChunkLayout, before_any_write
+from gulliver.memory import ChunkLayout, before_any_write
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._shards import ShardedState
-from gulliver.parallel.zero._state import MASTER, stream_state
+from gulliver.parallel.zero._state import MASTER, run_of, stream_state
 
 
 def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bool:
@@ -64,7 +64,7 @@ def _moved(
     shards: ShardedState, layout: ChunkLayout, parameters: dict[str, nn.Parameter], trained: bool
 ) -> ShardedChunk:
     # Reading the parameters gathers them, where they are with their owners.
-    return shards.settled(Chunk(layout, parameters, shards.part, shards.pool), trained)
+    return shards.settled(shards.new_chunk(layout, parameters), trained)
 
 
 def _hand_over(
@@ -96,7 +96,7 @@ def _move_state(
         if name not in pieces:
             continue
         piece, owned = pieces[name]
-        part = whole.reshape(-1)[piece.offset : piece.offset + piece.numel]
+        part = run_of(whole, piece, owned)
         if key == MASTER:
             owned.detach().copy_(part)
         else:
@@ -105,6 +105,9 @@ def _move_state(
     for owned, state in moved.items():
         if state:
             shards.inner.state[owned] = {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
+                # Counters stay where they are, factors go beside their parameter.
+                key: value.to(owned.device if value.ndim else value.device, copy=True)
+                if isinstance(value, torch.Tensor)
+                else value
                 for key, value in state.items()
             }

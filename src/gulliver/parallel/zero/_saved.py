@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
-from gulliver.memory import Part, Presence, before_write, part_of, region_of, whole_shape
+from gulliver.memory import Part, Piece, Presence, before_write, part_of, region_of, whole_shape
 from gulliver.parallel._optimizer import (
     Counter,
     Leaf,
@@ -35,7 +35,9 @@ SMALL, ALIKE = 2**16, 2**20
 """Bytes: smaller buffers are copied at once; smaller tensors are written by one rank."""
 
 
-def model_leaves(shards: ShardedState, model: nn.Module, writes: Writes) -> dict[str, Leaf]:
+def model_leaves(
+    shards: ShardedState, model: nn.Module, writes: Writes, fill: bool = False
+) -> dict[str, Leaf]:
     """The model's state as far as this rank has it, by the names of its `state_dict`.
 
     Args:
@@ -43,13 +45,17 @@ def model_leaves(shards: ShardedState, model: nn.Module, writes: Writes) -> dict
         model: boosted model.
         writes: what this rank's group is to write, of a model that no rank has all of; None for
             all that it holds.
+        fill: whether they will be overwritten as wholes, next.
 
     Raises:
         GulliverError: a module keeps state that is no tensor.
     """
     refuse_extra_state(model)
     take_finished_writes(shards)
-    mine = {name: leaf for chunk in shards.everything for name, leaf in _homes(shards, chunk)}
+    mine: dict[str, Leaf] = {}
+    for sharded in shards.everything:
+        with shards.shown(sharded, fill):
+            mine.update(_homes(shards, sharded))
     found: dict[str, Leaf] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         known = shards.names.get(parameter) or shards.frozen_names.get(parameter)
@@ -143,41 +149,65 @@ def state_leaves(shards: ShardedState, writes: Writes) -> Saved:
     """
     found: Saved = {}
     for sharded in shards.chunks:
-        for piece, owned in sharded.pieces:
-            parameter = sharded.chunk.parameters[piece.name]
-            if writes is not None and not writes(piece.name, parameter):
-                continue
-            entries = found.setdefault(piece.name, {})
-            for key, value in shards.inner.state.get(owned, {}).items():
-                if value is None:
-                    continue
-                if is_counter(key, value, owned):
-                    entries[key] = Counter.of(value)
-                    continue
-                alone = writes is None and shards.parts == 1  # of an optimizer of whole tensors
-                if alone and isinstance(value, Tensor) and value.shape != owned.shape:
-                    entries[key] = value
-                    continue
-                if not isinstance(value, Tensor) or value.shape != owned.shape:
-                    kept = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                    raise GulliverError(
-                        f"the optimizer keeps {key!r} of {piece.name!r} as {kept}, not "
-                        f"{tuple(owned.shape)}: only element-wise state can be saved here; "
-                        "TorchDDPPlugin saves any"
-                    )
-                run = value.reshape(-1)
-                leaf = _state_leaf(shards, _part(parameter, run, piece.offset), parameter, writes)
-                if leaf is not None:
-                    entries[key] = leaf
+        with shards.shown(sharded):
+            for piece, owned in sharded.pieces:
+                parameter = sharded.chunk.parameters[piece.name]
+                if writes is None or writes(piece.name, parameter):
+                    state = shards.inner.state.get(owned, {})
+                    entries = _entries(shards, piece, owned, parameter, state, writes)
+                    found[piece.name] = entries
     return found
 
 
-def _state_leaf(shards: ShardedState, part: Part, parameter: Tensor, writes: Writes) -> Leaf | None:
+def _entries(
+    shards: ShardedState,
+    piece: Piece,
+    owned: Tensor,
+    parameter: Tensor,
+    state: Mapping[str, Any],
+    writes: Writes,
+) -> dict[str, Any]:
+    """The state of a piece: counters, and leaves as far as this rank saves them."""
+    entries: dict[str, Any] = {}
+    for key, value in state.items():
+        if value is None:
+            continue
+        if is_counter(key, value, owned):
+            entries[key] = Counter.of(value)
+            continue
+        alone = shards.whole or (writes is None and shards.parts == 1)
+        if alone and isinstance(value, Tensor) and value.shape != owned.shape:
+            # Of an optimizer of whole tensors. What all ranks have is shared out later.
+            every = writes is None and shards.parts == 1
+            leaf = value if every else _state_leaf(shards, _factor(value), writes)
+            if leaf is not None:
+                entries[key] = leaf
+            continue
+        if not isinstance(value, Tensor) or value.shape != owned.shape:
+            kept = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise GulliverError(
+                f"the optimizer keeps {key!r} of {piece.name!r} as {kept}, not "
+                f"{tuple(owned.shape)}: only element-wise state can be saved here; "
+                "TorchDDPPlugin saves any"
+            )
+        part = _part(parameter, value.reshape(-1), piece.offset)
+        leaf = _state_leaf(shards, part, writes)
+        if leaf is not None:
+            entries[key] = leaf
+    return entries
+
+
+def _factor(value: Tensor) -> Part:
+    """State of a shape of its own, which only the owner of its parameter has."""
+    return part_of(value if value.is_contiguous() else value.contiguous())
+
+
+def _state_leaf(shards: ShardedState, part: Part, writes: Writes) -> Leaf | None:
     """State as this rank saves it; None where another rank of its group does."""
     if shards.parts > 1:
         return part
     if writes is None:
-        return part.value.view(parameter.shape) if part.region is None else part
+        return part.value.view(part.shape) if part.region is None else part
     return _share(shards, part)
 
 
@@ -197,46 +227,54 @@ def make_state(
     capturing = shards.capturing()
     shards.drop_state()
     for sharded in shards.chunks:
-        for piece, owned in sharded.pieces:
-            found: dict[str, Any] = {}
-            for key, value in entries.get(piece.name, {}).items():
-                if isinstance(value, Counter):
-                    # torch wants counters beside the parameter only where kernels read them.
-                    found[key] = value.to_value(owned.device if owned in capturing else None)
-                    continue
-                shape = tuple(getattr(value, "shape", owned.shape)) if whole else owned.shape
-                dtype = value.dtype if shape != tuple(owned.shape) else owned.dtype
-                found[key] = torch.empty(shape, dtype=dtype, device=owned.device)
-            if found:
-                shards.inner.state[owned] = found
-        shards.place_state(sharded)
-    return dict(_to_fill(shards, entries))
+        with shards.opened(sharded):
+            for piece, owned in sharded.pieces:
+                captured = owned in capturing
+                found = _empty(entries.get(piece.name, {}), owned, captured, whole)
+                if found:
+                    shards.inner.state[owned] = found
+            shards.place_state(sharded)
+    wanted: dict[tuple[str, str], Leaf] = {}
+    for sharded in shards.chunks:
+        with shards.shown(sharded, fill=True):
+            wanted.update(_to_fill(shards, sharded, entries))
+    return wanted
+
+
+def _empty(
+    entries: Mapping[str, Any], owned: Tensor, captured: bool, whole: bool
+) -> dict[str, Any]:
+    """State of a piece, to be filled."""
+    found: dict[str, Any] = {}
+    for key, value in entries.items():
+        if isinstance(value, Counter):
+            # torch wants counters beside the parameter only where kernels read them.
+            found[key] = value.to_value(owned.device if captured else None)
+            continue
+        shape = tuple(getattr(value, "shape", owned.shape)) if whole else owned.shape
+        dtype = value.dtype if shape != tuple(owned.shape) else owned.dtype
+        found[key] = torch.empty(shape, dtype=dtype, device=owned.device)
+    return found
 
 
 def _to_fill(
-    shards: ShardedState, entries: Mapping[str, Mapping[str, Any]]
+    shards: ShardedState, sharded: ShardedChunk, entries: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[tuple[str, str], Leaf]]:
-    for sharded in shards.chunks:
-        for piece, owned in sharded.pieces:
-            state = shards.inner.state.get(owned, {})
-            for key, value in entries.get(piece.name, {}).items():
-                if isinstance(value, Counter):
-                    continue
-                parameter = sharded.chunk.parameters[piece.name]
+    for piece, owned in sharded.pieces:
+        state, parameter = shards.inner.state.get(owned, {}), sharded.chunk.parameters[piece.name]
+        for key, value in entries.get(piece.name, {}).items():
+            if not isinstance(value, Counter):
                 alike = state[key].shape == owned.shape
-                run = state[key].view(-1)
-                yield (
-                    (piece.name, key),
-                    _part(parameter, run, piece.offset) if alike else state[key],
-                )
+                part = _part(parameter, state[key].view(-1), piece.offset) if alike else None
+                yield (piece.name, key), state[key] if part is None else part
 
 
 def export_leaves(shards: ShardedState, writes: Writes) -> Saved:
     """State and, of parameters of 16 bits, their float32 copies, as far as this rank saves them."""
     found = state_leaves(shards, writes)
-    for name, part, parameter in _masters(shards):
+    for name, part, parameter in _masters(shards, fill=False):
         if writes is None or writes(name, parameter):
-            leaf = _state_leaf(shards, part, parameter, writes)
+            leaf = _state_leaf(shards, part, writes)
             if leaf is not None:
                 found.setdefault(name, {})[MASTER] = leaf
     return found
@@ -249,19 +287,19 @@ def import_leaves(
     state = {n: {k: v for k, v in found.items() if k != MASTER} for n, found in entries.items()}
     wanted = make_state(shards, state, whole)
     before_write(sharded.chunk.home for sharded in shards.chunks)
-    for name, part, _ in _masters(shards):
+    for name, part, _ in _masters(shards, fill=True):
         if MASTER in entries.get(name, {}):
             wanted[name, MASTER] = part
     return wanted
 
 
-def _masters(shards: ShardedState) -> Iterator[tuple[str, Part, Tensor]]:
+def _masters(shards: ShardedState, fill: bool) -> Iterator[tuple[str, Part, Tensor]]:
     """This rank's pieces of float32 copies, and the parameters that they are of."""
     for sharded in shards.chunks:
         chunk = sharded.chunk
-        if not chunk.has_master:
-            continue
-        for piece, owned in sharded.pieces:
-            parameter = chunk.parameters[piece.name]
-            run = owned.detach().view(-1)
-            yield piece.name, _part(parameter, run, piece.offset), parameter
+        if chunk.has_master:
+            with shards.shown(sharded, fill):
+                for piece, owned in sharded.pieces:
+                    parameter = chunk.parameters[piece.name]
+                    run = owned.detach().view(-1)
+                    yield piece.name, _part(parameter, run, piece.offset), parameter

@@ -6,7 +6,7 @@ them: the gradients `_reducer.py`, the parameters `_gatherer.py`.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -41,6 +41,7 @@ _KINDS = (
     ("gathers", "for a backward"),
     ("gathers", "after a step"),
     ("reduces", "in a backward"),
+    ("votes on", "in a backward"),
 )
 
 
@@ -56,11 +57,14 @@ class ShardedChunk(Resident):
             optimizer steps.
         stand_ins: what the pieces have for gradients outside of a step.
         waiting: parameters that the present backward has not reached yet.
-        gradient_shard: this rank's shard of the mean gradient, flat; None without any.
+        gradient_shard: this rank's shard of the mean gradient, flat; None without any. Where chunks
+            lie in tiers, what stands for it outside of `gradients`.
         incoming: buffer that a reduction under way writes.
         number: index among the optimizer's chunks, counted from a start that differs between
             optimizers.
         placed: names of parameters whose optimizer state lies in the chunk's buffers.
+        updates: number of updates inside of backward.
+        used_up: whether such an update has taken the gradient, and no zero_grad has followed.
     """
 
     chunk: Chunk
@@ -74,6 +78,8 @@ class ShardedChunk(Resident):
     gathering: Handle | None = None
     number: int = 0
     placed: set[str] = field(default_factory=set)
+    updates: int = 0
+    used_up: bool = False
 
     def __post_init__(self) -> None:
         self.owned = [owned for _, owned in self.pieces]
@@ -95,6 +101,12 @@ class ShardedChunk(Resident):
                 continue
             run = whole[piece.start : piece.start + piece.numel]
             owned.grad = run if owned.ndim == 1 else run.view(owned.shape)
+
+    def gradients(self, write: bool = False) -> Iterator[Tensor]:
+        """Yields the gradient shard, brought to where it can be read, if there is one."""
+        if self.gradient_shard is not None:
+            with self.chunk.reduced(self.gradient_shard, write) as gradient:
+                yield gradient
 
     def hide_gradients(self) -> None:
         """Lets the gradients of pieces read as reduced; they stay until zero_grad."""

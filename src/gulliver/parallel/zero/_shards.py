@@ -10,6 +10,7 @@ It does not know of steps, nor who takes them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from zlib import crc32
 
@@ -17,14 +18,26 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.comm import Group, broadcast, group_rank, group_size
-from gulliver.memory import BufferPool, Chunk, ChunkLayout, is_claimed
+from gulliver.memory import (
+    BufferPool,
+    Chunk,
+    ChunkLayout,
+    LentBuffers,
+    Manager,
+    Piece,
+    PlacedChunk,
+    is_claimed,
+)
 from gulliver.parallel._optimizer import is_counter
-from gulliver.parallel.zero._elementwise import is_elementwise
+from gulliver.parallel.zero._elementwise import steps_by_chunk
 from gulliver.parallel.zero._gatherer import Gatherer
 from gulliver.parallel.zero._groups import GroupWatch
 from gulliver.parallel.zero._reducer import GradientReducer
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._sizes import TensorSize, chunk_layouts, shard_dtype
+from gulliver.parallel.zero._tiers import Tiers
+
+_ALWAYS = nullcontext()
 
 
 class ShardedState:
@@ -39,6 +52,8 @@ class ShardedState:
         group: process group to shard over; None for all ranks.
         ahead: chunks that stage 3 gathers ahead of the one in use.
         overlap: False waits for every collective at once.
+        manager: memory manager that places chunks in tiers (stage 3); None keeps them here.
+        whole: whether no trained parameter may be cut; see the note in `gulliver.memory._layout`.
 
     Attributes:
         everything: all chunks, in the order of use.
@@ -61,8 +76,11 @@ class ShardedState:
         group: Group,
         ahead: int,
         overlap: bool,
+        manager: Manager | None = None,
+        whole: bool = False,
     ) -> None:
         self.inner, self.names, self.frozen_names = inner, dict(names), dict(frozen)
+        self.whole = whole
         self.stage, self.chunk_bytes, self.group = stage, chunk_bytes, group
         self.ahead, self.overlap = ahead, overlap
         self.rank, self.size = group_rank(group), group_size(group)
@@ -72,8 +90,10 @@ class ShardedState:
         ]
         self._group_of = {name: n for n, found in enumerate(self.members) for name in found}
         self.watched = GroupWatch(inner, group)
-        self.pool = BufferPool()
-        self.by_chunk = is_elementwise(inner)
+        self.manager = manager
+        self.pool = BufferPool() if manager is None else LentBuffers(manager)
+        self.tiers = None if manager is None else Tiers(inner)
+        self.by_chunk = steps_by_chunk(inner)
         self.on_gradient: Callable[[str], None] | None = None
         self.everything: list[ShardedChunk] = []
         self.chunks: list[ShardedChunk] = []
@@ -107,6 +127,11 @@ class ShardedState:
         assert self._engines is not None
         return self._engines[1]
 
+    @property
+    def has_whole(self) -> bool:
+        """Whether each piece that is stepped is a whole parameter."""
+        return self.whole or self.parts == 1
+
     # Chunks.
 
     def home_dtype(self, dtype: torch.dtype, trained: bool) -> torch.dtype:
@@ -117,7 +142,10 @@ class ShardedState:
         self, names: Mapping[nn.Parameter, str], chunk_bytes: int
     ) -> Iterator[tuple[ChunkLayout, dict[str, nn.Parameter]]]:
         """Cuts parameters in their order into chunks of one dtype and device each."""
-        sizes = [TensorSize(n, p.numel(), p.dtype, p.device) for p, n in names.items()]
+        sizes = [
+            TensorSize(n, p.numel(), p.dtype, p.device, whole=self.whole and p in self.names)
+            for p, n in names.items()
+        ]
         parameters = {name: parameter for parameter, name in names.items()}
         for layout, _ in chunk_layouts(sizes, chunk_bytes, self.stage, self.size):
             yield layout, parameters
@@ -126,24 +154,43 @@ class ShardedState:
         self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], trained: bool
     ) -> ShardedChunk:
         """Moves parameters, equal on all ranks from here on, into a chunk."""
-        chunk = Chunk(layout, parameters, self.part, self.pool)
+        chunk = self.new_chunk(layout, parameters)
         broadcast(chunk.data, 0, self.group)
         return self.settled(chunk, trained)
+
+    def new_chunk(self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter]) -> Chunk:
+        """Moves parameters into a chunk."""
+        if isinstance(self.pool, LentBuffers):
+            return PlacedChunk(layout, parameters, self.part, self.pool)
+        return Chunk(layout, parameters, self.part, self.pool)
 
     def settled(self, chunk: Chunk, trained: bool) -> ShardedChunk:
         """Makes a chunk's shard, and this rank's pieces of it as parameters for the optimizer."""
         chunk.settle_home(self.home_dtype(chunk.dtype, trained), separate=self.stage == 3)
         if self.stage == 3:
             chunk.release()
-        pieces = []
-        for piece in chunk.layout.pieces(chunk.part) if trained else ():
-            run = chunk.home[piece.start : piece.end]
-            # What is not cut has its own shape: some optimizers look at it.
-            whole = chunk.layout.parts == 1
-            pieces.append(
-                (piece, nn.Parameter(run.view(chunk.shapes[piece.name]) if whole else run))
-            )
-        return ShardedChunk(chunk, pieces, trained)
+        with chunk.opened():
+            pieces = [
+                (piece, nn.Parameter(self._cut(chunk, piece)))
+                for piece in (chunk.layout.pieces(chunk.part) if trained else ())
+            ]
+            sharded = ShardedChunk(chunk, pieces, trained)
+            if self.tiers is not None:
+                self.tiers.hide(sharded)
+        return sharded
+
+    def _cut(self, chunk: Chunk, piece: Piece) -> Tensor:
+        run = chunk.home[piece.start : piece.end]
+        # What is not cut has its own shape: some optimizers look at it.
+        return run.view(chunk.shapes[piece.name]) if self.has_whole else run
+
+    def opened(self, *chunks: ShardedChunk) -> AbstractContextManager[None]:
+        """Block in which the optimizer can step a chunk, and new state of it can be placed."""
+        return _ALWAYS if self.tiers is None else self.tiers.opened(*chunks)
+
+    def shown(self, sharded: ShardedChunk, fill: bool = False) -> AbstractContextManager[None]:
+        """Block in which a chunk's shard and state can be read, or filled, wherever they lie."""
+        return _ALWAYS if self.tiers is None else self.tiers.shown(sharded, fill)
 
     def adopt(self, chunks: Sequence[ShardedChunk]) -> None:
         """Takes chunks, in the order of use, as those that there are."""
@@ -159,7 +206,12 @@ class ShardedState:
         for number, sharded in enumerate(chunks, first):
             sharded.number = number
         self.chunks = [c for c in chunks if c.trained]
-        gatherer = Gatherer(self.everything, self.stage == 3, self.group, self.ahead, self.overlap)
+        # In tiers on one rank a manager brings ahead what is wanted, and nobody else waits.
+        alone = self.tiers is not None and self.size == 1
+        ahead = 0 if alone else self.ahead
+        gatherer = Gatherer(
+            self.everything, self.stage == 3, self.group, ahead, self.overlap, every=not alone
+        )
         gatherer.step, gatherer.lent = steps, lent
         reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
         reducer.noted, reducer.record = self.on_gradient, gatherer.note
@@ -196,21 +248,22 @@ class ShardedState:
     def turns(self) -> list[list[int]]:
         """Numbers of the chunks that are stepped together.
 
-        One by one where a chunk's gather goes on while the next is stepped, and where a checkpoint
-        may still be copying the others; else all in one call, which an optimizer that is not known
-        gets always: it may look at all parameters at once, or count its calls.
+        One by one where a chunk's gather goes on while the next is stepped, where a checkpoint may
+        still be copying the others, and where chunks lie in tiers; else all in one call, which an
+        optimizer that is not known gets always: it may look at all that it has at once, or count
+        its calls.
         """
         numbers = list(range(len(self.chunks)))
-        gathers = self.stage in (1, 2) and self.size > 1
-        return [[n] for n in numbers] if self.by_chunk and (gathers or is_claimed()) else [numbers]
+        apart = (self.stage in (1, 2) and self.size > 1) or is_claimed() or self.tiers is not None
+        return [[n] for n in numbers] if self.by_chunk and apart else [numbers]
 
     # Optimizer state.
 
     def place_state(self, sharded: ShardedChunk) -> None:
         """Moves the state of a chunk's pieces into buffers of the chunk; see `Chunk`.
 
-        Only that of torch's element-wise optimizers is moved: they write their state in place.
-        Others may exchange theirs for new tensors in every step, so it stays where it is.
+        Only that of known optimizers is moved: they write their state in place. Others may
+        exchange theirs for new tensors in every step, so it stays where it is.
         """
         if not self.by_chunk:
             return
@@ -218,13 +271,17 @@ class ShardedState:
         for piece, owned in sharded.pieces:
             state = self.inner.state.get(owned)
             for key, value in state.items() if state else ():
-                if _is_moment(key, value, owned):
+                if _is_moment(key, value, owned, self.whole):
                     found.setdefault(key, {})[piece.name] = value, state
                     sharded.placed.add(piece.name)
         for key, entries in found.items():
-            groups = {self._group_of[name] for name in entries}
-            sizes = {p.name: p.numel for p, _ in sharded.pieces if self._group_of[p.name] in groups}
             values = {name: value for name, (value, _) in entries.items()}
+            sizes = {name: value.numel() for name, value in values.items()}
+            if not self.whole:
+                # Room for all: each will have state of its own size.
+                inside = {self._group_of[name] for name in entries}
+                pieces = [p for p, _ in sharded.pieces if self._group_of[p.name] in inside]
+                sizes = {p.name: p.numel for p in pieces}
             for name, view in sharded.chunk.place_moment(key, values, sizes).items():
                 value, state = entries[name]
                 if view.data_ptr() != value.data_ptr():
@@ -232,7 +289,9 @@ class ShardedState:
 
     def place_new_state(self, sharded: ShardedChunk, used: set[str]) -> None:
         """Moves state after a step, where pieces were stepped that had no state before."""
-        if len(sharded.placed) < len(sharded.pieces) and self.by_chunk:
+        if self.tiers is not None:
+            self.place_state(sharded)
+        elif len(sharded.placed) < len(sharded.pieces) and self.by_chunk:
             new = {piece.name for piece, _ in sharded.pieces} & used - sharded.placed
             if new:
                 self.place_state(sharded)
@@ -287,8 +346,9 @@ class ShardedState:
         torch.autograd.graph.increment_version([*self.names, *self.frozen_names])
 
 
-def _is_moment(key: str, value: Any, owned: Tensor) -> bool:
-    """Whether an entry of the state has an element for each of the parameter."""
+def _is_moment(key: str, value: Any, owned: Tensor, whole: bool) -> bool:
+    """Whether an entry of the state has an element for each of the parameter, or factors them."""
     if not isinstance(value, Tensor) or is_counter(key, value, owned):
         return False
-    return value.shape == owned.shape and value.dtype == owned.dtype and value.is_contiguous()
+    fits = value.shape == owned.shape or whole
+    return fits and value.dtype == owned.dtype and value.is_contiguous()

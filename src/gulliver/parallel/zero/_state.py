@@ -5,7 +5,7 @@ What is exchanged knows neither the number of ranks nor the size of chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,10 +59,12 @@ def stream_state(
     for sharded in chunks:
         for piece, owned in sharded.pieces:
             for key, value in optimizer.state.get(owned, {}).items():
-                alone = isinstance(value, Tensor) and value.shape != owned.shape
-                # An optimizer of whole tensors, each of which every rank has, keeps other shapes.
-                if is_counter(key, value, owned) or (alone and sharded.chunk.layout.parts == 1):
+                if is_counter(key, value, owned):
                     counters.setdefault(piece.name, {})[key] = value
+                elif shards.has_whole and not _is_elementwise(value, owned):
+                    # An optimizer of whole tensors keeps other shapes, and None.
+                    kept = value.cpu() if isinstance(value, Tensor) else value
+                    counters.setdefault(piece.name, {})[key] = kept
                 elif value is not None:
                     _check_elementwise(piece.name, key, value, owned)
                     present.add((piece.name, key))
@@ -70,21 +72,20 @@ def stream_state(
     # Pieces of one parameter step together, so any rank's counters are the parameter's.
     state: State = {name: dict(values) for part, _ in parts for name, values in part.items()}
     everywhere: set[tuple[str, str]] = set().union(*(found for _, found in parts))
-    return state, _entries(optimizer, chunks, group, everywhere)
+    return state, _entries(shards, chunks, everywhere)
 
 
 def _entries(
-    optimizer: torch.optim.Optimizer,
-    chunks: Sequence[ShardedChunk],
-    group: Group,
-    present: set[tuple[str, str]],
+    shards: ShardedState, chunks: Sequence[ShardedChunk], present: set[tuple[str, str]]
 ) -> Iterator[tuple[str, str, Tensor]]:
     for key in sorted({key for _, key in present}):
         for sharded in chunks:
             names = [name for name in sharded.chunk.parameters if (name, key) in present]
             if not names:
                 continue
-            views = sharded.chunk.named_views(_gathered(optimizer, sharded, key, group))
+            with shards.shown(sharded):
+                whole = _gathered(shards.inner, sharded, key, shards.group)
+            views = sharded.chunk.named_views(whole)
             for name in names:
                 yield name, key, views[name]
 
@@ -94,36 +95,48 @@ def scatter_state(shards: ShardedState, state: State) -> None:
     optimizer, capturing = shards.inner, shards.capturing()
     shards.drop_state()
     for sharded in shards.chunks:
-        for piece, owned in sharded.pieces:
-            whole = sharded.chunk.parameters[piece.name]
-            if piece.name not in state:
-                continue
-            found: dict[str, Any] = {}
-            for key, value in state[piece.name].items():
-                if key == MASTER:
-                    owned.detach().copy_(_run(value, piece, owned))
-                elif not isinstance(value, Tensor):
-                    found[key] = value
-                elif is_counter(key, value, whole):
-                    # torch wants counters beside the parameter only where kernels read them.
-                    found[key] = value.to(
-                        owned.device if owned in capturing else value.device
-                    ).clone()
-                elif value.shape != whole.shape and owned.shape == whole.shape:
-                    found[key] = value.to(owned.device).clone()  # of an optimizer of whole tensors
-                else:
-                    found[key] = _run(value, piece, owned).to(owned.device).clone()
-            optimizer.state[owned] = found
-        shards.place_state(sharded)
+        with shards.opened(sharded):
+            for piece, owned in sharded.pieces:
+                if piece.name in state:
+                    found = _scattered(state[piece.name], sharded, piece, owned, owned in capturing)
+                    optimizer.state[owned] = found
+            shards.place_state(sharded)
 
 
-def _run(whole: Tensor, piece: Piece, owned: Tensor) -> Tensor:
+def _scattered(
+    state: Mapping[str, Any], sharded: ShardedChunk, piece: Piece, owned: Tensor, captured: bool
+) -> dict[str, Any]:
+    """This rank's piece of the state of a parameter; its float32 values are written at once."""
+    whole, found = sharded.chunk.parameters[piece.name], dict[str, Any]()
+    for key, value in state.items():
+        if key == MASTER:
+            owned.detach().copy_(run_of(value, piece, owned))
+        elif not isinstance(value, Tensor):
+            found[key] = value
+        elif is_counter(key, value, whole):
+            # torch wants counters beside the parameter only where kernels read them.
+            found[key] = value.to(owned.device if captured else value.device).clone()
+        elif value.shape != whole.shape and owned.shape == whole.shape:
+            found[key] = value.to(owned.device).clone()  # of an optimizer of whole tensors
+        else:
+            found[key] = run_of(value, piece, owned).to(owned.device).clone()
+    return found
+
+
+def run_of(whole: Tensor, piece: Piece, owned: Tensor) -> Tensor:
     """The elements of a whole tensor that a piece has, in the shape of what is stepped."""
     return whole.reshape(-1)[piece.offset : piece.offset + piece.numel].view(owned.shape)
 
 
-def _check_elementwise(name: str, key: str, value: Any, owned: Tensor) -> None:
-    if value.shape != owned.shape or value.dtype != owned.dtype:
+def _is_elementwise(value: Any, owned: Tensor) -> bool:
+    """Whether state has the form of what it belongs to."""
+    if not isinstance(value, Tensor):
+        return False
+    return value.shape == owned.shape and value.dtype == owned.dtype
+
+
+def _check_elementwise(name: str, key: str, value: Tensor, owned: Tensor) -> None:
+    if not _is_elementwise(value, owned):
         raise GulliverError(
             f"the optimizer keeps {key!r} of {name!r} as {tuple(value.shape)} {value.dtype} for "
             f"{tuple(owned.shape)} {owned.dtype}: state that is not element-wise cannot be saved"
@@ -141,7 +154,7 @@ def _gathered(
     shard = torch.zeros_like(sharded.chunk.home)
     for piece, owned in sharded.pieces:
         value = optimizer.state.get(owned, {}).get(key)
-        if value is not None:
+        if _is_elementwise(value, owned):  # factors of another shape may have the same key
             shard[piece.start : piece.end] = value.reshape(-1)
     return _whole(shard, sharded, group)
 

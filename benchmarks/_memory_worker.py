@@ -1,0 +1,222 @@
+"""The process of a job of `benchmarks.memory`: builds a contestant, trains it, says what happens.
+
+It is started inside its control group, so even what its imports need is charged. Every event is a
+line, with the seconds since the process began: what was done is known even of one that is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import _memory_jobs as jobs
+from benchmarks._memory_jobs import Job, Step
+from benchmarks._models import VOCABULARY, Task, gpt
+from benchmarks._peers import Contestant, boosted, deepspeed, fsdp2, plain
+from benchmarks.limits import disk_bytes
+from gulliver.booster import GeminiPlugin
+from gulliver.errors import GulliverError
+from gulliver.hardware import Disk, current_cluster
+from gulliver.plan import Work
+
+BEGAN = time.monotonic()
+DISK_FILE, DISK_BLOCK = 512 << 20, 16 << 20
+"""Bytes of the file that the disk is measured with, and of a request."""
+DISK_TURNS = 3
+OWN_OPTIONS = ("constant", "attention")
+"""Options that are not the plugin's."""
+
+
+class Absent(Exception):
+    """What would train is not installed; the message says what is missing."""
+
+
+def say(kind: str, **values: Any) -> None:
+    """Prints an event."""
+    event = {"kind": kind, "at": time.monotonic() - BEGAN, **values}
+    print(jobs.MARK + json.dumps(event), flush=True)
+
+
+def task_of(job: Job) -> Task:
+    """What a job trains."""
+    if job.model == "unet":
+        from benchmarks._memory_unet import unet
+
+        task = unet(job)
+    else:
+        task = gpt(job.width, job.depth, job.batch, job.length)
+    return recomputed(task) if job.recompute else task
+
+
+def recomputed(task: Task) -> Task:
+    """The task with every block computed again in backward."""
+
+    def model() -> nn.Module:
+        net = task.model()
+        for block in task.blocks(net):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        return net
+
+    return Task(task.name, model, task.loss, task.blocks)
+
+
+def contestant_of(job: Job) -> Contestant:
+    """What trains.
+
+    Raises:
+        Absent: it is not installed.
+    """
+    task = task_of(job)
+    if job.contestant == jobs.GEMINI:
+        return gemini(job, task)
+    if job.contestant in (jobs.PLAIN, jobs.SWAP):
+        return plain(task)
+    if job.contestant == jobs.FSDP2:
+        _world_of_one()
+        return fsdp2(job.contestant, task, reshard=True, offload=True)
+    if job.contestant in (jobs.DEEPSPEED_CPU, jobs.DEEPSPEED_DISK):
+        _world_of_one()
+        disk = job.contestant == jobs.DEEPSPEED_DISK
+        target = {"device": "nvme", "nvme_path": job.folder} if disk else {"device": "cpu"}
+        found = deepspeed(job.contestant, task, 3, target)
+        if found is None:
+            raise Absent("the package deepspeed is not installed")
+        return found
+    raise Absent(f"nobody is called {job.contestant}")
+
+
+def gemini(job: Job, task: Task) -> Contestant:
+    """Ours, under a limit that leaves room for the interpreter and torch."""
+    limit = job.limit - job.options.get("constant", 0)
+    known = {n: v for n, v in job.options.items() if n not in OWN_OPTIONS}
+    return boosted(job.contestant, task, _plugin(job, limit, **known))
+
+
+def _plugin(job: Job, limit: int, **options: Any) -> GeminiPlugin:
+    disk = f"{job.folder}:{job.disk // jobs.MIB}MiB" if job.disk else None
+    return GeminiPlugin(f"{limit // jobs.MIB}MiB", disk=disk, verbose=False, **options)
+
+
+def predict(job: Job) -> None:
+    """Seconds of a step of several settings, from a batch that is measured here."""
+    task = task_of(job)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    read, write = job.options["read_bps"], job.options["write_bps"]
+    # The rates go past the page cache, as the manager does.
+    cluster = replace(current_cluster(1), disk=Disk(write, read))
+    sample = torch.randint(VOCABULARY, (job.batch, job.length))
+    work: Work | None = None
+    for limit, early in job.options["settings"]:
+        plugin = _plugin(job, limit, step_in_backward=early)
+        measured = {"sample": sample} if work is None else {"work": work}
+        plan = plugin.make_plan(model, optimizer, cluster, **measured)
+        work = plan.work
+        say("facts", facts={f"{limit} {early}": plan.predicted.seconds.step})
+
+
+def train(job: Job) -> None:
+    """Builds and trains."""
+    contestant = contestant_of(job)
+    say("ready")
+    count = _disk_counter()
+    for number in range(job.warm_up + job.steps):
+        before, started = count(), time.perf_counter()
+        contestant.advance(0, 1)
+        seconds, after = time.perf_counter() - started, count()
+        moved = after[0] - before[0], after[1] - before[1]
+        say(
+            "step", timed=number >= job.warm_up, step=asdict(Step(seconds, contestant.loss, *moved))
+        )
+    contestant.finish()
+    say("facts", facts=_facts(contestant))
+
+
+def _facts(contestant: Contestant) -> dict[str, Any]:
+    """What a contestant says of itself."""
+    manager = getattr(getattr(contestant.optimizer, "shards", None), "manager", None)
+    return {} if manager is None else dict(manager.stats())
+
+
+def _disk_counter() -> Callable[[], tuple[int, int]]:
+    """Counts the bytes that this process's group has read and written; of swap, the machine's."""
+    folder, device, version = json.loads(os.environ["GULLIVER_BENCH_GROUP"])
+
+    def count() -> tuple[int, int]:
+        read, written = disk_bytes(Path(folder), device, version)
+        lines = (line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        pages = {name: int(number) for name, number in lines}
+        swapped = (mmap.PAGESIZE * pages.get(name, 0) for name in ("pswpin", "pswpout"))
+        return read + next(swapped), written + next(swapped)
+
+    return count
+
+
+def _world_of_one() -> None:
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def measure_disk(job: Job) -> None:
+    """Bytes per second of reading, of writing, and of as much of both at once, past the cache."""
+    from gulliver.io import BLOCK, default_engine
+
+    # About a second's worth of a slow disk.
+    size = min(DISK_FILE, max(1, job.rate // DISK_BLOCK) * DISK_BLOCK) if job.rate else DISK_FILE
+    memory = torch.empty(2 * DISK_BLOCK + BLOCK, dtype=torch.uint8).fill_(1)
+    address = -(-memory.data_ptr() // BLOCK) * BLOCK
+    path = Path(job.folder) / "disk"
+    offsets = range(0, size, DISK_BLOCK)
+    with default_engine() as engine:
+        file = engine.create(path, size)
+
+        def move(reads: bool, writes: bool) -> float:
+            started = time.perf_counter()
+            tickets = []
+            for offset in offsets:
+                if writes:
+                    tickets.append(engine.write(file, offset, address, DISK_BLOCK))
+                if reads:
+                    tickets.append(engine.read(file, offset, address + DISK_BLOCK, DISK_BLOCK))
+            for ticket in tickets:
+                ticket.wait()
+            return size * (reads + writes) / (time.perf_counter() - started)
+
+        move(False, True)  # the first write of a block is slower: the file system maps it
+        kinds = {"read": (True, False), "write": (False, True), "both": (True, True)}
+        found = {name: max(move(*kind) for _ in range(DISK_TURNS)) for name, kind in kinds.items()}
+        engine.close_file(file)
+    path.unlink()
+    say("facts", facts={f"{name}_bps": rate for name, rate in found.items()})
+
+
+def main(text: str) -> int:
+    """Does the job that a line of JSON says."""
+    job = Job(**json.loads(text))
+    try:
+        {jobs.DISK: measure_disk, jobs.PREDICT: predict}.get(job.contestant, train)(job)
+    except Absent as error:
+        say("error", end="absent", told=str(error))
+        return 1
+    except GulliverError as error:
+        say("error", end="refused", told=str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

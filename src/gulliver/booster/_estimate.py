@@ -1,0 +1,81 @@
+"""What a batch costs one process, estimated from a model's sizes: nothing runs, nothing is there.
+
+Where a model can be run, `_measure.py` measures the same. The estimate counts the products of
+matrices, and the attention of transformers; it does not know what a model does besides.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from gulliver.booster._measure import with_peaks
+from gulliver.hardware import BACKWARD_OF_LINEAR, Device, layer_seconds, update_seconds
+from gulliver.parallel import state_sizes
+from gulliver.plan import Work
+
+NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TABLES = ("embed", "wte", "wpe", "position")
+"""Words in the names of parameters that rows are taken from, rather than multiplied by."""
+
+
+def estimate_work(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: Device,
+    batch: int,
+    length: int,
+    precision: str = "fp32",
+    recompute: bool = False,
+) -> Work:
+    """Estimates what a step of a model computes.
+
+    Args:
+        model: whole model, perhaps on meta.
+        optimizer: optimizer of its parameters.
+        device: device that computes.
+        batch: number of samples.
+        length: tokens of a sample.
+        precision: ``fp32``, ``bf16`` or ``fp16``, of the products.
+        recompute: whether backward may compute blocks again.
+    """
+    tokens = batch * length
+    config = getattr(model, "config", None)
+    layers = getattr(config, "num_hidden_layers", 0)
+    width = getattr(config, "hidden_size", 0)
+    # Scores and their product with the values are as if of 2 x length x width more weights.
+    weights = _multiplied(model) + layers * 2 * length * width
+    forward = layer_seconds(device, weights, tokens, NAMES[precision])
+    stepped = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    states = max((len(state_sizes(optimizer, g, p.shape)) for g, p in stepped), default=0)
+    trained = sum(p.numel() for _, p in stepped)
+    item = 4 if precision == "fp32" else 2
+    work = Work(
+        samples=batch,
+        tokens=tokens,
+        forward_s=forward,
+        backward_s=BACKWARD_OF_LINEAR * forward,
+        update_s=update_seconds(device, 4 * trained, states),
+        hidden_bytes=item * tokens * width,
+    )
+    if config is None:
+        return work
+    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    computing = copy.deepcopy(model).to(getattr(torch, NAMES[precision]))
+    return with_peaks(work, computing, {"input_ids": ids, "labels": ids}, None, recompute)
+
+
+def _multiplied(model: nn.Module) -> int:
+    """Elements of the matrices that hidden states are multiplied by."""
+    tables = {
+        p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(False)
+    }
+    heads = {p for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters(False)}
+    count = 0
+    for name, parameter in model.named_parameters():
+        table = parameter in tables or (not heads and any(word in name for word in TABLES))
+        if parameter.ndim > 1 and (parameter in heads or not table):
+            count += parameter.numel()
+    return count

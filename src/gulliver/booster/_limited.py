@@ -1,0 +1,137 @@
+"""Runs a plan with a memory limit: makes what its state is kept by, and keeps a process to it.
+
+The plan has said how much state may take (`_residency.py`). Here the manager of that state is made,
+with what lies behind it, and its budget follows what the steps really need besides.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver.booster._replay import Shares, StateBytes
+from gulliver.booster._residency import find_residency, other_bytes
+from gulliver.errors import GulliverError
+from gulliver.memory import (
+    ActivationPeak,
+    BudgetController,
+    DiskStore,
+    Footprint,
+    Manager,
+    Placed,
+    Store,
+)
+from gulliver.parallel import ZeroOptimizer
+from gulliver.plan import Plan, Tiers
+
+SLACK = 4
+"""Part of the state that a store has more room for: pieces of other sizes leave gaps."""
+
+
+class LimitedManager(Manager):
+    """A manager that keeps the shares that a plan says, and whose budget follows measurements.
+
+    Attributes:
+        shares: which objects never leave; None where that is found.
+        controller: sets the budget of the next step.
+        step_moved: bytes that the last step has read and written.
+    """
+
+    shares: Shares | None = None
+    controller: BudgetController | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._kept = set[Placed]()
+        self.step_moved = self._before = (0, 0)
+
+    def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> Placed:
+        """Takes an object, and pins it where the shares say that it stays."""
+        placed = super().add(name, kind, *arguments, **options)
+        if self.shares is not None and self.shares.keeps(kind, placed.nbytes):
+            self.use(placed, write=True)
+            self._kept.add(placed)
+        return placed
+
+    def remove(self, placed: Placed) -> None:
+        """Forgets an object."""
+        if placed in self._kept:
+            self._kept.remove(placed)
+            self.done(placed)
+        super().remove(placed)
+
+    def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
+        """Brings an object; the budget falls before, where memory becomes scarce."""
+        if self.controller is not None:
+            self.controller.check(placed.name)
+        return super().use(placed, write, fresh)
+
+    def end_step(self) -> None:
+        """Ends a step."""
+        super().end_step()
+        stats = self.stats()
+        moved = stats["bytes_in"], stats["bytes_out"]
+        self.step_moved = moved[0] - self._before[0], moved[1] - self._before[1]
+        self._before = moved
+        if self.controller is not None:
+            self.controller.end_step()
+
+
+def manager_of(plan: Plan, state: StateBytes, device: torch.device) -> LimitedManager | None:
+    """Makes the manager of a plan's tiers, with the store behind it; None without tiers.
+
+    Raises:
+        GulliverError: the limit is too small, or there is no such disk.
+    """
+    tiers = None if plan.zero is None else plan.zero.tiers
+    if tiers is None:
+        return None
+    found = find_residency(state, tiers, plan.work)
+    manager = LimitedManager(found.budget, device, _store(tiers, state), ahead=tiers.ahead or None)
+    manager.shares = Shares.of(tiers)
+    return manager
+
+
+def _store(tiers: Tiers, state: StateBytes) -> Store | None:
+    # What is reserved is reserved at once: no more than can be needed.
+    needed = state.total + state.total // SLACK
+    if tiers.disk is not None:
+        return DiskStore(tiers.disk, min(tiers.disk_bytes, needed))
+    if tiers.host:
+        raise GulliverError("host_limit: page-locked memory is not there yet; name a disk")
+    return None
+
+
+def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager | None) -> None:
+    """Lets a manager's budget follow what steps need besides state, as long as there are steps.
+
+    Args:
+        plan: plan with the limit.
+        optimizer: optimizer whose state the manager has: all of it.
+        manager: manager; None without a limit.
+    """
+    tiers = None if plan.zero is None else plan.zero.tiers
+    if manager is None or tiers is None:
+        return
+    moved, known = plan.predicted.moved, weakref.ref(manager)
+
+    def held() -> int:
+        there = known()
+        return 0 if there is None else sum(there.counter.live.values())
+
+    try:
+        footprint = Footprint(held, manager.device)
+    except OSError:
+        footprint = None  # no /proc: what was predicted stays
+    manager.controller = BudgetController(
+        tiers.limit,
+        manager,
+        footprint,
+        ActivationPeak(other_bytes(tiers, plan.work) or None, reason="no sample was planned with"),
+        0 if moved is None else moved.needed,
+        "" if moved is None else moved.decides,
+    )
+    weakref.finalize(optimizer, manager.controller.close)

@@ -1,0 +1,346 @@
+"""Steps of training under a memory limit, replayed with chunks that are plain numbers.
+
+The replay asks the very rules by which the memory manager decides (`gulliver.solve.Replacement`):
+so bytes that a plan says will move are those that move. Nothing is allocated, and a model may be on
+meta. Read `Replay.step` first: the order in which training uses state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from gulliver.memory import (
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    ByteCounter,
+    whole_pages,
+)
+from gulliver.parallel.zero import IN_FLIGHT, ChunkBytes, held_bytes
+from gulliver.plan import Tiers
+from gulliver.solve import Action, Move, Replacement
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+WINDOW = 2
+"""Chunks whose parameters are in use at once at least: the present one, and the one before it."""
+Key = tuple[str, *tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class StateObject:
+    """State that has a place of its own.
+
+    Attributes:
+        key: what it is, and of which chunk.
+        kind: kind of state.
+        nbytes: size, in bytes.
+        chunk: number of its chunk.
+    """
+
+    key: Key
+    kind: str
+    nbytes: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """State of a rank in numbers.
+
+    Attributes:
+        chunks: chunks in the order of use.
+        moments: bytes of each tensor that the optimizer keeps of a chunk, by chunk.
+        parts: number of shards of a chunk.
+        ahead: number of chunks that are gathered from other ranks ahead of use.
+    """
+
+    chunks: Sequence[ChunkBytes]
+    moments: Sequence[Sequence[int]]
+    parts: int
+    ahead: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything that has a place of its own, whole pages each."""
+        return sum(whole_pages(o.nbytes) for o in self.objects())
+
+    def objects(self) -> Iterator[StateObject]:
+        """What has a place of its own, in the order in which it is made."""
+        for number, chunk in enumerate(self.chunks):
+            kind = OPTIMIZER_STATE if chunk.copied else PARAMETERS
+            yield StateObject(("home", number), kind, chunk.shard, number)
+        for number, (chunk, sizes) in enumerate(zip(self.chunks, self.moments, strict=True)):
+            for moment, size in enumerate(sizes):
+                yield StateObject(("moment", number, moment), OPTIMIZER_STATE, size, number)
+            if chunk.trained:
+                yield StateObject(("gradient", number), GRADIENTS, chunk.shard, number)
+
+
+class Shares:
+    """Decides by the order of objects alone which of them must stay: the policy ``static``.
+
+    Args:
+        leaving: share of the bytes of each kind that may leave.
+    """
+
+    def __init__(self, leaving: Mapping[str, float]) -> None:
+        self._leaving = leaving
+        self._seen, self._kept = dict.fromkeys(leaving, 0), dict.fromkeys(leaving, 0)
+
+    @classmethod
+    def of(cls, tiers: Tiers) -> Shares | None:
+        """The shares of a plan; None where they are found, not said."""
+        if tiers.policy == "auto":
+            return None
+        return cls({PARAMETERS: tiers.offload_param, OPTIMIZER_STATE: tiers.offload_optim})
+
+    def keeps(self, kind: str, nbytes: int) -> bool:
+        """Whether the next object of a kind must stay."""
+        if kind not in self._leaving:
+            return False
+        self._seen[kind] += nbytes
+        wanted = (1 - self._leaving[kind]) * self._seen[kind]
+        stays = self._kept[kind] + nbytes <= wanted + 1e-9 * wanted
+        self._kept[kind] += nbytes * stays
+        return stays
+
+
+@dataclass
+class Coming:
+    """A move of an object.
+
+    Attributes:
+        key: object.
+        nbytes: size in whole pages.
+        write: whether it leaves the first memory.
+        until: number of visits until it is used.
+    """
+
+    key: Key
+    nbytes: int
+    write: bool
+    until: int = 0
+
+
+@dataclass
+class Seen:
+    """A visit as it was replayed.
+
+    Attributes:
+        phase: part of the step.
+        chunk: number of the chunk.
+        moves: what is read and written, in order.
+    """
+
+    phase: str
+    chunk: int
+    moves: list[Coming] = field(default_factory=list)
+
+
+class Replay:
+    """Replays steps of training.
+
+    Args:
+        state: state of a rank.
+        budget: bytes that state may have in the first memory.
+        backed: whether there is memory behind it.
+        tiers: how the state is used.
+
+    Attributes:
+        counter: bytes in the first memory, by kind.
+        held: objects in the first memory.
+        left: objects that have left it in the last step.
+        decides: number of the chunk that needed most at once.
+        most: bytes that were in the first memory at once, in use or not.
+    """
+
+    def __init__(self, state: StateBytes, budget: int, backed: bool, tiers: Tiers) -> None:
+        self.state, self.tiers = state, tiers
+        self.counter, self.decides = ByteCounter(), 0
+        self.held, self.left = set[Key](), set[Key]()
+        self.most = 0
+        self._core = Replacement(budget, backed=backed, ahead=tiers.ahead or None)
+        self._seen: list[Seen] = []
+        self._coming: dict[Key, tuple[Coming, int]] = {}
+        self._visits = 0
+        self._objects = {o.key: o for o in state.objects()}
+        self._transient, self._together = _transient(state), _together(state)
+        self._entered, self._collected = deque[int](), deque[int]()
+        shares = Shares.of(tiers)
+        self._visit(FORWARD, 0)
+        for one in self._objects.values():
+            filled = one.key[0] == "home"
+            name = f"{one.kind} of chunk {one.chunk}"
+            self._run(self._core.add(one.key, name, whole_pages(one.nbytes), filled))
+            if shares is not None and shares.keeps(one.kind, one.nbytes):
+                self._run(self._core.use(one.key, write=True))
+
+    @property
+    def minimum(self) -> int:
+        """Bytes that were needed at once so far."""
+        return self._core.minimum
+
+    def step(self) -> list[Seen]:
+        """Forward, backward and update, chunk after chunk."""
+        self._seen, self.left = [], set()
+        count = range(len(self.state.chunks))
+        with self._lend(self._transient):
+            for number in count:
+                self._visit(FORWARD, number)
+                self._enter(number)
+            self._leave(1)  # backward begins with the last
+            for number in reversed(count):
+                self._visit(BACKWARD, number)
+                self._backward(number)
+            while self._collected:
+                self._land(self._collected[0])
+            self._leave(0)
+        if not self.tiers.step_in_backward:
+            for number in count:
+                self._visit(UPDATE, number)
+                self._update(number)
+        self._core.end_step()
+        return self._seen
+
+    # [Note: what is in use at once] A rank alone computes with the very objects that hold its
+    # parameters, and collects gradients in those that hold them: they are pinned from the first use
+    # of a module until the next one's, and a module may have parameters in several chunks. With
+    # other ranks, or copies in a wider dtype, whole chunks are gathered into buffers that are lent,
+    # and an object is pinned only while it is copied; reduced gradients are while they travel.
+
+    def _enter(self, number: int) -> None:
+        """Uses the parameters of a chunk; lets go of what a module no longer needs."""
+        if number in self._entered:
+            return
+        self._use(("home", number))
+        if self._is_gathered(number):
+            self._done(("home", number))
+        else:
+            self._entered.append(number)
+            first, last = self._together[number]
+            self._leave(max(WINDOW, last - first + 1))
+
+    def _leave(self, width: int) -> None:
+        while len(self._entered) > width:
+            self._done(("home", self._entered.popleft()))
+
+    def _backward(self, number: int) -> None:
+        self._enter(number)
+        if self.state.chunks[number].trained:
+            self._use(("gradient", number), fresh=True)
+            self._collected.append(number)
+        travelling = IN_FLIGHT if self.state.parts > 1 else 0
+        complete = [n for n in self._collected if self._together[n][0] >= number]
+        for landed in complete[: max(0, len(complete) - travelling)]:
+            self._land(landed)
+
+    def _land(self, number: int) -> None:
+        """A gradient is complete; the chunk is stepped, where that is done in backward."""
+        self._collected.remove(number)
+        if self.tiers.step_in_backward:
+            if number in self._entered:
+                self._entered.remove(number)
+                self._done(("home", number))
+            self._update(number)
+        self._done(("gradient", number))
+        if self.tiers.step_in_backward:
+            self._run(self._core.discard(("gradient", number)))
+
+    def _is_gathered(self, number: int) -> bool:
+        return self.state.parts > 1 or self.state.chunks[number].copied
+
+    def _update(self, number: int) -> None:
+        if not self.state.chunks[number].trained:
+            return
+        moments: list[Key] = [("moment", number, n) for n in range(len(self.state.moments[number]))]
+        gradient: Key = ("gradient", number)
+        keys: list[Key] = [("home", number), *moments, gradient]
+        for key in keys:
+            self._use(key, write=key != gradient)
+        for key in keys:
+            self._done(key)
+        if not self.tiers.step_in_backward:
+            self._run(self._core.discard(gradient))
+
+    def _use(self, key: Key, write: bool = False, fresh: bool = False) -> None:
+        before = self._core.minimum
+        self._run(self._core.use(key, write, fresh))
+        if key in self._coming:
+            coming, sent = self._coming.pop(key)
+            coming.until = self._visits - sent
+        if self._core.minimum > before:
+            self.decides = self._objects[key].chunk
+
+    def _done(self, key: Key) -> None:
+        self._run(self._core.done(key))
+
+    @contextmanager
+    def _lend(self, nbytes: int) -> Iterator[None]:
+        if not nbytes:
+            yield
+            return
+        self._run(self._core.lend(nbytes, "buffers"))
+        self.counter.add(PARAMETERS, nbytes)
+        yield
+        self.counter.add(PARAMETERS, -nbytes)
+        self._run(self._core.give(nbytes))
+
+    def _visit(self, phase: str, number: int) -> None:
+        self._visits += 1
+        self._seen.append(Seen(phase, number))
+
+    def _run(self, actions: Iterable[Action]) -> None:
+        seen = self._seen[-1]
+        for action in actions:
+            assert isinstance(action.key, tuple)
+            one, move = self._objects[action.key], action.move
+            if move in (Move.LOAD, Move.WRITE):
+                coming = Coming(one.key, whole_pages(one.nbytes), move is Move.WRITE)
+                seen.moves.append(coming)
+                if move is Move.LOAD:
+                    self._coming[one.key] = coming, self._visits
+            if move in (Move.LOAD, Move.MAKE):
+                self.held.add(one.key)
+                self.counter.add(one.kind, one.nbytes)
+            elif one.key in self.held:
+                self.held.remove(one.key)
+                self.counter.add(one.kind, -one.nbytes)
+                if move is not Move.FORGET:
+                    self.left.add(one.key)
+        self.most = max(self.most, self._core.used)
+
+
+def _together(state: StateBytes) -> list[tuple[int, int]]:
+    """First and last chunk that are in use together with each, because a module has both."""
+    homes: dict[str, list[int]] = {}
+    names = {name for chunk in state.chunks for name in chunk.names}
+    for number, chunk in enumerate(state.chunks):
+        for name in chunk.names:
+            module = name.rpartition(".")[0]
+            outer = module.rpartition(".")[0]
+            # torch's attention reads the weights of its last linear map itself.
+            whole = outer if f"{outer}.in_proj_weight" in names else module
+            homes.setdefault(whole, []).append(number)
+    found = [(number, number) for number in range(len(state.chunks))]
+    for numbers in homes.values():
+        for number in numbers:
+            first, last = found[number]
+            found[number] = min(first, *numbers), max(last, *numbers)
+    return found
+
+
+def _transient(state: StateBytes) -> int:
+    """Bytes of whole chunks that are gathered, and of gradients that are collected, at once.
+
+    What a rank alone uses in its own type lies where it is used, and takes none.
+    """
+    whole = [
+        ChunkBytes(c.names, c.whole, 0, c.trained, True)
+        for c in state.chunks
+        if state.parts > 1 or c.copied
+    ]
+    held = held_bytes(whole, 3, state.parts, state.ahead, 0)
+    return sum(held.values())

@@ -1,0 +1,193 @@
+"""What of a model's state stays in the first memory, what comes and goes, and what that takes.
+
+`find_residency` replays a step of a plan (`_replay.py`), puts what moves in its place
+(`Plan.predicted.moved`), and refuses a limit that is too small, naming the least one that would do.
+`choose_chunk_bytes` does so for several sizes of chunks. Seconds are formulas of
+`gulliver.hardware`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gulliver.booster._replay import BACKWARD, FORWARD, UPDATE, Replay, Seen, StateBytes
+from gulliver.errors import GulliverError
+from gulliver.hardware import (
+    Cluster,
+    TieredSeconds,
+    TierRates,
+    Transfer,
+    Visit,
+    disk_rates,
+    host_rates,
+    seconds_text,
+    tiered_seconds,
+)
+from gulliver.memory import ActivationPeak, BudgetRule, smallest_limit
+from gulliver.options import size_at_least, size_text
+from gulliver.plan import MemoryPlan, Moved, Tiers, Work
+
+STEPS = 3
+"""Steps that are replayed: the first has no schedule, and the second begins as the first ended."""
+ENDLESS = 1 << 60
+GIB = 2**30
+FEW, MANY = 8, 256
+"""Least and most chunks that a size is tried for."""
+
+
+@dataclass(frozen=True)
+class Residency:
+    """What a step does with the state of a rank, under a limit.
+
+    Attributes:
+        state: state of a rank.
+        visits: uses of state, as they were replayed.
+        bytes: bytes in the first memory at the fullest moment, by kind.
+        budget: bytes that state may have in the first memory.
+        moved: what stays, leaves and moves.
+    """
+
+    state: StateBytes
+    visits: Sequence[Seen]
+    bytes: dict[str, int]
+    budget: int
+    moved: Moved
+
+    def seconds(self, work: Work, rates: TierRates) -> TieredSeconds:
+        """Seconds of a step."""
+        return tiered_seconds(_visits(self.visits, work, self.state), rates)
+
+
+def other_bytes(tiers: Tiers, work: Work) -> int:
+    """Bytes that a step needs besides state; 0 where it is not known."""
+    if tiers.activations == "recompute":
+        return work.peak_recomputed or work.peak
+    if tiers.activations == "offload":
+        return max(0, work.peak - work.activations)
+    return work.peak
+
+
+def find_residency(state: StateBytes, tiers: Tiers, work: Work) -> Residency:
+    """Replays a step under a limit.
+
+    Args:
+        state: state of a rank.
+        tiers: memories, and how state uses them.
+        work: what a batch costs.
+
+    Raises:
+        GulliverError: the limit, or what lies behind, is too small; the least is named.
+    """
+    endless, other = Replay(state, ENDLESS, True, tiers), other_bytes(tiers, work)
+    for _ in range(2):  # the second begins with what the optimizer has made in the first
+        endless.step()
+    behind = tiers.disk_bytes if tiers.disk is not None else tiers.host
+    least, decides = endless.minimum, _named(state, endless.decides)
+    if not behind:
+        enough = size_at_least(smallest_limit(least, other))
+        least = endless.most
+        decides = f"all state, as nothing lies behind it (with a disk {enough} would do)"
+    rule = BudgetRule(tiers.limit, least)
+    budget = rule.begin(ActivationPeak(other), decides)
+    _check_behind(state, tiers, behind, budget - least)
+    replay, left, visits = Replay(state, budget, bool(behind), tiers), set(), list[Seen]()
+    for _ in range(STEPS):
+        visits = replay.step()
+        left |= replay.left
+    stays, leaves = dict[str, int](), dict[str, int]()
+    for one in state.objects():
+        where = leaves if one.key in left else stays
+        where[one.kind] = where.get(one.kind, 0) + one.nbytes
+    moved = Moved(
+        minimum=smallest_limit(least, other),
+        needed=least,
+        decides=decides,
+        stays=MemoryPlan(**stays),
+        leaves=MemoryPlan(**leaves),
+        read=sum(m.nbytes for seen in visits for m in seen.moves if not m.write),
+        written=sum(m.nbytes for seen in visits for m in seen.moves if m.write),
+    )
+    return Residency(state, visits, replay.counter.fullest, budget, moved)
+
+
+def _check_behind(state: StateBytes, tiers: Tiers, behind: int, room: int) -> None:
+    """Refuses a disk, or host memory, that what does not stay would not fit."""
+    needed = state.total - max(0, room)
+    if behind and needed > behind:
+        what = f"disk={tiers.disk!r}" if tiers.disk is not None else "host_limit"
+        raise GulliverError(
+            f"{what} gives {size_text(behind)}, and {size_text(needed)} of "
+            f"{size_text(state.total)} of state do not fit the memory limit: give it "
+            f"{size_at_least(needed)}, or raise the limit by as much"
+        )
+
+
+def _named(state: StateBytes, number: int) -> str:
+    """A chunk, by what is in it."""
+    if not state.chunks:
+        return "no chunk"
+    chunk = state.chunks[number]
+    first, *rest = chunk.names
+    more = f" and {len(rest)} more" if rest else ""
+    return f"chunk {number} ({first}{more}, {size_text(chunk.whole)})"
+
+
+def _visits(visits: Sequence[Seen], work: Work, state: StateBytes) -> list[Visit]:
+    """Visits with their seconds: each chunk takes its share of a phase by its bytes."""
+    whole = sum(chunk.whole for chunk in state.chunks) or 1
+    trained = sum(chunk.whole for chunk in state.chunks if chunk.trained) or 1
+    in_backward = not any(seen.phase == UPDATE for seen in visits)
+    found = []
+    for seen in visits:
+        chunk = state.chunks[seen.chunk]
+        phases = {
+            FORWARD: work.forward_s * chunk.whole / whole,
+            BACKWARD: work.backward_s * chunk.whole / whole,
+            UPDATE: work.update_s / state.parts * chunk.whole * chunk.trained / trained,
+        }
+        seconds = phases[seen.phase]
+        if seen.phase == BACKWARD and in_backward:
+            seconds += phases[UPDATE]
+        moves = tuple(Transfer(m.nbytes, m.write, m.until) for m in seen.moves)
+        found.append(Visit(seconds, moves))
+    return found
+
+
+def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
+    """The link to what lies behind the first memory; None where nothing does, or is known."""
+    if tiers.disk is not None:
+        return disk_rates(cluster)
+    return host_rates(cluster.device) if tiers.host else None
+
+
+def with_seconds(
+    found: Residency, tiers: Tiers, work: Work, cluster: Cluster
+) -> tuple[Moved, TieredSeconds | None]:
+    """What moves, with the seconds that it takes, what a step waits for and the price of memory.
+
+    Args:
+        found: what a step does.
+        tiers: memories of the plan.
+        work: what a batch costs; without any, seconds are those of transfers.
+        cluster: machines whose disk and copies are used.
+    """
+    rates = tier_rates(tiers, cluster)
+    if rates is None:
+        return found.moved, None
+    seconds = found.seconds(work, rates)
+    more = max(tiers.limit // 4, 1) if tiers.limit < 2 * GIB else GIB
+    with_more = find_residency(found.state, replace(tiers, limit=tiers.limit + more), work)
+    saved = seconds.step - with_more.seconds(work, rates).step
+    price = f"{size_text(more)} more saves {seconds_text(saved)} per step" if saved > 0 else ""
+    return replace(found.moved, bottleneck=seconds.bottleneck, price=price), seconds
+
+
+def chunk_sizes(whole: int) -> list[int]:
+    """Sizes of chunks to try, in bytes: powers of two, so that there are neither few nor many.
+
+    Args:
+        whole: bytes of all parameters.
+    """
+    sizes = [2**power for power in range(12, 31)]
+    return [size for size in sizes if FEW <= whole / size <= MANY] or sizes[:1]

@@ -1,0 +1,247 @@
+"""What a user says of memories, as the section `tiers` of a plan, and what follows for a model.
+
+Sizes as text are checked early, in `TierOptions`. `plan_tiers` chooses what is left to it: the size
+of chunks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from gulliver.booster._residency import chunk_sizes, find_residency, tier_rates
+from gulliver.booster._resolve import (
+    plan_stages,
+    plan_tensors,
+    recomputable,
+    state_bytes,
+    tensor_sizes,
+)
+from gulliver.booster.hybrid import NO_BLOCKS
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware import Cluster, current_cluster, memory_bytes, seconds_text
+from gulliver.options import byte_size, size_text
+from gulliver.plan import Plan, Tiers
+
+POLICIES = ("auto", "static")
+ACTIVATIONS = ("keep", "recompute", "offload", "auto")
+MOSTLY = 0.5
+"""Share of a limit from which activations are rather computed again than kept."""
+_ANY = 2**60
+"""Memory that a share is of while only its text is checked."""
+
+
+class TierOptions:
+    """The arguments of a plugin that say which memories there are, and who may use how much.
+
+    Args:
+        memory_limit: bytes, text such as ``6GiB`` or ``70%``; see `gulliver.options.byte_size`.
+        host_limit: the same of page-locked host memory; None for none.
+        disk: folder and size, such as ``/scratch:100GiB``; None for none.
+        placement_policy: ``auto``, or ``static`` for the shares that follow.
+        shard_param_frac: share of the parameters that is sharded.
+        offload_optim_frac: share of the optimizer's state that may leave the first memory; None
+            for all of it.
+        offload_param_frac: the same of parameters.
+        step_in_backward: step a chunk as soon as its gradient is complete.
+        activations: what is done with what forward keeps.
+
+    Raises:
+        GulliverError: a size, a share or a name of no sense, or shares without ``static``.
+    """
+
+    def __init__(
+        self,
+        memory_limit: int | float | str,
+        host_limit: int | float | str | None = None,
+        disk: Path | str | None = None,
+        placement_policy: str = "auto",
+        shard_param_frac: float = 1.0,
+        offload_optim_frac: float | None = None,
+        offload_param_frac: float | None = None,
+        step_in_backward: bool = False,
+        activations: str = "keep",
+    ) -> None:
+        self.memory_limit, self.host_limit = memory_limit, host_limit
+        byte_size("memory_limit", memory_limit, _ANY)
+        if host_limit is not None:
+            byte_size("host_limit", host_limit, _ANY)
+        self.disk = None if disk is None else split_disk(str(disk))
+        for name, value, known in (
+            ("placement_policy", placement_policy, POLICIES),
+            ("activations", activations, ACTIVATIONS),
+        ):
+            if value not in known:
+                raise GulliverError(f"{name}={value!r} is not known: {nearest(str(value), known)}")
+        self.policy, self.activations = placement_policy, activations
+        self.step_in_backward = step_in_backward
+        if shard_param_frac != 1:
+            raise GulliverError(
+                f"shard_param_frac={shard_param_frac} is not supported: 1.0 shards all parameters; "
+                "LowLevelZeroPlugin(stage=2) keeps them whole on every rank"
+            )
+        given = {"offload_optim_frac": offload_optim_frac, "offload_param_frac": offload_param_frac}
+        for name, share in given.items():
+            if share is not None and placement_policy != "static":
+                raise GulliverError(
+                    f"{name}={share} needs placement_policy='static': 'auto' finds the shares"
+                )
+            if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
+                raise GulliverError(f"{name}={share!r} is no share: give a number from 0 to 1")
+        self.shares = {name: 1.0 if s is None else float(s) for name, s in given.items()}
+
+    @classmethod
+    def within(cls, stage: int, right: str, limit: Any, disk: Any, **options: Any) -> Self | None:
+        """The limit of a plugin that has other uses; None where none is set.
+
+        Raises:
+            GulliverError: it is not of stage 3, or there is a disk without a limit.
+        """
+        if limit is None and disk is not None:
+            raise GulliverError(f"disk={str(disk)!r} needs a memory_limit: what fits it stays")
+        if limit is None:
+            return None
+        if stage != 3:
+            raise GulliverError(
+                f"memory_limit={limit!r} with stage {stage}: what is whole on every rank cannot "
+                f"leave its memory; take {right}"
+            )
+        return cls(limit, None, disk, **options)
+
+    def tiers(self, device: str) -> Tiers:
+        """The section of a plan.
+
+        Args:
+            device: kind of device that the ranks compute on.
+
+        Raises:
+            GulliverError: memory of the host is asked for where it is the first memory.
+        """
+        if self.host_limit is not None and device == "cpu":
+            raise GulliverError(
+                f"host_limit={self.host_limit!r}: ranks run on cpu, where memory_limit is of the "
+                "host's memory; leave host_limit out, and name a disk"
+            )
+        whole = memory_bytes(device) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        host = 0
+        if self.host_limit is not None:
+            host = byte_size("host_limit", self.host_limit, memory_bytes("cpu"))
+        folder, size = self.disk or (None, None)
+        return Tiers(
+            limit=byte_size("memory_limit", self.memory_limit, whole),
+            host=host,
+            disk=folder,
+            disk_bytes=0 if folder is None or size is None else _disk_bytes(folder, size),
+            policy=self.policy,
+            offload_optim=self.shares["offload_optim_frac"],
+            offload_param=self.shares["offload_param_frac"],
+            step_in_backward=self.step_in_backward,
+            activations=self.activations,
+        )
+
+
+def split_disk(text: str) -> tuple[str, str]:
+    """Folder and size of ``/scratch:100GiB``; the folder may have colons.
+
+    Raises:
+        GulliverError: there is no size, or it makes no sense.
+    """
+    folder, _, size = text.rpartition(":")
+    right = f"give a folder and a size, such as disk='{folder or text}:100GiB'"
+    if not folder:
+        raise GulliverError(f"disk={text!r} says not how much may lie there: {right}")
+    try:
+        byte_size("disk", size, _ANY)
+    except GulliverError as error:
+        why = str(error).removeprefix(f"disk={size!r} ")
+        raise GulliverError(f"disk={text!r}: {size!r} {why}") from None
+    return folder, size
+
+
+def _disk_bytes(folder: str, size: str) -> int:
+    whole = shutil.disk_usage(folder).free if size.endswith("%") and Path(folder).is_dir() else 0
+    return byte_size("disk", size, whole or _ANY)
+
+
+def plan_tiers(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    cluster: Cluster | None,
+    chosen: bool,
+) -> Plan:
+    """The blocks that are recomputed, and the size of chunks, chosen by what a step takes.
+
+    Args:
+        plan: choices, with tiers.
+        model: whole model, perhaps on meta.
+        optimizer: optimizer of its parameters.
+        cluster: machines to plan for; None for those at hand.
+        chosen: whether the size of chunks is to be chosen; else it is as the plan has it.
+
+    Raises:
+        GulliverError: no size of chunks fits the limit; the least limit is named.
+    """
+    plan = _with_activations(plan, model)
+    assert plan.zero is not None, "tiers are of ZeRO"
+    tiers = plan.zero.tiers
+    assert tiers is not None, "there are tiers"
+    if not chosen:
+        return plan
+    tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
+    sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
+    rates = tier_rates(tiers, cluster or current_cluster(plan.mesh.size))
+    tried, errors = list[tuple[float, int, str]](), dict[int, GulliverError]()
+    for size in chunk_sizes(sum(t.numel * t.dtype.itemsize for t in sizes)):
+        one = replace(plan, zero=replace(plan.zero, chunk_bytes=size, chunks=()))
+        try:
+            found = find_residency(state_bytes(one, sizes), tiers, plan.work)
+        except GulliverError as error:
+            errors[size] = error
+            continue
+        moves = found.moved.read + found.moved.written
+        seconds = None if rates is None else found.seconds(plan.work, rates).step
+        told = f"{len(found.state.chunks)} chunks move {size_text(moves)} in a step"
+        told += "" if seconds is None else f", {seconds_text(seconds)}"
+        # Of equals the larger: there are fewer of them.
+        tried.append((moves if seconds is None else seconds, -size, told))
+    if not tried:
+        raise errors[min(errors)]
+    _, size, told = min(tried)
+    size, (_, _, worst) = -size, max(tried)
+    why = f"{size_text(size)}: {told}" + (f"; at worst {worst}" if len(tried) > 1 else "")
+    reasons = {**plan.reasons, "zero.chunk_bytes": why}
+    return replace(plan, zero=replace(plan.zero, chunk_bytes=size), reasons=reasons)
+
+
+def _with_activations(plan: Plan, model: nn.Module) -> Plan:
+    """What is done with what forward keeps, where that is left open, and the blocks it is done to.
+
+    Raises:
+        GulliverError: blocks are to be recomputed, and none can be.
+    """
+    assert plan.zero is not None, "tiers are of ZeRO"
+    tiers, work = plan.zero.tiers, plan.work
+    assert tiers is not None, "there are tiers"
+    mode, reasons = tiers.activations, dict(plan.reasons)
+    if mode == "auto":
+        again = work.peak_recomputed and work.peak > tiers.limit * MOSTLY
+        mode = "recompute" if again else "keep"
+        shown = f"{size_text(work.peak)} of {size_text(tiers.limit)}"
+        shown += f", {size_text(work.peak_recomputed)} recomputed" if again else ""
+        reasons["zero.tiers.activations"] = (
+            f"{mode}: {shown if work.peak else 'no sample was given'}"
+        )
+    if mode == "recompute" and not plan.recompute:
+        blocks = recomputable(plan, model)
+        if not blocks:
+            raise GulliverError(NO_BLOCKS)
+        plan = replace(plan, recompute=blocks)
+    zero = replace(plan.zero, tiers=replace(tiers, activations=mode))
+    return replace(plan, zero=zero, reasons=reasons)

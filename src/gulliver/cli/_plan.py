@@ -1,0 +1,151 @@
+"""``gulliver plan memory``: where a model's state would lie, told before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from gulliver.booster import GeminiPlugin, estimate_work
+from gulliver.checkpoint import open_weights, read_json
+from gulliver.cli._options import Memory, PlanConfig, Show
+from gulliver.errors import GulliverError
+from gulliver.hardware import current_cluster, seconds_text
+from gulliver.options import size_at_least, size_text
+from gulliver.plan import MemoryPlan, Plan
+
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+}
+KINDS = ("parameters", "gradients", "optimizer_state", "activations")
+COLORS = ("cyan", "yellow", "green", "magenta")
+WIDTH = 60
+"""Characters of a bar."""
+
+
+def plan_command(config: PlanConfig, arguments: list[str]) -> int:
+    """Prints the plan of a model under a memory limit, or that of a file."""
+    options = config.action
+    if isinstance(options, Show):
+        print(Plan.load(options.file).summary())
+        return 0
+    model = model_of(options.model)
+    optimizer = OPTIMIZERS[options.optimizer](model.parameters())
+    plugin = GeminiPlugin(
+        options.memory,
+        options.host,
+        options.disk,
+        precision=None if options.precision == "fp32" else options.precision,
+        step_in_backward=options.step_in_backward,
+        activations=options.activations,
+        verbose=False,
+    )
+    cluster = current_cluster(options.ranks)
+    again = options.activations in ("recompute", "auto")
+    size = options.batch, options.length
+    work = estimate_work(model, optimizer, cluster.device, *size, options.precision, again)
+    plan = plugin.make_plan(model, optimizer, cluster, work=work)
+    show(plan, options)
+    return 0
+
+
+def model_of(folder: Path) -> nn.Module:
+    """A model of a folder, on meta: as transformers builds it, or as its files name its tensors.
+
+    Raises:
+        GulliverError: there is no such folder, or neither a configuration nor weights in it.
+    """
+    if not folder.is_dir():
+        raise GulliverError(f"--model {folder} is no folder: name one with a config.json")
+    model = _built(folder) if (folder / "config.json").is_file() else None
+    if model is None:
+        model = _named(folder)
+    return model.float()
+
+
+def _built(folder: Path) -> nn.Module | None:
+    """The model that its configuration describes; None where transformers cannot build it."""
+    values = read_json(folder / "config.json")
+    try:
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        (name,) = values.get("architectures") or ["AutoModelForCausalLM"]
+        kind = getattr(transformers, name)
+        with torch.device("meta"):
+            return kind.from_config(config) if name.startswith("Auto") else kind(config)
+    except (ImportError, AttributeError, ValueError, KeyError):
+        return None
+
+
+def _named(folder: Path) -> nn.Module:
+    """Modules with a parameter on meta for each tensor of the folder's files."""
+    model = nn.Module()
+    with open_weights(folder) as weights:
+        for name, info in weights.infos.items():
+            module, *_ = path = [model]
+            *parents, own = name.split(".")
+            for part in parents:
+                module = path[-1]
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                path.append(module.get_submodule(part))
+            value = torch.empty(info.shape, dtype=info.dtype, device="meta")
+            path[-1].register_parameter(own, nn.Parameter(value, info.dtype.is_floating_point))
+    return model
+
+
+def show(plan: Plan, options: Memory) -> None:
+    """Prints what lies where, as a table and, on a terminal, as bars; then time and limit."""
+    console = Console(markup=False, emoji=False, highlight=False)
+    moved, memory, zero = plan.predicted.moved, plan.memory, plan.zero
+    assert moved is not None, "the plan has tiers"
+    assert zero is not None, "the plan is of ZeRO"
+    assert zero.tiers is not None, "the plan has tiers"
+    tokens = options.batch * options.length
+    console.print(
+        f"{plan.model.kind}: {plan.model.parameters:,} parameters, {plan.model.optimizer}, "
+        f"{options.precision}, {tokens:,} tokens a step on each of {options.ranks} ranks"
+    )
+    behind = zero.tiers.disk or ("the host" if zero.tiers.host else "")
+    table = Table()
+    for name in ("", "stays in memory", "comes and goes", f"lies in {behind or 'no other memory'}"):
+        table.add_column(name, justify="right" if name else "left", overflow="fold")
+    for kind in KINDS:
+        most, stays = getattr(memory, kind), getattr(moved.stays, kind)
+        shown = [size_text(n) for n in (stays, max(0, most - stays), getattr(moved.leaves, kind))]
+        table.add_row(kind.replace("_", " "), *shown)
+    console.print(table)
+    if console.is_terminal:
+        console.print(_bar("memory", memory, zero.tiers.limit))
+        if behind:
+            console.print(_bar("behind", moved.leaves, zero.tiers.disk_bytes or zero.tiers.host))
+    seconds = plan.predicted.seconds
+    console.print(f"least limit: {size_at_least(moved.minimum)}, which {moved.decides} needs")
+    console.print(
+        f"a step: {seconds_text(seconds.step)} predicted on {plan.predicted.cluster} "
+        f"({moved.bottleneck}); reads {size_text(moved.read)}, writes {size_text(moved.written)}"
+    )
+    for line in (moved.price, *plan.reasons.values()):
+        if line:
+            console.print(line)
+
+
+def _bar(name: str, parts: MemoryPlan, whole: int) -> Text:
+    """A line of blocks, a colour for each kind, as long as its share of `whole`."""
+    text, used = Text(f"{name:<8}"), 0
+    for kind, color in zip(KINDS, COLORS, strict=True):
+        count = round(WIDTH * getattr(parts, kind) / max(1, whole))
+        text.append("\u2588" * count, color)
+        used += count
+    text.append("\u2591" * max(0, WIDTH - used))
+    return text.append(f" {size_text(whole)}")

@@ -1,0 +1,281 @@
+"""Activations as objects of a manager: what forward saves for backward may leave the fast tier.
+
+Around chosen blocks, tensors that autograd saves are copied into objects of the manager, which
+keeps or moves them as it does chunks, and brings them back in the reverse order. Bits, shapes,
+strides and shared memory are as they were.
+
+[Note: saved tensors] What is copied is the whole memory behind a tensor, once, however many views
+of it are saved. Two saves share a copy as long as the memory lives and nobody wrote into it in
+between. Kept as they are: parameters and their views, what is small, what is no plain tensor.
+Autograd does not compare versions where hooks are in force, so that is done here, with its words.
+
+[Note: lifetimes] A copy lives as long as autograd refers to it: until its node has run, or until
+the graph is freed without a backward. Its object is then discarded, which neither writes nor reads,
+and taken again for a copy of that size: in each step the same objects come in the same order, from
+which the manager learns when to fetch them. A finalizer may run anywhere, also inside the manager.
+So it only notes what died; that is worked off at the next save or use, and at the end of backward.
+"""
+
+from __future__ import annotations
+
+import heapq
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gulliver._compat import (
+    at_end_of_backward,
+    backward_number,
+    compiled_call,
+    replace_compiled_call,
+    storage_users,
+)
+from gulliver.errors import GulliverError
+from gulliver.memory._bytes import ACTIVATIONS
+from gulliver.memory._manager import Manager
+from gulliver.memory._placed import Placed
+
+LEAST_BYTES = 1 << 16
+"""Size of memory from which moving it away is worth its bookkeeping."""
+
+
+class _Copy:
+    """Memory of saved tensors, copied into an object of the manager."""
+
+    __slots__ = ("__weakref__", "placed", "source", "version")
+
+    def __init__(self, placed: Placed, source: weakref.ref[Any], version: int) -> None:
+        self.placed, self.source, self.version = placed, source, version
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A saved tensor that was copied: how it lay in its memory."""
+
+    copy: _Copy
+    tensor: weakref.ref[Tensor]
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    version: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A saved tensor that stayed where it is."""
+
+    tensor: Tensor
+    version: int
+
+
+class ActivationOffload:
+    """Gives what forward saves for backward to a manager.
+
+    Args:
+        manager: manager whose objects the activations become.
+        least: size of memory from which it is taken, in bytes.
+
+    Attributes:
+        moved: bytes that were taken so far.
+        kept: bytes that were too small, no plain tensors, or did not fit the budget.
+    """
+
+    def __init__(self, manager: Manager, least: int = LEAST_BYTES) -> None:
+        self.manager, self.least = manager, least
+        self.moved = self.kept = 0
+        self._copies: dict[int, weakref.ref[_Copy]] = {}
+        self._free: dict[int, list[tuple[int, Placed]]] = {}
+        self._dead: deque[Placed] = deque()
+        self._used: dict[int, tuple[Placed, int]] = {}
+        self._backward = -1
+
+    @contextmanager
+    def saving(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Takes what is saved inside, in this thread.
+
+        Args:
+            module: module that runs, whose buffers live on anyway.
+        """
+        self.sweep()
+        buffers = set() if module is None else {_key(buffer) for buffer in module.buffers()}
+        with saved_tensors_hooks(lambda tensor: self._pack(tensor, buffers), self._unpack):
+            yield
+
+    def wrap(self, model: nn.Module, paths: Iterable[str]) -> None:
+        """Takes what modules save in each of their calls.
+
+        A module that is compiled by itself is taken around its compiled call.
+
+        Args:
+            model: model that has them.
+            paths: paths of modules, such as its blocks.
+        """
+        for path in paths:
+            module = model.get_submodule(path)
+            compiled = compiled_call(module)
+            if compiled is not None:
+                replace_compiled_call(module, self._around(module, compiled))
+            else:
+                module.forward = self._around(module, module.forward)
+
+    def sweep(self) -> None:
+        """Discards what died, and lets go of what no node uses any more."""
+        while self._dead:
+            placed = self._dead.popleft()
+            if self._used.pop(placed.number, None) is not None:
+                self.manager.done(placed)
+            self.manager.discard(placed)
+            heapq.heappush(self._free[placed.nbytes], (placed.number, placed))
+        for placed, users in list(self._used.values()):
+            if placed.tensor is not None and storage_users(placed.tensor) <= users:
+                del self._used[placed.number]
+                self.manager.done(placed)
+
+    def _around(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return call(*args, **kwargs)
+            with self.saving(module):
+                return call(*args, **kwargs)
+
+        return run
+
+    def _pack(self, tensor: Tensor, outside: set[int]) -> _Saved | _Kept:
+        self.sweep()
+        if _is_own(tensor):
+            # The leaf itself: its data may be exchanged, and other data be there in backward.
+            return _Kept(tensor, tensor._version)
+        copy = self._copy(tensor) if self._wanted(tensor, outside) else None
+        if copy is None:
+            self.kept += tensor.nbytes
+            # A view of its own, with the same version: the tensor would hold the graph that holds
+            # it, if a node saves its output.
+            return _Kept(tensor.detach(), tensor._version)
+        return _Saved(
+            copy,
+            weakref.ref(tensor),
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor._version,
+        )
+
+    def _unpack(self, saved: _Saved | _Kept) -> Tensor:
+        self.sweep()
+        tensor = saved.tensor if isinstance(saved, _Kept) else saved.tensor()
+        if tensor is not None and tensor._version != saved.version:
+            raise RuntimeError(_modified(tensor, saved.version))
+        if isinstance(saved, _Kept):
+            return saved.tensor
+        number = backward_number()
+        if number not in (-1, self._backward):
+            self._backward = number
+            at_end_of_backward(self.sweep)
+        placed = saved.copy.placed
+        if placed.number not in self._used:
+            memory = self.manager.use(placed)
+            self._used[placed.number] = (placed, storage_users(memory))
+        memory = placed.tensor
+        assert memory is not None
+        whole = memory.numel() // saved.dtype.itemsize * saved.dtype.itemsize
+        flat = memory[:whole].view(saved.dtype)
+        return flat.as_strided(saved.size, saved.stride, saved.offset)
+
+    def _wanted(self, tensor: Tensor, outside: set[int]) -> bool:
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+            return False
+        if tensor.device != self.manager.device or tensor.is_conj() or tensor.is_neg():
+            return False
+        base = tensor._base
+        if (base is not None and _is_own(base)) or _key(tensor) in outside:
+            return False
+        return tensor.untyped_storage().nbytes() >= self.least
+
+    def _copy(self, tensor: Tensor) -> _Copy | None:
+        """The copy of a tensor's memory; None where it does not fit the budget."""
+        storage = tensor.untyped_storage()
+        known = self._copies.get(storage._cdata)
+        copy = known() if known is not None else None
+        # Memory that is gone may have been given out again, at the same address.
+        if copy is not None and copy.source() is storage and copy.version == tensor._version:
+            return copy
+        placed = self._take(storage.nbytes())
+        try:
+            memory = self.manager.use(placed, write=True, fresh=True)
+        except GulliverError:
+            heapq.heappush(self._free[placed.nbytes], (placed.number, placed))
+            return None
+        try:
+            source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            memory.copy_(source)
+        finally:
+            self.manager.done(placed)
+        self.moved += placed.nbytes
+        copy = _Copy(placed, weakref.ref(storage), tensor._version)
+        self._copies[storage._cdata] = weakref.ref(copy, self._forget(storage._cdata))
+        weakref.finalize(copy, self._dead.append, placed).atexit = False
+        return copy
+
+    def _forget(self, key: int) -> Callable[[weakref.ref[_Copy]], None]:
+        def forget(gone: weakref.ref[_Copy]) -> None:
+            if self._copies.get(key) is gone:
+                del self._copies[key]
+
+        return forget
+
+    def _take(self, nbytes: int) -> Placed:
+        """An object of a size: the first that is free, so that steps take the same."""
+        free = self._free.setdefault(nbytes, [])
+        if free:
+            return heapq.heappop(free)[1]
+        return self.manager.add(f"activation of {nbytes} bytes", ACTIVATIONS, nbytes, torch.uint8)
+
+
+@contextmanager
+def offload_activations(manager: Manager, least: int = LEAST_BYTES) -> Iterator[ActivationOffload]:
+    """Lets a manager hold what the forward inside saves for backward.
+
+    Args:
+        manager: manager that places the activations among its other objects.
+        least: size of memory from which it is taken, in bytes.
+
+    Example:
+        with offload_activations(manager):
+            loss = model(batch)
+        loss.backward()
+    """
+    # The manager keeps it: the objects of a step are those of the step before.
+    offload = vars(manager).setdefault("_activations", ActivationOffload(manager))
+    offload.least = least
+    with offload.saving():
+        yield offload
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_own(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, or a leaf of the user's: it lives on anyway."""
+    return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+
+
+def _modified(tensor: Tensor, version: int) -> str:
+    kind = tensor.type()
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{kind} {list(tensor.shape)}] is at version {tensor._version}; expected "
+        f"version {version} instead. Hint: enable anomaly detection to find the operation that "
+        "failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+    )

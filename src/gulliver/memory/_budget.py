@@ -1,0 +1,273 @@
+"""How much of a limit the manager may hold: what activations and all other memory leave of it.
+
+`BudgetRule` decides from numbers alone, so that the same measurements give the same budgets.
+`BudgetController` gives it the measurements of a `Footprint`, and its decisions to a manager.
+
+[Note: the loop] The budget of a step is the limit less a margin, less the most that other memory
+took in the last steps (before the first, less what was predicted). It falls at once and rises by a
+quarter of the room in each step, so that lengths of sequences that alternate do not move chunks to
+and fro. Inside a step an alarm, half a margin below the limit, lowers it as soon as the next
+position is passed, by twice what is missing: what grew so far goes on growing. A budget never falls
+below what the manager has to hold at once: there the loop can do no more, and says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from gulliver.errors import GulliverError
+from gulliver.memory._footprint import Footprint, StepFootprint
+from gulliver.memory._malloc import FreedMemory
+from gulliver.memory._symbolic import ActivationPeak
+
+MARGIN_SHARE, MARGIN_BYTES = 32, 1 << 20
+UNSEEN_SHARE, UNSEEN_BYTES = 8, 16 << 20
+RISE_SHARE = 4
+WINDOW = 8
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a budget.
+
+    Attributes:
+        step: number of the step, from 0.
+        at: position in the step; empty between steps.
+        before: bytes of the budget before.
+        after: bytes of the budget after.
+        why: reason, with figures.
+    """
+
+    step: int
+    at: str
+    before: int
+    after: int
+    why: str
+
+    def __str__(self) -> str:
+        where = f" at {self.at}" if self.at else ""
+        sizes = f"{_mib(self.before)} -> {_mib(self.after)}"
+        return f"step {self.step}{where}: budget {sizes}: {self.why}"
+
+
+class BudgetRule:
+    """Decides the budgets of coming steps; knows no clock, no thread and no memory.
+
+    Args:
+        limit: bytes that the process may use above its base.
+        minimum: least bytes that the manager has to hold at once, as far as it is known.
+
+    Attributes:
+        budget: bytes that the manager may hold now.
+        changes: changes so far.
+    """
+
+    def __init__(self, limit: int, minimum: int = 0) -> None:
+        self.limit, self.minimum = limit, minimum
+        self.margin = limit // MARGIN_SHARE + MARGIN_BYTES
+        self.step = 0
+        self.changes: list[Change] = []
+        self._peaks: deque[int] = deque(maxlen=WINDOW)
+        self.budget = 0
+
+    @property
+    def alarm(self) -> int:
+        """Total bytes from which the rule wants to be asked inside a step."""
+        return self.limit - self.margin // 2
+
+    def begin(self, predicted: ActivationPeak | None, decides: str = "") -> int:
+        """Sets the budget of the first step.
+
+        Args:
+            predicted: memory of a step as it was predicted; None or without bytes where it is not
+                known: then the manager gets the least, and the loop raises it.
+            decides: what the minimum comes from, for the error.
+
+        Raises:
+            GulliverError: limit below what a step needs.
+        """
+        least = self.minimum + with_unseen(predicted.bytes) if _known(predicted) else self.minimum
+        if self.limit - self.margin < least:
+            raise GulliverError(_too_small(self, predicted, decides))
+        room = self.limit - self.margin - (least - self.minimum)
+        if _known(predicted):
+            why = f"{_mib(least - self.minimum)} predicted in {predicted.where}"
+            return self._set(room, "", why)
+        why = predicted.reason if predicted is not None else "no prediction"
+        return self._set(max(self.minimum, room // 4), "", f"first step, {why}")
+
+    def end_step(self, other: int) -> int:
+        """Sets the budget of the next step.
+
+        Args:
+            other: most bytes of the step that no manager held.
+        """
+        self.step += 1
+        self._peaks.append(other)
+        most = max(self._peaks)
+        room = max(self.limit - self.margin - most, self.minimum)
+        why = f"other memory took {_mib(most)}"
+        if room <= self.budget:
+            return self._set(room, "", why)
+        # A room of a page is not worth a change.
+        rise = max((room - self.budget) // RISE_SHARE, min(room - self.budget, MARGIN_BYTES))
+        return self._set(self.budget + rise, "", why)
+
+    def press(self, other: int, total: int, at: str = "") -> int:
+        """Lowers the budget inside a step, if what is used now is close to the limit.
+
+        Args:
+            other: bytes that no manager holds now.
+            total: bytes in all now.
+            at: position in the step.
+        """
+        if total <= self.alarm:
+            return self.budget
+        expected = self.limit - self.margin - self.budget
+        missing = max(other - expected, total - self.alarm)
+        room = max(self.limit - self.margin - expected - 2 * missing, self.minimum)
+        if room >= self.budget:
+            return self.budget
+        why = f"{_mib(total)} of {_mib(self.limit)} used, {_mib(other)} by other memory"
+        return self._set(room, at, why)
+
+    def hold_minimum(self) -> int:
+        """Sets the budget to the minimum, which the manager cannot go below."""
+        return self._set(max(self.budget, self.minimum), "", "as much is in use at once")
+
+    def _set(self, budget: int, at: str, why: str) -> int:
+        if budget != self.budget:
+            self.changes.append(Change(self.step, at, self.budget, budget, why))
+            self.budget = budget
+        return budget
+
+
+class Budgeted(Protocol):
+    """What a controller needs of a manager."""
+
+    minimum: int
+
+    def set_budget(self, nbytes: int) -> None:
+        """Holds at most so much from the next chance on."""
+        ...
+
+
+class BudgetController:
+    """Keeps a process within its limit.
+
+    Args:
+        limit: bytes that the process may use above the footprint's base.
+        manager: manager of model states.
+        footprint: measures the process; None without measurements (no /proc): the prediction stays.
+        predicted: memory of a step as it was predicted.
+        minimum: least bytes that the manager has to hold at once, as planned.
+        decides: what that minimum comes from.
+
+    Attributes:
+        steps: footprint of every step so far.
+
+    Raises:
+        GulliverError: limit below what a step needs; names the smallest that would do.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        manager: Budgeted,
+        footprint: Footprint | None,
+        predicted: ActivationPeak | None = None,
+        minimum: int = 0,
+        decides: str = "",
+    ) -> None:
+        self.rule = BudgetRule(limit, max(minimum, manager.minimum))
+        self.steps: list[StepFootprint] = []
+        self._manager, self._footprint = manager, footprint
+        manager.set_budget(self.rule.begin(predicted, decides))
+        self._freed = FreedMemory()
+        if footprint is not None:
+            footprint.alarm, footprint.react = self.rule.alarm, self.check
+
+    def check(self, at: str = "") -> None:
+        """Reacts to an alarm; where none was given it costs nothing.
+
+        Args:
+            at: position in the step.
+        """
+        footprint = self._footprint
+        if footprint is None or not footprint.alarmed:
+            return
+        # Memory that was freed and kept is given back first: it may be all that is missing.
+        self._freed.trim()
+        other, total = footprint.now()
+        self._apply(self.rule.press(other, total, at))
+        footprint.alarmed = False
+
+    def end_step(self) -> None:
+        """Takes the measurements of the step that ends, and sets the budget of the next."""
+        if self._footprint is None:
+            return
+        step = self._footprint.end_step()
+        self.steps.append(step)
+        self.rule.minimum = max(self.rule.minimum, self._manager.minimum)
+        self._apply(self.rule.end_step(step.other))
+
+    def explain(self) -> str:
+        """Tells every change of the budget, one a line."""
+        return "\n".join(map(str, self.rule.changes))
+
+    def close(self) -> None:
+        """Stops measuring; the process's malloc keeps freed memory again."""
+        self._freed.close()
+        if self._footprint is not None:
+            self._footprint.close()
+
+    def _apply(self, budget: int) -> None:
+        try:
+            self._manager.set_budget(budget)
+        except GulliverError:
+            # More is pinned at this moment: as low as that, and the end of the step tries again.
+            self.rule.minimum = max(self.rule.minimum, self._manager.minimum)
+            self._manager.set_budget(self.rule.hold_minimum())
+
+
+def with_unseen(nbytes: int) -> int:
+    """Adds to a prediction what kernels use inside, and threads and libraries at first use."""
+    return nbytes + nbytes // UNSEEN_SHARE + UNSEEN_BYTES
+
+
+def smallest_limit(minimum: int, predicted: int) -> int:
+    """Least limit that leaves a step what it needs.
+
+    Args:
+        minimum: least bytes that the manager has to hold at once.
+        predicted: bytes of activations and other memory, as predicted.
+    """
+    need = minimum + with_unseen(predicted)
+    limit = (need + MARGIN_BYTES) * MARGIN_SHARE // (MARGIN_SHARE - 1) - 2
+    while limit - limit // MARGIN_SHARE - MARGIN_BYTES < need:
+        limit += 1
+    return limit
+
+
+def _known(predicted: ActivationPeak | None) -> bool:
+    return predicted is not None and predicted.bytes is not None
+
+
+def _too_small(rule: BudgetRule, predicted: ActivationPeak | None, decides: str) -> str:
+    """Names the smallest limit that works, and what decides."""
+    other = predicted.bytes if predicted is not None and predicted.bytes is not None else 0
+    least = smallest_limit(rule.minimum, other)
+    needs = [f"{_mib(rule.minimum)} at once for {decides or 'model states'}"]
+    if predicted is not None and other:
+        needs.append(f"{_mib(with_unseen(other))} for activations in {predicted.where}")
+    return (
+        f"a memory limit of {_mib(rule.limit)} is too small: a step needs {' and '.join(needs)}; "
+        f"the smallest limit that works is {math.ceil(least / 2**20)}MiB"
+    )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"

@@ -1,0 +1,221 @@
+"""What a process uses besides what a manager holds: activations, temporary and all other memory.
+
+On a CPU a thread reads the process's own memory a few hundred times a second; on CUDA the caching
+allocator knows. `Footprint` keeps the most of each step and, between positions that a step passes
+(the calls of blocks), the most of each position. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+INTERVAL_S = 0.002
+
+
+class Gauge(Protocol):
+    """Reads how many bytes of the fast tier the process uses, whoever uses them."""
+
+    def used(self) -> int:
+        """Bytes that are used now."""
+        ...
+
+    def most(self) -> int:
+        """Most bytes since the last call, as far as the gauge knows by itself."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the gauge has open."""
+        ...
+
+
+class ProcessGauge:
+    """Anonymous resident memory of this process: what a limit cannot take back.
+
+    Pages of files (libraries, mapped checkpoints) are the system's to drop, so they do not count.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.open("/proc/self/statm", os.O_RDONLY)
+
+    def used(self) -> int:
+        """Bytes that are used now."""
+        fields = os.pread(self._file, 128, 0).split(None, 3)
+        return (int(fields[1]) - int(fields[2])) * PAGE
+
+    most = used
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._file)
+
+
+class CudaGauge:
+    """Memory of a CUDA device that PyTorch's caching allocator has given out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def used(self) -> int:
+        """Bytes that are used now."""
+        return int(torch.cuda.memory_stats(self._device).get("allocated_bytes.all.current", 0))
+
+    def most(self) -> int:
+        """Most bytes since the last call: the allocator misses none."""
+        peak = torch.cuda.memory_stats(self._device).get("allocated_bytes.all.peak", 0)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return int(peak)
+
+    def close(self) -> None:
+        """Frees nothing: there is nothing open."""
+
+
+@dataclass(frozen=True)
+class StepFootprint:
+    """Memory of a step.
+
+    Attributes:
+        other: most bytes that no manager holds.
+        total: most bytes in all, above the base.
+        curve: most bytes that no manager holds, from each position to the next.
+    """
+
+    other: int
+    total: int
+    curve: tuple[tuple[str, int], ...]
+
+
+class Footprint:
+    """Measures memory that is no model state, in steps.
+
+    Args:
+        held: tells the bytes of the fast tier that the manager holds now.
+        device: device whose memory is the fast tier.
+        base: bytes that were used before there was a model; None takes what is used now and not
+            held: then nothing of the model may lie outside of the manager.
+        interval: seconds between two looks, on a CPU.
+        gauge: gauge to read; None takes the device's.
+
+    Attributes:
+        alarm: total bytes from which `alarmed` is set; None for none.
+        alarmed: set as soon as a look saw more than that; whoever reacts clears it.
+        react: called with a position that is passed while it is set, in the thread of the step.
+
+    Raises:
+        OSError: the system has no /proc.
+    """
+
+    def __init__(
+        self,
+        held: Callable[[], int],
+        device: torch.device | str = "cpu",
+        *,
+        base: int | None = None,
+        interval: float = INTERVAL_S,
+        gauge: Gauge | None = None,
+    ) -> None:
+        device = torch.device(device)
+        self.gauge = gauge or (CudaGauge(device) if device.type == "cuda" else ProcessGauge())
+        self._held, self._interval = held, interval
+        self.base = self.gauge.used() - held() if base is None else base
+        self.alarm: int | None = None
+        self.alarmed = False
+        self.react: Callable[[str], None] | None = None
+        self._lock = threading.Lock()
+        self._restart("")
+        self._stop = threading.Event()
+        self._handles: list[Any] = []
+        self._thread: threading.Thread | None = None
+        if device.type != "cuda":
+            self._thread = threading.Thread(target=self._watch, name="footprint", daemon=True)
+            self._thread.start()
+
+    def now(self) -> tuple[int, int]:
+        """Bytes that no manager holds, and all, above the base; counted as seen."""
+        return self._look(self.gauge.used)
+
+    def at(self, position: str) -> None:
+        """Says that the step has come to a position; the next curve point begins."""
+        self._look(self.gauge.most)
+        with self._lock:
+            self._curve.append((self._position, self._recent))
+            self._position, self._recent = position, 0
+        if self.alarmed and self.react is not None:
+            self.react(position)
+
+    def end_step(self) -> StepFootprint:
+        """Returns what the step used that ends now; the next begins."""
+        self.at("")
+        with self._lock:
+            step = StepFootprint(self._other, self._total, tuple(self._curve))
+            self._restart("")
+        return step
+
+    def follow(self, model: nn.Module, paths: Iterable[str]) -> None:
+        """Takes the forward and backward of modules for positions.
+
+        Args:
+            model: model that has them.
+            paths: paths of modules, such as its blocks.
+        """
+        for path in paths:
+            module = model.get_submodule(path)
+            self._handles += [
+                module.register_forward_pre_hook(self._entering(f"forward {path}")),
+                module.register_forward_hook(self._leaving(f"backward {path}")),
+            ]
+
+    def close(self) -> None:
+        """Stops looking."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.gauge.close()
+
+    def _restart(self, position: str) -> None:
+        self._other = self._total = self._recent = 0
+        self._position = position
+        self._curve: list[tuple[str, int]] = []
+
+    def _look(self, read: Callable[[], int]) -> tuple[int, int]:
+        # Reading lets other threads run. Where the manager took or gave memory meanwhile, the look
+        # is rather too low by that than too high: the next one is right.
+        before = self._held()
+        total = read() - self.base
+        other = max(0, total - max(before, self._held()))
+        with self._lock:
+            self._other, self._total = max(self._other, other), max(self._total, total)
+            self._recent = max(self._recent, other)
+        if self.alarm is not None and total > self.alarm:
+            self.alarmed = True
+        return other, total
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._look(self.gauge.used)
+
+    def _entering(self, position: str) -> Callable[..., None]:
+        @torch.compiler.disable
+        def enter(*_: Any) -> None:
+            self.at(position)
+
+        return enter
+
+    def _leaving(self, position: str) -> Callable[..., None]:
+        @torch.compiler.disable
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, Tensor) and first.requires_grad:
+                first.register_hook(lambda _: self.at(position))
+
+        return leave

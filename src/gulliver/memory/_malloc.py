@@ -1,0 +1,62 @@
+"""Freed memory goes back to the system: glibc's malloc is told to give it, while a limit is set.
+
+By default glibc keeps what is freed, below a size that grows up to 32 MiB, in heaps where it serves
+whoever asks for less next. A manager that shares a limit with activations needs it back: their
+memory would stay resident after backward, while chunks want the room.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+# From malloc.h: parameters of mallopt.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+MAPPED = 1 << 20
+"""Bytes from which memory is mapped by itself and goes back as soon as it is freed."""
+# Where glibc's own thresholds end up in a process that trains: they cannot be made to move again.
+_GROWN_MMAP, _GROWN_TRIM = 32 << 20, 64 << 20
+
+
+class FreedMemory:
+    """Lets freed memory leave the process until `close`.
+
+    Args:
+        mapped: bytes from which an allocation is mapped by itself.
+
+    Attributes:
+        reason: why nothing is done here; empty where it is.
+    """
+
+    def __init__(self, mapped: int = MAPPED) -> None:
+        self.reason = _reason()
+        self._libc = None if self.reason else ctypes.CDLL(None)
+        if self._libc is not None:
+            self._libc.mallopt(_M_MMAP_THRESHOLD, mapped)
+            self._libc.mallopt(_M_TRIM_THRESHOLD, mapped)
+
+    def trim(self) -> None:
+        """Gives back free pages between what is used; costs a walk over all heaps."""
+        if self._libc is not None:
+            self._libc.malloc_trim(0)
+
+    def close(self) -> None:
+        """Lets glibc keep freed memory again."""
+        if self._libc is not None:
+            self._libc.mallopt(_M_MMAP_THRESHOLD, _GROWN_MMAP)
+            self._libc.mallopt(_M_TRIM_THRESHOLD, _GROWN_TRIM)
+            self._libc = None
+
+
+def _reason() -> str:
+    try:
+        version = os.confstr("CS_GNU_LIBC_VERSION")
+    except (ValueError, OSError):
+        version = None
+    if not version or not version.startswith("glibc"):
+        return "freed memory stays in the process's heaps: only glibc's malloc is told to free it"
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    for other in ("jemalloc", "tcmalloc", "mimalloc"):
+        if other in preloaded:
+            return f"freed memory goes back as {other} likes: only glibc's malloc is told to"
+    return ""

@@ -1,0 +1,273 @@
+"""A chunk whose bytes a `Manager` moves between tiers of memory.
+
+The shard of the parameters, every moment and the reduced gradient are objects of the manager; whole
+buffers that come and go are lent by it. While an object is elsewhere, a tensor on meta stands for
+it: dtype and size can be asked for, the content cannot be read by mistake.
+
+[Note: in place] Where nothing is sharded and no wider copy is kept, the parameter buffer is the
+shard itself, pinned while it is in use: there is no second copy, and what is trained takes what the
+optimizer needs and no more. The same holds for the gradient: it is collected in the object.
+
+[Note: writes to parameters] A user may write to a parameter while it is here, as in
+``weight.data.clamp_()``. Nothing tells (see `Chunk.take_writes`), and there is no second copy to
+compare with. So the sum of every column of the buffer, seen as rows of 64-bit words, is taken when
+it comes and when it goes. The number of columns is prime: rows that change places are noticed too.
+What has changed already since it was last written behind is not summed: it will be written anyway.
+
+It does not know when any of that happens, nor what an optimizer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.memory._buffers import BufferPool
+from gulliver.memory._bytes import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, ByteCounter
+from gulliver.memory._chunk import Chunk
+from gulliver.memory._claims import before_write
+from gulliver.memory._layout import ChunkLayout
+from gulliver.memory._manager import Manager
+from gulliver.memory._moments import Moment, first_elements, moment_size
+from gulliver.memory._placed import Placed
+
+COLUMNS = 1021
+
+
+class LentBuffers(BufferPool):
+    """Lends flat buffers of a manager, which makes room for them and counts them.
+
+    Args:
+        manager: memory manager that lends.
+    """
+
+    def __init__(self, manager: Manager) -> None:
+        super().__init__(0)
+        self.manager = manager
+        self.counter: ByteCounter = manager.counter
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device, kind: str) -> Tensor:
+        """A buffer of `size` elements with any content, counted as of a kind."""
+        return self.manager.lend(size, dtype, kind)
+
+    def give(self, buffer: Tensor, kind: str) -> None:
+        """Gives a buffer back."""
+        self.manager.give(buffer, kind)
+
+
+@dataclass(eq=False)
+class PlacedMoment(Moment):
+    """A buffer of state that is an object of a manager."""
+
+    placed: Placed
+
+
+class PlacedChunk(Chunk):
+    """A chunk whose shard, moments and reduced gradient are objects of a manager.
+
+    Args:
+        layout: layout of the parameters in the buffer.
+        parameters: parameters by the names of the layout.
+        part: number of the part of the buffer that this rank owns.
+        pool: lends buffers of the manager.
+    """
+
+    moments: dict[str, PlacedMoment]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        layout: ChunkLayout,
+        parameters: Mapping[str, nn.Parameter],
+        part: int,
+        pool: LentBuffers,
+    ) -> None:
+        self._manager = pool.manager
+        self._in_place = False
+        self._stack: ExitStack | None = None
+        self._leaving: list[Placed] = []
+        self._sums: Tensor | None = None
+        self._filled: Tensor | None = None  # the reduced gradient, while it is being made
+        self._kept = False
+        super().__init__(layout, parameters, part, pool)
+
+    # The shard of the parameters.
+
+    def settle_home(self, dtype: torch.dtype, separate: bool) -> None:
+        """Makes `home` an object of the manager."""
+        self._separate = True
+        name, size = self.layout.slots[0].name, self.layout.part_size
+        kind = PARAMETERS if dtype == self.dtype else OPTIMIZER_STATE
+        self._shard = self._manager.add(f"parameters from {name}", kind, size, dtype)
+        self._gradient = self._manager.add(f"gradients from {name}", GRADIENTS, size, dtype)
+        with self._manager.using(self._shard, fresh=True) as home:
+            home.copy_(self.shard)
+        self.home = self._elsewhere = _on_meta(self._shard)
+        self.release()
+        self._in_place = self.layout.parts == 1 and dtype == self.dtype
+
+    def _take_buffer(self) -> Tensor:
+        if not self._in_place:
+            return super()._take_buffer()
+        self.home = self._manager.use(self._shard)
+        before_write([self.home])  # parameters may be written without asking
+        return self.home
+
+    def _give_buffer(self, buffer: Tensor) -> None:
+        if not self._in_place:
+            super()._give_buffer(buffer)
+            return
+        self.home = self._elsewhere
+        self._manager.done(self._shard)
+
+    def publish(self) -> None:
+        """Writes `home` to this rank's part of the buffer."""
+        if not self._in_place:
+            with self.opened():
+                self.shard.copy_(self.home)
+        if self._in_place and self._is_written():
+            self._sums = None
+        elif self._sums is None:
+            self._sums = _sums(self.shard)
+
+    def _is_written(self) -> bool:
+        """Whether the shard's content lies in the fast tier only."""
+        return self._shard.offset is None
+
+    def take_writes(self) -> None:
+        """Brings what the user has written to parameters, on every rank alike, to `home`."""
+        if self._sums is None or torch.equal(self._sums, _sums(self.shard)):
+            return
+        if self._in_place:
+            with self.opened(write=True):
+                return
+        self.merge(0, self.shard)
+
+    def merge(self, start: int, values: Tensor) -> None:
+        """Writes what differs to a run of `home`; the rest keeps more bits than `values`."""
+        with self.opened(write=True):
+            super().merge(start, values)
+
+    @contextmanager
+    def opened(self, write: bool = False, moments: bool = False) -> Iterator[None]:
+        """Brings `home`, and with `moments` all state, into the fast tier for a block."""
+        before, outer = self.home, self._stack
+        try:
+            with ExitStack() as self._stack:
+                self.home = self._stack.enter_context(self._manager.using(self._shard, write))
+                for moment in self.moments.values() if moments else ():
+                    moment.buffer = self._stack.enter_context(
+                        self._manager.using(moment.placed, write)
+                    )
+                yield
+        finally:
+            self._stack = outer
+            self._set(before, moments)
+            if write:
+                self._sums = None
+            for placed in self._leaving:
+                self._manager.remove(placed)
+            self._leaving = []
+
+    @contextmanager
+    def shown(self, fill: bool = False) -> Iterator[None]:
+        """Shows `home` and all state wherever they lie, without moving them, for a block.
+
+        Args:
+            fill: whether what is shown will be overwritten as a whole.
+        """
+        before = self.home
+        if fill:
+            self._sums = None
+        try:
+            self.home = self._manager.view(self._shard, write=fill)
+            for moment in self.moments.values():
+                moment.buffer = self._manager.view(moment.placed, write=fill)
+            yield
+        finally:
+            self._set(before, True)
+
+    def _set(self, home: Tensor, moments: bool) -> None:
+        """Lets go of what was shown."""
+        self.home = home
+        for moment in self.moments.values() if moments else ():
+            moment.buffer = _on_meta(moment.placed)
+
+    def discard(self) -> None:
+        """Gives everything up: its parameters have another chunk."""
+        if self.buffer is not None:
+            self._give_buffer(self.buffer)
+            self.buffer = None
+        self.free_gradient()
+        self.drop_moments()
+        self._manager.remove(self._shard)
+        self._manager.remove(self._gradient)
+
+    # Optimizer state.
+
+    def _take_moment(self, key: str, sizes: Mapping[str, int], dtype: torch.dtype) -> PlacedMoment:
+        assert self._stack is not None, "state is placed while the chunk is open"
+        size, name = moment_size(sizes.values()), self.layout.slots[0].name
+        placed = self._manager.add(f"{key} from {name}", OPTIMIZER_STATE, size, dtype)
+        buffer = self._stack.enter_context(self._manager.using(placed, fresh=True))
+        return PlacedMoment(buffer, first_elements(sizes), placed)
+
+    def _give_moment(self, moment: Moment) -> None:
+        assert isinstance(moment, PlacedMoment)
+        if self._stack is not None:
+            self._leaving.append(moment.placed)  # it is in use until the chunk is closed
+        else:
+            self._manager.remove(moment.placed)
+
+    # Gradients.
+
+    def _take_gradient_buffer(self) -> Tensor:
+        if self._in_place and not self._kept:
+            return self._fill()
+        return super()._take_gradient_buffer()
+
+    def take_reduced(self) -> Tensor:
+        """A buffer for this rank's shard of the reduced gradient."""
+        return super().take_reduced() if self._kept else self._fill()
+
+    def _fill(self) -> Tensor:
+        self._kept = True
+        self._filled = self._manager.use(self._gradient, fresh=True)
+        return self._filled
+
+    def park_reduced(self, gradient: Tensor) -> Tensor:
+        """Keeps a gradient for later; returns what stands for it."""
+        assert gradient is self._filled, "the first gradient is made in its object"
+        self._filled = None
+        self._manager.done(self._gradient)
+        return _on_meta(self._gradient)
+
+    @contextmanager
+    def reduced(self, parked: Tensor, write: bool = False) -> Iterator[Tensor]:
+        """Shows a gradient that is kept."""
+        with self._manager.using(self._gradient, write) as gradient:
+            yield gradient
+
+    def give_reduced(self, gradient: Tensor) -> None:
+        """Gives a gradient up."""
+        if gradient is not self._filled and not gradient.is_meta:
+            self.pool.give(gradient, GRADIENTS)
+            return
+        if self._filled is not None:
+            self.park_reduced(gradient)
+        self._manager.discard(self._gradient)
+        self._kept = False
+
+
+def _on_meta(placed: Placed) -> Tensor:
+    return torch.empty(placed.numel, dtype=placed.dtype, device="meta")
+
+
+def _sums(values: Tensor) -> Tensor:
+    """Column sums of 64-bit words, see the note above; what fills no row stands for itself."""
+    words = values.view(torch.int64)
+    whole = words.numel() // COLUMNS * COLUMNS
+    return torch.cat([words[:whole].view(-1, COLUMNS).sum(0), words[whole:]])

@@ -1,0 +1,364 @@
+"""Activation memory of a step before it runs: followed through fake tensors, byte by byte.
+
+`activation_peak` runs forward and backward with tensors that have shapes but no memory, under a
+dispatch mode that sees every operation (`StorageCounter`). A storage counts from the operation that
+makes it until nobody refers to it any more, autograd's saved tensors included: the frees are real
+ones, only the bytes are not. What is recomputed in backward runs there again, and counts there.
+
+Parameters and buffers are not counted, nor gradients from the moment at which they are accumulated.
+Nor is what kernels use inside and give back before they return: nobody sees that from Python.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils import _pytree as pytree
+
+from gulliver._compat import DispatchMode, fake_mode, private_tables, replace_tensors
+from gulliver.errors import GulliverError
+
+FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """Memory from one event of a step to the next.
+
+    Attributes:
+        phase: "forward", "recompute" (a forward inside backward) or "backward".
+        path: path of the module that runs; in backward, of the one whose gradient has come.
+        live: bytes that are there as it begins.
+        peak: most bytes until the next point.
+    """
+
+    phase: str
+    path: str
+    live: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Memory that a call of a module leaves behind.
+
+    Attributes:
+        saved: bytes that are there after the call and were not before, its output aside.
+        output: bytes of its output.
+    """
+
+    saved: int
+    output: int
+
+
+@dataclass(frozen=True)
+class ActivationPeak:
+    """Memory of a step that is no model state.
+
+    Attributes:
+        bytes: most bytes at once, the batch included; None where the step cannot be followed.
+        inputs: bytes of the batch.
+        curve: memory over the calls of modules.
+        kept: what the last call of each module in forward left for backward, by path.
+        reason: why the step cannot be followed; empty where it can.
+    """
+
+    bytes: int | None
+    inputs: int = 0
+    curve: tuple[MemoryPoint, ...] = ()
+    kept: Mapping[str, Kept] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def where(self) -> str:
+        """Phase and module of the peak."""
+        if not self.curve:
+            return "a step"
+        at = max(self.curve, key=lambda point: point.peak)
+        return f"{at.phase} of {at.path or 'the model'}"
+
+
+def activation_peak(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    criterion: Callable[[Any], Tensor] | None = None,
+    autocast: torch.dtype | None = None,
+    hooks: bool = False,
+) -> ActivationPeak:
+    """Predicts the memory of a step that is no parameter, gradient or optimizer state.
+
+    The model is afterwards as it was, and so are random states; nothing of its size is allocated.
+    A model on meta is followed as if it were on the CPU, a compiled one as if it were not compiled.
+
+    Args:
+        model: model in the mode in which it will run.
+        args: positional arguments of the model, real or on meta.
+        kwargs: keyword arguments of the model.
+        criterion: loss of the output; None takes the output's own ``loss``, or the cross entropy of
+            its floating-point tensors, the dearest of the usual losses.
+        autocast: dtype of autocast.
+        hooks: whether the modules' hooks run; such as move chunks must not.
+
+    Returns:
+        The peak; where control flow depends on data, the reason why there is none.
+    """
+    try:
+        with _without_traces(model, hooks), fake_mode():
+            fakes = _Fakes()
+            for module in model.modules():
+                replace_tensors(module, fakes.of)
+            batch = pytree.tree_map_only(Tensor, fakes.of, (tuple(args), dict(kwargs or {})))
+            return follow_step(model, *batch, criterion=criterion, autocast=autocast)
+    except Exception as error:
+        line = str(error).strip().split("\n")[0]
+        return ActivationPeak(None, reason=f"{type(error).__name__}: {line}")
+
+
+def follow_step(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    criterion: Callable[[Any], Tensor] | None = None,
+    autocast: torch.dtype | None = None,
+) -> ActivationPeak:
+    """Counts the memory of a forward and a backward that runs now, with whatever tensors there are.
+
+    Gradients are accumulated into the parameters as in any step.
+    """
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    context = torch.autocast(device, autocast) if autocast is not None else nullcontext()
+    with StorageCounter() as counter, _Watch(model, counter) as watch:
+        leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = counter.add(leaves)
+        with context:
+            output = model(*args, **kwargs)
+            loss = (criterion or stand_in_loss)(output)
+        watch.phase = BACKWARD
+        watch.begin("")
+        if loss.requires_grad:
+            loss.backward()
+        del output, loss
+    return ActivationPeak(counter.peak, inputs, tuple(watch.curve()), watch.kept)
+
+
+def stand_in_loss(output: Any) -> Tensor:
+    """A loss for a model of which only the output is known; it needs as much memory as any."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    loss = torch.zeros(())
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad:
+            rows = leaf.float().reshape(-1, leaf.shape[-1] if leaf.ndim else 1)
+            target = torch.zeros(len(rows), dtype=torch.int64, device=leaf.device)
+            loss = loss.to(leaf.device) + F.cross_entropy(rows, target)
+    return loss
+
+
+OPAQUE = (torch.ops.aten.mkldnn_rnn_layer.default,)
+"""Operations that keep memory for backward of which fake tensors know nothing."""
+
+
+class StorageCounter(DispatchMode):
+    """Counts the bytes of storages that are made inside, as long as each is referred to.
+
+    [Note: lifetimes] PyTorch keeps the Python object of a storage as long as the storage itself, so
+    a weak reference to it dies when the memory is freed, whether Python, autograd's graph or a view
+    held it last. Memory that was there before is known by being only an argument of operations.
+
+    Attributes:
+        live: bytes that are there now.
+        peak: most bytes so far.
+        recent: most bytes since `mark`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.recent = 0
+        self._held: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in OPAQUE:
+            raise GulliverError(f"{func} has a workspace of unknown size")
+        outside = {_key(t) for t in _leaves((args, kwargs))} - self._held.keys()
+        output = func(*args, **kwargs)
+        self.add([t for t in _leaves(output) if _key(t) not in outside])
+        return output
+
+    def add(self, tensors: Sequence[Tensor]) -> int:
+        """Counts storages from now on; returns the bytes that were new."""
+        before = self.live
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key, nbytes = storage._cdata, storage.nbytes()
+            known = self._held.get(key)
+            if known is None:
+                gone = weakref.ref(storage, lambda _, key=key: self.drop(key))
+                self._held[key] = (gone, nbytes)
+            elif known[1] != nbytes:  # it was resized
+                self._held[key] = (known[0], nbytes)
+            self.live += nbytes - (known[1] if known else 0)
+        self.recent, self.peak = max(self.recent, self.live), max(self.peak, self.live)
+        return self.live - before
+
+    def drop(self, key: int) -> None:
+        """Does not count a storage any more."""
+        _, nbytes = self._held.pop(key, (None, 0))
+        self.live -= nbytes
+
+    def drop_tensor(self, tensor: Tensor) -> None:
+        """Does not count the memory of a tensor any more: somebody else does."""
+        self.drop(_key(tensor))
+
+    def mark(self) -> int:
+        """Most bytes since the last mark; begins anew."""
+        most, self.recent = self.recent, self.live
+        return most
+
+
+class _Watch:
+    """Notes memory over the calls of modules, in forward and, by hooks on outputs, in backward."""
+
+    def __init__(self, model: nn.Module, counter: StorageCounter) -> None:
+        self.phase, self.kept = FORWARD, dict[str, Kept]()
+        self._model, self._counter = model, counter
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._events: list[tuple[str, str, int, int]] = []
+        self._entered: list[tuple[str, int]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Watch:
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave),
+        ]
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(self._accumulated)
+                self._handles.append(handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self, path: str) -> None:
+        """Begins a point of the curve."""
+        again = self.phase == BACKWARD and bool(self._entered)
+        phase = RECOMPUTE if again else self.phase
+        self._events.append((phase, path, self._counter.live, self._counter.mark()))
+
+    def curve(self) -> Iterator[MemoryPoint]:
+        """The points; the peak of each was known when the next one began."""
+        peaks = [most for *_, most in self._events[1:]] + [self._counter.mark()]
+        for (phase, path, live, _), peak in zip(self._events, peaks, strict=True):
+            yield MemoryPoint(phase, path, live, peak)
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if module in self._paths:
+            self._entered.append((self._paths[module], self._counter.live))
+            self.begin(self._paths[module])
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        if module not in self._paths:
+            return
+        path = self._paths[module]
+        while self._entered:  # what an exception ended is not left by itself
+            name, before = self._entered.pop()
+            if name == path:
+                break
+        else:
+            return
+        if self.phase == FORWARD:
+            own = {_key(t): t.untyped_storage().nbytes() for t in _leaves(output)}
+            left = self._counter.live - before
+            self.kept[path] = Kept(max(0, left - sum(own.values())), sum(own.values()))
+            for tensor in _leaves(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _, path=path: self._back(path))
+        # What runs next is the rest of the module around it.
+        self.begin(self._entered[-1][0] if self._entered else "")
+
+    def _back(self, path: str) -> None:
+        at = self._events[-1][1] if self._events[-1][0] == BACKWARD else None
+        # The output of the last module inside of another is often that module's, too.
+        if self.phase == BACKWARD and not (at and at.startswith(f"{path}." if path else "")):
+            self.begin(path)
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._counter.drop_tensor(parameter.grad)
+
+
+@contextmanager
+def _without_traces(model: nn.Module, hooks: bool) -> Iterator[None]:
+    """Puts back attributes of modules, their hooks and random states.
+
+    Args:
+        model: model whose modules may be changed inside.
+        hooks: whether their hooks are in force inside.
+    """
+    gradients = [(p, p.grad) for p in model.parameters()]
+    numbers, arrays = random.getstate(), np.random.get_state()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for module in list(model.modules()):
+                stack.enter_context(private_tables(module, hooks))
+            yield
+    finally:
+        random.setstate(numbers)
+        np.random.set_state(arrays)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+class _Fakes:
+    """Tensors of the same form as given ones, made under a fake mode; what is tied stays tied."""
+
+    def __init__(self) -> None:
+        self._made: dict[Tensor, Tensor] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The fake of a tensor; of one on meta, on the CPU."""
+        made = self._made.get(tensor)
+        if made is not None:
+            return made
+        device = "cpu" if tensor.is_meta else tensor.device
+        # A parameter whose shard is elsewhere is one element, stretched: its shape is what counts.
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        self._made[tensor] = made.requires_grad_(tensor.requires_grad)
+        return made
+
+
+def _leaves(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,348 @@
+"""Carries decisions out: memory is taken and given back, transfers run beside the compute.
+
+[Note: bytes under way] For the one who decides, an object that leaves has gone, and one that is
+loaded is here. In truth a write holds its memory until it has ended, and a read has to wait for
+memory. So what comes stands in a queue, in the order of the decisions; its head takes memory as
+soon as enough writes have ended. A thread sees to that, which lives only while the queue waits.
+Whoever needs an object, or memory, waits for the writes that are in its way, the oldest first. What
+was decided always fits in the end, so nobody waits for ever; and what is held, memory that is kept
+for the next one included, never exceeds the budget.
+
+[Note: failures] A failed write is begun again before its error is raised, and the content stays
+where it is until one succeeds. A failed read leaves its object in the store. So an error is told at
+the next use, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gulliver._compat import storage_users
+from gulliver.errors import GulliverError
+from gulliver.memory._bytes import ByteCounter
+from gulliver.memory._claims import before_write
+from gulliver.memory._placed import Placed, Where
+from gulliver.memory._stores import Store, page_aligned
+
+
+class Traffic:
+    """Memory of the fast tier, and what is on its way to and from the store.
+
+    Args:
+        budget: most bytes of memory held.
+        device: device of the fast tier.
+        store: tier behind it.
+        counter: counts what objects and loans hold.
+        lock: lock of the manager; all calls are made under it.
+
+    Attributes:
+        held: bytes of memory held, that which is kept for reuse included.
+        moved: loads, writes and bytes so far, and seconds that somebody waited.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        device: torch.device,
+        store: Store | None,
+        counter: ByteCounter,
+        lock: threading.RLock,
+    ) -> None:
+        self.budget, self.device, self.store, self.counter = budget, device, store, counter
+        self.held = 0
+        self.moved: dict[str, Any] = dict.fromkeys(("loads", "writes", "bytes_in", "bytes_out"), 0)
+        self.moved["seconds_waited"] = 0.0
+        self._lock = lock
+        self._queue: deque[Placed] = deque()
+        self._leaving: deque[Placed] = deque()
+        self._failed: list[tuple[Placed, GulliverError]] = []
+        self._free: dict[int, list[tuple[Tensor, bool]]] = {}
+        self._worker: threading.Thread | None = None
+
+    # Objects
+
+    def bring(self, placed: Placed, reads: bool, zero: bool = False) -> None:
+        """Lets an object come: its memory is made, and read into if there is something to read."""
+        placed.reads, placed.zero = reads, zero
+        if placed.where is not Where.LEAVING:
+            placed.enter(Where.QUEUED)
+        self._queue.append(placed)
+        self._advance()
+
+    def send(self, placed: Placed) -> None:
+        """Begins to write an object that leaves."""
+        placed.enter(Where.LEAVING)
+        self._write(placed)
+
+    def drop(self, placed: Placed) -> None:
+        """Gives the memory of an object back without writing it."""
+        with suppress(GulliverError):  # what could not be read is not wanted
+            self.settle(placed)
+        self.cancel(placed)
+        if placed.where is Where.LEAVING:  # what could not be written is not wanted
+            self._failed = [(other, e) for other, e in self._failed if other is not placed]
+            if placed in self._leaving:
+                self._leaving.remove(placed)
+                with suppress(GulliverError):
+                    self._wait(placed)
+            placed.transfer = None
+        if placed.where is not Where.AWAY:
+            self._release(placed)
+
+    def cancel(self, placed: Placed) -> None:
+        """Takes an object back that waits for memory."""
+        if placed in self._queue:
+            self._queue.remove(placed)
+        if placed.where is Where.QUEUED:
+            placed.enter(Where.AWAY)
+
+    def settle(self, placed: Placed) -> None:
+        """Waits until an object is where it was to go.
+
+        Raises:
+            GulliverError: its content could not be read, or that of others not be written to make
+                room for it.
+        """
+        if placed in self._queue:
+            self._queue.remove(placed)  # others can wait
+            self._queue.appendleft(placed)
+            self._advance(placed)
+        if placed.where is Where.ARRIVING:
+            try:
+                self._wait(placed)
+            except GulliverError:
+                self._release(placed)
+                raise
+            placed.enter(Where.HERE)
+        elif placed.where is Where.LEAVING:
+            self.tell()
+            if placed.where is Where.LEAVING:
+                self._finish(placed)
+
+    def tell(self) -> None:
+        """Raises the error of a write that failed since the last call, after beginning it again."""
+        while self._leaving and self._leaving[0].done:
+            with suppress(GulliverError):
+                self._finish(self._leaving[0], again=False)
+        if self._failed:
+            failed, self._failed = self._failed, []
+            for placed, _ in failed:
+                self._write(placed)
+            raise failed[0][1]
+
+    # Memory
+
+    def memory(self, size: int) -> Tensor:
+        """Takes memory of whole pages, for which there is room by decision.
+
+        Raises:
+            GulliverError: what is in its place could not be written, or is still looked at.
+        """
+        found = self._memory(size, wait=True)
+        assert found is not None
+        return found
+
+    def give(self, memory: Tensor, trusted: bool = False) -> None:
+        """Takes memory back, to be used again.
+
+        Args:
+            memory: whole pages.
+            trusted: whether nobody looks at it any more, whatever views of it there are.
+        """
+        self._free.setdefault(memory.numel(), []).append((memory, trusted))
+
+    def fit(self) -> None:
+        """Waits until no more than the budget is held."""
+        while not self._trim(0):
+            self._make_way(0)
+        self._advance()
+
+    def close(self) -> None:
+        """Waits for what is under way, and frees all memory of objects."""
+        for placed in (*self._queue,):
+            self.cancel(placed)
+        self._failed.clear()
+        while self._leaving:
+            with suppress(GulliverError):
+                self._finish(self._leaving[0], again=False)
+        self._free.clear()
+
+    def _memory(self, size: int, wait: bool) -> Tensor | None:
+        while True:
+            free = self._free.get(size, ())
+            for number, (memory, trusted) in enumerate(free):
+                if trusted or storage_users(memory) == 1:
+                    assert isinstance(free, list)
+                    free.pop(number)
+                    before_write([memory])  # a snapshot may still be reading it
+                    return memory
+            if self._trim(size):
+                self.held += size
+                return self._fresh(size)
+            if not wait and not self._reaped():
+                return None
+            if wait:
+                self._make_way(size)
+
+    def _fresh(self, size: int) -> Tensor:
+        if self.device.type == "cpu":
+            return page_aligned(size)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def _trim(self, size: int) -> bool:
+        """Frees memory that is kept until `size` more may be held; False where it is not enough."""
+        for kept in sorted(self._free, reverse=True):
+            many = self._free[kept]
+            while self.held + size > self.budget:
+                # Memory that somebody still looks at would not be freed.
+                place = next((n for n, (m, _) in enumerate(many) if storage_users(m) == 1), None)
+                if place is None:
+                    break
+                many.pop(place)
+                self.held -= kept
+            if not many:
+                del self._free[kept]
+        return self.held + size <= self.budget
+
+    def _make_way(self, size: int) -> None:
+        """Waits for the oldest write, whose memory is needed."""
+        if self._failed:
+            self.tell()
+        if not self._leaving:
+            kept = sum(size * len(many) for size, many in self._free.items())
+            raise GulliverError(
+                f"the memory budget of {self.budget} bytes is too small: {kept} bytes that were "
+                f"given back are still looked at: drop the views of them, or give at least "
+                f"{self.held + size}"
+            )
+        self._finish(self._leaving[0])
+
+    def _reaped(self) -> bool:
+        """Whether a write is over, whose memory is free now; does not wait."""
+        if not self._leaving or not self._is_over(self._leaving[0]):
+            return False
+        with suppress(GulliverError):
+            self._finish(self._leaving[0], again=False)
+        return True
+
+    # Transfers
+
+    def _advance(self, until: Placed | None = None) -> None:
+        """Lets the queue come as far as there is memory, or up to an object that is waited for."""
+        while self._queue:
+            placed = self._queue[0]
+            memory = None
+            if self._is_gone(placed, wait=placed is until):
+                memory = self._memory(placed.size, wait=placed is until)
+            if memory is None:
+                self._start_worker()
+                return
+            self._queue.popleft()
+            self._begin(placed, memory)
+
+    def _is_gone(self, placed: Placed, wait: bool) -> bool:
+        """Whether an object that is to come again has left; where it must have, waits for that."""
+        if placed.where is Where.LEAVING:
+            if wait:
+                self.tell()
+            if placed in self._leaving and (wait or self._is_over(placed)):
+                with suppress(*(() if wait else (GulliverError,))):
+                    self._finish(placed, again=wait)
+            if placed.where is Where.LEAVING:
+                return False
+        if placed.where is Where.AWAY:
+            placed.enter(Where.QUEUED)
+        return True
+
+    def _begin(self, placed: Placed, memory: Tensor) -> None:
+        placed.memory = memory
+        self.counter.add(placed.kind, placed.nbytes)
+        if placed.reads:
+            assert self.store is not None
+            assert placed.offset is not None
+            placed.enter(Where.ARRIVING)
+            placed.transfer = self.store.read(placed.offset, memory)
+            self.moved["loads"] += 1
+            self.moved["bytes_in"] += placed.size
+        else:
+            placed.enter(Where.HERE)
+            if placed.zero:
+                memory.zero_()
+
+    def _write(self, placed: Placed) -> None:
+        """Begins a write; a store that is full makes it one that failed."""
+        assert self.store is not None
+        assert placed.memory is not None
+        try:
+            if placed.offset is None:
+                placed.offset = self.store.allocate(placed.size)
+            placed.transfer = self.store.write(placed.offset, placed.memory)
+        except GulliverError as error:
+            self._failed.append((placed, error))
+            return
+        self.moved["writes"] += 1
+        self.moved["bytes_out"] += placed.size
+        self._leaving.append(placed)
+
+    def _finish(self, placed: Placed, again: bool = True) -> None:
+        """Waits for a write, whose memory is free then."""
+        try:
+            self._wait(placed)
+        except GulliverError as error:
+            self._leaving.remove(placed)
+            if again:
+                self._write(placed)
+            else:
+                self._failed.append((placed, error))
+            raise
+        self._leaving.remove(placed)
+        self._release(placed)
+
+    def _is_over(self, placed: Placed) -> bool:
+        assert self.store is not None
+        return self.store.in_stream or placed.done
+
+    def _wait(self, placed: Placed) -> None:
+        assert placed.transfer is not None
+        begun = time.perf_counter()
+        try:
+            placed.transfer.wait()
+        except GulliverError:
+            placed.transfer = None
+            raise
+        finally:
+            self.moved["seconds_waited"] += time.perf_counter() - begun
+        placed.transfer = None  # an interrupted one is under way still
+
+    def _release(self, placed: Placed) -> None:
+        memory, placed.memory = placed.memory, None
+        assert memory is not None
+        placed.enter(Where.AWAY)
+        self.counter.add(placed.kind, -placed.nbytes)
+        self.give(memory, trusted=True)
+
+    # The thread that waits where nobody else does
+
+    def _start_worker(self) -> None:
+        if self._worker is None and self._leaving and not self._failed:
+            self._worker = threading.Thread(target=self._work, name="gulliver-memory", daemon=True)
+            self._worker.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._advance()
+                if not self._queue or not self._leaving or self._failed:
+                    self._worker = None
+                    return
+                transfer = self._leaving[0].transfer
+            assert transfer is not None
+            with suppress(GulliverError):
+                transfer.wait()

@@ -1,0 +1,203 @@
+"""Steps each chunk inside of backward, as soon as its reduced gradient is there.
+
+Read `InBackward.reduced` first: the reducer calls it for every chunk that it has sent. Updates, and
+with stages 1 and 2 gathers, then overlap with the backward of earlier layers, and a gradient lives
+from its first term to its update only.
+
+[Note: which chunk when] Gathers are collectives, so all ranks must step chunks at the same place
+among them: a chunk is stepped when `LAG` later ones have been sent, whatever has arrived. What is
+not stepped when backward ends, `step` does.
+
+[Note: used anywhere] Whether a parameter has a gradient on any rank is voted on before a step, see
+`_reducer.py`. Here every chunk has a vote of its own, which travels beside its gradients; with the
+first go the options of the groups.
+
+[Note: exact or refused] What a loop does between backward and step comes too late for chunks that
+have been stepped: other options, clipping, reading or forgetting gradients, a further backward. All
+of it is refused. What needs all gradients before the first update (a norm to clip to, the overflow
+check of fp16) is given to the optimizer before; nothing is stepped in backward then.
+
+It does not know how gradients are reduced, nor how a chunk is stepped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from gulliver._compat import step_hooks
+from gulliver.comm import Handle, all_reduce
+from gulliver.errors import GulliverError
+from gulliver.parallel.zero._groups import first_change
+from gulliver.parallel.zero._sharded import ShardedChunk
+from gulliver.parallel.zero._shards import ShardedState
+from gulliver.parallel.zero._updates import Updates
+
+LAG = 2
+"""Chunks that are sent after one before it is stepped; on one rank there is nothing to wait for."""
+
+
+class InBackward:
+    """Steps chunks while backward goes on.
+
+    Args:
+        shards: sharded state whose chunks are stepped.
+        updates: steps chunks.
+
+    Attributes:
+        begun: whether a backward has stepped chunks, or could have, and no step has followed.
+    """
+
+    def __init__(self, shards: ShardedState, updates: Updates) -> None:
+        self._shards, self._updates = shards, updates
+        self.begun = False
+        self._torn = ""
+        self._numbers: dict[ShardedChunk, int] = {}
+        self._sent: deque[tuple[ShardedChunk, Tensor, Handle]] = deque()
+        self._options: dict[str, str] = {}
+        self._hooks = ExitStack()
+
+    # Inside of backward.
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Steps what is reduced in this block; every rank enters it."""
+        reducer = self._shards.reducer
+        self.check_whole()
+        self.refuse("backward was called again")
+        reducer.check_cleared()
+        self.begun = True
+        self._numbers = {c: n for n, c in enumerate(self._shards.chunks)}
+        count = len(self._numbers)
+        reducer.sent = self.reduced
+        try:
+            yield
+        except BaseException:
+            if len(self._numbers) < count:
+                self._torn = f"{count - len(self._numbers)} of {count} chunks"
+            self._forget()
+            raise
+        finally:
+            reducer.sent = None
+            self._sent.clear()
+            self._updates.end()
+
+    def reduced(self, sharded: ShardedChunk) -> None:
+        """A chunk's gradients are on their way; steps those of which all is there."""
+        used = self._shards.reducer.used_in(sharded)
+        first = not self._sent and len(self._numbers) == len(self._shards.chunks)
+        votes = torch.tensor([*used, *self._shards.watched.votes()] if first else used)
+        votes = votes.to(torch.uint8)
+        why = sharded.purpose("votes on", "in a backward")
+        handle = all_reduce(votes, "max", self._shards.group, async_op=True, purpose=why)
+        self._sent.append((sharded, votes, handle))
+        while len(self._sent) > (LAG if self._shards.size > 1 else 0):
+            self._step(*self._sent.popleft())
+
+    def _step(self, sharded: ShardedChunk, votes: Tensor, handle: Handle) -> None:
+        handle.wait()
+        names, answer = list(sharded.chunk.parameters), votes.tolist()
+        if len(answer) > len(names):
+            self._shards.watched.check_votes(answer[len(names) :])
+            self._begin()
+        self._prepare(sharded)
+        used = {name for name, vote in zip(names, answer, strict=False) if vote}
+        self._updates.allowed = True
+        self._updates.step([self._numbers.pop(sharded)], used)
+        self._shards.reducer.use_up(sharded)
+        # Its buffer was written behind autograd's back: what still refers to it must not be used.
+        increment_version(sharded.chunk.members)
+        sharded.updates += 1
+
+    def _begin(self) -> None:
+        """The first chunk is about to be stepped."""
+        self._options = self._shards.watched.options()
+        self._updates.allowed = True
+        self._hooks.enter_context(step_hooks(self._shards.inner))
+
+    def _prepare(self, sharded: ShardedChunk) -> None:
+        """Takes what was written to the parameters of a chunk that is about to be stepped."""
+        sharded.chunk.check_parameters()
+        gatherer = self._shards.gatherer
+        if self._shards.stage == 3:
+            gatherer.release(sharded)
+        else:
+            gatherer.finish(sharded)
+            sharded.chunk.take_writes()
+
+    # The step after it.
+
+    def finish(self, used: set[str]) -> None:
+        """Steps what backward has not, and ends the step that it has begun; every rank calls it.
+
+        Args:
+            used: names of parameters that have a gradient on any rank.
+
+        Raises:
+            GulliverError: an option of a group was changed since.
+        """
+        self._check_options()
+        if self._shards.stage == 3:
+            self._shards.gatherer.release_all()
+        if not self._options:
+            self._begin()
+        self._updates.allowed = True
+        try:
+            for sharded, number in self._numbers.items():
+                self._prepare(sharded)
+                self._updates.step([number], used)
+                if sharded.gradient_shard is not None:
+                    self._shards.reducer.use_up(sharded)
+            self._hooks.close()
+        finally:
+            self._updates.end()
+        self._forget()
+
+    def _check_options(self) -> None:
+        """Refuses options that were changed after chunks had been stepped with others."""
+        found = self._options and first_change(self._options, self._shards.watched.options())
+        if found:
+            name, then, now = found
+            raise GulliverError(
+                f"{name} was changed from {then} to {now} between backward and step, but "
+                "step_in_backward has stepped with the first: set it before backward"
+            )
+
+    def refuse(self, what: str) -> None:
+        """Refuses what comes too late where a backward has begun a step.
+
+        Raises:
+            GulliverError: a step was begun.
+        """
+        if self.begun:
+            raise GulliverError(
+                f"{what} between backward and step: step_in_backward has begun the step already; "
+                "accumulate inside no_sync, clip with the plugin's max_norm, and step first, or "
+                "leave step_in_backward out"
+            )
+
+    def check_whole(self) -> None:
+        """Refuses to go on from the middle of a step.
+
+        Raises:
+            GulliverError: a backward has failed after chunks had been stepped.
+        """
+        if self._torn:
+            raise GulliverError(
+                f"the last backward failed when step_in_backward had stepped {self._torn}: load a "
+                "checkpoint, the model is between two steps"
+            )
+
+    def mend(self) -> None:
+        """All values are replaced."""
+        self._torn = ""
+
+    def _forget(self) -> None:
+        self.begun = False
+        self._numbers, self._options = {}, {}
+        self._hooks.pop_all()

@@ -1,0 +1,225 @@
+"""What becomes of each block's activations: kept, computed again in backward, or moved away.
+
+Blocks run 1 to n in forward and n to 1 in backward. Block i leaves `output` bytes (the next one's
+input, always kept) and `saved` bytes for its backward, of which `movable` could go to a slower
+tier. Its own pass needs all it saved and `working` bytes besides. A tier is read while the block
+above is still in backward, so what is to come next takes its room already:
+
+    sum over j < i of output_j + left_j  +  coming_(i-1)  +  saved_i + working_i  <=  room
+
+for each i, with left = saved if kept, 0 if recomputed, saved - movable if moved away, and
+coming = movable if moved away, else 0. Moves run beside compute, in each pass as long as the longer
+of the two takes:
+
+    seconds = max(forward, writes) + max(backward + recomputed, reads)
+
+`choose_activations` finds the least by dynamic programming over blocks; its states are (bytes left,
+bytes moved, seconds recomputed), and those that another state beats in all three are dropped. That
+is exact as long as no more than `STATES` are left, which many equal blocks never reach.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gulliver.errors import GulliverError
+
+Choice = Literal["keep", "recompute", "offload"]
+STATES = 4096
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """Activations of one block.
+
+    Attributes:
+        saved: bytes that its forward saves for its backward, its output aside.
+        output: bytes of its output.
+        working: bytes that its backward (or forward, if more) needs besides, while it runs.
+        movable: bytes of `saved` that can be moved to a slower tier.
+        recompute_s: seconds of its forward.
+    """
+
+    saved: int
+    output: int
+    working: int = 0
+    movable: int = 0
+    recompute_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Seconds of a step without recompute and moves of activations.
+
+    Attributes:
+        forward: seconds of compute of the forward.
+        backward: seconds of compute of the backward.
+        writes: seconds for which the slower tier is busy in forward already.
+        reads: seconds for which it is busy in backward already.
+        write_s: seconds per byte that is written to it.
+        read_s: seconds per byte that is read from it.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    writes: float = 0.0
+    reads: float = 0.0
+    write_s: float = 0.0
+    read_s: float = 0.0
+
+    def seconds(self, moved: int, recomputed: float) -> float:
+        """Seconds of both passes.
+
+        Args:
+            moved: bytes that are moved away in forward, and back in backward.
+            recomputed: seconds of forwards that backward repeats.
+        """
+        out = max(self.forward, self.writes + moved * self.write_s)
+        return out + max(self.backward + recomputed, self.reads + moved * self.read_s)
+
+
+@dataclass(frozen=True)
+class ActivationChoice:
+    """What becomes of each block's activations.
+
+    Attributes:
+        choices: choice of each block.
+        seconds: predicted seconds of forward and backward.
+        peak: most bytes of activations at once.
+        exact: whether no choice takes less; else it is the best of those that were looked at.
+    """
+
+    choices: tuple[Choice, ...]
+    seconds: float
+    peak: int
+    exact: bool
+
+
+@dataclass(frozen=True)
+class _State:
+    left: int
+    moved: int
+    recomputed: float
+    peak: int
+    coming: int
+    choices: tuple[Choice, ...]
+
+
+def choose_activations(
+    blocks: Sequence[BlockActivations],
+    room: int,
+    costs: PassCosts,
+    allowed: Sequence[Choice] = ("keep", "recompute", "offload"),
+) -> ActivationChoice:
+    """Chooses what becomes of each block's activations, with least predicted time.
+
+    Args:
+        blocks: blocks in the order of forward.
+        room: bytes that activations may take.
+        costs: seconds of the step without recompute and moves.
+        allowed: choices to choose from.
+
+    Raises:
+        GulliverError: the room is below what any choice needs; names the least, and the block.
+    """
+    states, exact = [_State(0, 0, 0.0, 0, 0, ())], True
+    for number, block in enumerate(blocks):
+        fitting = [_enter(state, block) for state in states]
+        fitting = [state for state in fitting if state.peak <= room]
+        if not fitting:
+            least = least_room(blocks, allowed)
+            raise GulliverError(
+                f"activations need {least} bytes at once, and {room} are left: block {number} does "
+                "not fit beside those below it"
+            )
+        grown = [_leave(state, block, choice) for state in fitting for choice in allowed]
+        states = _undominated(grown)
+        if len(states) > STATES:
+            states, exact = _thinned(states), False
+    best = min(
+        states, key=lambda s: (costs.seconds(s.moved, s.recomputed), s.recomputed, s.moved, s.peak)
+    )
+    seconds = costs.seconds(best.moved, best.recomputed)
+    return ActivationChoice(best.choices, seconds, best.peak, exact)
+
+
+def activations_peak(blocks: Sequence[BlockActivations], choices: Sequence[Choice]) -> int:
+    """Most bytes of activations at once.
+
+    Args:
+        blocks: blocks in the order of forward.
+        choices: choice of each.
+    """
+    state = _State(0, 0, 0.0, 0, 0, ())
+    for block, choice in zip(blocks, choices, strict=True):
+        state = _leave(_enter(state, block), block, choice)
+    return state.peak
+
+
+def least_room(
+    blocks: Sequence[BlockActivations],
+    allowed: Sequence[Choice] = ("keep", "recompute", "offload"),
+) -> int:
+    """Least room with which some choice works: where the most is moved away or recomputed."""
+    if "recompute" in allowed:
+        return activations_peak(blocks, ["recompute"] * len(blocks))
+    return min(activations_peak(blocks, [choice] * len(blocks)) for choice in allowed)
+
+
+def _enter(state: _State, block: BlockActivations) -> _State:
+    """The state while a block's pass runs."""
+    here = state.left + state.coming + block.saved + block.working
+    return _State(
+        state.left,
+        state.moved,
+        state.recomputed,
+        max(state.peak, here),
+        state.coming,
+        state.choices,
+    )
+
+
+def _leave(state: _State, block: BlockActivations, choice: Choice) -> _State:
+    """The state below which the next block runs."""
+    away = block.movable if choice == "offload" else 0
+    rest = {"keep": block.saved, "recompute": 0, "offload": block.saved - away}[choice]
+    return _State(
+        left=state.left + block.output + rest,
+        moved=state.moved + away,
+        recomputed=state.recomputed + (block.recompute_s if choice == "recompute" else 0.0),
+        peak=state.peak,
+        coming=away,
+        choices=(*state.choices, choice),
+    )
+
+
+def _undominated(states: list[_State]) -> list[_State]:
+    """Drops states that another one beats: in bytes now and later, bytes moved, and seconds.
+
+    Bytes later are `left`, bytes for the next block are `left + coming`: both are in the order.
+    """
+    kept: list[_State] = []
+    # By coming: with 0, and each size that is on its way.
+    for coming in sorted({state.coming for state in states}):
+        group = [state for state in states if state.coming == coming]
+        group.sort(key=lambda s: (s.moved, s.recomputed, s.left, s.peak))
+        stairs: list[tuple[float, int]] = []  # recomputed rises, left falls
+        for state in group:
+            place = bisect_right(stairs, (state.recomputed, state.left))
+            if place and stairs[place - 1][1] <= state.left:
+                continue
+            while place < len(stairs) and stairs[place][1] >= state.left:
+                del stairs[place]
+            stairs.insert(place, (state.recomputed, state.left))
+            kept.append(state)
+    return kept
+
+
+def _thinned(states: list[_State]) -> list[_State]:
+    """Keeps `STATES` of the states, by bytes left; the leanest is among them."""
+    states.sort(key=lambda s: (s.left + s.coming, s.recomputed, s.moved))
+    step = len(states) / STATES
+    return [states[int(number * step)] for number in range(STATES)]

@@ -1,0 +1,321 @@
+"""State that lies on disk, in files that are mapped, is saved and loaded piece by piece."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from gulliver.checkpoint import (
+    AsyncCheckpointer,
+    FileSaver,
+    begin_huggingface,
+    begin_single,
+    gather_huggingface,
+    load,
+    on_gathered,
+    save_huggingface,
+    write_single,
+)
+from gulliver.comm import World
+from gulliver.errors import GulliverError
+from gulliver.io import PythonEngine
+from gulliver.memory import Part, add_claim, before_write, drop_claim
+from tests.covering import some
+from tests.patience import patient
+from tests.pool import Pool
+
+MIB = 2**20
+SIZE = 200 * MIB
+"""Bytes of the state."""
+PIECES = 10
+
+
+class Shelf:
+    """An owner of state on disk: a file without a name, of which each tensor is a mapping."""
+
+    def __init__(self, folder: Path, sizes: dict[str, int]) -> None:
+        path = folder / f"shelf-{os.getpid()}"
+        self.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        path.unlink()
+        self.offsets: dict[str, int] = {}
+        self.tensors: dict[str, Tensor] = {}
+        end = 0
+        for name, numel in sizes.items():
+            size = -(-numel * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
+            os.posix_fallocate(self.handle, end, size)
+            memory = mmap.mmap(self.handle, size, offset=end)
+            self.offsets[name] = end
+            self.tensors[name] = torch.frombuffer(memory, dtype=torch.float32, count=numel)
+            end += size
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Changes a tensor by its file, as whoever moves what is in memory to the disk does."""
+        before_write([self.tensors[name]])
+        content = memoryview(values.numpy()).cast("B")
+        assert os.pwrite(self.handle, content, self.offsets[name]) == len(content)
+
+    def read(self, name: str) -> Tensor:
+        """Reads what is in the file."""
+        tensor = self.tensors[name]
+        content = os.pread(self.handle, tensor.nbytes, self.offsets[name])
+        return torch.frombuffer(bytearray(content), dtype=tensor.dtype)
+
+
+def values_of(name: str, numel: int, number: int = 0) -> Tensor:
+    return torch.arange(numel).remainder_(100_003).float().mul_(ord(name[-1])).add_(number)
+
+
+def filled(folder: Path, sizes: dict[str, int], number: int = 0) -> Shelf:
+    shelf = Shelf(folder, sizes)
+    for name, numel in sizes.items():
+        shelf.write(name, values_of(name, numel, number))
+    return shelf
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    shelf = filled(tmp_path_factory.mktemp("big"), BIG)
+    # What is dirty stays in memory until it is written.
+    os.fsync(shelf.handle)
+    return shelf
+
+
+@contextmanager
+def at_most(nbytes: int) -> Iterator[None]:
+    """The memory of this process grows by so much at most, pages of mapped files included."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    yield
+    assert _status("VmHWM") - before < nbytes, f"{(_status('VmHWM') - before) / MIB:.0f} MiB"
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+BIG = {f"t{n}": SIZE // 4 // PIECES for n in range(PIECES)}
+
+
+def parts(shelf: Shelf) -> dict[str, Part]:
+    """Each tensor as a row of the elements of a matrix, as ZeRO gives it."""
+    return {n: Part(t, (1, t.numel())) for n, t in shelf.tensors.items()}
+
+
+def _async(folder: Path, shelf: Shelf) -> None:
+    with AsyncCheckpointer(folder, memory_limit=16 * MIB) as checkpointer:
+        checkpointer.save(1, {"model": dict(parts(shelf))})
+    assert "a ring of 16 MiB" in checkpointer.held
+    assert "is more than memory_limit" in checkpointer.held
+
+
+def _raw(folder: Path, shelf: Shelf) -> None:
+    with AsyncCheckpointer(folder, ring_mb=16) as checkpointer:
+        checkpointer.save(1, {"model": shelf.tensors})
+    assert "200 MiB of the state lie on disk" in checkpointer.held
+
+
+def _single(folder: Path, shelf: Shelf) -> None:
+    begin_single(parts(shelf), [], folder / "model.safetensors", {}, 16 * MIB).close()
+
+
+def _folder(folder: Path, shelf: Shelf) -> None:
+    begin_huggingface(parts(shelf), [], folder / "hf", {}, {}, memory_limit=16 * MIB).close()
+
+
+def _gathered(folder: Path, shelf: Shelf) -> None:
+    gather_huggingface(parts(shelf), folder / "hf")
+
+
+def _gathered_single(folder: Path, shelf: Shelf) -> None:
+    path = folder / "model.safetensors"
+    on_gathered(parts(shelf), lambda w: write_single(w, {n: n for n in w.infos}, path))
+
+
+def _file(folder: Path, shelf: Shelf) -> None:
+    FileSaver(folder / "model.safetensors", shelf.tensors).wait()
+
+
+def _plain(folder: Path, shelf: Shelf) -> None:
+    save_huggingface(shelf.tensors, folder / "hf")
+
+
+WAYS = [_async, _single, _gathered, _raw, _folder, _gathered_single, _file, _plain]
+
+
+@pytest.mark.parametrize("save", some(WAYS, WAYS[:3]))
+def test_state_on_disk_is_saved_and_loaded_in_bounded_memory(
+    big: Shelf, tmp_path: Path, save: Callable[[Path, Shelf], None]
+) -> None:
+    with at_most(125 * MIB):
+        save(tmp_path, big)
+    (file,) = tmp_path.rglob("*.safetensors")
+    with safe_open(file, "pt") as found:
+        assert torch.equal(found.get_tensor("t3").view(-1), values_of("t3", BIG["t3"]))
+    if save is _async:
+        again = Shelf(tmp_path, BIG)
+        with at_most(70 * MIB):
+            load(tmp_path, {"model": dict(parts(again))})
+        assert all(torch.equal(again.read(name), values_of(name, BIG[name])) for name in BIG)
+
+
+# --- while the owner writes ----------------------------------------------------------------------
+
+
+SMALL = {"a": 300_001, "b": 100_003, "c": 7, "d": 99_991}
+
+
+class Asked:
+    """A read lock that notes that somebody is about to write."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def release(self, storages: set[int] | None) -> None:
+        self.event.set()
+
+
+@pytest.mark.parametrize("mode", ["ring", "shadow"])
+def test_what_the_owner_writes_to_its_file_waits_until_it_has_been_copied(
+    tmp_path: Path, mode: Literal["ring", "shadow"]
+) -> None:
+    shelf, asked = filled(tmp_path, SMALL), Asked()
+
+    def rewrite() -> None:
+        for name, numel in reversed(SMALL.items()):
+            shelf.write(name, values_of(name, numel, 1))
+
+    with (
+        PythonEngine(page_bytes=2**16, pages=4) as engine,
+        AsyncCheckpointer(tmp_path / "run", mode=mode, engine=engine) as checkpointer,
+    ):
+        engine.hold(True)
+        add_claim(asked)
+        checkpointer.save(1, {"model": dict(parts(shelf))})
+        writer = threading.Thread(target=rewrite)
+        writer.start()
+        assert asked.event.wait(patient(20))
+        drop_claim(asked)
+        engine.hold(False)
+        writer.join()
+        checkpointer.wait()
+        checkpointer.save(2, {"model": dict(parts(shelf))})
+    for number in (0, 1):
+        found = load(tmp_path / "run", step=number + 1).values["model"]
+        for name, numel in SMALL.items():
+            assert torch.equal(found[name].view(-1), values_of(name, numel, number)), name
+
+
+# --- at other numbers of ranks -------------------------------------------------------------------
+
+
+def _share(world: World, shelf: Shelf, sizes: dict[str, int]) -> dict[str, Part]:
+    """What a rank has of tensors whose elements are dealt out, as ZeRO does."""
+    return {
+        name: Part(shelf.tensors[name], (sizes[name],), _first(world, sizes[name]))
+        for name in sizes
+        if name in shelf.tensors
+    }
+
+
+def _first(world: World, numel: int) -> int:
+    return world.rank * numel // world.size
+
+
+def _own(world: World, sizes: dict[str, int]) -> dict[str, int]:
+    after = World(world.rank + 1, world.size, 0, world.device)
+    return {name: _first(after, numel) - _first(world, numel) for name, numel in sizes.items()}
+
+
+def _save(world: World, folder: str) -> None:
+    shelf = Shelf(Path(folder), {n: count for n, count in _own(world, SMALL).items() if count})
+    for name, tensor in shelf.tensors.items():
+        first = _first(world, SMALL[name])
+        shelf.write(name, values_of(name, SMALL[name])[first : first + tensor.numel()])
+    with AsyncCheckpointer(Path(folder) / "run") as checkpointer:
+        checkpointer.save(1, {"model": _share(world, shelf, SMALL)})
+        assert "of the state lie on disk" in checkpointer.held
+
+
+def _load(world: World, folder: str) -> None:
+    shelf = Shelf(Path(folder), {n: count for n, count in _own(world, SMALL).items() if count})
+    load(Path(folder) / "run", {"model": _share(world, shelf, SMALL)}, strict=False)
+    for name, tensor in shelf.tensors.items():
+        first = _first(world, SMALL[name])
+        wanted = values_of(name, SMALL[name])[first : first + tensor.numel()]
+        assert torch.equal(shelf.read(name), wanted), name
+
+
+def test_state_on_disk_is_loaded_at_other_numbers_of_ranks(pool: Pool, tmp_path: Path) -> None:
+    pool.run(_save, 2, str(tmp_path))
+    for ranks in (1, 3):
+        pool.run(_load, ranks, str(tmp_path))
+
+
+# --- the limit -----------------------------------------------------------------------------------
+
+
+def test_a_copy_within_the_limit_is_a_shadow_and_one_that_is_not_a_ring(tmp_path: Path) -> None:
+    state = {"model": {"a": torch.ones(3 * MIB)}}
+    for limit, held in ((12 * MIB, "a shadow of 12 MiB"), (12 * MIB - 1, "a ring of 8 MiB")):
+        with AsyncCheckpointer(tmp_path, memory_limit=limit) as checkpointer:
+            checkpointer.save(limit, state)
+        assert held in checkpointer.held
+    with (
+        AsyncCheckpointer(tmp_path, mode="shadow", memory_limit=8 * MIB) as checkpointer,
+        pytest.raises(GulliverError, match=f"needs {12 * MIB} bytes .*: give mode='ring'"),
+    ):
+        checkpointer.save(1, state)
+    for limit in (8 * MIB - 1, "lots", 1.5):
+        with pytest.raises(GulliverError, match="memory_limit"):
+            AsyncCheckpointer(tmp_path, memory_limit=limit)  # type: ignore[arg-type]
+
+
+# --- memory that goes ----------------------------------------------------------------------------
+
+
+class Memory(bytearray):
+    """Memory that can be asked whether it is still there."""
+
+
+def _tensor(numel: int) -> tuple[Tensor, weakref.ref[Memory]]:
+    memory = Memory(4 * numel)
+    return torch.frombuffer(memory, dtype=torch.float32).fill_(numel), weakref.ref(memory)
+
+
+def test_memory_that_was_copied_is_not_kept_while_the_rest_is_written(tmp_path: Path) -> None:
+    sizes = {"first": 20_000, "second": 2**20, "small": 2**19}
+    made = {name: _tensor(numel) for name, numel in sizes.items()}
+    first, state = made["first"][0], {name: tensor for name, (tensor, _) in made.items()}
+    # A small view of something large is copied at once.
+    state |= {"first": Part(first, (20_000,)), "small": state["small"][:8]}
+    gone = {name: memory for name, (_, memory) in made.items()}
+    with (
+        PythonEngine(page_bytes=2**16, pages=4) as engine,
+        AsyncCheckpointer(tmp_path, mode="ring", engine=engine) as checkpointer,
+    ):
+        engine.hold(True)
+        checkpointer.save(1, {"model": state})
+        # Whoever evicts it asks, and then the snapshot has let go of it.
+        before_write([first])
+        del first, state, made
+        gc.collect()
+        left = [name for name, memory in gone.items() if memory() is not None]
+        engine.hold(False)
+        checkpointer.wait()
+        assert left == ["second"]
+        assert gone["second"]() is None
+    found = load(tmp_path).values["model"]
+    assert {name: float(value.min()) for name, value in found.items()} == sizes

@@ -1,0 +1,326 @@
+"""Plans under a memory limit: sizes as text, edits, refusals, and predictions by brute force."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gulliver.booster import GeminiPlugin, LowLevelZeroPlugin
+from gulliver.booster._tiers import split_disk
+from gulliver.errors import GulliverError
+from gulliver.hardware import (
+    TierRates,
+    Transfer,
+    Visit,
+    described,
+    memory_bytes,
+    tiered_seconds,
+)
+from gulliver.hardware._memory import group_limits
+from gulliver.options import UNITS, byte_size, size_at_least
+from gulliver.plan import Plan, check_plan
+
+MIB = 2**20
+
+# Sizes
+
+
+@given(st.integers(1, 10**6), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]))
+def test_a_size_in_any_unit_is_read_exactly(count: int, unit: str, gap: str) -> None:
+    assert byte_size("limit", f"{count}{gap}{unit}") == count * UNITS[unit]
+    assert byte_size("limit", f" {count}{gap}{unit.lower()} ") == count * UNITS[unit]
+    assert byte_size("limit", count) == byte_size("limit", str(count)) == count
+
+
+@given(st.integers(1, 2**50))
+def test_a_size_that_is_told_is_enough_and_hardly_more(count: int) -> None:
+    read = byte_size("limit", size_at_least(count))
+    assert count <= read <= count + max(1, count / 100 + 11)
+
+
+@given(st.integers(1, 10**4), st.integers(10**4, 2**50))
+def test_a_share_is_of_the_whole(share: int, whole: int) -> None:
+    assert byte_size("limit", f"{share / 100:.2f}%", whole) == share * whole // 10**4
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("lots", r"limit='lots' is no size: give a number with a unit, such as '6GiB'"),
+        ("6 GiBs", r"limit='6 GiBs' has no known unit: did you mean 'GiB'\?"),
+        ("", "is no size"),
+        ("GiB", "is no size"),
+        ("-3GiB", "is no size above 0"),
+        ("0MiB", "is no size above 0"),
+        (0, "limit=0 is no size above 0"),
+        (-5, "limit=-5 is no size above 0"),
+        (float("nan"), "is no size above 0"),
+        (float("inf"), "is no size above 0"),
+        (True, "must be a whole number"),
+        (None, "must be a whole number"),
+        ("70%", "is a share, and of what is not known"),
+        ("1.2.3GiB", "is no size"),
+        ("0.0001B", "is no size above 0"),
+    ],
+)
+def test_what_is_no_size_is_refused_with_what_would_be_right(value: Any, message: str) -> None:
+    with pytest.raises(GulliverError, match=message) as caught:
+        byte_size("limit", value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_share_of_more_than_all_is_refused() -> None:
+    with pytest.raises(GulliverError, match="more than all of it"):
+        byte_size("limit", "101%", 100)
+    assert byte_size("limit", 6e9) == 6 * 10**9
+
+
+def test_a_disk_is_a_folder_that_may_have_colons_and_a_size() -> None:
+    assert split_disk("/a:b/c:100GiB") == ("/a:b/c", "100GiB")
+    assert split_disk("C:1 TB") == ("C", "1 TB")
+    for text, message in {
+        "/scratch": r"such as disk='/scratch:100GiB'",
+        ":5GiB": "give a folder and a size",
+        "/scratch:lots": r"disk='/scratch:lots': 'lots' is no size",
+        "/scratch:0GiB": "is no size above 0",
+        "/scratch:": "is no size",
+    }.items():
+        with pytest.raises(GulliverError, match=message):
+            split_disk(text)
+
+
+def test_the_memory_of_a_process_is_that_of_its_control_groups(tmp_path: Path) -> None:
+    for folder, name, text in (
+        ("a/b", "memory.max", "max"),
+        ("a", "memory.max", "5000"),
+        ("memory/x", "memory.limit_in_bytes", "7000"),
+    ):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / name).write_text(text + "\n")
+    member = tmp_path / "member"
+    member.write_text("4:cpu,memory:/x\n3:cpuset:/\n0::/a/b\n")
+    assert sorted(group_limits(tmp_path, member)) == [5000, 7000]
+    assert group_limits(tmp_path, tmp_path / "none") == []
+    assert 0 < memory_bytes("cpu") <= 2**50
+
+
+# Seconds
+
+
+def brute_seconds(visits: list[Visit], rates: TierRates) -> float:
+    """The step of a run that goes on, tick by tick: a link and a computing unit."""
+    repeats = 8
+    queue = list[tuple[int, bool, int]]()  # ticks that are left, is it a write, visit that waits
+    run = visits * repeats
+    ended, clock, left, queued = list[int](), 0, 0, -1
+    while len(ended) < len(run):
+        now = len(ended)
+        if queued < now:
+            for t in run[now].transfers:
+                queue.append((round(rates.seconds(t)), t.write, now + t.until))
+            queued, left = now, round(run[now].seconds)
+        while queue and queue[0][0] == 0:
+            queue.pop(0)
+        waits = any(not write and visit <= now for _, write, visit in queue)
+        if not waits and left == 0:
+            ended.append(clock)
+            continue
+        clock += 1
+        left -= 0 if waits else 1
+        if queue:
+            queue[0] = (queue[0][0] - 1, *queue[0][1:])
+    return ended[-1] - ended[-1 - len(visits)]
+
+
+TRANSFERS = st.builds(
+    Transfer, bytes=st.integers(0, 5), write=st.booleans(), until=st.integers(0, 3)
+)
+VISITS = st.lists(
+    st.builds(
+        Visit,
+        seconds=st.integers(0, 6).map(float),
+        transfers=st.lists(TRANSFERS, max_size=3).map(tuple),
+    ),
+    min_size=4,
+    max_size=7,
+)
+
+
+@given(VISITS)
+def test_seconds_are_those_of_a_link_and_a_unit_that_take_turns(visits: list[Visit]) -> None:
+    rates = TierRates("disk", 1.0, 1.0)
+    found = tiered_seconds(visits, rates)
+    assert found.step <= found.compute + found.busy + 1e-9
+    assert found.step >= found.compute - 1e-9
+    if found.busy <= found.compute:  # else the queue grows from step to step for a while
+        assert found.step == pytest.approx(brute_seconds(visits, rates), abs=1e-9)
+
+
+def test_the_bottleneck_is_named() -> None:
+    rates = TierRates("disk", 1e9, 1e9)
+    slow = Visit(0.1, (Transfer(10**9, write=True), Transfer(10**9)))
+    assert tiered_seconds([slow] * 9, rates).bottleneck == "disk: 18.0 s of 18.9 s"
+    fast = Visit(2.0, (Transfer(10**6, until=1),))
+    assert tiered_seconds([fast] * 2, rates).bottleneck == "compute: 4.0 s of 4.0 s"
+    both = tiered_seconds([slow] * 9, replace(rates, duplex=True))
+    assert (both.busy, both.step) == pytest.approx((9.0, 9.9))
+
+
+# Plans
+
+
+def _model(layers: int = 6, width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))
+    )
+
+
+def _plan(limit: int | str, disk: str | None = "/tmp:1GiB", **options: Any) -> Plan:
+    model = _model()
+    plugin = GeminiPlugin(limit, disk=disk, verbose=False, **options)
+    return plugin.make_plan(
+        model, torch.optim.AdamW(model.parameters()), described("cpu-loopback").resized(1)
+    )
+
+
+def test_a_plan_with_tiers_is_read_back_as_it_was_and_a_size_may_be_text() -> None:
+    plan = _plan("2MiB", step_in_backward=True)
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    text = plan.to_yaml().replace("limit: 2097152", "limit: 3 MiB  # by hand")
+    edited = Plan.from_yaml(text)
+    assert edited.zero is not None
+    assert edited.zero.tiers is not None
+    assert edited.zero.tiers.limit == 3 * MIB
+    for wrong, message in {
+        "limit: lots": r"zero.tiers.limit: 'lots' \(line \d+\): give a number with a unit",
+        "limit: 70%": "give a number with a unit",
+        "limit: 0": "it must be at least 1",
+        "limit: 2.5": "it must be a whole number",
+    }.items():
+        with pytest.raises(GulliverError, match=message):
+            Plan.from_yaml(plan.to_yaml().replace("limit: 2097152", wrong))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "stage: 3",
+            "stage: 2",
+            r"zero.stage: 2 \(line \d+\) and zero.tiers.limit: .*take stage: 3",
+        ),
+        ('tuning: "off"', 'tuning: "auto"', r"zero.tuning: auto .* would be tuning: off"),
+        (
+            'disk: "/tmp"',
+            "disk: null",
+            r"tiers.disk: null .* and zero.tiers.disk_bytes: 1073741824",
+        ),
+        ("disk_bytes: 1073741824", "disk_bytes: 0", "such as disk_bytes: 100GiB"),
+        ("host: 0", "host: 5GiB", r"mesh.device: cpu .* and zero.tiers.host: .*be host: 0"),
+        ("offload_param: 1.0", "offload_param: 0.5", r"policy: auto .* take policy: static"),
+        ("offload_optim: 1.0", "offload_optim: 1.5", "it must be at most 1"),
+        ("shard_param: 1.0", "shard_param: 0.5", "take policy: static"),
+        ('policy: "auto"', 'policy: "best"', "it must be one of auto, static"),
+        ('activations: "keep"', 'activations: "kept"', "must be one of keep, recompute"),
+    ],
+)
+def test_an_edit_that_contradicts_another_value_is_refused_with_both_lines(
+    old: str, new: str, message: str
+) -> None:
+    text = _plan("2MiB").to_yaml()
+    assert old in text
+    with pytest.raises(GulliverError, match=message) as caught:
+        check_plan(Plan.from_yaml(text.replace(old, new, 1)), 1)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GeminiPlugin("lots"), "memory_limit='lots' is no size"),
+        (lambda: GeminiPlugin("1GiB", disk="/tmp"), "disk='/tmp' says not how much"),
+        (lambda: GeminiPlugin("1GiB", host_limit="no"), "host_limit='no' is no size"),
+        (lambda: GeminiPlugin("1GiB", placement_policy="cuda"), "placement_policy='cuda'"),
+        (lambda: GeminiPlugin("1GiB", activations="drop"), "activations='drop'"),
+        (lambda: GeminiPlugin("1GiB", shard_param_frac=0.5), r"0.5 is not supported: 1.0 shards"),
+        (lambda: GeminiPlugin("1GiB", offload_optim_frac=0.5), "needs placement_policy='static'"),
+        (
+            lambda: GeminiPlugin("1GiB", placement_policy="static", offload_param_frac=2),
+            "offload_param_frac=2 is no share",
+        ),
+        (lambda: GeminiPlugin("1GiB", chunk_mb="again"), "chunk_mb='again' is not known"),
+        (lambda: GeminiPlugin("1GiB", precision="fp8"), "precision='fp8'"),
+        (lambda: GeminiPlugin("1GiB", memory="1GiB"), "no argument 'memory': did you mean"),  # type: ignore[call-arg]
+        (
+            lambda: GeminiPlugin("1GiB", host_limit="1GiB").choices(1),
+            "host_limit='1GiB': ranks run",
+        ),
+        (lambda: LowLevelZeroPlugin(2, memory_limit="1GiB"), "with stage 2: .*stage=3"),
+        (lambda: LowLevelZeroPlugin(3, disk="/tmp:1GiB"), "needs a memory_limit"),
+        (lambda: LowLevelZeroPlugin(3, "again", memory_limit="1GiB"), "chunk_mb='again' tunes"),
+    ],
+)
+def test_arguments_of_no_sense_are_refused_early(make: Any, message: str) -> None:
+    with pytest.raises(GulliverError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_limit_that_is_too_small_names_the_least_and_that_one_works() -> None:
+    with pytest.raises(GulliverError, match=r"smallest limit that works is (\d+)MiB") as caught:
+        _plan("100KiB")
+    least = str(caught.value).rpartition(" ")[2]
+    assert "chunk" in str(caught.value)
+    plan = _plan(least)
+    assert plan.predicted.moved is not None
+    assert plan.predicted.moved.minimum <= byte_size("least", least)
+    with pytest.raises(
+        GulliverError, match=r"all state, as nothing lies behind it \(with a disk"
+    ) as caught:
+        _plan("1MiB", disk=None)
+    alone = str(caught.value).rpartition(" ")[2]
+    whole = _plan(alone, disk=None).predicted.moved
+    assert whole is not None
+    assert (whole.read, whole.written, whole.leaves.total) == (0, 0, 0)
+    with pytest.raises(GulliverError, match=r"of state do not fit the memory limit: give it \d"):
+        _plan("1200KiB", disk="/tmp:64KiB")
+
+
+def test_more_memory_moves_less_and_all_of_it_moves_nothing() -> None:
+    moved = [_plan(limit).predicted.moved for limit in ("1300KiB", "1500KiB", "2MiB", "4MiB")]
+    counts = [m.read + m.written for m in moved if m is not None]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1] == 0
+    first = moved[0]
+    assert first is not None
+    assert first.bottleneck.startswith("disk: ")
+    assert "more saves" in first.price
+
+
+def test_shares_that_must_stay_do() -> None:
+    plan = _plan("2500KiB", placement_policy="static", offload_param_frac=0.0, chunk_mb=0.02)
+    assert plan.predicted.moved is not None
+    assert plan.predicted.moved.leaves.parameters == 0
+    assert plan.predicted.moved.leaves.optimizer_state > 0
+    with pytest.raises(GulliverError, match="smallest limit that works is"):
+        _plan("1300KiB", placement_policy="static", offload_param_frac=0.0, offload_optim_frac=0.0)
+    other = _plan("2500KiB", placement_policy="static", offload_optim_frac=0.5, chunk_mb=0.02)
+    assert other.predicted.moved is not None
+    stays = other.predicted.moved.stays.optimizer_state
+    assert stays >= 0.4 * (stays + other.predicted.moved.leaves.optimizer_state)
+
+
+def test_a_step_in_backward_needs_no_memory_for_gradients() -> None:
+    late, early = (_plan("1300KiB", step_in_backward=b).predicted.moved for b in (False, True))
+    assert late is not None
+    assert early is not None
+    assert early.leaves.gradients == 0 < late.leaves.gradients
+    assert early.read + early.written < late.read + late.written
