@@ -144,15 +144,9 @@ class PlacedChunk(Chunk):
         """Brings what the user has written to parameters, on every rank alike, to `home`."""
         if self._sums is None or torch.equal(self._sums, _sums(self.shard)):
             return
-        if self._in_place:
-            with self.opened(write=True):
-                return
-        self.merge(0, self.shard)
-
-    def merge(self, start: int, values: Tensor) -> None:
-        """Writes what differs to a run of `home`; the rest keeps more bits than `values`."""
         with self.opened(write=True):
-            super().merge(start, values)
+            if not self._in_place:
+                self.merge(self.home, self.shard)
 
     @contextmanager
     def opened(self, write: bool = False, moments: bool = False) -> Iterator[None]:
@@ -235,28 +229,23 @@ class PlacedChunk(Chunk):
 
     def park_gradient(self) -> None:
         """Lets go of what was collected until it is reduced."""
-        self.gradient = _on_meta(self._whole)
+        self.gradient, self.parked = _on_meta(self._whole), True
         self._manager.done(self._whole)
 
     def fetch_gradient(self) -> None:
         """Brings it back."""
-        if self.is_parked:
-            self.gradient = self._manager.use(self._whole, write=True)
-
-    @property
-    def is_parked(self) -> bool:
-        """Whether what was collected has been let go of."""
-        return self.gradient is not None and self.gradient.is_meta
+        if self.parked:
+            self.gradient, self.parked = self._manager.use(self._whole, write=True), False
 
     def free_gradient(self) -> None:
         """Gives the gradient buffer back."""
         if self._in_place:
             super().free_gradient()
         elif self.gradient is not None:
-            if not self.is_parked:
+            if not self.parked:
                 self._manager.done(self._whole)
             self._manager.discard(self._whole)
-            self.gradient = None
+            self.gradient, self.parked = None, False
 
     def take_reduced(self) -> Tensor:
         """A buffer for this rank's shard of the reduced gradient."""

@@ -215,8 +215,12 @@ class GradientReducer:
 
     def _sort(self, used: set[str]) -> None:
         """Lets chunks that are not used as wholes come last: the others would wait for them."""
-        late = {c for c in self.chunks if not used.issuperset(c.chunk.parameters)}
-        if self.size > 1 and late != self._late:
+        every = self.size == 1 or len(used) == len(self._names)
+        unused = (
+            [] if every else [c for c in self.chunks if not used.issuperset(c.chunk.parameters)]
+        )
+        late = set(unused)
+        if late != self._late:
             self._late = late
             order = self.chunks[::-1]
             self._order = [c for c in order if c not in late] + [c for c in order if c in late]
@@ -308,7 +312,7 @@ class GradientReducer:
                 "loss.backward() was called after clipping or reading the gradients and before "
                 "step: do that when all gradients are there, or use booster.backward"
             )
-        if home.phase is Phase.REDUCING or home.chunk.is_parked:
+        if home.phase is Phase.REDUCING or home.chunk.parked:
             if self._reducing:
                 raise GulliverError(
                     f"parameter {name!r} got a second gradient within one backward: with "
@@ -355,7 +359,7 @@ class GradientReducer:
         """Starts the way of a chunk's gradients to the shards."""
         if sharded.phase is Phase.EMPTY:
             self._begin(sharded)
-        if sharded.chunk.is_parked:
+        if sharded.chunk.parked:
             sharded.chunk.fetch_gradient()
         else:
             self._gather_up(sharded)
