@@ -16,8 +16,8 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks._harness import Report, at_least, at_most
-from benchmarks._memory_headline import STATE_BYTES, Scale
-from benchmarks._memory_jobs import GB, MB, MIB, Job, Ledger, Outcome, run
+from benchmarks._memory_headline import STATE_BYTES, Scale, rates_of
+from benchmarks._memory_jobs import GB, MB, MIB, PREDICT, Job, Ledger, Outcome, run
 
 ERROR_BAR, CHOICE_BAR, LEAST_SETTINGS = 0.15, 1.05, 12
 RATES = (500 * MB, 2 * GB)
@@ -48,7 +48,7 @@ class Grid:
         found, states = [], STATE_BYTES * self.scale.parameters
         for share, tokens, rate, early in product(LIMITS, self.tokens, RATES, OPEN):
             limit = int(share * states) // MIB * MIB + self.constant
-            options = {"constant": self.constant, "step_in_backward": early, "predict": True}
+            options = {"constant": self.constant, "step_in_backward": early}
             job = replace(self.scale.job(tokens, folder), limit=limit, rate=rate, options=options)
             found.append(replace(job, steps=self.steps, recompute=False))
         return found
@@ -61,7 +61,9 @@ FULL = Grid(Scale(1024, 12, 0, (), 0, 3, 600.0), CONSTANT, (64, 256, 1024), 3)
 
 def report(grid: Grid, folder: Path, ledger: Ledger, say: Callable[[str], None]) -> Report:
     """Predicted and measured seconds of every setting."""
-    found = [(job, run(job, ledger, say)) for job in grid.jobs(folder)]
+    jobs = grid.jobs(folder)
+    predicted_s = predictions(grid, jobs, ledger, say)
+    found = [(job, run(job, ledger, say)) for job in jobs]
     made = Report(
         "memory-disk",
         f"A step of a GPT of {grid.scale.parameters / 1e6:,.0f} M parameters on a shaped disk",
@@ -69,7 +71,7 @@ def report(grid: Grid, folder: Path, ledger: Ledger, say: Callable[[str], None])
     )
     errors = []
     for job, outcome in found:
-        predicted = outcome.facts.get("predicted_s")
+        predicted = predicted_s.get(job.key)
         cells = [
             f"{(job.limit - grid.constant) / MIB:.0f}",
             str(job.tokens),
@@ -87,7 +89,7 @@ def report(grid: Grid, folder: Path, ledger: Ledger, say: Callable[[str], None])
     if errors:
         median = statistics.median(errors)
         made.bars.append(at_most("median error of the prediction", median, ERROR_BAR))
-    chosen = chosen_over_best(found)
+    chosen = chosen_over_best(found, predicted_s)
     if chosen:
         made.bars.append(at_most("chosen setting / fastest, worst", max(chosen), CHOICE_BAR))
     made.notes = [
@@ -99,11 +101,37 @@ def report(grid: Grid, folder: Path, ledger: Ledger, say: Callable[[str], None])
     return made
 
 
-def chosen_over_best(found: Sequence[tuple[Job, Outcome]]) -> list[float]:
+def predictions(
+    grid: Grid, jobs: Sequence[Job], ledger: Ledger, say: Callable[[str], None]
+) -> dict[str, float]:
+    """Predicted seconds by a job's key; settings of the same tokens and rate share a process."""
+    found: dict[str, float] = {}
+    for tokens, rate in dict.fromkeys((job.tokens, job.rate) for job in jobs):
+        alike = [job for job in jobs if (job.tokens, job.rate) == (tokens, rate)]
+        rates = rates_of(alike[0], ledger, say)
+        settings = {
+            job.key: [job.limit - grid.constant, job.options["step_in_backward"]] for job in alike
+        }
+        options = {
+            "settings": list(settings.values()),
+            "read_bps": rates.read_bps,
+            "write_bps": rates.write_bps,
+        }
+        asked = replace(alike[0], contestant=PREDICT, limit=0, steps=0, warm_up=0, options=options)
+        facts = run(asked, ledger, say).facts
+        for key, (limit, early) in settings.items():
+            if (seconds := facts.get(f"{limit} {early}")) is not None:
+                found[key] = seconds
+    return found
+
+
+def chosen_over_best(
+    found: Sequence[tuple[Job, Outcome]], predicted_s: dict[str, float]
+) -> list[float]:
     """Measured seconds of the setting that is predicted fastest, over those of the fastest."""
     groups: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
     for job, outcome in found:
-        predicted = outcome.facts.get("predicted_s")
+        predicted = predicted_s.get(job.key)
         if outcome.ran and predicted is not None:
             key = (job.limit, job.tokens, job.rate)
             groups.setdefault(key, []).append((predicted, outcome.seconds))

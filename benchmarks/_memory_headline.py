@@ -103,7 +103,7 @@ class Scale:
             disk=2 * STATE_BYTES * self.parameters,
             folder=str(folder),
             cap_s=self.cap_s,
-            options={"constant": CONSTANT},
+            options={"constant": CONSTANT, "step_in_backward": True},
         )
 
 

@@ -29,7 +29,8 @@ MARK = "@event "
 """Begins a line of the worker that is an event."""
 LOOK_S = 0.05
 """Seconds between two looks at a group's anonymous memory."""
-PLAIN, SWAP, GEMINI, DISK = "plain", "plain, swap file", "Gemini", "disk"
+PLAIN, SWAP, GEMINI = "plain", "plain, swap file", "Gemini"
+DISK, PREDICT = "disk", "predict"
 FSDP2 = "FSDP2, CPU off-load"
 DEEPSPEED_DISK, DEEPSPEED_CPU = "DeepSpeed ZeRO-3, NVMe", "DeepSpeed ZeRO-3, CPU"
 
@@ -39,7 +40,8 @@ class Job:
     """A contestant with a model, a limit and a disk.
 
     Attributes:
-        contestant: name of what trains, or ``disk``, which measures the disk alone.
+        contestant: name of what trains, ``disk``, which measures the disk alone, or ``predict``,
+            which plans for several settings.
         model: ``gpt`` or ``unet``.
         width: width of the model.
         depth: number of blocks.

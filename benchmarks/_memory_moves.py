@@ -18,7 +18,7 @@ import torch
 from benchmarks._harness import Report, at_most
 
 READ, CHANGE, OVERWRITE = "read", "change", "overwrite"
-ROUNDS, SETTLED = 10, 4
+ROUNDS, SETTLED = 34, 10
 """Rounds of a case, and those after which its moves repeat."""
 PAGE = 4096
 """Bytes of a size of one."""
@@ -95,10 +95,10 @@ def simulated_moves(case: Case, rounds: int) -> int:
     """Sizes that the solver's simulation moves."""
     from gulliver.solve import Move, Replacement
 
-    core = Replacement(case.budget)
+    core = Replacement(PAGE * case.budget)
     moved = 0
     for number, size in enumerate(case.sizes):
-        actions = core.add(number, str(number), size, True)
+        actions = core.add(number, str(number), PAGE * size, True)
         moved += sum(case.sizes[int(str(a.key))] for a in actions if a.move is Move.WRITE)
     for _ in range(rounds):
         for number, kind in case.accesses:

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,20 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import _memory_jobs as jobs
 from benchmarks._memory_jobs import Job, Step
-from benchmarks._models import Task, gpt
+from benchmarks._models import VOCABULARY, Task, gpt
 from benchmarks._peers import Contestant, boosted, deepspeed, fsdp2, plain
 from benchmarks.limits import disk_bytes
+from gulliver.booster import GeminiPlugin
 from gulliver.errors import GulliverError
+from gulliver.hardware import Disk, current_cluster
+from gulliver.plan import Work
 
 BEGAN = time.monotonic()
 DISK_FILE, DISK_BLOCK = 512 << 20, 16 << 20
 """Bytes of the file that the disk is measured with, and of a request."""
 DISK_TURNS = 3
+OWN_OPTIONS = ("constant", "attention")
+"""Options that are not the plugin's."""
 
 
 class Absent(Exception):
@@ -95,17 +100,32 @@ def contestant_of(job: Job) -> Contestant:
 
 def gemini(job: Job, task: Task) -> Contestant:
     """Ours, under a limit that leaves room for the interpreter and torch."""
-    from gulliver import booster
+    limit = job.limit - job.options.get("constant", 0)
+    known = {n: v for n, v in job.options.items() if n not in OWN_OPTIONS}
+    return boosted(job.contestant, task, _plugin(job, limit, **known))
 
-    if not hasattr(booster, "GeminiPlugin"):
-        raise Absent("gulliver.booster has no GeminiPlugin")
-    options = dict(job.options)
-    limit = job.limit - options.pop("constant", 0)
+
+def _plugin(job: Job, limit: int, **options: Any) -> GeminiPlugin:
     disk = f"{job.folder}:{job.disk // jobs.MIB}MiB" if job.disk else None
-    plugin = booster.GeminiPlugin(
-        memory_limit=f"{limit // jobs.MIB}MiB", disk=disk, verbose=False, **options
-    )
-    return boosted(job.contestant, task, plugin)
+    return GeminiPlugin(f"{limit // jobs.MIB}MiB", disk=disk, verbose=False, **options)
+
+
+def predict(job: Job) -> None:
+    """Seconds of a step of several settings, from a batch that is measured here."""
+    task = task_of(job)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    read, write = job.options["read_bps"], job.options["write_bps"]
+    # The rates go past the page cache, as the manager does.
+    cluster = replace(current_cluster(1), disk=Disk(write, read))
+    sample = torch.randint(VOCABULARY, (job.batch, job.length))
+    work: Work | None = None
+    for limit, early in job.options["settings"]:
+        plugin = _plugin(job, limit, step_in_backward=early)
+        measured = {"sample": sample} if work is None else {"work": work}
+        plan = plugin.make_plan(model, optimizer, cluster, **measured)
+        work = plan.work
+        say("facts", facts={f"{limit} {early}": plan.predicted.seconds.step})
 
 
 def train(job: Job) -> None:
@@ -127,7 +147,7 @@ def train(job: Job) -> None:
 
 def _facts(contestant: Contestant) -> dict[str, Any]:
     """What a contestant says of itself."""
-    manager = getattr(contestant.optimizer, "manager", None)
+    manager = getattr(getattr(contestant.optimizer, "shards", None), "manager", None)
     return {} if manager is None else dict(manager.stats())
 
 
@@ -188,7 +208,7 @@ def main(text: str) -> int:
     """Does the job that a line of JSON says."""
     job = Job(**json.loads(text))
     try:
-        measure_disk(job) if job.contestant == jobs.DISK else train(job)
+        {jobs.DISK: measure_disk, jobs.PREDICT: predict}.get(job.contestant, train)(job)
     except Absent as error:
         say("error", end="absent", told=str(error))
         return 1

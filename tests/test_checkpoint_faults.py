@@ -40,9 +40,9 @@ from gulliver.checkpoint import (
 )
 from gulliver.checkpoint import _folder as folder_module
 from gulliver.checkpoint import _publishing as publishing
+from gulliver.checkpoint._copy_stream import CopyStream
 from gulliver.checkpoint._folder import FolderLock, lock_file, unlock
 from gulliver.checkpoint._image import CODES, Image
-from gulliver.checkpoint._lane import Lane
 from gulliver.checkpoint._manifest import MANIFEST, STATE
 from gulliver.checkpoint._presence import Presence, Watch, make_signs
 from gulliver.comm import World
@@ -144,10 +144,11 @@ def assert_nothing_wrong(root: Path, step: int, failed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kills", "ranks", "mode"), [(6, 1, "shadow"), (3, 1, "ring"), (3, 2, "shadow")]
+    ("kills", "ranks", "mode"),
+    [(6, 1, "shadow"), (3, 1, "ring"), (3, 2, "shadow"), (4, 1, "disk")],
 )
 def test_whenever_a_saving_job_is_killed_the_newest_step_loads_bit_for_bit(
-    tmp_path: Path, kills: int, ranks: Literal[1, 2], mode: Literal["shadow", "ring"]
+    tmp_path: Path, kills: int, ranks: Literal[1, 2], mode: Literal["shadow", "ring", "disk"]
 ) -> None:
     tally = run_kills(Options(kills=kills, ranks=ranks, mode=mode), tmp_path)
     assert not tally.failures, str(tally)
@@ -844,11 +845,11 @@ def test_a_device_s_way_is_as_good(
 ) -> None:
     """With host memory in the place of the device: same pages, same order, no stream."""
 
-    def ready(checkpointer: AsyncCheckpointer, snapshot: object) -> Lane:
-        checkpointer._lane = Lane()
-        return checkpointer._lane
+    def ready(checkpointer: AsyncCheckpointer, snapshot: object) -> CopyStream:
+        checkpointer._copy_stream = CopyStream()
+        return checkpointer._copy_stream
 
-    monkeypatch.setattr(AsyncCheckpointer, "_ready_lane", ready)
+    monkeypatch.setattr(AsyncCheckpointer, "_ready_copy_stream", ready)
     state = odd_state()
     checkpointer = AsyncCheckpointer(tmp_path, mode=mode, engine=engine)
     checkpointer.save(1, state)
@@ -866,7 +867,7 @@ def test_a_device_s_way_is_as_good(
     assert_same(load(tmp_path).values, _plainly(state))
 
 
-class _BrokenLane(Lane):
+class _BrokenCopyStream(CopyStream):
     """A device whose copies fail from the third on."""
 
     copies = 0
@@ -878,11 +879,11 @@ class _BrokenLane(Lane):
 
 
 def test_a_device_that_fails_leaks_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ready(checkpointer: AsyncCheckpointer, snapshot: object) -> Lane:
-        checkpointer._lane = _BrokenLane()
-        return checkpointer._lane
+    def ready(checkpointer: AsyncCheckpointer, snapshot: object) -> CopyStream:
+        checkpointer._copy_stream = _BrokenCopyStream()
+        return checkpointer._copy_stream
 
-    monkeypatch.setattr(AsyncCheckpointer, "_ready_lane", ready)
+    monkeypatch.setattr(AsyncCheckpointer, "_ready_copy_stream", ready)
     with make_engine("python") as engine:
         checkpointer = AsyncCheckpointer(tmp_path, engine=engine)
         checkpointer.save(1, state_of(1))
@@ -1206,3 +1207,18 @@ def test_a_rank_is_seen_to_write_though_it_was_looked_for_as_it_began(tmp_path: 
     presence.end(done=False)
     with pytest.raises(GulliverError, match="rank 1 ended, or failed"):
         watch.check()
+
+
+def test_a_step_may_be_completed_as_soon_as_the_last_word_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial, complete, replace = tmp_path / "step.partial", tmp_path / "step", os.replace
+    partial.mkdir()
+
+    def complete_at_once(source: Path, target: Path) -> None:
+        replace(source, target)
+        replace(partial, complete)
+
+    monkeypatch.setattr(os, "replace", complete_at_once)
+    publishing.leave_word(partial, 1, "mark", {"files": {}})
+    assert [path.name for path in complete.iterdir()] == ["rank-00001.json"]

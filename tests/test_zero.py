@@ -205,7 +205,6 @@ _Foreign.__module__ = "elsewhere"
     ("make", "message"),
     [
         (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS.*AdamW"),
-        (lambda m: torch.optim.Adafactor(m.parameters()), "Adafactor.*AdamW"),
         (lambda m: _Foreign(m.parameters(), lr=0.1), "_Foreign.*assume_elementwise"),
         (lambda m: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), "no parameters of"),
     ],

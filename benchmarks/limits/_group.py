@@ -30,6 +30,8 @@ FILES = {
     "anonymous": {1: "total_rss", 2: "anon"},
     "swapped": {1: "total_swap", 2: "memory.swap.current"},
 }
+ENDLESS = 1 << 50
+"""Bytes per second that no disk does."""
 _numbers = itertools.count()
 
 
@@ -221,9 +223,10 @@ class Group:
         if self._device is None:
             return
         for name, rate in (("read", self.read_bps), ("write", self.write_bps)):
-            if rate is not None and self.place.version == 1:
+            if self.place.version == 1:
+                # Without a rate nothing is counted, either.
                 file = self._disk / f"blkio.throttle.{name}_bps_device"
-                file.write_text(f"{self._device} {rate}")
+                file.write_text(f"{self._device} {rate or ENDLESS}")
             elif rate is not None:
                 (self._disk / "io.max").write_text(f"{self._device} {name[0]}bps={rate}")
 

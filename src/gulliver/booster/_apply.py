@@ -140,8 +140,9 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
     if not plan.mesh.names_model:
         _check_second(plan, model, optimizer)
     if optimizer is not None:
+        words = plan.zero.assume_elementwise, plan.zero.assume_per_parameter
         sizes = plan.mesh.of("tensor"), plan.mesh.of("pipeline")
-        check_optimizer(optimizer, plan.zero.stage, plan.zero.assume_elementwise, *sizes)
+        check_optimizer(optimizer, plan.zero.stage, *words, *sizes)
         tiers = plan.zero.tiers
         backward = tiers is not None and tiers.step_in_backward
         check_by_chunk(optimizer, plan.zero.stage, tiers is not None, backward)

@@ -13,7 +13,7 @@ from torch import nn
 
 from gulliver.booster._measure import with_peaks
 from gulliver.hardware import BACKWARD_OF_LINEAR, Device, layer_seconds, update_seconds
-from gulliver.parallel import state_tensors
+from gulliver.parallel import state_sizes
 from gulliver.plan import Work
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -48,8 +48,9 @@ def estimate_work(
     # Scores and their product with the values are as if of 2 x length x width more weights.
     weights = _multiplied(model) + layers * 2 * length * width
     forward = layer_seconds(device, weights, tokens, NAMES[precision])
-    states = max((state_tensors(optimizer, group) for group in optimizer.param_groups), default=0)
-    trained = sum(p.numel() for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
+    stepped = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    states = max((len(state_sizes(optimizer, g, p.shape)) for g, p in stepped), default=0)
+    trained = sum(p.numel() for _, p in stepped)
     item = 4 if precision == "fp32" else 2
     work = Work(
         samples=batch,

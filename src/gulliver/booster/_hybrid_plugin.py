@@ -95,6 +95,8 @@ class HybridParallelPlugin(Plugin):
         gather_ahead: chunks that stage 3 gathers ahead of the one in use.
         assume_elementwise: take an optimizer that is not known where each rank steps a part of the
             model, on the user's word that its update of an element looks at that element only.
+        assume_per_parameter: take it where each rank steps whole parameters, on the user's word
+            that its update of a parameter looks at that parameter only.
         weights: folder of a Hugging Face checkpoint to fill a model on meta from; each rank reads
             its part.
         check_batches: compare what the ranks of one model read, at every step.
@@ -137,6 +139,7 @@ class HybridParallelPlugin(Plugin):
         check_batches: bool = True,
         verbose: bool = True,
         dropout: str | None = None,
+        assume_per_parameter: bool = False,
     ) -> None:
         self.tp_size, self.pp_size = tp_size, pp_size
         self.mode, self.zero_stage = sequence_parallelism_mode, zero_stage
@@ -158,6 +161,7 @@ class HybridParallelPlugin(Plugin):
         self.tensor_rules, self.replicate_rest = tensor_rules, replicate_rest
         self.checkpoint_activations, self.gather_ahead = checkpoint_activations, gather_ahead
         self.assume_elementwise = assume_elementwise
+        self.assume_per_parameter = assume_per_parameter
         self.sequence_length = sequence_length
         self.weights = None if weights is None else Path(weights)
         self.check_batches, self.verbose = check_batches, verbose
@@ -261,6 +265,7 @@ class HybridParallelPlugin(Plugin):
                 gather_ahead=self.gather_ahead,
                 broadcast_buffers=False,
                 assume_elementwise=self.assume_elementwise,
+                assume_per_parameter=self.assume_per_parameter,
             ),
             precision=Precision(precision, self.precision or "none"),
             tensor=self._tensor_layout(),

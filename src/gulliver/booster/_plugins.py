@@ -277,6 +277,8 @@ class LowLevelZeroPlugin(Plugin):
         assume_elementwise: shard an optimizer that is not known, on the user's word that its update
             of an element looks at that element only. Stage 0 needs no word: it steps whole
             parameters, those of an optimizer that is not known in one call.
+        assume_per_parameter: shard such an optimizer by whole parameters, on the user's word that
+            its update of a parameter looks at that parameter only: its values, gradient and state.
         broadcast_buffers: whether every step gives all ranks rank 0's values of the buffers that
             training changed, such as running statistics, as torch's DDP does.
         folder: where tuning writes ``chunks.json`` and a picture, ``chunks.png``; None for neither.
@@ -306,6 +308,7 @@ class LowLevelZeroPlugin(Plugin):
         cluster: Cluster | None = None,
         memory_limit: int | float | str | None = None,
         disk: Path | str | None = None,
+        assume_per_parameter: bool = False,
     ) -> None:
         if isinstance(axes, str) and axes != "auto":
             raise GulliverError(f"axes={axes!r} is not known: 'auto', or the size of each axis")
@@ -334,6 +337,7 @@ class LowLevelZeroPlugin(Plugin):
         self.axes, self.rank_order, self._size_mb = axes, rank_order, size
         self.folder = None if folder is None else Path(folder)
         self.assume_elementwise, self.verbose = assume_elementwise, verbose
+        self.assume_per_parameter = assume_per_parameter
         self.broadcast_buffers, self.cluster = broadcast_buffers, cluster
         self.memory = TierOptions.within(stage, "LowLevelZeroPlugin(stage=3)", memory_limit, disk)
         if self.memory is not None and chunk_mb == "again":
@@ -359,6 +363,7 @@ class LowLevelZeroPlugin(Plugin):
                 overlap=self.overlap,
                 broadcast_buffers=self.broadcast_buffers,
                 assume_elementwise=self.assume_elementwise,
+                assume_per_parameter=self.assume_per_parameter,
                 report=None if self.folder is None else str(self.folder),
                 tiers=None if self.memory is None else self.memory.tiers(device),
             ),

@@ -68,6 +68,7 @@ def share_zero(
         "chunk_bytes": zero.chunk_bytes,
         "max_norm": plan.max_norm or math.inf,
         "assume_elementwise": zero.assume_elementwise,
+        "assume_per_parameter": zero.assume_per_parameter,
         "frozen": rest,
         "ahead": zero.gather_ahead,
         "overlap": zero.overlap,

@@ -19,7 +19,7 @@ from gulliver.booster._replay import StateBytes
 from gulliver.booster._residency import find_residency
 from gulliver.errors import GulliverError, nearest
 from gulliver.memory import moment_size
-from gulliver.parallel import is_boosted, named_trainables, state_tensors
+from gulliver.parallel import is_boosted, named_trainables, needs_whole, state_sizes
 from gulliver.parallel.pipeline import Cut, Stack, cut, deal, names_held, stack_of, style_of
 from gulliver.parallel.tensor import TensorPlan, best_match, plan_tensor
 from gulliver.parallel.zero import (
@@ -65,6 +65,10 @@ def resolve(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
     if plan.zero is not None:
         plan = _with_chunks(plan, model, sizes)
+        if plan.stage and any(t.whole for t in sizes):
+            reasons["zero.chunks"] = (
+                f"{plan.model.optimizer} looks at whole parameters: none is cut"
+            )
     memory, moved = predict_memory(plan, model, sizes), None
     if plan.zero is not None and plan.zero.tiers is not None:
         found = find_residency(state_bytes(plan, sizes), plan.zero.tiers, plan.work)
@@ -242,23 +246,23 @@ def tensor_sizes(
     stages: Stages | None,
 ) -> list[TensorSize]:
     """The parameters that the first rank will have, in the model's order, before any sharding."""
-    groups = (optimizer or no_optimizer()).param_groups
-    states = {
-        p: state_tensors(optimizer or no_optimizer(), group)
-        for group in groups
-        for p in group["params"]
-    }
+    stepper = optimizer or no_optimizer()
+    groups = {p: group for group in stepper.param_groups for p in group["params"]}
+    whole = plan.zero is not None and needs_whole(stepper, plan.zero.assume_elementwise)
     if stages is None:
         named = {name: p for name, p in model.named_parameters() if not is_boosted(p)}
     else:
         named = names_held(model, *stages, 0)
     sizes = []
     for name, parameter in named.items():
-        trained = parameter in states and parameter.requires_grad
+        trained = parameter in groups and parameter.requires_grad
         dtype = _dtype_in(plan, name, parameter)
         count = _cut_numel(name, parameter, tensor)
-        kept = states[parameter] if trained else 0
-        sizes.append(TensorSize(name, count, dtype, parameter.device, trained, kept))
+        # An optimizer that looks at shapes is not given slices.
+        shape = parameter.shape if count == parameter.numel() else (count,)
+        kept = state_sizes(stepper, groups[parameter], shape) if trained else ()
+        device = parameter.device
+        sizes.append(TensorSize(name, count, dtype, device, trained, kept, whole and trained))
     return sizes
 
 
@@ -303,7 +307,8 @@ def _with_chunks(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Plan:
         )
         for layout, dtype, _ in found
     )
-    _check_ends(plan, chunks, {t.name: t.numel * t.dtype.itemsize for t in sizes})
+    if not any(t.whole for t in sizes):  # else chunks end where their parts are even
+        _check_ends(plan, chunks, {t.name: t.numel * t.dtype.itemsize for t in sizes})
     return replace(plan, zero=replace(zero, chunks=chunks))
 
 
@@ -340,7 +345,7 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
     if zero is None:
         held = sum(p.nbytes for p in model.parameters())
         gradients = sum(t.numel * t.dtype.itemsize for t in trained)
-        state = sum(t.states * t.numel * t.dtype.itemsize for t in trained)
+        state = sum(sum(t.states) * t.dtype.itemsize for t in trained)
         return MemoryPlan(held, gradients, state)
     state = state_bytes(plan, sizes)
     kept = sum(sum(moments) for moments in state.moments)
@@ -369,14 +374,14 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
         whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
         names = tuple(slot.name for slot in layout.slots)
         chunks.append(ChunkBytes(names, whole, shard, is_trained, home != dtype))
-        pieces = layout.pieces(0) if is_trained else ()
-        kept = max((states[piece.name] for piece in pieces), default=0)
-        moments.append(
-            tuple(
-                moment_size([p.numel for p in pieces if states[p.name] > number]) * home.itemsize
-                for number in range(kept)
-            )
-        )
+        cut = layout.parts > 1 and not layout.whole
+        # Of a piece that was cut each tensor has its size.
+        kept = [
+            (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
+            for piece in (layout.pieces(0) if is_trained else ())
+        ]
+        kinds = itertools.zip_longest(*kept, fillvalue=0)
+        moments.append(tuple(moment_size(kind) * home.itemsize for kind in kinds))
     parts = plan.mesh.replicas if zero.stage else 1
     return StateBytes(tuple(chunks), tuple(moments), parts, zero.gather_ahead)
 

@@ -46,7 +46,9 @@ def leave_word(partial: Path, rank: int, mark: str, word: Mapping[str, Any]) -> 
         GulliverError: the folder is gone, or cannot be written.
     """
     _check_there(partial)
-    write_json(_word(partial, rank), {**word, "mark": mark}, indent=None)
+    # Rank 0 may complete the step, and rename its folder, as soon as the last word has its name:
+    # nothing looks at the folder after that, not even to force it to the disk.
+    write_json(_word(partial, rank), {**word, "mark": mark}, indent=None, durable=False)
 
 
 def publish(

@@ -5,6 +5,10 @@ page after page and write them. Until its pages are gathered a tensor must not c
 waits for that, and is called by whoever is about to write (`gulliver.memory.before_write`), and by
 hooks of every torch optimizer's step. What changes without asking is noticed by its version
 counter, and fails the save rather than making a checkpoint of two steps.
+
+[Note: who keeps memory] Under a memory limit the memory of a tensor goes when it is evicted, which
+asks `before_write`, too. So a snapshot keeps a tensor alive until `release` has waited for it, or
+all has been copied, and no longer: from `submit` on it knows addresses, and `_alive` by storage.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ import torch
 from torch import Tensor
 
 from gulliver.checkpoint._collect import SMALL, TINY, Collected, file_name
+from gulliver.checkpoint._copy_stream import CopyStream, CopyTicket, pump
 from gulliver.checkpoint._image import CODES, Image
-from gulliver.checkpoint._lane import Lane, LaneTicket, pump
 from gulliver.checkpoint._manifest import FileEntry, PartEntry
 from gulliver.checkpoint._tree import Leaf
 from gulliver.errors import GulliverError
@@ -83,16 +87,17 @@ class Snapshot:
         """Names of tensors that were changed before they had been copied."""
         self._buffers, self._restless = collected.buffers, restless or Restless()
         self._versions: dict[int, list[tuple[str, Tensor, int]]] = {}
-        self._waiting: dict[int, list[Ticket | LaneTicket]] = {}
-        self._tickets: dict[str, list[Ticket | LaneTicket]] = {}
-        self._lane_tickets: list[LaneTicket] = []
+        self._waiting: dict[int, list[Ticket | CopyTicket]] = {}
+        self._tickets: dict[str, list[Ticket | CopyTicket]] = {}
+        self._lane_tickets: list[CopyTicket] = []
         self._files: dict[str, File] = {}
         self._mapped, self._gone = FileMappings(), defaultdict[int, list[tuple[int, int]]](list)
         self.devices: set[torch.device] = set()
         """Devices of the sources, other than the host."""
         self._leaves: dict[str, tuple[str, Mapping[str, Leaf]]] = {}
         self._sources: dict[str, dict[str, Tensor]] = {}
-        self._small = _Small()
+        self._small, self._addresses = _Small(), set[int]()
+        self._alive: dict[int, list[Tensor]] = defaultdict(list)
         for entry, leaves in collected.tensors.items():
             if not leaves and "@" not in entry:
                 continue
@@ -110,7 +115,7 @@ class Snapshot:
         """Plans of the files by name, made when first asked for: many tensors take time."""
         return {file: Image(sources, {"format": "pt"}) for file, sources in self._sources.items()}
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, dict[str, dict[str, Any]]]:
         """JSON values of what the files hold, by entry and name, as the manifest has them."""
         return {
@@ -123,7 +128,7 @@ class Snapshot:
         """Bytes of all files."""
         return sum(image.nbytes for image in self.images.values())
 
-    @property
+    @cached_property
     def source_bytes(self) -> int:
         """Bytes of all tensors; the files have headers besides."""
         return sum(s.nbytes for found in self._sources.values() for s in found.values())
@@ -137,9 +142,8 @@ class Snapshot:
     @property
     def addresses(self) -> set[int]:
         """Addresses at which the memory begins that is copied from."""
-        return {
-            self._small.address_of(s) for found in self._sources.values() for s in found.values()
-        }
+        self._submitted.wait()
+        return self._addresses
 
     def _source(self, entry: str, key: str, leaf: Leaf, small: int) -> Tensor:
         """Returns the memory to copy from; small tensors are noted, to be copied at once."""
@@ -164,14 +168,14 @@ class Snapshot:
         """Returns the number of pages that all files have together."""
         return sum(-(-image.nbytes // page_bytes) for image in self.images.values())
 
-    def submit(self, engine: Engine, folder: Path, lane: Lane | None = None) -> None:
+    def submit(self, engine: Engine, folder: Path, copy_stream: CopyStream | None = None) -> None:
         """Makes the files and hands their pages to the engine; `release` waits for that.
 
         Args:
             engine: engine that writes.
             folder: folder that the files go to.
-            lane: copy stream of a device; None where all sources are in host memory. With one, call
-                `pump` in another thread.
+            copy_stream: stream for copies from a device; None where all sources are in host memory.
+                With one, call `pump` in another thread.
 
         Raises:
             GulliverError: a file cannot be made; those that were are closed.
@@ -180,17 +184,30 @@ class Snapshot:
             for name, image in self.images.items():
                 self._files[name] = engine.create(folder / name, image.nbytes)
             for name, image in self.images.items():
-                self._tickets[name] = self._submit_file(engine, self._files[name], image, lane)
+                self._tickets[name] = self._submit_file(
+                    engine, self._files[name], image, copy_stream
+                )
+                image.sources = []
+            self._forget_leaves()
         except GulliverError:
             self.close_files(engine)
             raise
         finally:
             self._submitted.set()
 
+    def _forget_leaves(self) -> None:
+        """Forgets the tensors, but for what has to stay alive, once their addresses are known."""
+        assert self.parts is not None
+        assert self.source_bytes >= 0
+        self._leaves.clear()
+        self._sources.clear()
+        self._small.forget()
+
     def _submit_file(
-        self, engine: Engine, file: File, image: Image, lane: Lane | None
-    ) -> list[Ticket | LaneTicket]:
+        self, engine: Engine, file: File, image: Image, copy_stream: CopyStream | None
+    ) -> list[Ticket | CopyTicket]:
         addresses = [self._small.address_of(source) for source in image.sources]
+        self._addresses.update(addresses)
         views = {
             number: View(address, source.itemsize, tuple(source.shape), source.stride())
             for number, (source, address) in enumerate(zip(image.sources, addresses, strict=True))
@@ -201,9 +218,12 @@ class Snapshot:
             None if address != source.data_ptr() else storage_of(source)
             for source, address in zip(image.sources, addresses, strict=True)
         ]
-        tickets: list[Ticket | LaneTicket] = []
+        for storage, source in zip(storages, image.sources, strict=True):
+            if storage is not None:
+                self._alive[storage].append(source)
+        tickets: list[Ticket | CopyTicket] = []
         for offset, runs in image.pages(engine.page_bytes):
-            if lane is None:
+            if copy_stream is None:
                 apart = {k: views[n] for k, (n, _, _) in enumerate(runs) if n in views}
                 table = np.array(
                     [(begin if n in views else addresses[n] + begin, c) for n, begin, c in runs]
@@ -213,10 +233,10 @@ class Snapshot:
                 sources = [
                     (self._small.held(image.sources[n]), begin, count) for n, begin, count in runs
                 ]
-                ticket = LaneTicket(lane, file, offset, sources)
+                ticket = CopyTicket(copy_stream, file, offset, sources)
                 self._lane_tickets.append(ticket)
             tickets.append(ticket)
-            if self.disk_bytes and lane is None:
+            if self.disk_bytes and copy_stream is None:
                 self._gone[id(ticket)] += [
                     (addresses[n] + begin, count) for n, begin, count in runs if n not in views
                 ]
@@ -243,6 +263,7 @@ class Snapshot:
                 _wait_copied(ticket)
         for key in waited:
             self._check_versions(self._versions.pop(key, []))
+            self._alive.pop(key, None)
         if waited:
             self.stall_s += time.perf_counter() - begun
 
@@ -257,6 +278,7 @@ class Snapshot:
         with self._lock:
             self._closed = True
             self._waiting.clear()
+        self._alive.clear()
         for noted in self._versions.values():
             self._check_versions(noted)
         self._versions.clear()
@@ -332,6 +354,10 @@ class _Small:
             gather(self._memory.data_ptr(), np.array(self._segments, dtype=np.int64))
             self._segments = []
 
+    def forget(self) -> None:
+        """Forgets the tensors; what was copied stays."""
+        self._tensors, self._places = [], {}
+
     def address_of(self, source: Tensor) -> int:
         """Returns the address of a tensor's copy, or of the tensor where it has none."""
         place = self._places.get(id(source))
@@ -343,7 +369,7 @@ class _Small:
         return source if place is None else self._memory[place : place + source.nbytes]
 
 
-def _wait_copied(ticket: Ticket | LaneTicket) -> None:
+def _wait_copied(ticket: Ticket | CopyTicket) -> None:
     try:
         ticket.wait_copied()
     except GulliverError:

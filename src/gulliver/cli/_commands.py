@@ -189,20 +189,25 @@ def doctor_command(config: DoctorConfig, arguments: list[str]) -> int:
 
 
 def capabilities_command(config: CapabilitiesConfig, arguments: list[str]) -> int:
-    """Prints the table that `HybridParallelPlugin` consults."""
+    """Prints what may be combined: the tables that the plugins consult."""
     from rich.console import Console
     from rich.table import Table
 
     from gulliver.booster.hybrid import DTYPES, HEADER, table
+    from gulliver.parallel import OPTIMIZERS, optimizer_table
 
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-    shown = Table(*HEADER, caption=f"with any tp_size, pp_size and zero_stage; {dtypes}")
-    for row in table():
-        shown.add_row(*row)
     console = Console(markup=False, emoji=False)
-    console.print(shown)
+    for header, rows, caption in (
+        (HEADER, table(), f"with any tp_size, pp_size and zero_stage; {dtypes}"),
+        (OPTIMIZERS, optimizer_table(), "zero_stage=0 gives all of them whole parameters"),
+    ):
+        shown = Table(*header, caption=caption)
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
     console.print(
         "under a memory limit, with a disk behind it (GeminiPlugin, LowLevelZeroPlugin(stage=3, "
-        "memory_limit=...)): whole models of any kind on the data axis, element-wise optimizers"
+        "memory_limit=...)): whole models of any kind on the data axis"
     )
     return 0

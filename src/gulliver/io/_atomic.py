@@ -35,12 +35,14 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path, needed: int = 0) -> Iterator[Path]:
+def atomic_file(path: Path, needed: int = 0, durable: bool = True) -> Iterator[Path]:
     """Yields a temporary path in the folder of `path`, renamed to it when the block ends well.
 
     Args:
         path: file to make or to replace; missing folders are made.
         needed: bytes that will be written; 0 where that is not known.
+        durable: whether to force the file to the disk. A message to another process need not be,
+            and once it has its name that process may move or remove its folder.
 
     Raises:
         GulliverError: the disk is full, or the folder cannot be written. `path` is as it was.
@@ -53,18 +55,20 @@ def atomic_file(path: Path, needed: int = 0) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield partial
-            sync(partial)
+            if durable:
+                sync(partial)
             os.replace(partial, path)
             # The new name is an entry of the folder, which reaches the disk separately.
-            sync(path.parent)
+            if durable:
+                sync(path.parent)
         finally:
             partial.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file, whole or not at all."""
+def write_text(path: Path, text: str, durable: bool = True) -> None:
+    """Writes a text file, whole or not at all; see `atomic_file`."""
     content = text.encode("utf-8")
-    with atomic_file(path, len(content)) as partial:
+    with atomic_file(path, len(content), durable) as partial:
         partial.write_bytes(content)
 
 

@@ -1,7 +1,8 @@
 """Where bytes live: tensors that are used together lie in one contiguous chunk.
 
 Read `_chunk.py` first: the buffers of a chunk. `_prefetch.py` brings chunks ahead of use,
-`_record.py` notes what a step uses when, `_bytes.py` counts.
+`_record.py` notes what a step uses when, `_bytes.py` counts. `_manager.py` keeps objects within a
+limit of memory: `_traffic.py` moves them to and from what `_stores.py` and `_host.py` hold.
 """
 
 from gulliver.memory._activations import ActivationOffload, offload_activations
@@ -33,6 +34,7 @@ from gulliver.memory._claims import (
     storage_of,
 )
 from gulliver.memory._footprint import CudaGauge, Footprint, Gauge, ProcessGauge, StepFootprint
+from gulliver.memory._host import Copier, HostStore
 from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
 from gulliver.memory._malloc import FreedMemory
 from gulliver.memory._manager import Manager
@@ -44,13 +46,14 @@ from gulliver.memory._placed_chunk import LentBuffers, PlacedChunk
 from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
-from gulliver.memory._stores import DiskStore, Store, Transfer, whole_pages
+from gulliver.memory._stores import DiskStore, Store, Transfer, page_aligned, whole_pages
 from gulliver.memory._symbolic import (
     ActivationPeak,
     Kept,
     MemoryPoint,
     StorageCounter,
     activation_peak,
+    block_activations,
     follow_step,
     stand_in_loss,
 )
@@ -76,11 +79,13 @@ __all__ = [
     "Chunk",
     "ChunkLayout",
     "Claim",
+    "Copier",
     "CudaGauge",
     "DiskStore",
     "Footprint",
     "FreedMemory",
     "Gauge",
+    "HostStore",
     "Kept",
     "LentBuffers",
     "Manager",
@@ -109,6 +114,7 @@ __all__ = [
     "add_claim",
     "before_any_write",
     "before_write",
+    "block_activations",
     "drop_claim",
     "follow_step",
     "hide_from_compilers",
@@ -117,6 +123,7 @@ __all__ = [
     "mark_ready",
     "moment_size",
     "offload_activations",
+    "page_aligned",
     "part_of",
     "plan_chunks",
     "reduced_gradient",

@@ -79,7 +79,8 @@ class Chunk:
         self.moments: dict[str, Moment] = {}
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
         self._cuts = layout.cuts()
-        self._shaped = [(n, None if len(s) == 1 else s) for n, s in self.shapes.items()]
+        runs = {slot.name: number for number, slot in enumerate(layout.by_address())}
+        self._shaped = [(n, None if len(s) == 1 else s, runs[n]) for n, s in self.shapes.items()]
         self._gaps = layout.gaps()
         self._gradient_views: dict[str, Tensor] = {}
         self.placed: dict[str, bool] = {}  # written for every parameter: a set would be a call
@@ -271,6 +272,17 @@ class Chunk:
     def _take_gradient_buffer(self) -> Tensor:
         return self.pool.take(self.layout.size, self.dtype, self.device, GRADIENTS)
 
+    def park_gradient(self) -> None:
+        """Lets what was collected leave until it is reduced, where it can."""
+
+    def fetch_gradient(self) -> None:
+        """Brings it back."""
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether what was collected has left."""
+        return False
+
     def place_gradient(self, name: str) -> None:
         """Moves a parameter's first gradient to its place; later ones are added there by autograd.
 
@@ -407,8 +419,8 @@ class Chunk:
         """Cuts a buffer of the chunk's size into tensors of the parameters' shapes."""
         runs = buffer.split_with_sizes(self._cuts)[1::2]
         return {
-            name: run if shape is None else run.view(shape)
-            for (name, shape), run in zip(self._shaped, runs, strict=True)
+            name: runs[number] if shape is None else runs[number].view(shape)
+            for name, shape, number in self._shaped
         }
 
 

@@ -3,6 +3,14 @@
 A chunk is a contiguous buffer that tensors share. It is cut into as many equal parts as there are
 ranks, so a tensor may lie on two parts and more. Tensors and parts begin on multiples of an
 alignment; the gaps, and what the tensors do not fill of the last part, are padding.
+
+[Note: chunks of whole tensors] Some optimizers look at a whole tensor. Then no tensor lies on two
+parts: those of a chunk are dealt out to the parts by size, and every part is as large as the
+fullest, for collectives move equal parts. The obvious way, to keep the size of chunks, would pad
+most of them to a multiple of what they hold: one matrix over eight ranks to eight times. So a chunk
+goes on beyond its size until its tensors fill the parts evenly, and what is left over at the end
+joins the chunk before it. A matrix that is more than a rank's share of the model still pads, as no
+rank can hold less than one tensor.
 """
 
 from __future__ import annotations
@@ -12,6 +20,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gulliver.errors import GulliverError
+from gulliver.solve import balanced_parts
+
+UNEVEN = 4
+"""A chunk of whole tensors grows while more than one part in so many would be padding."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +60,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """The tensors of a chunk in their order, and the chunk's size with padding, in elements."""
+    """The tensors of a chunk in their order, and the chunk's size with padding, in elements.
+
+    Attributes:
+        slots: runs of the tensors, in the order of use, which need not be that in the buffer.
+        size: number of elements.
+        parts: number of shards.
+        whole: whether every tensor lies on one part.
+    """
 
     slots: tuple[Slot, ...]
     size: int
     parts: int
+    whole: bool = False
 
     @property
     def part_size(self) -> int:
@@ -64,16 +84,23 @@ class ChunkLayout:
         """Elements that belong to no tensor."""
         return self.size - sum(slot.numel for slot in self.slots)
 
+    def by_address(self) -> list[Slot]:
+        """Runs of the tensors as they follow each other in the buffer."""
+        return sorted(self.slots, key=lambda slot: (slot.start, slot.end))
+
+    def _edges(self) -> list[int]:
+        runs = (edge for slot in self.by_address() for edge in (slot.start, slot.end))
+        return [0, *runs, self.size]
+
     def gaps(self) -> list[tuple[int, int]]:
         """Beginnings and ends of what belongs to no tensor."""
-        edges = [0, *(edge for slot in self.slots for edge in (slot.start, slot.end)), self.size]
+        edges = self._edges()
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return [(start, end) for start, end in pairs if start < end]
 
     def cuts(self) -> list[int]:
-        """Sizes that cut the chunk into runs: a gap before each tensor, then one at the end."""
-        edges = [0, *(edge for slot in self.slots for edge in (slot.start, slot.end)), self.size]
-        return [end - start for start, end in pairwise(edges)]
+        """Sizes that cut the buffer into runs: a gap before each tensor, then one at the end."""
+        return [end - start for start, end in pairwise(self._edges())]
 
     def pieces(self, part: int) -> list[Piece]:
         """Pieces of tensors that lie on part number `part`, in order."""
@@ -87,7 +114,11 @@ class ChunkLayout:
 
 
 def plan_chunks(
-    tensors: Sequence[tuple[str, int]], capacity: int, parts: int, align: int = 16
+    tensors: Sequence[tuple[str, int]],
+    capacity: int,
+    parts: int,
+    align: int = 16,
+    whole: bool = False,
 ) -> list[ChunkLayout]:
     """Packs tensors in their order into chunks.
 
@@ -97,6 +128,7 @@ def plan_chunks(
         parts: shards that each chunk is cut into.
         align: tensors and shards begin on multiples of so many elements, so that kernels may load
             them in whole vectors.
+        whole: keep every tensor on one part; chunks may be larger then, see the note above.
 
     Returns:
         The chunks, in the order of their tensors; no chunk is empty.
@@ -108,6 +140,8 @@ def plan_chunks(
         raise GulliverError(
             f"chunks need positive sizes, not capacity {capacity}, parts {parts}, align {align}"
         )
+    if whole and parts > 1:
+        return [_dealt(run, parts, align) for run in _even_runs(tensors, capacity, parts, align)]
     layouts: list[ChunkLayout] = []
     slots: list[Slot] = []
     for name, numel in tensors:
@@ -125,6 +159,52 @@ def _layout(slots: Sequence[Slot], parts: int, align: int) -> ChunkLayout:
     # A chunk of empty tensors still has a part for every rank: collectives need something to move.
     size = _rounded(max(slots[-1].end, 1), parts * align)
     return ChunkLayout(tuple(slots), size, parts)
+
+
+def _even_runs(
+    tensors: Sequence[tuple[str, int]], capacity: int, parts: int, align: int
+) -> list[list[tuple[str, int]]]:
+    """Cuts a list of tensors into runs that fill their parts evenly, where there are any."""
+    runs: list[list[tuple[str, int]]] = [[]]
+    held = 0
+    for name, numel in tensors:
+        if runs[-1] and held + numel > capacity and _is_even(runs[-1], parts, align):
+            runs.append([])
+            held = 0
+        runs[-1].append((name, numel))
+        held += _rounded(numel, align)
+    while len(runs) > 1 and not _is_even(runs[-1], parts, align):
+        last = runs.pop()
+        runs[-1] += last
+    return runs if runs[0] else []
+
+
+def _is_even(tensors: Sequence[tuple[str, int]], parts: int, align: int) -> bool:
+    """Whether little is padding once tensors are dealt out to parts."""
+    sizes = [_rounded(numel, align) for _, numel in tensors]
+    held = sum(sizes)
+    if UNEVEN * (parts * max(sizes, default=0) - held) > held:
+        return False  # however they are dealt out: a part has at least the largest
+    return UNEVEN * (parts * max(_loads(sizes, parts)) - held) <= held
+
+
+def _loads(sizes: Sequence[int], parts: int) -> list[int]:
+    loads = [0] * parts
+    for size, part in zip(sizes, balanced_parts(sizes, parts), strict=True):
+        loads[part] += size
+    return loads
+
+
+def _dealt(tensors: Sequence[tuple[str, int]], parts: int, align: int) -> ChunkLayout:
+    """Lays out a chunk in which every tensor lies on one part."""
+    sizes = [_rounded(numel, align) for _, numel in tensors]
+    part_size = max(align, *_loads(sizes, parts))
+    ends = [part * part_size for part in range(parts)]
+    slots = []
+    for (name, numel), size, part in zip(tensors, sizes, balanced_parts(sizes, parts), strict=True):
+        slots.append(Slot(name, ends[part], numel))
+        ends[part] += size
+    return ChunkLayout(tuple(slots), parts * part_size, parts, whole=True)
 
 
 def _rounded(count: int, unit: int) -> int:

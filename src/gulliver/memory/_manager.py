@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.memory._bytes import KINDS, ByteCounter
-from gulliver.memory._claims import before_write
+from gulliver.memory._bytes import ACTIVATIONS, KINDS, ByteCounter
+from gulliver.memory._claims import before_write, before_write_at, storage_of
 from gulliver.memory._history import History
 from gulliver.memory._placed import Placed, Where
 from gulliver.memory._stores import Store, whole_pages
@@ -61,6 +61,11 @@ class Manager:
         if budget < 1 or (ahead is not None and ahead < 0):
             raise GulliverError(f"budget {budget}, ahead {ahead}: a number of bytes is expected")
         self.device, self.store = torch.device(device), store
+        if self.device.type != "cpu" and store is not None and not store.in_stream:
+            raise GulliverError(
+                f"a {store.name} store serves the memory of a CPU machine, not of {self.device}: "
+                "give the host memory behind it (HostStore)"
+            )
         self.counter = ByteCounter()
         self._process, self._lock = os.getpid(), threading.RLock()
         self._core = Replacement(budget, backed=store is not None, ahead=ahead)
@@ -68,7 +73,6 @@ class Manager:
         self._history = History()
         self._placed: dict[int, Placed] = {}
         self._lent: dict[int, Tensor] = {}
-        self._mapped: dict[int, Tensor] = {}
         self._number = self._total = 0
         self._closed = False
 
@@ -105,11 +109,11 @@ class Manager:
             GulliverError: there is no room for it; nothing was changed.
         """
         with self._entered():
-            if kind not in KINDS:
+            if kind not in (*KINDS, ACTIVATIONS):
                 raise GulliverError(f"kind {kind!r} of {name}: one of {', '.join(KINDS)}")
             placed = Placed(name, kind, numel, dtype, number=self._number)
             self._check_total(placed)
-            self._traffic.tell()
+            self._tell()
             self._number += 1
             actions = self._core.add(placed.number, name, placed.size, value is not None)
             self._placed[placed.number] = placed
@@ -151,7 +155,7 @@ class Manager:
         """
         with self._entered():
             self._check(placed)
-            self._traffic.tell()
+            self._tell()
             stored = self._core.is_stored(placed.number)
             actions = self._core.use(placed.number, write, fresh)
             self._history.event("use", placed)
@@ -196,26 +200,28 @@ class Manager:
     def view(self, placed: Placed, write: bool = False) -> Tensor:
         """Shows the content of an object wherever it lies, without making room for it.
 
-        The tensor is good until the object is used again, or others need its memory: copy from it,
-        or hold a read lock (`Claim`) on it.
+        The tensor is good until the object is used again, or room is made for others. What a
+        checkpoint copies from it in the background is waited for before its place is written.
 
         Args:
-            placed: object to look at.
-            write: whether its content will be changed.
+            placed: object to show.
+            write: whether its content will be overwritten as a whole, before anything else is used.
         """
         with self._entered():
             self._check(placed)
-            if placed.where is Where.LEAVING or (write and placed.where is not Where.AWAY):
-                self._traffic.settle(placed)
-            if placed.where is Where.HERE:
-                assert placed.tensor is not None
-                if write:
-                    self._core.changed(placed.number)
-                    self._written(placed)
-                return placed.tensor
-            if placed.offset is None:
-                return self._zeros(placed, write)
-            return self._from_store(placed)
+            if write:
+                if placed.where is not Where.AWAY:
+                    self._traffic.settle(placed)
+                self._make_writable(placed)
+            if placed.where in (Where.HERE, Where.LEAVING):
+                assert placed.memory is not None
+                return placed.memory[: placed.nbytes].view(placed.dtype)
+            if placed.offset is None:  # one zero stands for all
+                return torch.zeros((), dtype=placed.dtype, device=self.device).expand(placed.numel)
+            assert self.store is not None
+            shown = self.store.mapped(placed.offset, placed.size)
+            placed.shown.add(storage_of(shown))
+            return shown[: placed.nbytes].view(placed.dtype)
 
     # Loans, budget, steps
 
@@ -226,7 +232,7 @@ class Manager:
             GulliverError: as for `use`.
         """
         with self._entered():
-            self._traffic.tell()
+            self._tell()
             nbytes = numel * dtype.itemsize
             size = whole_pages(nbytes)
             actions = self._core.lend(size, f"a buffer of {kind}")
@@ -261,7 +267,6 @@ class Manager:
             GulliverError: less than what is in use now; nothing was changed.
         """
         with self._entered():
-            self._traffic.tell()
             actions = self._core.set_budget(nbytes)
             self._traffic.budget = nbytes
             self._history.event("budget", nbytes)
@@ -329,6 +334,14 @@ class Manager:
                 raise GulliverError("this memory manager is closed")
             yield
 
+    def _tell(self) -> None:
+        """Raises what went wrong behind, unless there is room now for what could not be written."""
+        for placed in self._traffic.unwritten():
+            if self._core.restore(placed.number):
+                self._traffic.keep(placed)
+                self._free(placed)
+        self._traffic.tell()
+
     def _check(self, placed: Placed) -> None:
         if self._placed.get(placed.number) is not placed:
             raise GulliverError(f"{placed.name} is not an object of this memory manager")
@@ -367,28 +380,29 @@ class Manager:
             before_write([placed.tensor])
         self._free(placed)
 
+    def _make_writable(self, placed: Placed) -> None:
+        """Gives an object a place to be filled at; nothing leaves the fast tier for it."""
+        self._wait_shown(placed)
+        if placed.where is Where.HERE:
+            self._core.changed(placed.number)
+            self._written(placed)
+        elif self.store is None:
+            with self.using(placed, fresh=True):
+                pass
+        elif placed.offset is None:
+            placed.offset = self.store.allocate(placed.size)
+            self._core.keep(placed.number)
+
     def _free(self, placed: Placed) -> None:
         if placed.offset is None:
             return
         assert self.store is not None
-        shown = self._mapped.pop(placed.number, None)
-        if shown is not None:
-            before_write([shown])  # a snapshot may still be reading it
+        self._wait_shown(placed)
         self.store.free(placed.offset, placed.size)
         placed.offset = None
 
-    def _zeros(self, placed: Placed, write: bool) -> Tensor:
-        """Shows an object that has no content: one zero, unless it is to be written."""
-        if not write:
-            return torch.zeros((), dtype=placed.dtype, device=self.device).expand(placed.numel)
-        tensor = self.use(placed, write=True)
-        self.done(placed)
-        return tensor
-
-    def _from_store(self, placed: Placed) -> Tensor:
-        assert self.store is not None
-        assert placed.offset is not None
-        shown = self._mapped.get(placed.number)
-        if shown is None:
-            shown = self._mapped[placed.number] = self.store.mapped(placed.offset, placed.size)
-        return shown[: placed.nbytes].view(placed.dtype)
+    def _wait_shown(self, placed: Placed) -> None:
+        """Waits for who still reads what was shown of the store."""
+        if placed.shown:
+            before_write_at(placed.shown)
+            placed.shown.clear()

@@ -36,6 +36,7 @@ LEGAL_WAYS = (
     (Where.HERE, Where.LEAVING),
     (Where.HERE, Where.AWAY),  # the store has its content, or nobody needs it
     (Where.LEAVING, Where.AWAY),
+    (Where.LEAVING, Where.HERE),  # it could not be written, and there is room for it
 )
 HELD = (Where.ARRIVING, Where.HERE, Where.LEAVING)
 """Where an object has memory of the fast tier."""
@@ -55,7 +56,8 @@ class Placed:
         number: number by which decisions name it.
         where: where it is on its way.
         memory: whole pages of the fast tier that it holds.
-        offset: offset of its content in the store.
+        offset: offset of its content in the store; None where the store has not got it.
+        shown: addresses at which this place has been shown; a checkpoint may be copying from there.
         transfer: transfer under way.
         reads: whether there is something to read when it comes.
         zero: whether its memory is filled with zeros when it comes.
@@ -70,6 +72,7 @@ class Placed:
     where: Where = Where.AWAY
     memory: Tensor | None = field(default=None, repr=False)
     offset: int | None = field(default=None, repr=False)
+    shown: set[int] = field(default_factory=set, repr=False)
     transfer: Transfer | None = field(default=None, repr=False)
     reads: bool = field(default=False, repr=False)
     zero: bool = field(default=False, repr=False)

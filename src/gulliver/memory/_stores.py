@@ -33,6 +33,7 @@ NETWORK = frozenset(
     }
 )
 """File systems whose disk is another machine's."""
+MOUNTS = "/proc/self/mounts"
 IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 """File systems whose disk is memory."""
 
@@ -231,8 +232,8 @@ class _Opened:
     def __init__(self, folder: Path, capacity: int, engine: Engine | None) -> None:
         self.under_way: set[DiskTransfer] = set()
         self._process = os.getpid()
-        self._own = () if engine else (_engine(), _engine())
-        self.reader, self.writer = (engine, engine) if engine else self._own
+        self.reader, self.writer = (engine, engine) if engine else (_engine(), _engine())
+        self._own = () if engine else (self.reader, self.writer)
         path = folder / f".gulliver-{os.getpid()}-{secrets.token_hex(6)}{PARTIAL}"
         try:
             self.target: File = self.writer.create(path, capacity)
@@ -288,10 +289,10 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _file_system(folder: Path, mounts: str = "/proc/self/mounts") -> str:
+def _file_system(folder: Path) -> str:
     """Returns the kind of file system that a folder lies on; empty where that is not known."""
     try:
-        lines = Path(mounts).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path(MOUNTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
     path, best, kind = str(folder.resolve()), -1, ""

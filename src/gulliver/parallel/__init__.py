@@ -17,6 +17,7 @@ from gulliver.parallel._optimizer import (
     persistent_buffers,
 )
 from gulliver.parallel.zero import (
+    OPTIMIZERS,
     BucketTuner,
     BufferSync,
     ZeroOptimizer,
@@ -24,10 +25,13 @@ from gulliver.parallel.zero import (
     check_optimizer,
     check_trainable,
     is_boosted,
-    state_tensors,
+    needs_whole,
+    optimizer_table,
+    state_sizes,
 )
 
 __all__ = [
+    "OPTIMIZERS",
     "Along",
     "BoostedOptimizer",
     "BucketTuner",
@@ -48,8 +52,10 @@ __all__ = [
     "mix",
     "named_groups",
     "named_trainables",
+    "needs_whole",
+    "optimizer_table",
     "own_loss",
     "persistent_buffers",
-    "state_tensors",
+    "state_sizes",
     "word_of",
 ]

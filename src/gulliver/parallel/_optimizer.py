@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import gather_objects, guard
+from gulliver.comm import gather_objects, guard, sent_bytes
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, region_of
 
@@ -109,6 +109,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         names: a tied parameter that lies in another stage, too, has the same name in both: the one
             that it has in the whole model.
         stepped_at: moments at which the last steps ended.
+        sent_at: bytes that this process had sent at these moments.
         most_gradients: bytes of gradients when the first steps ended, at most.
         spreads_state: whether the state lies with several ranks, element by element; else every
             rank has all of it, of whatever kinds and shapes.
@@ -136,6 +137,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self._frozen = [p for p in stepped if p not in self.names]
         self._homes: list[tuple[nn.Module, str, nn.Parameter]] = []
         self.stepped_at: deque[float] = deque(maxlen=TIMED_STEPS)
+        self.sent_at: deque[int] = deque(maxlen=TIMED_STEPS)
         self.most_gradients = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -211,6 +213,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             # Only now are all of them where they were reduced to.
             self.most_gradients = max(self.most_gradients, self.gradient_bytes())
         self.stepped_at.append(time.perf_counter())
+        self.sent_at.append(sent_bytes())
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients that this rank holds now."""
@@ -282,39 +285,26 @@ class BoostedOptimizer(torch.optim.Optimizer):
             n: dict(self.inner.state[p]) for p, n in self.names.items() if p in self.inner.state
         }
 
-    def import_state(
-        self,
-        state: State,
-        others: Mapping[Any, Any] | None = None,
-        exact: Collection[str] = (),
-    ) -> None:
-        """Takes over what `export_state` and `other_state` gave, at any world size.
-
-        Args:
-            state: whole tensors and counters, by parameter name.
-            others: state of no parameter; None leaves what there is.
-            exact: names that are known to be of parameters of the same shape and dtype. Where the
-                state is not spread over ranks, that of the others has to be of their shapes.
-
-        Raises:
-            GulliverError: it is of other parameters, or of parameters of other shapes or dtypes.
-        """
-        known = {name: p for p, name in self.names.items()}
-        for name, entries in state.items():
-            if name not in known:
-                raise GulliverError(
-                    f"the optimizer state holds {name!r}, which is not trained here"
-                )
-            if not self.has_whole_state or name not in exact:
-                _check_entries(name, entries, known[name], self.state_dtype(known[name]))
-        self._import_state(state, others, exact)
-
     def take_state(self, state: State, others: Mapping[Any, Any], exact: Collection[str]) -> None:
         """Takes over state that was checked, where it is not spread over ranks.
 
-        What is not `exact` is turned to the dtype of its parameter.
+        Args:
+            state: whole tensors and counters, by parameter name.
+            others: state of no parameter.
+            exact: names of parameters whose state keeps its dtype; that of the others is turned to
+                the dtype of the parameter.
         """
-        self._import_state(state, others, exact)
+        trained = self.inner.state_dict()
+        numbers = {p: n for n, p in enumerate(q for g in self.param_groups for q in g["params"])}
+        mine = {numbers[p]: state[n] for p, n in self.names.items() if n in state}
+        trained["state"] = {**mine, **others}
+        # torch's own loader places every entry where the optimizer wants it.
+        self.inner.load_state_dict(trained)
+        for parameter, name in self.names.items():
+            if name in state and name in exact:
+                # It also turns numbers to the parameter's dtype, which may have fewer bits.
+                found = self.inner.state[parameter]
+                found.update({k: _unrounded(v, state[name].get(k)) for k, v in found.items()})
 
     def state_dtype(self, parameter: Tensor) -> torch.dtype:
         """Dtype of the state that belongs to a parameter."""
@@ -322,7 +312,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     @property
     def has_whole_state(self) -> bool:
-        """Whether every rank has all state of each parameter, of whatever shape that is."""
+        """Whether state of a parameter is whole where it is, of whatever shape that is."""
         return not self.spreads_state
 
     def other_state(self) -> State:
@@ -340,22 +330,6 @@ class BoostedOptimizer(torch.optim.Optimizer):
                 "state of each element can be saved here; TorchDDPPlugin saves any"
             )
         return found
-
-    def _import_state(
-        self, state: State, others: Mapping[Any, Any] | None, exact: Collection[str]
-    ) -> None:
-        trained = self.inner.state_dict()
-        numbers = {p: n for n, p in enumerate(q for g in self.param_groups for q in g["params"])}
-        kept = self.other_state() if others is None else others
-        mine = {numbers[p]: state[n] for p, n in self.names.items() if n in state}
-        trained["state"] = {**mine, **kept}
-        # torch's own loader places every entry where the optimizer wants it.
-        self.inner.load_state_dict(trained)
-        for parameter, name in self.names.items():
-            if name in state and name in exact:
-                # It also turns numbers to the parameter's dtype, which may have fewer bits.
-                found = self.inner.state[parameter]
-                found.update({k: _unrounded(v, state[name].get(k)) for k, v in found.items()})
 
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
         """The model's state as far as this rank has it, by the names of its `state_dict`."""
@@ -435,19 +409,6 @@ def _unrounded(loaded: Any, saved: Any) -> Any:
         pairs = zip(loaded, saved, strict=True)
         return type(loaded)(_unrounded(value, other) for value, other in pairs)
     return loaded
-
-
-def _check_entries(
-    name: str, entries: Mapping[str, Any], parameter: Tensor, dtype: torch.dtype
-) -> None:
-    for key, value in entries.items():
-        if value is None or is_counter(key, value, parameter):
-            continue
-        if value.shape != parameter.shape or value.dtype != dtype:
-            raise GulliverError(
-                f"the optimizer state of {name!r} does not fit: {key} is {tuple(value.shape)} "
-                f"{value.dtype}, the parameter {tuple(parameter.shape)} {dtype}"
-            )
 
 
 def named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

@@ -1,19 +1,22 @@
 """Pure algorithms on plain numbers: no torch, no files, no clocks.
 
-Each file is an answer to one question: where to cut a pipeline (`_chain.py`), where a block of
-memory goes (`_extents.py`), what a fast tier of memory keeps (`_replacement.py`; the plan
-for it: `_residency.py`), how long a step of ZeRO takes (`_timeline.py`), which sizes to try
+Each file is an answer to one question: what becomes of activations (`_activations.py`), where to
+cut a pipeline (`_chain.py`), who gets which of several things (`_balance.py`), where a block of
+memory goes (`_extents.py`), what a fast tier of memory keeps (`_replacement.py`; the plan for it:
+`_residency.py`), how long a step of ZeRO takes (`_timeline.py`), which sizes to try
 (`_unimodal.py`).
 """
 
 from gulliver.solve._activations import (
     ActivationChoice,
     BlockActivations,
+    Choice,
     PassCosts,
     activations_peak,
     choose_activations,
     least_room,
 )
+from gulliver.solve._balance import balanced_parts
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._cycle import Cycle, Event
 from gulliver.solve._extents import PAGE, Extents, size_class
@@ -41,6 +44,7 @@ __all__ = [
     "ActivationChoice",
     "BlockActivations",
     "ChainPartition",
+    "Choice",
     "Cycle",
     "Event",
     "Extents",
@@ -54,6 +58,7 @@ __all__ = [
     "Residency",
     "StepTimes",
     "activations_peak",
+    "balanced_parts",
     "chain_times",
     "choose_activations",
     "count_moves",

@@ -242,7 +242,8 @@ class Cycle:
         length = gap.end - gap.begin
         lag = bisect_right(traffic, traffic[gap.begin + 1] + margin) - 1 - gap.begin
         last = gap.end + self.length  # of the second repetition, so that there is one before
-        lead = last - bisect_left(traffic, traffic[last] - margin)
+        # With itself no more than the margin is on its way, but one object always is.
+        lead = last - bisect_left(traffic, traffic[last] - max(margin - gap.nbytes, 0))
         return (min(lag, length) if changes else 0), (min(lead, length) if gap.read else 0)
 
     def _without(

@@ -175,6 +175,15 @@ class Replacement:
                 actions.append(self._leave(found, key, "not needed for long"))
         return actions + self._look_ahead()
 
+    def restore(self, key: Hashable) -> bool:
+        """Puts back what was to leave and could not be written; False where there is no room."""
+        found = self._objects[key]
+        if self.used + found.nbytes > self.budget:
+            return False
+        found.stored = False
+        self._enter(found)
+        return True
+
     def undo(self, key: Hashable, stored: bool, arrived: bool) -> None:
         """Takes back a use that failed before the object was there.
 
@@ -194,6 +203,10 @@ class Replacement:
         if self._record and self._record[-1][:2] == ("use", key):
             self._record.pop()
 
+    def keep(self, key: Hashable) -> None:
+        """Says that the tier behind was given the content of an object that is not here."""
+        self._objects[key].stored = True
+
     def changed(self, key: Hashable) -> None:
         """Says that an object in the fast tier was changed without a use."""
         self._objects[key].stored = False
@@ -205,10 +218,6 @@ class Replacement:
             raise GulliverError(f"{found.name} is in use and cannot be discarded before done()")
         self._note(Event("discard", key))
         return self._forget(found, key) + self._look_ahead()
-
-    def keep(self, key: Hashable) -> None:
-        """Notes that the tier behind has an object's content, and the fast tier has not."""
-        self._objects[key].stored = True
 
     def lend(self, nbytes: int, name: str) -> list[Action]:
         """Makes room for memory that is no object's.
@@ -248,8 +257,12 @@ class Replacement:
             self.budget = before
             raise
         cycle = self.cycle
+        # Between steps it holds for all of the next; within one it may come back every time.
         expected = cycle is not None and cycle.after(Event("budget", 0), 0) is not None
-        self._note(Event("budget", nbytes))
+        if self._record:
+            self._note(Event("budget", nbytes))
+        else:
+            expected = False
         if nbytes != before and cycle is not None and not expected:
             self._begun = nbytes, *self._begun[1:]  # for good, as far as one can know
             self._plan(cycle.events)

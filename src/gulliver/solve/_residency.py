@@ -173,7 +173,7 @@ class _Problem:
             while usage[now] > self.room[now]:
                 victim = self._farthest(keep, now)
                 keep[victim] = False
-                self._change(usage, victim, -self.size[victim])
+                self._change(usage, victim, -float(self.size[victim]))
         return keep
 
     def _farthest(self, keep: Flags, now: int) -> int:
@@ -209,11 +209,11 @@ class _Problem:
         """Keeps all of some gaps, or none."""
         taken = []
         for number in wanted:
-            self._change(slack, number, -self.size[number])
+            self._change(slack, number, -float(self.size[number]))
             taken.append(number)
             if self._least(slack, number) < 0:
                 for undone in taken:
-                    self._change(slack, undone, self.size[undone])
+                    self._change(slack, undone, float(self.size[undone]))
                 return
         keep[wanted] = True
 

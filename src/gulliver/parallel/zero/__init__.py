@@ -2,11 +2,14 @@
 
 from gulliver.parallel.zero._elementwise import (
     ELEMENTWISE,
+    OPTIMIZERS,
     check_by_chunk,
     check_optimizer,
     check_trainable,
     is_boosted,
-    state_tensors,
+    needs_whole,
+    optimizer_table,
+    state_sizes,
 )
 from gulliver.parallel.zero._memory import ChunkBytes, held_bytes
 from gulliver.parallel.zero._optimizer import ZeroOptimizer, export_leaves, import_leaves
@@ -18,6 +21,7 @@ from gulliver.parallel.zero._tuner import BucketTuner, Stage, Tuning
 __all__ = [
     "ELEMENTWISE",
     "IN_FLIGHT",
+    "OPTIMIZERS",
     "BucketTuner",
     "BufferSync",
     "ChunkBytes",
@@ -32,7 +36,9 @@ __all__ = [
     "held_bytes",
     "import_leaves",
     "is_boosted",
+    "needs_whole",
+    "optimizer_table",
     "ordered_layouts",
     "shard_dtype",
-    "state_tensors",
+    "state_sizes",
 ]

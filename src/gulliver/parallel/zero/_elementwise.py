@@ -1,12 +1,14 @@
 """Tells which optimizers may step shards, slices of tensors, or whole parameters only.
 
-Torch's element-wise optimizers step anything. Others are right where they get what they would get
-in one process: every parameter whole, all of them in one call.
+Torch's element-wise optimizers step anything. Muon and Adafactor look at one whole parameter at a
+time: they are sharded by whole parameters. Others are right where they get what they would get in
+one process: every parameter whole, all of them in one call; or the user says what they look at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError
 
 Group = Mapping[str, Any]
+Shape = Sequence[int]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ELEMENTWISE: dict[str, Callable[[Group], int]] = {
     "ASGD": lambda group: 1,
@@ -31,14 +34,49 @@ ELEMENTWISE: dict[str, Callable[[Group], int]] = {
 }
 """Optimizers of torch that may be sharded, and their state tensors per parameter of a group."""
 
-WHOLE_TENSOR = {
-    "Adafactor": "it factors whole matrices: use AdamW",
-    "Muon": "it orthogonalises whole matrices: use AdamW",
+
+def _factors(shape: Shape) -> list[int]:
+    """Elements of Adafactor's second moment: factors over the last two dims, or all of a vector."""
+    return [prod(shape[:-1]), prod((*shape[:-2], shape[-1]))] if len(shape) > 1 else [prod(shape)]
+
+
+PER_PARAMETER: dict[str, tuple[str, Callable[[Group, Shape], list[int]]]] = {
+    "torch.optim.Adafactor": ("factors", lambda group, shape: _factors(shape)),
+    "torch.optim.Muon": ("orthogonalises", lambda group, shape: [prod(shape)]),
+    "transformers.optimization.Adafactor": (
+        "factors",
+        lambda group, shape: [prod(shape)] * (group["beta1"] is not None) + _factors(shape),
+    ),
 }
+"""Optimizers that look at one whole parameter at a time: what they do with matrices, and the
+elements of each state tensor for a parameter of a shape. They write their state in place."""
 NEVER = {
     "LBFGS": "it needs closures and a history of whole gradients: use AdamW",
     "SparseAdam": "it needs sparse gradients: use AdamW",
 }
+
+
+OPTIMIZERS = ("optimizers", "zero_stage 1 and up cuts", "tp_size", "pp_size")
+
+
+def optimizer_table() -> list[tuple[str, ...]]:
+    """Lists how optimizers run, a row for each kind under `OPTIMIZERS`; stage 0 takes all of them.
+
+    What `check_optimizer` refuses is not in it.
+    """
+    packages = [(name.split(".")[0], name.rpartition(".")[2]) for name in PER_PARAMETER]
+    return [
+        (", ".join(ELEMENTWISE), "anywhere", "any", "any"),
+        (
+            ", ".join(f"{name} of {package}" for package, name in packages),
+            "between parameters",
+            "1",
+            "any",
+        ),
+        ("others, with assume_elementwise=True", "anywhere", "any", "any"),
+        ("others, with assume_per_parameter=True", "between parameters", "1", "any"),
+        ("others", "refused", "1", "1"),
+    ]
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -46,10 +84,27 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return _is_torchs(optimizer) and type(optimizer).__name__ in ELEMENTWISE
 
 
+def is_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known to update every parameter by that parameter alone."""
+    return _full_name(optimizer) in PER_PARAMETER
+
+
+def steps_by_chunk(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it may step some parameters in one call and some in the next, with state in place."""
+    return is_elementwise(optimizer) or is_per_parameter(optimizer)
+
+
+def needs_whole(optimizer: torch.optim.Optimizer, assume_elementwise: bool) -> bool:
+    """Whether it has to have whole parameters."""
+    known = is_elementwise(optimizer) or assume_elementwise
+    return is_per_parameter(optimizer) or not known
+
+
 def check_optimizer(
     optimizer: torch.optim.Optimizer,
     stage: int,
     assume_elementwise: bool = False,
+    assume_per_parameter: bool = False,
     tp_size: int = 1,
     pp_size: int = 1,
 ) -> None:
@@ -58,7 +113,8 @@ def check_optimizer(
     Args:
         optimizer: optimizer of the user.
         stage: stage of ZeRO; from 1 on each rank steps shards.
-        assume_elementwise: take the user's word for an optimizer that is not known.
+        assume_elementwise: take the user's word that it looks at single elements.
+        assume_per_parameter: take the user's word that it looks at single parameters.
         tp_size: ranks that share each tensor, of which each steps slices.
         pp_size: stages, of which each steps its own parameters only.
 
@@ -68,25 +124,28 @@ def check_optimizer(
     name = type(optimizer).__name__
     if _is_torchs(optimizer) and name in NEVER:
         raise GulliverError(f"ZeRO cannot run {name}: {NEVER[name]}, or {name} without gulliver")
-    if is_elementwise(optimizer) or assume_elementwise:
+    if assume_elementwise and assume_per_parameter:
+        raise GulliverError(
+            "assume_elementwise=True lets parameters be cut, assume_per_parameter=True keeps them "
+            "whole: give one of them"
+        )
+    if not needs_whole(optimizer, assume_elementwise):
         return
-    known = _is_torchs(optimizer) and name in WHOLE_TENSOR
-    if stage > 0 and known:
-        raise GulliverError(
-            f"ZeRO cannot shard {name}: {WHOLE_TENSOR[name]}, or {name} with stage 0, which gives "
-            "it whole parameters"
-        )
-    if tp_size > 1 and known:
-        raise GulliverError(
-            f"tp_size={tp_size} gives {name} slices of tensors: {WHOLE_TENSOR[name]}, or {name} "
-            "with tp_size=1"
-        )
-    if max(stage, tp_size - 1) > 0 or (pp_size > 1 and not known):
+    if is_per_parameter(optimizer) or assume_per_parameter:
+        if tp_size > 1:
+            verb, _ = PER_PARAMETER.get(_full_name(optimizer), ("is said to look at", None))
+            raise GulliverError(
+                f"tp_size={tp_size} gives {name} slices of tensors: it {verb} whole matrices: use "
+                f"AdamW, or {name} with tp_size=1"
+            )
+        return
+    if stage > 0 or tp_size * pp_size > 1:
         whole = "stage 0" if tp_size * pp_size == 1 else "stage 0, tp_size=1 and pp_size=1"
         raise GulliverError(
             f"ZeRO does not know whether {name} updates each element by itself: if it does, say "
-            f"assume_elementwise=True to the plugin; {whole} gives it all parameters whole; "
-            f"known: {', '.join(ELEMENTWISE)}"
+            "assume_elementwise=True to the plugin, or assume_per_parameter=True if it updates "
+            f"each parameter by itself; {whole} gives it all parameters whole; "
+            f"known: {', '.join(ELEMENTWISE)}, Adafactor, Muon"
         )
 
 
@@ -106,11 +165,11 @@ def check_by_chunk(
     """
     if tiered and stage != 3:
         raise GulliverError(f"tiers of memory need stage 3, which shards parameters, not {stage}")
-    if (tiered or step_in_backward) and not is_elementwise(optimizer):
+    if (tiered or step_in_backward) and not steps_by_chunk(optimizer):
         what = "a memory limit" if tiered else "step_in_backward"
         raise GulliverError(
             f"{what} steps chunk by chunk, which {type(optimizer).__name__} may not allow: use one "
-            f"of {', '.join(ELEMENTWISE)}"
+            f"of {', '.join(ELEMENTWISE)}, Muon, Adafactor"
         )
 
 
@@ -118,10 +177,20 @@ def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, group: Group) -> int:
-    """State tensors of a parameter's size that a group will keep; 2 where it is unknown."""
+def _full_name(optimizer: torch.optim.Optimizer) -> str:
+    kind = type(optimizer)
+    return ".".join([*kind.__module__.split(".")[:2], kind.__name__])
+
+
+def state_sizes(optimizer: torch.optim.Optimizer, group: Group, shape: Shape) -> tuple[int, ...]:
+    """Elements of each tensor that a group will keep for a parameter, or for a piece of one.
+
+    Where that is not known, it is taken for two tensors of the parameter's size.
+    """
+    if is_per_parameter(optimizer):
+        return tuple(PER_PARAMETER[_full_name(optimizer)][1](group, shape))
     count = ELEMENTWISE.get(type(optimizer).__name__)
-    return 2 if count is None else count(group)
+    return (prod(shape),) * (2 if count is None else count(group))
 
 
 def is_boosted(parameter: Tensor) -> bool:

@@ -84,7 +84,6 @@ class InBackward:
             raise
         finally:
             reducer.sent = None
-            self._sent.clear()
             self._updates.end()
 
     def reduced(self, sharded: ShardedChunk) -> None:
@@ -142,6 +141,8 @@ class InBackward:
             GulliverError: an option of a group was changed since.
         """
         self._check_options()
+        while self._sent:
+            self._sent.popleft()[2].wait()  # the vote of the step says the same
         if self._shards.stage == 3:
             self._shards.gatherer.release_all()
         if not self._options:
@@ -151,7 +152,8 @@ class InBackward:
             for sharded, number in self._numbers.items():
                 self._prepare(sharded)
                 self._updates.step([number], used)
-                self._shards.reducer.use_up(sharded)
+                if sharded.gradient_shard is not None:
+                    self._shards.reducer.use_up(sharded)
             self._hooks.close()
         finally:
             self._updates.end()
@@ -199,4 +201,5 @@ class InBackward:
     def _forget(self) -> None:
         self.begun = False
         self._numbers, self._options = {}, {}
+        self._sent.clear()
         self._hooks.pop_all()

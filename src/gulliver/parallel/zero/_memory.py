@@ -19,13 +19,14 @@ from gulliver.memory import (
     OPTIMIZER_STATE,
     PARAMETERS,
     ByteCounter,
+    Manager,
     Pass,
     Prefetcher,
     Presence,
     Resident,
     moment_size,
 )
-from gulliver.parallel.zero._elementwise import state_tensors
+from gulliver.parallel.zero._elementwise import state_sizes
 from gulliver.parallel.zero._reducer import IN_FLIGHT
 from gulliver.parallel.zero._shards import ShardedState
 
@@ -52,7 +53,7 @@ class ChunkBytes:
 
 
 def predicted(shards: ShardedState) -> dict[str, int]:
-    """Bytes that a rank will hold of what it has, see `held_bytes`."""
+    """Bytes that a rank will hold of what it has, see `held_bytes`; with tiers, in the fast one."""
     record = shards.gatherer.record
     chunks = [
         ChunkBytes(
@@ -66,7 +67,18 @@ def predicted(shards: ShardedState) -> dict[str, int]:
     ]
     events = record.events if record.complete else None
     options = shards.stage, shards.parts, shards.ahead, _state_bytes(shards)
-    return held_bytes(chunks, *options, events)
+    found = held_bytes(chunks, *options, events)
+    return found if shards.manager is None else _within(found, shards.manager)
+
+
+def _within(found: dict[str, int], manager: Manager) -> dict[str, int]:
+    """What of it a manager has in the fast tier: all, or as much as fits, by what it has seen."""
+    total = sum(found.values())
+    if total <= manager.budget:
+        return found
+    if manager.stats()["steps"]:
+        return dict(manager.counter.fullest)
+    return {kind: nbytes * manager.budget // total for kind, nbytes in found.items()}
 
 
 def held_bytes(
@@ -124,6 +136,7 @@ class _Replay:
         self, chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int, state: int
     ) -> None:
         self.stage, self.counter = stage, ByteCounter()
+        self.in_flight = IN_FLIGHT if parts > 1 else 0
         presence = Presence.ABSENT if stage == 3 else Presence.WHOLE
         self.chunks = [
             _Imagined(
@@ -202,7 +215,7 @@ class _Replay:
         if not chunk.handed:
             self.counter.add(GRADIENTS, chunk.shard)
         self.flying.append(chunk)
-        if self.stage >= 2 and len(self.flying) > IN_FLIGHT:
+        if self.stage >= 2 and len(self.flying) > self.in_flight:
             self.land(self.flying.popleft())
 
     def land(self, chunk: _Imagined) -> None:
@@ -258,10 +271,10 @@ def _ordinary(chunks: Sequence[ChunkBytes]) -> Iterator[Event]:
 def _state_bytes(shards: ShardedState) -> int:
     """Bytes of the optimizer's state, as it will lie in the buffers of chunks."""
     groups = shards.inner.param_groups
-    kept = [state_tensors(shards.inner, group) for group in groups]
     total = 0
     for sharded in shards.chunks:
-        for number in range(max(kept, default=0)):
-            sizes = [p.numel for p, _ in sharded.pieces if kept[shards.group_of(p.name)] > number]
-            total += moment_size(sizes) * sharded.chunk.home.dtype.itemsize
+        for piece, owned in sharded.pieces:
+            group = groups[shards.group_of(piece.name)]
+            sizes = state_sizes(shards.inner, group, owned.shape)
+            total += moment_size(sizes) * owned.dtype.itemsize
     return total

@@ -11,7 +11,7 @@ are stepped one after the other is told in `_updates.py`, and how during backwar
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -25,7 +25,12 @@ from gulliver.errors import GulliverError
 from gulliver.memory import ByteCounter, Manager, before_write
 from gulliver.parallel._optimizer import BoostedOptimizer, Leaf, Saved, State
 from gulliver.parallel.zero import _saved
-from gulliver.parallel.zero._elementwise import check_by_chunk, check_optimizer, check_trainable
+from gulliver.parallel.zero._elementwise import (
+    check_by_chunk,
+    check_optimizer,
+    check_trainable,
+    needs_whole,
+)
 from gulliver.parallel.zero._gatherer import Gatherer
 from gulliver.parallel.zero._hooks import watch_calls
 from gulliver.parallel.zero._in_backward import InBackward
@@ -60,6 +65,8 @@ class ZeroOptimizer(BoostedOptimizer):
         max_norm: global norm that gradients are clipped to in every step; infinite for none.
         group: process group to shard over; None for all ranks.
         assume_elementwise: whether to take the user's word for an optimizer that is not known.
+        assume_per_parameter: whether to take the user's word that it looks at one parameter at a
+            time; then it is sharded by whole parameters, as Muon and Adafactor are.
         frozen: parameters of the model that are not trained, with their names; stage 3 shards them.
         ahead: chunks that stage 3 gathers ahead of the one in use.
         overlap: False waits for every collective at once; for comparison, with the same results.
@@ -89,9 +96,10 @@ class ZeroOptimizer(BoostedOptimizer):
         overlap: bool = True,
         manager: Manager | None = None,
         step_in_backward: bool = False,
+        assume_per_parameter: bool = False,
     ) -> None:
         super().__init__(inner, names)
-        check_optimizer(inner, stage, assume_elementwise)
+        check_optimizer(inner, stage, assume_elementwise, assume_per_parameter)
         check_by_chunk(inner, stage, manager is not None, step_in_backward)
         check_trainable(self.names)
         for parameter in self.names:
@@ -100,8 +108,9 @@ class ZeroOptimizer(BoostedOptimizer):
         exported = super().export_state()
         state = {n: {k: v for k, v in e.items() if v is not None} for n, e in exported.items()}
         sharded = dict(frozen or {}) if stage == 3 else {}
+        whole = needs_whole(inner, assume_elementwise)
         self.shards = ShardedState(
-            inner, self.names, sharded, stage, chunk_bytes, group, ahead, overlap, manager
+            inner, self.names, sharded, stage, chunk_bytes, group, ahead, overlap, manager, whole
         )
         self.max_norm = max_norm
         self.grad_norm: Tensor | None = None
@@ -336,13 +345,14 @@ class ZeroOptimizer(BoostedOptimizer):
             self._tuned = self.gatherer.step
             self.tuner.stepped()
 
-    def _gradients(self, write: bool = False) -> Iterator[Tensor]:
-        """Yields this rank's gradient shards, one after the other."""
+    def _gradients(self, write: bool = False) -> Iterator[tuple[ShardedChunk, Tensor]]:
+        """Yields chunks and this rank's shards of their gradients, one after the other."""
         self._begun.refuse("gradients were clipped or read")
         self._settle()
         self._reducer.land_all()
         for sharded in self.chunks:
-            yield from sharded.gradients(write)
+            for shard in sharded.gradients(write):
+                yield sharded, shard
 
     def clip_grad_by_norm(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`.
@@ -357,14 +367,14 @@ class ZeroOptimizer(BoostedOptimizer):
         self.grad_norm = norm = self._squared_norm().sqrt()
         if math.isfinite(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for shard in self._gradients(write=True):
+            for _, shard in self._gradients(write=True):
                 shard.mul_(scale.to(shard.dtype))
         return norm
 
     def _squared_norm(self) -> Tensor:
         """The squared norm of the mean gradient: a float64 scalar, the same on all ranks."""
         total = torch.zeros((), dtype=torch.float64, device=self.chunks[0].chunk.device)
-        for shard in self._gradients():
+        for _, shard in self._gradients():
             total += torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2
         if self.parts > 1:
             all_reduce(total, "sum", self.group)
@@ -372,7 +382,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def clip_grad_by_value(self, limit: float) -> None:
         """Cuts every element of the mean gradient to [-limit, limit]."""
-        for shard in self._gradients(write=True):
+        for _, shard in self._gradients(write=True):
             shard.clamp_(-limit, limit)
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -404,17 +414,16 @@ class ZeroOptimizer(BoostedOptimizer):
         self.shards.take_writes()
         return gather_state(self.shards, keep)
 
-    def _import_state(
-        self, state: State, others: Mapping[Any, Any] | None, exact: Collection[str]
-    ) -> None:
-        self.shards.take_writes()
-        scatter_state(self.shards, state)
-        self.shards.publish_masters()
-
     @property
     def _writer(self) -> _saved.Writes:
         """Says which names this rank saves, where no rank has the whole model; else None."""
         return None if self.has_whole_model else self.writes
+
+    @property
+    def copy_limit(self) -> int | None:  # type: ignore[override]
+        """Bytes of host memory that saving may take, under a memory limit."""
+        manager = self.shards.manager
+        return None if manager is None else min(max(manager.budget // 8, 2**23), 2**26)
 
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
         """The model's state as far as this rank has it; nothing is gathered or waited for."""
@@ -430,8 +439,8 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def has_whole_state(self) -> bool:
-        """Whether every rank has all state: at stage 0, unless the model itself is cut."""
-        return self.parts == 1 and self.has_whole_model
+        """Whether a rank has all state of a parameter or none, of whatever shape that is."""
+        return self.shards.whole or (self.parts == 1 and self.has_whole_model)
 
     def make_state(self, entries: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Leaf]:
         """Gives the optimizer state of the kinds that a checkpoint has, to be filled."""

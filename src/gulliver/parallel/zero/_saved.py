@@ -52,6 +52,8 @@ def model_leaves(
     """
     refuse_extra_state(model)
     take_finished_writes(shards)
+    if fill and shards.tiers is not None:
+        shards.gatherer.release_all()  # nothing may move until all is filled
     mine: dict[str, Leaf] = {}
     for sharded in shards.everything:
         with shards.shown(sharded, fill):
@@ -175,9 +177,13 @@ def _entries(
         if is_counter(key, value, owned):
             entries[key] = Counter.of(value)
             continue
-        alone = writes is None and shards.parts == 1  # of an optimizer of whole tensors
+        alone = shards.whole or (writes is None and shards.parts == 1)
         if alone and isinstance(value, Tensor) and value.shape != owned.shape:
-            entries[key] = value
+            # Of an optimizer of whole tensors. What all ranks have is shared out later.
+            every = writes is None and shards.parts == 1
+            leaf = value if every else _state_leaf(shards, _factor(value), writes)
+            if leaf is not None:
+                entries[key] = leaf
             continue
         if not isinstance(value, Tensor) or value.shape != owned.shape:
             kept = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -187,18 +193,23 @@ def _entries(
                 "TorchDDPPlugin saves any"
             )
         part = _part(parameter, value.reshape(-1), piece.offset)
-        leaf = _state_leaf(shards, part, parameter, writes)
+        leaf = _state_leaf(shards, part, writes)
         if leaf is not None:
             entries[key] = leaf
     return entries
 
 
-def _state_leaf(shards: ShardedState, part: Part, parameter: Tensor, writes: Writes) -> Leaf | None:
+def _factor(value: Tensor) -> Part:
+    """State of a shape of its own, which only the owner of its parameter has."""
+    return part_of(value if value.is_contiguous() else value.contiguous())
+
+
+def _state_leaf(shards: ShardedState, part: Part, writes: Writes) -> Leaf | None:
     """State as this rank saves it; None where another rank of its group does."""
     if shards.parts > 1:
         return part
     if writes is None:
-        return part.value.view(parameter.shape) if part.region is None else part
+        return part.value.view(part.shape) if part.region is None else part
     return _share(shards, part)
 
 
@@ -265,7 +276,7 @@ def export_leaves(shards: ShardedState, writes: Writes) -> Saved:
     found = state_leaves(shards, writes)
     for name, part, parameter in _masters(shards, fill=False):
         if writes is None or writes(name, parameter):
-            leaf = _state_leaf(shards, part, parameter, writes)
+            leaf = _state_leaf(shards, part, writes)
             if leaf is not None:
                 found.setdefault(name, {})[MASTER] = leaf
     return found

@@ -29,7 +29,7 @@ from gulliver.memory import (
     is_claimed,
 )
 from gulliver.parallel._optimizer import is_counter
-from gulliver.parallel.zero._elementwise import is_elementwise
+from gulliver.parallel.zero._elementwise import steps_by_chunk
 from gulliver.parallel.zero._gatherer import Gatherer
 from gulliver.parallel.zero._groups import GroupWatch
 from gulliver.parallel.zero._reducer import GradientReducer
@@ -53,6 +53,7 @@ class ShardedState:
         ahead: chunks that stage 3 gathers ahead of the one in use.
         overlap: False waits for every collective at once.
         manager: memory manager that places chunks in tiers (stage 3); None keeps them here.
+        whole: whether no trained parameter may be cut; see the note in `gulliver.memory._layout`.
 
     Attributes:
         everything: all chunks, in the order of use.
@@ -76,8 +77,10 @@ class ShardedState:
         ahead: int,
         overlap: bool,
         manager: Manager | None = None,
+        whole: bool = False,
     ) -> None:
         self.inner, self.names, self.frozen_names = inner, dict(names), dict(frozen)
+        self.whole = whole
         self.stage, self.chunk_bytes, self.group = stage, chunk_bytes, group
         self.ahead, self.overlap = ahead, overlap
         self.rank, self.size = group_rank(group), group_size(group)
@@ -90,7 +93,7 @@ class ShardedState:
         self.manager = manager
         self.pool = BufferPool() if manager is None else LentBuffers(manager)
         self.tiers = None if manager is None else Tiers(inner)
-        self.by_chunk = is_elementwise(inner)
+        self.by_chunk = steps_by_chunk(inner)
         self.on_gradient: Callable[[str], None] | None = None
         self.everything: list[ShardedChunk] = []
         self.chunks: list[ShardedChunk] = []
@@ -124,6 +127,11 @@ class ShardedState:
         assert self._engines is not None
         return self._engines[1]
 
+    @property
+    def has_whole(self) -> bool:
+        """Whether each piece that is stepped is a whole parameter."""
+        return self.whole or self.parts == 1
+
     # Chunks.
 
     def home_dtype(self, dtype: torch.dtype, trained: bool) -> torch.dtype:
@@ -134,7 +142,10 @@ class ShardedState:
         self, names: Mapping[nn.Parameter, str], chunk_bytes: int
     ) -> Iterator[tuple[ChunkLayout, dict[str, nn.Parameter]]]:
         """Cuts parameters in their order into chunks of one dtype and device each."""
-        sizes = [TensorSize(n, p.numel(), p.dtype, p.device) for p, n in names.items()]
+        sizes = [
+            TensorSize(n, p.numel(), p.dtype, p.device, whole=self.whole and p in self.names)
+            for p, n in names.items()
+        ]
         parameters = {name: parameter for parameter, name in names.items()}
         for layout, _ in chunk_layouts(sizes, chunk_bytes, self.stage, self.size):
             yield layout, parameters
@@ -171,7 +182,7 @@ class ShardedState:
     def _cut(self, chunk: Chunk, piece: Piece) -> Tensor:
         run = chunk.home[piece.start : piece.end]
         # What is not cut has its own shape: some optimizers look at it.
-        return run.view(chunk.shapes[piece.name]) if chunk.layout.parts == 1 else run
+        return run.view(chunk.shapes[piece.name]) if self.has_whole else run
 
     def opened(self, *chunks: ShardedChunk) -> AbstractContextManager[None]:
         """Block in which the optimizer can step a chunk, and new state of it can be placed."""
@@ -239,8 +250,8 @@ class ShardedState:
 
         One by one where a chunk's gather goes on while the next is stepped, where a checkpoint may
         still be copying the others, and where chunks lie in tiers; else all in one call, which an
-        optimizer that is not known gets always: it may look at all parameters at once, or count its
-        calls.
+        optimizer that is not known gets always: it may look at all that it has at once, or count
+        its calls.
         """
         numbers = list(range(len(self.chunks)))
         apart = (self.stage in (1, 2) and self.size > 1) or is_claimed() or self.tiers is not None
@@ -251,8 +262,8 @@ class ShardedState:
     def place_state(self, sharded: ShardedChunk) -> None:
         """Moves the state of a chunk's pieces into buffers of the chunk; see `Chunk`.
 
-        Only that of torch's element-wise optimizers is moved: they write their state in place.
-        Others may exchange theirs for new tensors in every step, so it stays where it is.
+        Only that of known optimizers is moved: they write their state in place. Others may
+        exchange theirs for new tensors in every step, so it stays where it is.
         """
         if not self.by_chunk:
             return
@@ -260,13 +271,17 @@ class ShardedState:
         for piece, owned in sharded.pieces:
             state = self.inner.state.get(owned)
             for key, value in state.items() if state else ():
-                if _is_moment(key, value, owned):
+                if _is_moment(key, value, owned, self.whole):
                     found.setdefault(key, {})[piece.name] = value, state
                     sharded.placed.add(piece.name)
         for key, entries in found.items():
-            groups = {self._group_of[name] for name in entries}
-            sizes = {p.name: p.numel for p, _ in sharded.pieces if self._group_of[p.name] in groups}
             values = {name: value for name, (value, _) in entries.items()}
+            sizes = {name: value.numel() for name, value in values.items()}
+            if not self.whole:
+                # Room for all: each will have state of its own size.
+                inside = {self._group_of[name] for name in entries}
+                pieces = [p for p, _ in sharded.pieces if self._group_of[p.name] in inside]
+                sizes = {p.name: p.numel for p in pieces}
             for name, view in sharded.chunk.place_moment(key, values, sizes).items():
                 value, state = entries[name]
                 if view.data_ptr() != value.data_ptr():
@@ -331,8 +346,9 @@ class ShardedState:
         torch.autograd.graph.increment_version([*self.names, *self.frozen_names])
 
 
-def _is_moment(key: str, value: Any, owned: Tensor) -> bool:
-    """Whether an entry of the state has an element for each of the parameter."""
+def _is_moment(key: str, value: Any, owned: Tensor, whole: bool) -> bool:
+    """Whether an entry of the state has an element for each of the parameter, or factors them."""
     if not isinstance(value, Tensor) or is_counter(key, value, owned):
         return False
-    return value.shape == owned.shape and value.dtype == owned.dtype and value.is_contiguous()
+    fits = value.shape == owned.shape or whole
+    return fits and value.dtype == owned.dtype and value.is_contiguous()

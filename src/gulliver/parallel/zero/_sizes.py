@@ -22,7 +22,8 @@ class TensorSize:
         dtype: dtype of the parameter.
         device: device that it is on.
         trained: whether the optimizer steps it.
-        states: number of tensors of its size that the optimizer keeps.
+        states: elements of each tensor that the optimizer keeps for it, before it is sharded.
+        whole: whether the optimizer has to have it whole.
     """
 
     name: str
@@ -30,7 +31,8 @@ class TensorSize:
     dtype: torch.dtype
     device: torch.device
     trained: bool = True
-    states: int = 0
+    states: tuple[int, ...] = ()
+    whole: bool = False
 
 
 def shard_dtype(dtype: torch.dtype, trained: bool) -> torch.dtype:
@@ -55,8 +57,10 @@ def chunk_layouts(
     parts = ranks if stage else 1
     # An all-reduce goes in parts, too: a chunk that has them needs no padding on the way.
     align = 16 if parts > 1 else 16 * ranks
+    whole = any(tensor.whole for tensor in tensors)
     for (dtype, _), sizes in kinds.items():
-        for layout in plan_chunks(sizes, max(1, chunk_bytes // dtype.itemsize), parts, align):
+        capacity = max(1, chunk_bytes // dtype.itemsize)
+        for layout in plan_chunks(sizes, capacity, parts, align, whole):
             yield layout, dtype
 
 

@@ -6,6 +6,7 @@ What is exchanged knows neither the number of ranks nor the size of chunks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -57,20 +58,26 @@ def stream_state(
     counters: State = {}
     present = {(name, MASTER) for c in chunks if c.chunk.has_master for name in c.chunk.parameters}
     for sharded in chunks:
-        for piece, owned in sharded.pieces:
-            for key, value in optimizer.state.get(owned, {}).items():
-                alone = isinstance(value, Tensor) and value.shape != owned.shape
-                # An optimizer of whole tensors, each of which every rank has, keeps other shapes.
-                if is_counter(key, value, owned) or (alone and sharded.chunk.layout.parts == 1):
-                    counters.setdefault(piece.name, {})[key] = value
-                elif value is not None:
-                    _check_elementwise(piece.name, key, value, owned)
-                    present.add((piece.name, key))
+        with shards.shown(sharded) if shards.whole else nullcontext():
+            for piece, owned in sharded.pieces:
+                for key, value in optimizer.state.get(owned, {}).items():
+                    if is_counter(key, value, owned):
+                        counters.setdefault(piece.name, {})[key] = value
+                    elif shards.has_whole and not _is_elementwise(value, owned):
+                        # An optimizer of whole tensors keeps other shapes, and None.
+                        counters.setdefault(piece.name, {})[key] = _copied(value)
+                    elif value is not None:
+                        _check_elementwise(piece.name, key, value, owned)
+                        present.add((piece.name, key))
     parts = gather_objects((counters, present), group)
     # Pieces of one parameter step together, so any rank's counters are the parameter's.
     state: State = {name: dict(values) for part, _ in parts for name, values in part.items()}
     everywhere: set[tuple[str, str]] = set().union(*(found for _, found in parts))
     return state, _entries(shards, chunks, everywhere)
+
+
+def _copied(value: Any) -> Any:
+    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _entries(
@@ -108,7 +115,7 @@ def _scattered(
     whole, found = sharded.chunk.parameters[piece.name], dict[str, Any]()
     for key, value in state.items():
         if key == MASTER:
-            owned.detach().copy_(_run(value, piece, owned))
+            owned.detach().copy_(run_of(value, piece, owned))
         elif not isinstance(value, Tensor):
             found[key] = value
         elif is_counter(key, value, whole):
@@ -117,17 +124,24 @@ def _scattered(
         elif value.shape != whole.shape and owned.shape == whole.shape:
             found[key] = value.to(owned.device).clone()  # of an optimizer of whole tensors
         else:
-            found[key] = _run(value, piece, owned).to(owned.device).clone()
+            found[key] = run_of(value, piece, owned).to(owned.device).clone()
     return found
 
 
-def _run(whole: Tensor, piece: Piece, owned: Tensor) -> Tensor:
+def run_of(whole: Tensor, piece: Piece, owned: Tensor) -> Tensor:
     """The elements of a whole tensor that a piece has, in the shape of what is stepped."""
     return whole.reshape(-1)[piece.offset : piece.offset + piece.numel].view(owned.shape)
 
 
-def _check_elementwise(name: str, key: str, value: Any, owned: Tensor) -> None:
-    if value.shape != owned.shape or value.dtype != owned.dtype:
+def _is_elementwise(value: Any, owned: Tensor) -> bool:
+    """Whether state has the form of what it belongs to."""
+    if not isinstance(value, Tensor):
+        return False
+    return value.shape == owned.shape and value.dtype == owned.dtype
+
+
+def _check_elementwise(name: str, key: str, value: Tensor, owned: Tensor) -> None:
+    if not _is_elementwise(value, owned):
         raise GulliverError(
             f"the optimizer keeps {key!r} of {name!r} as {tuple(value.shape)} {value.dtype} for "
             f"{tuple(owned.shape)} {owned.dtype}: state that is not element-wise cannot be saved"
@@ -145,7 +159,7 @@ def _gathered(
     shard = torch.zeros_like(sharded.chunk.home)
     for piece, owned in sharded.pieces:
         value = optimizer.state.get(owned, {}).get(key)
-        if value is not None:
+        if _is_elementwise(value, owned):  # factors of another shape may have the same key
             shard[piece.start : piece.end] = value.reshape(-1)
     return _whole(shard, sharded, group)
 

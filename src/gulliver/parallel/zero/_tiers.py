@@ -63,9 +63,8 @@ class Tiers:
             state = self._inner.state.get(owned, {})
             for key, moment in chunk.moments.items():
                 if piece.name in moment.starts and key in state:
-                    start = moment.starts[piece.name]
-                    run = moment.buffer[start : start + piece.numel]
-                    state[key] = run.view(state[key].shape)
+                    start, shape = moment.starts[piece.name], state[key].shape
+                    state[key] = moment.buffer[start : start + shape.numel()].view(shape)
 
     def hide(self, sharded: ShardedChunk) -> None:
         """Takes the memory out of the optimizer's sight."""

@@ -15,7 +15,7 @@ import hashlib
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -190,15 +190,16 @@ class BucketTuner:
         self.result.link = {n: (line.alpha_s, 1 / line.bandwidth) for n, line in link.lines.items()}
         self.result.latency_s = link.latency_s
         order = self.result.order
-        trained = set(self.shards.names.values())
-        sizes = [self._sizes[name] for name in order if name in trained]
+        names = {name: p for p, name in self.shards.names.items()}
+        trained = {names[name]: name for name in order if name in names}
+        sizes = [self._sizes[name] for name in trained.values()]
         whole = sum(sizes)
         times = broadcast_object(self._step_times(link.processor_s * whole))
         for size in geometric_sizes(SMALLEST, min(LARGEST, max(SMALLEST, 2 * whole))):
             self.result.predicted[size] = step_seconds(
                 times,
                 sizes,
-                _cut(sizes, size),
+                self._cut(trained, size),
                 lambda count: link.seconds("reduce", count),
                 lambda count: link.seconds("gather", count),
                 link.latency_s,
@@ -206,6 +207,12 @@ class BucketTuner:
                 self.shards.ahead,
             )
         self._tried = candidates(self.result.predicted)
+
+    def _cut(self, trained: Mapping[nn.Parameter, str], size: int) -> list[list[int]]:
+        """Numbers of the parameters in each chunk of a size, in the order of use."""
+        numbers = {name: number for number, name in enumerate(trained.values())}
+        layouts = self.shards.layouts(trained, size)
+        return sorted([numbers[slot.name] for slot in layout.slots] for layout, _ in layouts)
 
     def _step_times(self, gather_cpu_s: float) -> StepTimes:
         """The parts of the step just recorded; its forward had no gathers beside it."""
@@ -312,6 +319,8 @@ class BucketTuner:
         what = [tensors, hosts, shards.size, shards.stage, kind, str(shards.group)]
         if not hasattr(shards.group, "axes"):
             what[-1] = "flat"
+        if shards.whole:
+            what.append("whole parameters")
         return hashlib.sha256(repr(what).encode()).hexdigest()[:24]
 
 
@@ -354,15 +363,3 @@ def candidates(predicted: dict[int, float]) -> list[int]:
     step = max(1, len(plateau) // 4)
     tried = {max(0, middle - step), middle, min(len(known) - 1, middle + step)}
     return [known[number] for number in sorted(tried)]
-
-
-def _cut(sizes: list[int], capacity: int) -> list[list[int]]:
-    chunks: list[list[int]] = [[]]
-    held = 0
-    for number, size in enumerate(sizes):
-        if chunks[-1] and held + size > capacity:
-            chunks.append([])
-            held = 0
-        chunks[-1].append(number)
-        held += size
-    return chunks

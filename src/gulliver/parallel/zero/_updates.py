@@ -63,6 +63,8 @@ class Updates:
         chunks = [shards.chunks[number] for number in turn]
         for sharded in chunks:
             shards.reducer.land(sharded)
+        if shards.tiers is not None and chunks[0].gradient_shard is None:
+            return  # nothing to bring it for
         with shards.opened(*chunks):  # one in a turn, where chunks lie in tiers
             for sharded in chunks:
                 sharded.show_gradients(used)

@@ -1,0 +1,171 @@
+"""Pinned host memory behind the memory of a GPU, with copies on streams of their own.
+
+[Note: order of copies] A copy waits for what the current stream was given before it, and the
+current stream waits for a copy before it goes on with the memory: both are queued on the device.
+So the host never waits, and still no memory is written while it is read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.memory._stores import Transfer, whole_pages
+from gulliver.solve import Extents
+
+SLAB = 1 << 30
+"""Bytes of a slab of pinned memory, where objects are not larger."""
+
+
+class Copier(Protocol):
+    """Copies between the memory of a device and of its host."""
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Makes a flat uint8 tensor of pinned host memory."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor, incoming: bool) -> Transfer:
+        """Starts a copy: incoming to the device, or out of it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Returns when all copies out of the device have ended."""
+        ...
+
+
+class CudaTransfer:
+    """A copy on a stream; waiting for it is queued on the current stream."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._event.query()
+
+    def wait(self) -> None:
+        """Lets what the current stream is given from now on wait for it."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class CudaCopier:
+    """Copies on two streams, one for each direction: the bus carries both at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._outgoing, self._incoming = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Makes a flat uint8 tensor of pinned host memory."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor, incoming: bool) -> CudaTransfer:
+        """Starts a copy, after all that the current stream was given."""
+        stream = self._incoming if incoming else self._outgoing
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            return CudaTransfer(stream.record_event(), self._device)
+
+    def synchronize(self) -> None:
+        """Returns when all copies out of the device have ended."""
+        self._outgoing.synchronize()
+
+
+class HostStore:
+    """Space in slabs of pinned host memory.
+
+    Pinned memory is taken in powers of two, whatever is asked for. So slabs are powers of two, and
+    objects share them: nothing is lost to rounding but the end of the last slabs.
+
+    Args:
+        capacity: most bytes of pinned memory.
+        device: GPU that the memory is copied to and from.
+        copier: makes pinned memory and copies; by default with streams of its own.
+
+    Attributes:
+        pinned: bytes of pinned memory taken so far.
+    """
+
+    name = "host"
+    in_stream = True
+
+    def __init__(
+        self, capacity: int, device: torch.device | str = "cuda", copier: Copier | None = None
+    ) -> None:
+        if copier is None and torch.device(device).type != "cuda":
+            raise GulliverError(
+                f"pinned host memory serves a GPU, not {device}: on a CPU machine the tier behind "
+                "the process's memory is a disk"
+            )
+        self.capacity, self.used, self.pinned = capacity, 0, 0
+        self._copier: Copier = copier or CudaCopier(torch.device(device))
+        self._slabs: list[Tensor] = []
+        self._starts: list[int] = []
+        self._extents = Extents()
+
+    def allocate(self, nbytes: int) -> int:
+        """Reserves whole pages and returns their offset.
+
+        Raises:
+            GulliverError: they do not fit.
+        """
+        size = whole_pages(nbytes)
+        found = self._extents.take(size)
+        if found is None:
+            self._add_slab(size)
+            found = self._extents.take(size)
+        assert found is not None
+        self.used += size
+        return self._starts[found[0]] + found[1]
+
+    def free(self, offset: int, nbytes: int) -> None:
+        """Gives back what `allocate` reserved; the memory stays pinned."""
+        slab, begin = self._place(offset)
+        self._extents.give(slab, begin, whole_pages(nbytes))
+        self.used -= whole_pages(nbytes)
+
+    def read(self, offset: int, into: Tensor) -> Transfer:
+        """Starts to copy to the device."""
+        return self._copier.copy(into, self._bytes(offset, into.numel()), incoming=True)
+
+    def write(self, offset: int, data: Tensor) -> Transfer:
+        """Starts to copy from the device."""
+        return self._copier.copy(self._bytes(offset, data.numel()), data, incoming=False)
+
+    def mapped(self, offset: int, nbytes: int) -> Tensor:
+        """Shows bytes as a flat uint8 tensor of pinned memory."""
+        self._copier.synchronize()
+        return self._bytes(offset, nbytes)
+
+    def close(self) -> None:
+        """Ends what is under way, and frees everything."""
+        self._copier.synchronize()
+        self._slabs.clear()
+
+    def _add_slab(self, size: int) -> None:
+        left = self.capacity - self.pinned
+        least = 1 << (size - 1).bit_length()
+        if least > left:
+            raise GulliverError(
+                f"the host memory of {self.capacity} bytes is full: pinned memory comes in powers "
+                f"of two, {least} bytes are needed and {left} are left: give it more"
+            )
+        slab = max(least, min(SLAB, 1 << (left.bit_length() - 1)))
+        self._extents.add(len(self._slabs), slab)
+        self._starts.append(self.pinned)
+        self._slabs.append(self._copier.pinned(slab))
+        self.pinned += slab
+
+    def _place(self, offset: int) -> tuple[int, int]:
+        slab = bisect_right(self._starts, offset) - 1
+        return slab, offset - self._starts[slab]
+
+    def _bytes(self, offset: int, nbytes: int) -> Tensor:
+        slab, begin = self._place(offset)
+        return self._slabs[slab][begin : begin + nbytes]

@@ -1,0 +1,185 @@
+"""What lies behind the fast tier: a file without a name, or pinned memory."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.io import IoError, PythonEngine, default_engine
+from gulliver.memory import DiskStore, HostStore, page_aligned
+
+PAGE = 4096
+
+
+class LateCopier:
+    """Copies when it is waited for, or at the very end: as late as a stream could."""
+
+    def __init__(self) -> None:
+        self.waiting: list[LateCopy] = []
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy(self, target: Tensor, source: Tensor, incoming: bool) -> LateCopy:
+        copy = LateCopy(self, target, source)
+        self.waiting.append(copy)
+        return copy
+
+    def synchronize(self) -> None:
+        while self.waiting:
+            self.waiting[0].wait()
+
+
+class LateCopy:
+    def __init__(self, copier: LateCopier, target: Tensor, source: Tensor) -> None:
+        self.copier, self.target, self.source, self.done = copier, target, source, False
+
+    def wait(self) -> None:
+        if not self.done:
+            self.target.copy_(self.source)
+            self.done = True
+            self.copier.waiting.remove(self)
+
+
+def pages(count: int, value: int) -> Tensor:
+    return page_aligned(count * PAGE).fill_(value)
+
+
+def test_what_is_written_is_read_and_mapped_and_nothing_has_a_name(tmp_path: Path):
+    store = DiskStore(tmp_path, 64 * PAGE)
+    assert os.listdir(tmp_path) == []
+    one, two = store.allocate(3 * PAGE), store.allocate(2 * PAGE - 5)
+    assert store.used == 5 * PAGE
+    store.write(one, pages(3, 1)).wait()
+    store.write(two, pages(2, 2)).wait()
+    into = pages(3, 0)
+    store.read(one, into).wait()
+    assert torch.equal(into, pages(3, 1))
+    shown = store.mapped(two, 2 * PAGE)
+    assert torch.equal(shown, pages(2, 2))
+    shown.fill_(7)
+    store.read(two, into[: 2 * PAGE]).wait()
+    assert torch.equal(into, torch.cat((pages(2, 7), pages(1, 1))))
+    store.free(one, 3 * PAGE)
+    assert store.used == 2 * PAGE
+    assert store.allocate(3 * PAGE) == one
+    store.close()
+
+
+def test_the_disk_is_gone_past_the_page_cache(tmp_path: Path):
+    engine = default_engine(page_bytes=PAGE, pages=1)
+    store = DiskStore(tmp_path, 64 * PAGE, engine)
+    before = engine.counters
+    store.write(store.allocate(8 * PAGE), pages(8, 1)).wait()
+    moved = engine.counters
+    assert moved.written - before.written == 8 * PAGE
+    if store.direct:
+        assert moved.direct - before.direct == 8 * PAGE
+    store.close()
+    engine.close()
+
+
+def test_an_engine_without_direct_access_is_said(tmp_path: Path, caplog):
+    engine = PythonEngine(page_bytes=PAGE, pages=1)
+    with caplog.at_level(logging.WARNING, "gulliver"):
+        store = DiskStore(tmp_path, 16 * PAGE, engine)
+    assert not store.direct
+    assert "page cache" in caplog.text
+    store.close()
+    engine.close()
+
+
+def test_bad_disks_are_refused_in_one_line(tmp_path: Path, monkeypatch):
+    with pytest.raises(GulliverError, match="does not exist"):
+        DiskStore(tmp_path / "gone", PAGE)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(GulliverError, match="is not a folder"):
+        DiskStore(file, PAGE)
+    with pytest.raises(GulliverError, match=r"no space for .* are free"):
+        DiskStore(tmp_path, 2**60)
+    with pytest.raises(GulliverError, match="at least one page"):
+        DiskStore(tmp_path, 100)
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path.resolve()} nfs4 rw 0 0\n")
+    monkeypatch.setattr("gulliver.memory._stores.MOUNTS", str(mounts))
+    with pytest.raises(GulliverError, match=r"network mount \(nfs4\): name a local disk"):
+        DiskStore(tmp_path, PAGE)
+
+
+def test_a_disk_that_is_full_or_broken_says_so_and_leaves_nothing(tmp_path: Path):
+    for call, number, text in (
+        ("fallocate", errno.ENOSPC, "No space left"),
+        ("write", errno.EIO, "Input/output error"),
+    ):
+        engine = PythonEngine(page_bytes=PAGE, pages=1)
+        engine.inject(call, errno=number)  # type: ignore[arg-type]
+        with pytest.raises(IoError, match=text):
+            DiskStore(tmp_path, 16 * PAGE, engine)
+        assert os.listdir(tmp_path) == []
+        engine.close()
+    store = DiskStore(tmp_path, 4 * PAGE)
+    store.allocate(3 * PAGE)
+    with pytest.raises(GulliverError, match=f"full: {2 * PAGE} bytes .* {PAGE} of {4 * PAGE}"):
+        store.allocate(2 * PAGE)
+    store.close()
+
+
+def test_memory_of_a_transfer_lives_until_it_has_ended(tmp_path: Path):
+    engine = default_engine(page_bytes=PAGE, pages=1)
+    store = DiskStore(tmp_path, 64 * PAGE, engine)
+    engine.hold(True)
+    store.write(0, pages(32, 3))  # nobody keeps the memory, nor the transfer
+    others = [pages(32, 4) for _ in range(3)]
+    engine.hold(False)
+    into = pages(32, 0)
+    engine.sync(store._opened.target).wait()
+    store.read(0, into).wait()
+    assert torch.equal(into, pages(32, 3))
+    del others
+    store.close()
+    engine.close()
+
+
+def test_pinned_memory_comes_in_slabs_of_powers_of_two_which_are_counted():
+    store = HostStore(11 * PAGE, copier=LateCopier())
+    one = store.allocate(3 * PAGE)  # a slab of 8 pages
+    assert (store.used, store.pinned) == (3 * PAGE, 8 * PAGE)
+    assert store.allocate(5 * PAGE) == one + 3 * PAGE
+    assert store.pinned == 8 * PAGE
+    assert store.allocate(2 * PAGE) == 8 * PAGE
+    assert store.pinned == 10 * PAGE
+    with pytest.raises(GulliverError, match=f"powers of two, {4 * PAGE} bytes are needed"):
+        store.allocate(3 * PAGE)
+    store.free(one, 3 * PAGE)
+    assert store.allocate(3 * PAGE) == one
+    store.close()
+
+
+def test_pinned_memory_is_for_gpus():
+    with pytest.raises(GulliverError, match=r"on a CPU machine the tier .* is a disk"):
+        HostStore(PAGE, "cpu")
+
+
+@pytest.mark.gpu
+def test_copies_of_a_gpu_are_ordered_by_streams():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    store = HostStore(2**26, "cuda")
+    offset = store.allocate(2**24)
+    data = torch.ones(2**24, dtype=torch.uint8, device="cuda")
+    for value in range(5):
+        data.fill_(value)
+        store.write(offset, data).wait()
+        data.fill_(99)
+        store.read(offset, data).wait()
+        assert int(data.min()) == int(data.max()) == value
+    assert torch.equal(store.mapped(offset, 2**24), data.cpu())
+    store.close()
