@@ -65,8 +65,6 @@ def other_bytes(tiers: Tiers, work: Work) -> int:
     """Bytes that a step needs besides state; 0 where it is not known."""
     if tiers.activations == "recompute":
         return work.peak_recomputed or work.peak
-    if tiers.activations == "offload":
-        return max(0, work.peak - work.activations)
     return work.peak
 
 

@@ -148,7 +148,10 @@ class BudgetRule:
 class Budgeted(Protocol):
     """What a controller needs of a manager."""
 
-    minimum: int
+    @property
+    def minimum(self) -> int:
+        """Most bytes that were in use at once so far."""
+        ...
 
     def set_budget(self, nbytes: int) -> None:
         """Holds at most so much from the next chance on."""

@@ -113,7 +113,7 @@ class Tiers:
         ahead: bytes that are read ahead of use at most; 0 for as many as fit.
         step_in_backward: whether a chunk is stepped as soon as its gradient is complete.
         activations: what forward keeps for backward: ``keep`` it, ``recompute`` blocks,
-            ``offload`` it, or ``auto``.
+            or ``auto``.
     """
 
     limit: int = choice(MISSING, least=1, size=True)
@@ -126,7 +126,7 @@ class Tiers:
     offload_param: float = choice(1.0, least=0, most=1)
     ahead: int = choice(0, least=0, size=True)
     step_in_backward: bool = False
-    activations: str = choice("keep", "keep", "recompute", "offload", "auto")
+    activations: str = choice("keep", "keep", "recompute", "auto")
 
 
 @dataclass(frozen=True)
