@@ -238,7 +238,7 @@ class BudgetController:
 
 def with_unseen(nbytes: int) -> int:
     """Adds to a prediction what kernels use inside, and threads and libraries at first use."""
-    return nbytes + nbytes // UNSEEN_SHARE + UNSEEN_BYTES
+    return nbytes + nbytes // UNSEEN_SHARE + min(nbytes, UNSEEN_BYTES)
 
 
 def smallest_limit(minimum: int, predicted: int) -> int:
