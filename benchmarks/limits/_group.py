@@ -144,7 +144,11 @@ class Group:
         """
         # A shell enters and becomes the command: nothing of ours runs between fork and exec.
         enter = "".join(f"echo $$ > '{folder}/cgroup.procs' && " for folder in self.folders)
-        return subprocess.Popen(["sh", "-c", enter + 'exec "$@"', "sh", *command], **options)
+        shell = ["sh", "-c", enter + 'exec "$@"', "sh", *command]
+        process = subprocess.Popen(shell, **options)
+        while process.poll() is None and process.pid not in self.processes():
+            time.sleep(0.001)
+        return process
 
     def set_limit(self, nbytes: int | None) -> None:
         """Changes the limit of memory; None for none.
