@@ -61,6 +61,8 @@ def reports(options: Options, part: Part, folder: Path, ledger: Ledger) -> list[
         return [headline(options.scale, folder, ledger, say, rate)]
     if part == "curve":
         return [curve(options.scale, folder, ledger, say, rate, options.keep)]
+    if part == "gpu":
+        raise LimitsError("the part gpu needs a CUDA device, and host memory as a tier behind it")
     if part == "disk":
         grid = disk.FULL if options.full else disk.SMALL
         return [disk.report(grid, folder, ledger, say)]

@@ -20,6 +20,7 @@ from gulliver.memory import (
     BudgetController,
     DiskStore,
     Footprint,
+    FreedMemory,
     Manager,
     Placed,
     Store,
@@ -27,6 +28,8 @@ from gulliver.memory import (
 from gulliver.parallel import ZeroOptimizer
 from gulliver.plan import Plan, Tiers
 
+TRIMMED = 16
+"""Part of the budget that is added between two times that freed memory is given back."""
 SLACK = 4
 """Part of the state that a store has more room for: pieces of other sizes leave gaps."""
 
@@ -46,11 +49,17 @@ class LimitedManager(Manager):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._kept = set[Placed]()
+        # What parameters leave must go back at once: it and the chunks would be more than either.
+        self._freed, self._added = FreedMemory(), 0
         self.step_moved = self._before = (0, 0)
 
     def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> Placed:
         """Takes an object, and pins it where the shares say that it stays."""
         placed = super().add(name, kind, *arguments, **options)
+        self._added += placed.nbytes
+        if self._added > self.budget // TRIMMED:
+            self._freed.trim()
+            self._added = 0
         if self.shares is not None and self.shares.keeps(kind, placed.nbytes):
             self.use(placed, write=True)
             self._kept.add(placed)
@@ -120,7 +129,7 @@ def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager 
 
     def held() -> int:
         there = known()
-        return 0 if there is None else sum(there.counter.live.values())
+        return 0 if there is None else there.held
 
     try:
         footprint = Footprint(held, manager.device)

@@ -201,7 +201,7 @@ def plan_tiers(
     for size in chunk_sizes(sum(t.numel * t.dtype.itemsize for t in sizes)):
         one = replace(plan, zero=replace(plan.zero, chunk_bytes=size, chunks=()))
         try:
-            found = find_residency(state_bytes(one, sizes), tiers, plan.work)
+            found = find_residency(state_bytes(one, sizes), tiers, plan.work, "farthest")
         except GulliverError as error:
             errors[size] = error
             continue

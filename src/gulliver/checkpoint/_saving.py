@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import json
 import logging
 import os
 import time
@@ -31,7 +30,7 @@ from gulliver.checkpoint._collect import Collected, collect
 from gulliver.checkpoint._copy_stream import CopyStream, CudaCopyStream
 from gulliver.checkpoint._folder import CheckpointFolder, FolderLock
 from gulliver.checkpoint._guard import install_hooks
-from gulliver.checkpoint._manifest import file_to_json
+from gulliver.checkpoint._manifest import checked_about, file_to_json
 from gulliver.checkpoint._presence import Presence, make_signs
 from gulliver.checkpoint._publishing import leave_word, publish
 from gulliver.checkpoint._snapshot import Restless, Snapshot
@@ -125,7 +124,7 @@ class AsyncCheckpointer:
             raise GulliverError(f"{LIMIT}={memory_limit} is too small: at least {2 * PAGE}")
         self.folder = CheckpointFolder(Path(folder), keep, max_age_s)
         self.mode, self.on_error, self.when_busy = mode, on_error, when_busy
-        self.about, self.silence_s = _checked(about), positive_number("silence_s", silence_s)
+        self.about, self.silence_s = checked_about(about), positive_number("silence_s", silence_s)
         self._process = os.getpid()
         self.last: Saved | None = None
         # What is agreed on is in host memory: a group of the device would wait for its work.
@@ -496,13 +495,3 @@ def _without_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _checked(about: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Copies what the manifest is to say, and refuses now what could not be written later."""
-    try:
-        found = dict(about or {})
-        json.dumps(found, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise GulliverError(f"about has to be a dict of JSON values: {error}") from None
-    return found

@@ -272,6 +272,17 @@ class Chunk:
     def _take_gradient_buffer(self) -> Tensor:
         return self.pool.take(self.layout.size, self.dtype, self.device, GRADIENTS)
 
+    def park_gradient(self) -> None:
+        """Lets what was collected leave until it is reduced, where it can."""
+
+    def fetch_gradient(self) -> None:
+        """Brings it back."""
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether what was collected has left."""
+        return False
+
     def place_gradient(self, name: str) -> None:
         """Moves a parameter's first gradient to its place; later ones are added there by autograd.
 

@@ -103,6 +103,9 @@ class PlacedChunk(Chunk):
         kind = PARAMETERS if dtype == self.dtype else OPTIMIZER_STATE
         self._shard = self._manager.add(f"parameters from {name}", kind, size, dtype)
         self._gradient = self._manager.add(f"gradients from {name}", GRADIENTS, size, dtype)
+        self._whole = self._manager.add(
+            f"gradients of this rank from {name}", GRADIENTS, self.layout.size, self.dtype
+        )
         with self._manager.using(self._shard, fresh=True) as home:
             home.copy_(self.shard)
         self.home = self._elsewhere = _on_meta(self._shard)
@@ -205,6 +208,7 @@ class PlacedChunk(Chunk):
         self.drop_moments()
         self._manager.remove(self._shard)
         self._manager.remove(self._gradient)
+        self._manager.remove(self._whole)
 
     # Optimizer state.
 
@@ -225,9 +229,34 @@ class PlacedChunk(Chunk):
     # Gradients.
 
     def _take_gradient_buffer(self) -> Tensor:
-        if self._in_place and not self._kept:
-            return self._fill()
-        return super()._take_gradient_buffer()
+        if self._in_place:
+            return super()._take_gradient_buffer() if self._kept else self._fill()
+        return self._manager.use(self._whole, fresh=True)
+
+    def park_gradient(self) -> None:
+        """Lets go of what was collected until it is reduced."""
+        self.gradient = _on_meta(self._whole)
+        self._manager.done(self._whole)
+
+    def fetch_gradient(self) -> None:
+        """Brings it back."""
+        if self.is_parked:
+            self.gradient = self._manager.use(self._whole, write=True)
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether what was collected has been let go of."""
+        return self.gradient is not None and self.gradient.is_meta
+
+    def free_gradient(self) -> None:
+        """Gives the gradient buffer back."""
+        if self._in_place:
+            super().free_gradient()
+        elif self.gradient is not None:
+            if not self.is_parked:
+                self._manager.done(self._whole)
+            self._manager.discard(self._whole)
+            self.gradient = None
 
     def take_reduced(self) -> Tensor:
         """A buffer for this rank's shard of the reduced gradient."""

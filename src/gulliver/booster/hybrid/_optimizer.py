@@ -128,6 +128,8 @@ class HybridOptimizer(ZeroOptimizer):
                 "optimizer's weight_decay, or leave pp_size out"
             )
         terms = {name: term(parameter) for parameter, name in self.names.items()}
+        # The value counts each element once; the gradient of the own terms is whole on every rank
+        # already, so nothing is multiplied here: the mean over replicas leaves it as it is.
         whole = sum(t.detach().double() * self._counted[name] for name, t in terms.items())
         share = torch.stack(list(terms.values())).sum()
         assert isinstance(whole, Tensor), "there is something to train"
