@@ -41,7 +41,8 @@ class HybridOptimizer(ZeroOptimizer):
         pipeline_stage: the stage of the model that this rank has; None where it is not cut into
             stages.
         zero_stage: what is sharded over the replicas.
-        asleep: frozen parameters in the groups of the user's optimizer: they must stay frozen.
+        frozen_in_groups: parameters in the groups of the user's optimizer that are frozen, and must
+            stay so.
         options: further arguments of `ZeroOptimizer`.
     """
 
@@ -53,11 +54,11 @@ class HybridOptimizer(ZeroOptimizer):
         whole_groups: Sequence[Sequence[str]],
         pipeline_stage: Stage | None = None,
         zero_stage: int = 0,
-        asleep: Sequence[nn.Parameter] = (),
+        frozen_in_groups: Sequence[nn.Parameter] = (),
         **options: Any,
     ) -> None:
         super().__init__(inner, names, zero_stage, group=mesh.replicas.process_group, **options)
-        self._frozen = list(asleep)
+        self._frozen = list(frozen_in_groups)
         self.mesh, self.pipeline_stage = mesh, pipeline_stage
         self.pipeline: Pipeline | None = None
         self._apart = False  # whether stages have made gradients that are not added up
