@@ -11,14 +11,12 @@ import json
 import mmap
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -27,7 +25,6 @@ from torch import Tensor, nn
 from gulliver.checkpoint import AsyncCheckpointer, CheckpointFolder, PerRank
 from gulliver.checkpoint import _folder as folder_module
 from gulliver.checkpoint._snapshot import Snapshot
-from gulliver.memory import before_write
 from tests.pool import _consequence
 
 KEEP = 2
@@ -93,8 +90,8 @@ class State:
         ]
 
     @torch.no_grad()
-    def become(self, number: int, asks: bool = False) -> None:
-        """Takes the values of a number; asks before each tensor is written."""
+    def become(self, number: int) -> None:
+        """Takes the values of a number."""
         self.number = number
         for index, (tensor, pattern) in enumerate(
             zip(self._tensors(), self._patterns, strict=True)
@@ -102,20 +99,8 @@ class State:
             values = pattern + number * (2 * index + 1) % 256
             if tensor.dtype == torch.bool:
                 values &= 1
-            if asks:
-                before_write([tensor])
             flat = tensor.detach().view(-1)
             flat.copy_(values.view(tensor.dtype))
-
-    def move_to_disk(self, folder: Path) -> None:
-        """Lets averages and moments lie in files that are mapped."""
-        for held in (self.ema, *self.optimizer.state.values()):
-            for name, value in held.items():
-                if value.nbytes > mmap.PAGESIZE:
-                    with tempfile.TemporaryFile(dir=folder) as file:
-                        file.truncate(value.nbytes)
-                        memory = mmap.mmap(file.fileno(), value.nbytes)
-                    held[name] = torch.frombuffer(memory, dtype=value.dtype).view(value.shape)
 
     def entries(self) -> dict[str, Any]:
         """As it is saved and loaded."""
@@ -146,8 +131,7 @@ class Child:
     rank: int
     ranks: int
     root: str
-    mode: Literal["shadow", "ring", "disk"]
-    """How the copy is held; ``disk`` is a state of which much lies there."""
+    mode: Literal["shadow", "ring"]
     marks: str
     """A file: a byte for each rank, its `Phase`."""
     reports: str
@@ -180,11 +164,7 @@ def save_for_ever(child: Child, state: State) -> None:
     if child.calls_to_live is not None and child.rank == 0:
         _end_at_call(child.calls_to_live)
     number = child.first
-    on_disk = child.mode == "disk"
-    if on_disk:
-        state.move_to_disk(Path(child.root).parent)
-    mode = "auto" if child.mode == "disk" else child.mode
-    checkpointer = AsyncCheckpointer(child.root, keep=KEEP, mode=mode, ring_mb=RING_MB)
+    checkpointer = AsyncCheckpointer(child.root, keep=KEEP, mode=child.mode, ring_mb=RING_MB)
     if child.bytes_to_live is not None and child.rank == 0:
         watch = (checkpointer, child.bytes_to_live)
         threading.Thread(target=_end_after, args=watch, daemon=True).start()
@@ -197,9 +177,8 @@ def save_for_ever(child: Child, state: State) -> None:
             tell(child, "begun", step, number)
         checkpointer.save(step, {**state.entries(), "rank": PerRank(child.rank)})
         # What training does meanwhile: the next values, as soon as these have been copied.
-        if not on_disk:
-            checkpointer.wait_copied()
-        state.become(number + 1, asks=on_disk)
+        checkpointer.wait_copied()
+        state.become(number + 1)
         checkpointer.wait()
         if child.rank == 0:
             tell(child, "complete", step, number)

@@ -52,7 +52,7 @@ class Options:
     kills: int = 200
     seed: int = 0
     ranks: Literal[1, 2] = 1
-    mode: Literal["shadow", "ring", "disk"] = "shadow"
+    mode: Literal["shadow", "ring"] = "shadow"
     folder: Path | None = None
     """Where to save, kept in the end; None for a temporary folder."""
 

@@ -5,21 +5,10 @@ from __future__ import annotations
 import gc
 import os
 
-import pytest
 import torch
 
 from gulliver.booster import Booster, HybridParallelPlugin
-from gulliver.comm import (
-    World,
-    all_reduce,
-    gather_objects,
-    host_rank_group,
-    make_axes,
-    release_groups,
-    return_rank_group,
-    shared_rank_group,
-)
-from gulliver.comm import _groups as groups_module
+from gulliver.comm import World, all_reduce, make_axes, release_groups, shared_rank_group
 from gulliver.parallel.sequence import SequencePlan, make_groups
 from tests.hybrid_models import batch, build
 from tests.pool import Pool
@@ -98,34 +87,6 @@ def _shares(world: World) -> None:
     total = torch.tensor([1.0])
     all_reduce(total, group=kept)
     assert total.item() == 2
-
-
-def _hosts(world: World) -> None:
-    alike = host_rank_group(None, "test")
-    assert alike.process_group is None, "gloo moves what is in host memory itself"
-    return_rank_group(alike)
-    part = torch.distributed.new_group([0, 1])
-    # As where the backend is NCCL.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups_module, "is_gloo", lambda group, device: False)
-        for group, size in ((None, 3), (part, 2)):
-            if group is not None and world.rank == 2:
-                continue  # those who are not in it need not know
-            one, other = (host_rank_group(group, "test") for _ in range(2))
-            assert one.process_group is other.process_group is not group
-            assert (one.rank, one.size) == (world.rank, size)
-            return_rank_group(one)
-            assert gather_objects(world.rank, other.process_group) == list(range(size))
-            made = torch.distributed.get_world_size(other.process_group)
-            return_rank_group(other)
-            assert made == size
-            with pytest.raises(ValueError, match="group"):
-                torch.distributed.get_process_group_ranks(other.process_group)
-    release_groups()
-
-
-def test_a_group_beside_nccl_goes_when_all_have_given_it_back(pool: Pool) -> None:
-    pool.run(_hosts, 3)
 
 
 def test_a_group_goes_when_no_rank_uses_it(pool: Pool) -> None:
