@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -31,7 +32,16 @@ from gulliver.checkpoint import (
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.io import PythonEngine
-from gulliver.memory import Part, add_claim, before_write, drop_claim
+from gulliver.memory import (
+    PARAMETERS,
+    DiskStore,
+    Manager,
+    Part,
+    add_claim,
+    before_write,
+    drop_claim,
+    storage_of,
+)
 from tests.covering import some
 from tests.patience import patient
 from tests.pool import Pool
@@ -319,3 +329,89 @@ def test_memory_that_was_copied_is_not_kept_while_the_rest_is_written(tmp_path: 
         assert gone["second"]() is None
     found = load(tmp_path).values["model"]
     assert {name: float(value.min()) for name, value in found.items()} == sizes
+
+
+# --- the memory manager --------------------------------------------------------------------------
+
+
+def test_what_a_manager_moves_while_it_is_saved_is_saved_as_it_was(tmp_path: Path) -> None:
+    sizes = {f"o{n}": (60_000, 20_000, 100_000)[n % 3] for n in range(9)}
+    store = DiskStore(tmp_path, 8 * MIB)
+    manager = Manager(800_000, "cpu", store)
+    objects = {
+        name: manager.add(name, PARAMETERS, numel, torch.float32, torch.full((numel,), float(n)))
+        for n, (name, numel) in enumerate(sizes.items())
+    }
+
+    def step(number: float) -> None:
+        for n, placed in enumerate(objects.values()):
+            with manager.using(placed, write=True) as tensor:
+                tensor.fill_(n + number)
+            assert manager.stats()["held"] <= manager.budget
+        manager.end_step()
+
+    step(0.0)
+    asked = Asked()
+    with (
+        PythonEngine(page_bytes=2**16, pages=4) as engine,
+        ThreadPoolExecutor(1) as trainer,
+        AsyncCheckpointer(tmp_path / "run", engine=engine) as checkpointer,
+    ):
+        for number in (0, 1):
+            engine.hold(True)
+            add_claim(asked)
+            views = {name: manager.view(placed) for name, placed in objects.items()}
+            checkpointer.save(number, {"model": {n: Part(v, v.shape) for n, v in views.items()}})
+            del views
+            training = trainer.submit(step, number + 1.0)
+            assert asked.event.wait(patient(20))
+            drop_claim(asked)
+            engine.hold(False)
+            training.result()
+            checkpointer.wait()
+        assert "of the state lie on disk" in checkpointer.held
+    for number in (0, 1):
+        found = load(tmp_path / "run", step=number).values["model"]
+        for n, (name, numel) in enumerate(sizes.items()):
+            assert torch.equal(found[name], torch.full((numel,), float(n + number))), name
+    # Loaded through the mappings, and read by the manager.
+    views = {name: manager.view(placed, write=True) for name, placed in objects.items()}
+    load(tmp_path / "run", {"model": {n: Part(v, v.shape) for n, v in views.items()}}, step=0)
+    del views
+    for n, placed in enumerate(objects.values()):
+        with manager.using(placed) as tensor:
+            assert torch.equal(tensor, torch.full_like(tensor, float(n)))
+    manager.close()
+
+
+class Holder:
+    """A read lock that keeps tensors until somebody asks for their memory."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.held = {storage_of(tensor): tensor for tensor in tensors}
+
+    def release(self, storages: set[int] | None) -> None:
+        for storage in storages or set(self.held):
+            self.held.pop(storage, None)
+
+
+def test_memory_that_a_snapshot_holds_is_asked_for_before_a_limit_is_too_small(
+    tmp_path: Path,
+) -> None:
+    manager = Manager(800_000, "cpu", DiskStore(tmp_path, 8 * MIB))
+    one, two = (manager.add(n, PARAMETERS, 150_000, torch.float32) for n in ("one", "two"))
+    other = manager.add("other", PARAMETERS, 120_000, torch.float32)
+    with manager.using(one, write=True) as tensor:
+        tensor.fill_(1.0)
+    add_claim(holder := Holder(manager.view(one)))
+    del tensor
+    try:
+        with manager.using(other, write=True):  # the memory of the first is of another size
+            assert not holder.held
+    finally:
+        drop_claim(holder)
+    for placed, value in ((one, 1.0), (two, 0.0)):
+        with manager.using(placed) as tensor:
+            assert torch.equal(tensor, torch.full_like(tensor, value))
+        del tensor
+    manager.close()

@@ -40,9 +40,9 @@ from gulliver.checkpoint import (
 )
 from gulliver.checkpoint import _folder as folder_module
 from gulliver.checkpoint import _publishing as publishing
+from gulliver.checkpoint._copy_stream import CopyStream
 from gulliver.checkpoint._folder import FolderLock, lock_file, unlock
 from gulliver.checkpoint._image import CODES, Image
-from gulliver.checkpoint._lane import Lane
 from gulliver.checkpoint._manifest import MANIFEST, STATE
 from gulliver.checkpoint._presence import Presence, Watch, make_signs
 from gulliver.comm import World
@@ -844,11 +844,11 @@ def test_a_device_s_way_is_as_good(
 ) -> None:
     """With host memory in the place of the device: same pages, same order, no stream."""
 
-    def ready(checkpointer: AsyncCheckpointer, snapshot: object) -> Lane:
-        checkpointer._lane = Lane()
-        return checkpointer._lane
+    def ready(checkpointer: AsyncCheckpointer, snapshot: object) -> CopyStream:
+        checkpointer._copy_stream = CopyStream()
+        return checkpointer._copy_stream
 
-    monkeypatch.setattr(AsyncCheckpointer, "_ready_lane", ready)
+    monkeypatch.setattr(AsyncCheckpointer, "_ready_copy_stream", ready)
     state = odd_state()
     checkpointer = AsyncCheckpointer(tmp_path, mode=mode, engine=engine)
     checkpointer.save(1, state)
@@ -866,7 +866,7 @@ def test_a_device_s_way_is_as_good(
     assert_same(load(tmp_path).values, _plainly(state))
 
 
-class _BrokenLane(Lane):
+class _BrokenCopyStream(CopyStream):
     """A device whose copies fail from the third on."""
 
     copies = 0
@@ -878,11 +878,11 @@ class _BrokenLane(Lane):
 
 
 def test_a_device_that_fails_leaks_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ready(checkpointer: AsyncCheckpointer, snapshot: object) -> Lane:
-        checkpointer._lane = _BrokenLane()
-        return checkpointer._lane
+    def ready(checkpointer: AsyncCheckpointer, snapshot: object) -> CopyStream:
+        checkpointer._copy_stream = _BrokenCopyStream()
+        return checkpointer._copy_stream
 
-    monkeypatch.setattr(AsyncCheckpointer, "_ready_lane", ready)
+    monkeypatch.setattr(AsyncCheckpointer, "_ready_copy_stream", ready)
     with make_engine("python") as engine:
         checkpointer = AsyncCheckpointer(tmp_path, engine=engine)
         checkpointer.save(1, state_of(1))

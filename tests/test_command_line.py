@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gulliver.cli._main import COMMANDS, _found, main
-from gulliver.cli._options import Convert, Diff, Ls, Verify
+from gulliver.cli._options import Convert, Diff, Ls, Memory, Verify
 from gulliver.errors import GulliverError
 from gulliver.options import Range, check_options, ranges_of
 from gulliver.video import SamplingConfig, TrainConfig, check_config, write_clip
@@ -34,6 +34,7 @@ for arguments in {calls!r}:
 def test_help_and_version_import_no_torch() -> None:
     calls = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
     calls += [["checkpoint", name, "--help"] for name in ("ls", "verify", "diff", "convert")]
+    calls += [["plan", name, "--help"] for name in ("memory", "show")]
     ended = subprocess.run(
         [sys.executable, "-c", HELP.format(calls=calls)],
         capture_output=True,
@@ -46,7 +47,7 @@ def test_help_and_version_import_no_torch() -> None:
 
 
 OPTIONS = [_found(command.options) for command in COMMANDS.values()]
-OPTIONS += [Ls, Verify, Diff, Convert, SamplingConfig]
+OPTIONS += [Ls, Verify, Diff, Convert, Memory, SamplingConfig]
 
 
 def _dataclasses(kind: type) -> Iterator[type]:

@@ -20,6 +20,7 @@ from gulliver.hardware import (
     Device,
     Disk,
     Link,
+    Message,
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
@@ -346,3 +347,15 @@ def test_a_cluster_of_other_ranks_is_refused() -> None:
         choose_axes(two_speeds(), zero_collectives(1, [8]), 4)
     with pytest.raises(GulliverError, match="3 x 2 is no torus of 8 ranks"):
         torus_seconds(two_speeds(), (3, 2), [])
+
+
+def test_a_step_that_stops_for_a_message_waits_as_long_as_was_measured_between_computing() -> None:
+    alone, busy = (Curve((1 << 20,), (seconds,)) for seconds in (1e-3, 4e-3))
+    along = Along(2, {"all_reduce": alone}, {"all_reduce": busy, "sends": busy})
+    line = [(2, replace(FAST, along=(along,)))]
+    stops = Message("all_reduce", 1 << 20, line, 3)
+    assert stops.seconds == pytest.approx(12e-3)
+    assert replace(stops, hidden=True).seconds == pytest.approx(3e-3)
+    assert Message("sends", 1 << 20, line, 2, hidden=True).seconds == pytest.approx(8e-3)
+    assert stops.sent == 3 * (1 << 20)
+    assert Message("sends", 100, line, 2).sent == 200

@@ -154,7 +154,7 @@ def _both(
 def _logits_loss(model: nn.Module, call: dict[str, Any]) -> Tensor:
     """A criterion of the user's own, on whole logits; tokens of weight 0 are padding."""
     inputs = {k: v for k, v in call.items() if k not in ("weights", "cu_seq_lens_q")}
-    if hasattr(model, "gulliver_wiring") and "cu_seq_lens_q" in call:
+    if hasattr(model, "gulliver_adapter") and "cu_seq_lens_q" in call:
         inputs["cu_seq_lens_q"] = call["cu_seq_lens_q"]
     logits = model(**inputs).logits
     weights = call.get("weights", torch.ones(logits.shape[:2], dtype=logits.dtype))
@@ -223,7 +223,7 @@ def test_documents_may_be_named(pool: Pool, family: str) -> None:
 
 
 def _own_loss(model: Any, call: dict[str, Any]) -> Tensor:
-    if hasattr(model, "gulliver_wiring"):
+    if hasattr(model, "gulliver_adapter"):
         return model(**call).loss
     logits = model(**{k: v for k, v in call.items() if k != "labels"}).logits
     return precise_loss(model.config.model_type, logits, call)

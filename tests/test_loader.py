@@ -1094,7 +1094,7 @@ def test_memory_is_not_lent_again_before_the_device_has_read_it(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeLane()
-    monkeypatch.setattr(loader_module, "lane", lambda device, ahead: fake)
+    monkeypatch.setattr(loader_module, "copy_stream", lambda device, ahead: fake)
     example = [torch.empty(4, 2, dtype=torch.int64)]
     loader = DataLoader(Numbers(64), 4, arena=_unlocked(), warm_up=example, num_workers=workers)
     expected = [b.tolist() for b in torch_data.DataLoader(Numbers(64), 4)]
@@ -1149,13 +1149,13 @@ def test_the_copy_is_ordered_on_its_stream_and_before_its_use(
         current_stream=lambda device: main,
     )
     monkeypatch.setattr(transfer.torch, "cuda", fake)
-    lane = transfer.CudaLane(torch.device("cuda", 0), depth=1)
-    sent, event = lane.send([Travelling()])
-    lane.receive(sent, event)
+    copy_stream = transfer.CudaCopyStream(torch.device("cuda", 0), depth=1)
+    sent, event = copy_stream.send([Travelling()])
+    copy_stream.receive(sent, event)
     once = ["in device", "in side", "copy", "recorded on side", "out of side", "out of device"]
     assert calls == [*once, "main waits", "kept for main"]
     calls.clear()
-    lane.send([Travelling()])
+    copy_stream.send([Travelling()])
     assert calls == ["host waits for the oldest", *once]
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
+import random
+import sys
 import tempfile
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +20,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.memory import GRADIENTS, HELD, KINDS, OPTIMIZER_STATE, PARAMETERS, DiskStore, Manager
+from gulliver.io import IoError, default_engine
+from gulliver.memory import (
+    GRADIENTS,
+    HELD,
+    KINDS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    DiskStore,
+    HostStore,
+    Manager,
+    Placed,
+    Where,
+    add_claim,
+    drop_claim,
+    storage_of,
+)
+from gulliver.solve import Event, simulate
+from tests.test_memory_stores import LateCopier
 
 PAGE = 4096
 SIZES = (1, 1000, 1024, 1025, 3000, 5000)
@@ -104,17 +127,24 @@ class Twin:
         assert self.manager.counter.live == held
         assert self.manager.held <= self.manager.budget
 
+    def release(self) -> None:
+        for buffer, _, kind in self.lent:
+            self.manager.give(buffer, kind)
+        self.lent.clear()
+
     def finish(self) -> None:
         for index, placed in enumerate(self.objects):
             with self.manager.using(placed) as tensor:
                 assert torch.equal(tensor, self.contents[index])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(OPERATIONS, max_size=60), st.integers(4, 14))
-def test_contents_are_those_of_a_plain_dict_after_any_program(program, pages):
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(OPERATIONS, max_size=60), st.integers(4, 14), st.booleans())
+def test_contents_are_those_of_a_plain_dict_after_any_program(program, pages, late):
+    """On disk, and on a device whose copies end as late as they may."""
     with tempfile.TemporaryDirectory() as folder:
-        manager = Manager(PAGE * pages, "cpu", DiskStore(folder, 2**20))
+        store = HostStore(2**20, copier=LateCopier()) if late else DiskStore(folder, 2**20)
+        manager = Manager(PAGE * pages, "cpu", store)
         twin = Twin(manager)
         try:
             for index, numel in enumerate(SIZES):
@@ -127,7 +157,8 @@ def test_contents_are_those_of_a_plain_dict_after_any_program(program, pages):
                 with suppress(GulliverError):  # too small a budget: nothing may have changed
                     twin.do(what, index, value)
                 twin.check()
-            manager.set_budget(2**20)
+            twin.release()
+            manager.set_budget(2**19)
             twin.finish()
         finally:
             manager.close()
@@ -150,12 +181,302 @@ def test_more_than_the_budget_is_trained_through_it(tmp_path: Path):
     assert os.listdir(tmp_path) == []
 
 
+def filled(manager: Manager, count: int) -> list[Placed]:
+    """Objects of a page each, with their number as content."""
+    contents = [torch.full((1024,), float(n)) for n in range(count)]
+    return [
+        manager.add(f"o{n}", KINDS[n % 3], 1024, torch.float32, content)
+        for n, content in enumerate(contents)
+    ]
+
+
+def test_what_moves_is_what_the_simulation_says(tmp_path: Path):
+    for seed in range(4):
+        chosen = random.Random(seed)
+        sizes = {n: chosen.randint(1, 4) * PAGE for n in range(8)}
+        steps, at_random = [], [chosen.randrange(8) for _ in range(14)]
+        for _ in range(4):
+            events = []
+            for n in at_random if chosen.random() < 0.7 else at_random[4:]:
+                write = n % 2 == 0
+                events += [Event("use", n, write), Event("lend", PAGE), Event("done", n)]
+                events.append(Event("give", PAGE))
+            steps.append(events)
+        manager = Manager(9 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
+        objects = [
+            manager.add(str(n), PARAMETERS, size // 4, torch.float32, torch.zeros(size // 4))
+            for n, size in sizes.items()
+        ]
+        expected = [0, 0, 0, 0]
+        for events, moved in zip(steps, simulate(steps, sizes, 9 * PAGE), strict=True):
+            lent = []
+            for event in events:
+                if event.what == "use":
+                    manager.use(objects[event.key], event.write)
+                elif event.what == "done":
+                    manager.done(objects[event.key])
+                elif event.what == "lend":
+                    lent.append(manager.lend(1024, torch.float32, GRADIENTS))
+                else:
+                    manager.give(lent.pop(), GRADIENTS)
+            manager.end_step()
+            for n, more in enumerate((moved.loads, moved.writes, moved.bytes_in, moved.bytes_out)):
+                expected[n] += more
+        while any(placed.where is Where.QUEUED for placed in objects):
+            time.sleep(0.001)
+        found = manager.stats()
+        assert [found[k] for k in ("loads", "writes", "bytes_in", "bytes_out")] == expected
+        manager.close()
+
+
+def test_reads_run_ahead_and_writes_behind(tmp_path: Path, request):
+    """With a disk that hangs during every use, nothing ever waits for it."""
+    engine = default_engine(page_bytes=PAGE, pages=1)
+    request.addfinalizer(lambda: engine.hold(False))
+    manager = Manager(8 * PAGE, "cpu", DiskStore(tmp_path, 2**20, engine))
+    objects, under_way = filled(manager, 16), 0
+    for step in range(4):
+        for placed in objects:
+            while step > 2 and any(o.where is Where.QUEUED or not o.done for o in objects):
+                time.sleep(0.001)
+            engine.hold(step > 2)
+            manager.use(placed, write=True).add_(1)
+            manager.done(placed)
+            under_way += bool(step > 2 and engine.counters.pending)
+            assert manager.held <= manager.budget
+            engine.hold(False)
+        manager.end_step()
+    assert under_way >= 8
+    for n, placed in enumerate(objects):
+        assert torch.equal(manager.view(placed), torch.full((1024,), n + 4.0))
+    manager.close()
+    engine.close()
+
+
+def test_memory_is_used_again_and_what_is_still_looked_at_is_not(tmp_path: Path):
+    manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
+    first = manager.lend(1024, torch.float32, GRADIENTS).fill_(1)
+    address = first.data_ptr()
+    view = first[:10]
+    manager.give(first, GRADIENTS)
+    del first
+    second = manager.lend(1024, torch.float32, GRADIENTS).fill_(2)
+    assert second.data_ptr() != address
+    assert torch.equal(view, torch.ones(10))
+    with pytest.raises(GulliverError, match=rf"still looked at: .* at least {3 * PAGE}"):
+        manager.lend(1024, torch.float32, GRADIENTS)
+    del view
+    assert manager.lend(1024, torch.float32, GRADIENTS).data_ptr() == address
+    manager.close()
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+def test_an_error_of_the_disk_is_told_at_the_next_use_and_nothing_is_lost(tmp_path: Path, call):
+    for times in (1, 3):
+        engine = default_engine(page_bytes=PAGE, pages=1)
+        manager = Manager(3 * PAGE, "cpu", DiskStore(tmp_path, 2**20, engine))
+        objects = filled(manager, 7)
+        for placed in objects:
+            manager.view(placed)
+        engine.inject(call, errno=errno.EIO, times=times)
+        told = 0
+        for _ in range(2):
+            for n, placed in enumerate(objects):
+                for _ in range(8):
+                    try:
+                        tensor = manager.use(placed, write=True)
+                        break
+                    except IoError:
+                        told += 1
+                assert torch.equal(tensor, torch.full((1024,), float(n)))
+                manager.done(placed)
+            manager.end_step()
+        assert 1 <= told <= times
+        assert manager.held <= manager.budget
+        manager.close()
+        engine.close()
+
+
+def test_a_full_disk_says_what_is_needed(tmp_path: Path):
+    manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 4 * PAGE))
+    objects = filled(manager, 6)
+    with pytest.raises(GulliverError, match=rf"o6 does not fit: .* {7 * PAGE} .* {PAGE} too few"):
+        manager.add("o6", PARAMETERS, 1024, torch.float32)
+    # All that both hold is in use: nothing can change places. It is said, and nothing is lost.
+    for _ in range(2):
+        with pytest.raises(GulliverError, match=rf"disk store .* is full: {PAGE} bytes"):
+            manager.use(objects[0], write=True)
+    manager.set_budget(3 * PAGE)
+    for n, placed in enumerate(objects):
+        assert torch.equal(manager.view(placed), torch.full((1024,), float(n)))
+    manager.close()
+
+
+def fail(manager: Manager, placed: Placed) -> None:
+    with manager.using(placed, write=True) as tensor:
+        tensor.add_(1)
+        tensor.add_(1 / (tensor.numel() - 1024))
+
+
+def test_an_exception_inside_a_use_leaves_the_object_free_to_leave(tmp_path: Path):
+    manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
+    one, two, three = filled(manager, 3)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            fail(manager, one)
+    for placed in (two, three, two):
+        with manager.using(placed):
+            pass
+    assert one.tensor is None
+    assert torch.equal(manager.view(one), torch.full((1024,), 3.0))
+    manager.close()
+
+
+def test_closing_waits_for_writes_and_two_managers_share_a_folder(tmp_path: Path):
+    engine = default_engine(page_bytes=PAGE, pages=1)
+    slow = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20, engine))
+    other = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
+    mine, theirs = filled(slow, 6), filled(other, 6)
+    for manager, objects, more in ((slow, mine, 1), (other, theirs, 2)):
+        for placed in objects:
+            with manager.using(placed, write=True) as tensor:
+                tensor.add_(more)
+    slow.close()
+    slow_again = pytest.raises(GulliverError, match="closed")
+    with slow_again:
+        slow.use(mine[0])
+    assert engine.counters.pending == 0
+    for n, placed in enumerate(theirs):
+        assert torch.equal(other.view(placed), torch.full((1024,), n + 2.0))
+    other.close()
+    engine.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_manager_that_nobody_closed_leaves_no_write_into_freed_memory(tmp_path: Path):
+    engine = default_engine(page_bytes=PAGE, pages=1)
+    manager = Manager(4 * PAGE, "cpu", DiskStore(tmp_path, 2**20, engine))
+    objects = filled(manager, 8)
+    engine.hold(True)
+    with pytest.raises(TimeoutError):
+        engine.sync(manager.store._opened.target).wait(0)  # type: ignore[union-attr]
+    threading.Timer(0.05, engine.hold, (False,)).start()
+    del manager, objects
+    gc.collect()
+    assert os.listdir(tmp_path) == []
+    engine.close()
+
+
+def test_a_forked_child_is_refused(tmp_path: Path):
+    manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
+    objects = filled(manager, 4)
+    child = os.fork()
+    if not child:
+        try:
+            manager.use(objects[0])
+        except GulliverError as error:
+            os._exit(0 if "make another after forking" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for n, placed in enumerate(objects):
+        with manager.using(placed) as tensor:
+            assert torch.equal(tensor, torch.full((1024,), float(n)))
+    manager.close()
+
+
+def test_a_snapshot_is_asked_before_its_memory_is_used_again(tmp_path: Path):
+    class Snapshot:
+        def __init__(self) -> None:
+            self.asked: set[int] = set()
+
+        def release(self, storages: set[int] | None) -> None:
+            self.asked |= storages or set()
+
+    manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
+    objects = filled(manager, 4)
+    shown = {n: manager.view(placed) for n, placed in enumerate(objects)}
+    places = {n: storage_of(tensor) for n, tensor in shown.items()}
+    snapshot = Snapshot()
+    add_claim(snapshot)
+    try:
+        for placed in objects:
+            with manager.using(placed, write=True) as tensor:
+                tensor.add_(1)
+    finally:
+        drop_claim(snapshot)
+    assert set(places.values()) <= snapshot.asked
+    manager.close()
+
+
+def test_what_is_shown_can_be_filled_wherever_it_lies(tmp_path: Path):
+    manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
+    objects = [*filled(manager, 4), manager.add("empty", OPTIMIZER_STATE, 1024, torch.float32)]
+    held = manager.held
+    for n, placed in enumerate(objects):
+        manager.view(placed, write=True).fill_(10.0 + n)
+    assert manager.held == held
+    for n, placed in enumerate(objects):
+        with manager.using(placed) as tensor:
+            assert torch.equal(tensor, torch.full((1024,), 10.0 + n))
+    manager.close()
+
+
+def test_decisions_can_be_read_and_drawn(tmp_path: Path, monkeypatch):
+    manager = Manager(3 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
+    objects = filled(manager, 5)
+    for _ in range(3):
+        for placed in objects:
+            manager.use(placed, write=True)
+            manager.done(placed)
+        manager.end_step()
+    text = manager.explain()
+    lines = [line for line in text.splitlines() if " load " in line or " write " in line]
+    assert any("o4 (gradients, 0.00391 MiB)" in line for line in lines)
+    assert "plan for the next" in text
+    assert "use o0" in manager.explain(-2)
+    with pytest.raises(GulliverError, match="step -9 is not remembered"):
+        manager.explain(-9)
+    pytest.importorskip("matplotlib")
+    manager.draw(tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(GulliverError, match="pip install matplotlib"):
+        manager.draw(tmp_path / "other.png")
+    manager.close()
+
+
+def test_without_a_store_all_stays_or_is_refused():
+    manager = Manager(2 * PAGE, "cpu", None)
+    filled(manager, 2)
+    with pytest.raises(GulliverError, match=rf"no disk or host memory .* at least {3 * PAGE}"):
+        filled(manager, 1)
+    manager.close()
+
+
+def test_bad_calls_are_refused(tmp_path: Path):
+    store = DiskStore(tmp_path, 2**20)
+    with pytest.raises(GulliverError, match="give the host memory behind it"):
+        Manager(PAGE, "meta", store)
+    with pytest.raises(GulliverError, match="a number of bytes"):
+        Manager(0, "cpu", store)
+    manager = Manager(2 * PAGE, "cpu", store)
+    with pytest.raises(GulliverError, match="kind 'weights' of a: one of"):
+        manager.add("a", "weights", 1, torch.float32)
+    with pytest.raises(GulliverError, match="not lent by this manager"):
+        manager.give(torch.zeros(1), GRADIENTS)
+    placed = manager.add("a", PARAMETERS, 1, torch.float32)
+    manager.remove(placed)
+    with pytest.raises(GulliverError, match="a is not an object of this memory manager"):
+        manager.use(placed)
+    manager.close()
+
+
 def test_too_small_a_budget_names_the_least(tmp_path: Path):
     manager = Manager(3 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
     a = manager.add("a", PARAMETERS, 2048, torch.float32)
     b = manager.add("weights of layer 3", PARAMETERS, 2048, torch.float32)
     manager.use(a)
-    with pytest.raises(GulliverError, match=f"weights of layer 3 .*at least {4 * PAGE}"):
+    with pytest.raises(GulliverError, match=rf"weights of layer 3 .*at least {4 * PAGE}"):
         manager.use(b)
     manager.set_budget(4 * PAGE)
     manager.use(b)

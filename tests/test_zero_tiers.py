@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from gulliver.booster import Booster, LowLevelZeroPlugin
+from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.parallel import ZeroOptimizer
 from gulliver.parallel.zero import ELEMENTWISE
+from tests.pool import Pool
 from tests.tiers import (
+    CHUNK,
     adamw,
     backward,
     boosted,
     differing,
+    groups_of,
     loss_of,
     manager_of,
     model_of,
@@ -43,10 +51,13 @@ def test_every_budget_gives_the_bits_of_torch(early: bool) -> None:
     for share in SHARES:
         model = model_of()
         with manager_of(model, share) as manager:
-            optimizer = boosted(model, manager=manager, step_in_backward=early)
+            optimizer = boosted(
+                model, manager=manager, step_in_backward=early, ordered=share == 0.3
+            )
             manager.counter.restart()  # the whole model was there before
             steps(model, optimizer)
             assert sum(manager.counter.fullest.values()) <= manager.budget
+            assert sum(optimizer.memory().values()) <= manager.budget
             assert not differing(result(model, optimizer), expected), share
             assert manager.minimum <= 0.15 * states_of(model)
 
@@ -181,3 +192,44 @@ def test_what_the_optimizer_shows_between_steps_is_not_stale_memory() -> None:
                 assert owned.isnan().all()
                 state = optimizer.inner.state.get(owned, {})
                 assert all(v.is_meta for v in state.values() if v.ndim)
+
+
+def _checkpoints(world: World, folder: str) -> list[list[str]]:
+    """Differences of runs that were saved with or without tiers, and go on with or without."""
+
+    def run(share: float | None, begin: int, end: int, load: str = "", save: int = -1) -> Any:
+        model = model_of()
+        with ExitStack() as stack:
+            manager = None if share is None else stack.enter_context(manager_of(model, share))
+            stack.enter_context(patch("gulliver.booster._apply._manager", lambda *_: manager))
+            booster = Booster(LowLevelZeroPlugin(3, chunk_mb=CHUNK / 2**20, verbose=False))
+            _, optimizer, *_ = booster.boost(model, adamw(groups_of(model)))
+            assert (optimizer.shards.manager is not None) == (share is not None)
+            optimizer.step_in_backward = True
+            if load:
+                booster.load(f"{folder}/{load}", model, optimizer)
+            if save >= 0:
+                steps(model, optimizer, begin, save, world.rank)
+                # What moves next overwrites the places that are being copied.
+                booster.save(f"{folder}/{share}", save, model, optimizer)
+                begin = save
+            steps(model, optimizer, begin, end, world.rank)
+            booster.wait()
+            found = result(model, optimizer)
+            optimizer.gatherer.finish_all()
+            booster.close()
+        return found
+
+    expected = run(None, 0, 5, save=2)
+    found = [differing(run(0.5, 0, 5, save=2), expected)]
+    for share, load in ((0.5, "None"), (None, "0.5"), (0.6, "0.5")):
+        found.append(differing(run(share, 2, 5, load), expected))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_runs_are_saved_and_resumed_with_and_without_tiers(
+    pool: Pool, tmp_path: Path, size: int
+) -> None:
+    for found in pool.run(_checkpoints, size, str(tmp_path)):
+        assert found == [[]] * 4

@@ -28,6 +28,7 @@ from gulliver.memory import plan_chunks
 from gulliver.parallel import ZeroOptimizer, check_optimizer, optimizer_table
 from tests.hybrid_models import batch, build
 from tests.pool import Pool
+from tests.tiers import boosted, differing, manager_of, model_of, plain, result, steps
 
 CHUNK_MB = 0.0003
 SIZES = st.lists(st.integers(0, 400), min_size=1, max_size=40)
@@ -120,11 +121,15 @@ def adafactor(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Adafactor(groups, lr=0.1)]
 
 
-def hugging_face(model: nn.Module) -> list[torch.optim.Optimizer]:
+def hugging_face_of(parameters: Any) -> torch.optim.Optimizer:
     from transformers.optimization import Adafactor
 
     options = {"lr": 0.05, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1}
-    return [Adafactor(model.parameters(), **options)]
+    return Adafactor(parameters, **options)
+
+
+def hugging_face(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [hugging_face_of(model.parameters())]
 
 
 MAKE: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
@@ -419,6 +424,21 @@ def test_stages_save_factors_that_one_process_goes_on_with(
     for held in found:
         for name, value in held.items():
             torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-12)
+
+
+def _in_tiers(name: str, early: bool) -> list[str]:
+    make = ONE.get(name, hugging_face_of)
+    model = model_of()
+    with manager_of(model, 0.4) as manager:
+        optimizer = boosted(model, make, manager, step_in_backward=early)
+        steps(model, optimizer)
+        assert manager.stats()["bytes_out"] > 0
+        return differing(result(model, optimizer), plain(make))
+
+
+def test_factors_go_through_tiers_of_memory_to_the_bit() -> None:
+    assert _in_tiers("Adafactor", early=False) == []
+    assert _in_tiers("Adafactor of transformers", early=True) == []
 
 
 def test_the_table_of_optimizers_says_what_is_refused() -> None:

@@ -48,6 +48,14 @@ class Odd(nn.Module):
         return F.linear(self.norm(x), self.embed.weight)
 
 
+ORDER = [
+    name
+    for part in ("embed", "frozen", "down", "up", "layers.3", "layers", "norm")
+    for name, _ in Odd().named_parameters()
+    if name.startswith(part)
+]
+
+
 def batch(number: int, rank: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(100 * number + rank)
     return torch.randint(WORDS, (3, 5), generator=generator)
@@ -88,14 +96,21 @@ def model_of(dtype: torch.dtype = torch.float32) -> Odd:
 
 
 def boosted(
-    model: Odd, make: Make = adamw, manager: Manager | None = None, **options: Any
+    model: Odd,
+    make: Make = adamw,
+    manager: Manager | None = None,
+    ordered: bool = False,
+    **options: Any,
 ) -> ZeroOptimizer:
+    """An optimizer of the model; `ordered` lays its chunks out in the order of use."""
     inner = make(groups_of(model))
     names = named_trainables(model, inner)
     frozen = {p: name for name, p in model.named_parameters() if p not in names}
     options = {"stage": 3, "chunk_bytes": CHUNK, "frozen": frozen, **options}
     optimizer = ZeroOptimizer(inner, names, manager=manager, **options)
     optimizer.watch(model)
+    if ordered:
+        optimizer.relayout(ORDER, options["chunk_bytes"])
     return optimizer
 
 

@@ -40,7 +40,7 @@ class GeminiPlugin(Plugin):
         step_in_backward: step each chunk inside `Booster.backward`, as soon as its gradient is
             complete, so that gradients take no memory.
         activations: what forward keeps for backward: ``keep`` it, ``recompute`` blocks,
-            ``offload`` it, or ``auto``, the cheapest that fits.
+            or ``auto``, which recomputes where they would take most of the limit.
         gather_ahead: chunks that are gathered from other ranks ahead of the one in use.
         assume_elementwise: as of `LowLevelZeroPlugin`.
         broadcast_buffers: as of `LowLevelZeroPlugin`.

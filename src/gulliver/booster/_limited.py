@@ -129,7 +129,7 @@ def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager 
 
     def held() -> int:
         there = known()
-        return 0 if there is None else sum(there.counter.live.values())
+        return 0 if there is None else there.held
 
     try:
         footprint = Footprint(held, manager.device)

@@ -10,7 +10,7 @@ import inspect
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -56,11 +56,13 @@ def measure_work(
         raise GulliverError(
             "a sample is measured with values: the model is on meta, so leave it out"
         )
-    sizes: dict[str, list[int]] = {"forward": [], "backward": [], "hidden": []}
+    sizes: dict[str, list[int]] = {"forward": [], "backward": [], "hidden": [], "again": []}
     with _put_back(model), _sizes_of(model, tensor, blocks, sizes), _counted() as kept:
         _timed(model, sample, autocast)
     with _put_back(model):
         turns = [_timed(model, sample, autocast) for _ in range(TURNS)]
+    with _put_back(model), _seconds_in(model, {"blocks": blocks, "cut": _cut(tensor)}) as inside:
+        whole, _ = _timed(model, sample, autocast)
     tensors = [t for t in _tensors(sample) if t.ndim]
     return Work(
         samples=tensors[0].shape[0] if tensors else 1,
@@ -72,6 +74,9 @@ def measure_work(
         activations=kept[0],
         reduced_forward=tuple(sizes["forward"]),
         reduced_backward=tuple(sizes["backward"]),
+        reduced_again=tuple(sizes["again"]),
+        share_blocks=min(1.0, inside["blocks"] / whole),
+        share_cut=min(1.0, inside["cut"] / whole),
     )
 
 
@@ -159,22 +164,74 @@ def _sizes_of(
     """Notes what goes into and comes out of the modules between which ranks send."""
     watched: list[tuple[str, Callable[..., None]]] = []
 
-    def out_of(kind: str) -> Callable[..., None]:
-        return lambda _, args, out: sizes[kind].append(_nbytes(out))
+    def out_of(*kinds: str) -> Callable[..., None]:
+        def note(_: Any, args: Any, out: Any) -> None:
+            for kind in kinds:
+                sizes[kind].append(_nbytes(out))
+
+        return note
 
     def into(_: Any, args: Any, kwargs: Any, out: Any) -> None:
         sizes["backward"].append(_nbytes((args, kwargs)))
 
     for path, placed in (tensor.modules if tensor is not None else {}).items():
         if placed.how.kind in ADDED_UP:
-            watched.append((path, out_of("forward")))
+            # What backward computes again it adds up again.
+            again = ("again",) if _inside(path, blocks) else ()
+            watched.append((path, out_of("forward", *again)))
     watched += [(path, out_of("hidden")) for path in blocks[:1]]
     handles = [model.get_submodule(p).register_forward_hook(h) for p, h in watched]
-    for path in tensor.sites if tensor is not None else ():
+    for path in _entries(tensor):
         module = model.get_submodule(path)
         handles.append(module.register_forward_hook(into, with_kwargs=True))
     try:
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _inside(path: str, others: Iterable[str]) -> bool:
+    return any(path.startswith(f"{other}.") for other in others)
+
+
+def _entries(tensor: TensorPlan | None) -> list[str]:
+    """Paths of modules that are given whole tensors and compute a part of what follows."""
+    if tensor is None:
+        return []
+    columns = [path for path, placed in tensor.modules.items() if placed.how.kind == "column"]
+    return [*tensor.sites, *(path for path in columns if not _inside(path, tensor.sites))]
+
+
+def _cut(tensor: TensorPlan | None) -> list[str]:
+    """Paths of modules that each tensor rank runs a part of, with all that is in them."""
+    if tensor is None:
+        return []
+    return [*tensor.sites, *(path for path in tensor.modules if not _inside(path, tensor.sites))]
+
+
+@contextmanager
+def _seconds_in(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> Iterator[dict[str, float]]:
+    """Seconds of a forward that modules take, by the name of their list; none lies in another."""
+    found, begun, handles = dict.fromkeys(paths, 0.0), dict[tuple[str, str], float](), []
+    device = next(model.parameters()).device
+
+    def watch(name: str, path: str) -> None:
+        def begin(*_: Any) -> None:
+            begun[name, path] = _now(device)
+
+        def end(*_: Any) -> None:
+            found[name] += _now(device) - begun[name, path]
+
+        module = model.get_submodule(path)
+        handles.append(module.register_forward_pre_hook(begin))
+        handles.append(module.register_forward_hook(end))
+
+    for name, members in paths.items():
+        for path in members:
+            watch(name, path)
+    try:
+        yield found
     finally:
         for handle in handles:
             handle.remove()

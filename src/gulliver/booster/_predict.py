@@ -23,10 +23,13 @@ from gulliver.booster._resolve import (
     state_bytes,
     tensor_sizes,
 )
+from gulliver.booster.hybrid import attention_shape, sequence_plan
+from gulliver.families import family_of, hugging_face_of, is_hugging_face
 from gulliver.hardware import (
     Cluster,
     Link,
     Message,
+    StepCosts,
     current_cluster,
     point_to_point_seconds,
     predict_step,
@@ -34,12 +37,10 @@ from gulliver.hardware import (
     zero_collectives,
 )
 from gulliver.parallel.pipeline import predict as predict_pipeline
+from gulliver.parallel.sequence import Volume, volume
 from gulliver.plan import AXES, SHARED_BY_TENSOR, Moved, Plan, Predicted, Seconds
 
-EXCHANGED = 4
-"""Tensors that an attention exchanges for heads: queries, keys, values, the result."""
-ROUND = 2
-"""Tensors that go round a ring: keys and values, in backward their gradients as well."""
+HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def predict(
@@ -62,7 +63,8 @@ def predict(
     links = _links(plan, cluster)
     share = 1.0 if tensor is None else 1 - tensor.share_of(model) * (1 - 1 / tensor.size)
     share /= plan.mesh.of("sequence")
-    seconds = _by_kind(plan, links, share, len(blocks), _free(plan))
+    sent = _attention(plan, model)
+    costs = _costs(plan, links, _computed(plan, share), len(blocks), _free(plan), sent)
     reasons = dict(plan.reasons)
     if plan.work.samples:
         reasons["predicted.seconds"] = (
@@ -70,14 +72,14 @@ def predict(
             f"{plan.work.samples} samples, links of {cluster.name}"
         )
     activations = _activations(plan, share, len(blocks))
-    moved = plan.predicted.moved
+    seconds, moved = _by_kind(costs), plan.predicted.moved
     if moved is not None:
         moved, seconds = _tiered(plan, model, optimizer, cluster, seconds)
         assert plan.zero is not None, "tiers are of ZeRO"
         assert plan.zero.tiers is not None, "there are tiers"
         activations = other_bytes(plan.zero.tiers, plan.work)
     memory = replace(plan.predicted.bytes, activations=activations)
-    predicted = Predicted(cluster.name, seconds, memory, moved)
+    predicted = Predicted(cluster.name, seconds, int(costs.sent), memory, moved)
     return replace(plan, predicted=predicted, reasons=reasons)
 
 
@@ -144,19 +146,56 @@ def _free(plan: Plan) -> float:
     return 0.0 if plan.mesh.device == "cpu" and busy >= (os.cpu_count() or 1) else 1.0
 
 
-def _by_kind(
-    plan: Plan, links: dict[str, list[tuple[int, Link]]], share: float, blocks: int, free: float
-) -> Seconds:
+def _computed(plan: Plan, share: float) -> float:
+    """Share of one process's seconds that a rank computes, all stages together.
+
+    [Note: what tensor ranks do not divide] Norms, sums with what passes a block by, and rotary
+    embeddings see whole hidden states on every tensor rank. They have few parameters and take a
+    tenth of a forward's seconds or more, so seconds are divided by where they were spent.
+    """
+    tensor, measured = plan.mesh.of("tensor"), plan.work.share_cut
+    if tensor == 1 or not measured:
+        return share
+    return (1 - measured * (1 - 1 / tensor)) / plan.mesh.of("sequence")
+
+
+def _attention(plan: Plan, model: nn.Module) -> Volume:
+    """Bytes that a rank sends in one attention of the whole batch."""
+    work, degree = plan.work, plan.mesh.of("sequence")
+    if degree == 1 or not work.samples:
+        return Volume()
+    inner, known = hugging_face_of(model), family_of(model).sequences
+    if is_hugging_face(inner) and known is not None and known.entry is None:
+        sizes = plan.mesh.of("tensor"), True, work.tokens // work.samples, work.samples
+        shape = attention_shape(inner, *sizes)
+        half = plan.precision.parameters
+        half = plan.precision.autocast if half == "none" else half
+        return volume(sequence_plan(plan), replace(shape, dtype=HALVES.get(half, shape.dtype)))
+    # Of pictures and clips, whose tokens the model makes: each tensor like a hidden state.
+    part, u = work.hidden_bytes / degree, plan.sequence.ulysses
+    exchanged, hops = 4 * part * (1 - 1 / u), degree // u - 1
+    return Volume(exchanged, exchanged, 2 * part * hops, 4 * part * hops)
+
+
+def _costs(
+    plan: Plan,
+    links: dict[str, list[tuple[int, Link]]],
+    share: float,
+    blocks: int,
+    free: float,
+    attention: Volume,
+) -> StepCosts:
     work = plan.work
     again = len(plan.recompute) / blocks if blocks else 0.0
     forward, backward = share * work.forward_s, share * work.backward_s
-    repeated, bubble, own = again * forward, 0.0, 1.0
+    # Embeddings, head and loss are not in blocks: nobody computes them again.
+    repeated, bubble, own = again * (work.share_blocks or 1.0) * forward, 0.0, 1.0
     if plan.mesh.of("pipeline") > 1:
         bubble, own = _pipelined(plan, links, forward, backward + repeated)
     parts = plan.mesh.replicas if plan.stage else 1
     cut = own / plan.mesh.of("tensor") if plan.mesh.of("tensor") > 1 else own
-    messages = list(_messages(plan, links, again, max(blocks, 1), own))
-    costs = predict_step(
+    messages = list(_messages(plan, links, again, max(blocks, 1) * own, own, attention))
+    return predict_step(
         own * (forward + backward),
         own * repeated,
         work.update_s * cut / parts,
@@ -164,6 +203,9 @@ def _by_kind(
         bubble,
         free,
     )
+
+
+def _by_kind(costs: StepCosts) -> Seconds:
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sends")
     spent = {kind: costs.messages.get(kind, 0.0) for kind in kinds}
     return Seconds(
@@ -201,14 +243,15 @@ def _messages(
     plan: Plan,
     links: dict[str, list[tuple[int, Link]]],
     again: float,
-    blocks: int,
+    blocks: float,
     own: float,
+    attention: Volume,
 ) -> Iterator[Message]:
     work, sequence, degree = plan.work, plan.sequence, plan.mesh.of("sequence")
     yield from _shared(plan, links["replicas"])
     if "tensor" in links:
-        passes = [(n, 1 + again) for n in work.reduced_forward]
-        passes += [(n, 1.0) for n in work.reduced_backward]
+        passes = [(n, 1.0) for n in (*work.reduced_forward, *work.reduced_backward)]
+        passes += [(n, again) for n in work.reduced_again if again]
         for count, times in passes:
             size = count // degree
             if sequence.mode in SHARED_BY_TENSOR:
@@ -216,16 +259,22 @@ def _messages(
                 yield Message("all_gather", size, links["tensor"], times * own)
             else:
                 yield Message("all_reduce", size, links["tensor"], times * own)
+        if sequence.mode in SHARED_BY_TENSOR:
+            # Gathered inputs are not kept for the gradients of the weights, but gathered again.
+            for size in work.reduced_backward:
+                yield Message("all_gather", size, links["tensor"], own)
     if "sequence" in links:
-        part, count = work.hidden_bytes // degree, blocks * own
-        if sequence.ulysses > 1:
-            (_, link), *_ = links["sequence"]
-            line = [(sequence.ulysses, link)]
-            yield Message("all_to_all", part, line, EXCHANGED * count * (2 + again))
-        ring = sequence.outer * sequence.inner
-        if ring > 1:
-            hops = (ring - 1) * count * (1 + again) + 2 * (ring - 1) * count
-            yield Message("sends", ROUND * part, links["sequence"], hops, hidden=True)
+        u, ring = sequence.ulysses, sequence.outer * sequence.inner
+        passes = (attention.forward, attention.ulysses_forward, 1 + again)
+        passes = passes, (attention.backward, attention.ulysses_backward, 1.0)
+        for whole, exchanged, times in passes:
+            if u > 1:
+                # One exchange of queries, keys and values, one of the result.
+                line, size = [(u, links["sequence"][0][1])], exchanged / 2 * u / (u - 1)
+                yield Message("all_to_all", int(size), line, 2 * blocks * times)
+            if ring > 1:
+                hop = int((whole - exchanged) / (ring - 1))
+                yield Message("sends", hop, links["sequence"], (ring - 1) * blocks * times, True)
     if "pipeline" in links:
         micro = plan.pipeline.micro_batches
         yield Message("sends", work.hidden_bytes // micro, links["pipeline"], micro, hidden=True)

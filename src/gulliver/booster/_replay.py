@@ -8,7 +8,7 @@ meta. Read `Replay.step` first: the order in which training uses state.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,9 +21,9 @@ from gulliver.memory import (
 )
 from gulliver.parallel.zero import IN_FLIGHT, ChunkBytes, held_bytes
 from gulliver.plan import Tiers
-from gulliver.solve import Action, Move, Replacement
+from gulliver.solve import Action, Move, Policy, Replacement
 
-FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+BEGIN, FORWARD, BACKWARD, UPDATE = "begin", "forward", "backward", "update"
 WINDOW = 2
 """Chunks whose parameters are in use at once at least: the present one, and the one before it."""
 Key = tuple[str, *tuple[int, ...]]
@@ -57,8 +57,8 @@ class StateBytes:
         ahead: number of chunks that are gathered from other ranks ahead of use.
     """
 
-    chunks: Sequence[ChunkBytes]
-    moments: Sequence[Sequence[int]]
+    chunks: tuple[ChunkBytes, ...]
+    moments: tuple[tuple[int, ...], ...]
     parts: int
     ahead: int
 
@@ -148,6 +148,7 @@ class Replay:
         budget: bytes that state may have in the first memory.
         backed: whether there is memory behind it.
         tiers: how the state is used.
+        policy: policy of replacement; one without a plan is faster found, and moves a little more.
 
     Attributes:
         counter: bytes in the first memory, by kind.
@@ -157,18 +158,30 @@ class Replay:
         most: bytes that were in the first memory at once, in use or not.
     """
 
-    def __init__(self, state: StateBytes, budget: int, backed: bool, tiers: Tiers) -> None:
+    def __init__(
+        self,
+        state: StateBytes,
+        budget: int,
+        backed: bool,
+        tiers: Tiers,
+        policy: Policy = "planned",
+    ) -> None:
         self.state, self.tiers = state, tiers
         self.counter, self.decides = ByteCounter(), 0
         self.held, self.left = set[Key](), set[Key]()
         self.most = 0
-        self._core = Replacement(budget, backed=backed, ahead=tiers.ahead or None)
+        ahead = tiers.ahead or None
+        self._core = Replacement(budget, backed=backed, ahead=ahead, policy=policy)
         self._seen: list[Seen] = []
         self._coming: dict[Key, tuple[Coming, int]] = {}
         self._visits = 0
         self._objects = {o.key: o for o in state.objects()}
         self._transient, self._together = _transient(state), _together(state)
         self._entered, self._collected = deque[int](), deque[int]()
+        self._kept: list[int] = []
+        # What a model begins with has no gradient of its input to compute: values are not needed.
+        first = {name.rpartition(".")[0] for chunk in state.chunks[:1] for name in chunk.names}
+        self._begins_alone = len(first) == 1
         shares = Shares.of(tiers)
         self._visit(FORWARD, 0)
         for one in self._objects.values():
@@ -186,6 +199,10 @@ class Replay:
     def step(self) -> list[Seen]:
         """Forward, backward and update, chunk after chunk."""
         self._seen, self.left = [], set()
+        self._visit(BEGIN, 0)
+        for number in self._kept:
+            self._run(self._core.discard(("gradient", number)))
+        self._kept.clear()
         count = range(len(self.state.chunks))
         with self._lend(self._transient):
             for number in count:
@@ -197,6 +214,7 @@ class Replay:
                 self._backward(number)
             while self._collected:
                 self._land(self._collected[0])
+            self._entered = deque(sorted(self._entered))
             self._leave(0)
         if not self.tiers.step_in_backward:
             for number in count:
@@ -228,7 +246,8 @@ class Replay:
             self._done(("home", self._entered.popleft()))
 
     def _backward(self, number: int) -> None:
-        self._enter(number)
+        if number > 0 or not self._begins_alone:
+            self._enter(number)
         if self.state.chunks[number].trained:
             self._use(("gradient", number), fresh=True)
             self._collected.append(number)
@@ -260,10 +279,10 @@ class Replay:
         keys: list[Key] = [("home", number), *moments, gradient]
         for key in keys:
             self._use(key, write=key != gradient)
-        for key in keys:
+        for key in reversed(keys):
             self._done(key)
         if not self.tiers.step_in_backward:
-            self._run(self._core.discard(gradient))
+            self._kept.append(number)  # until zero_grad
 
     def _use(self, key: Key, write: bool = False, fresh: bool = False) -> None:
         before = self._core.minimum

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from gulliver.booster._replay import BACKWARD, FORWARD, UPDATE, Replay, Seen, StateBytes
 from gulliver.errors import GulliverError
@@ -27,12 +28,13 @@ from gulliver.hardware import (
 from gulliver.memory import ActivationPeak, BudgetRule, smallest_limit
 from gulliver.options import size_at_least, size_text
 from gulliver.plan import MemoryPlan, Moved, Tiers, Work
+from gulliver.solve import Policy
 
-STEPS = 3
-"""Steps that are replayed: the first has no schedule, and the second begins as the first ended."""
+STEPS = 4
+"""Steps that are replayed: what moves is alike from the fourth on."""
 ENDLESS = 1 << 60
 GIB = 2**30
-FEW, MANY = 8, 256
+FEW, MANY = 8, 96
 """Least and most chunks that a size is tried for."""
 
 
@@ -63,23 +65,25 @@ def other_bytes(tiers: Tiers, work: Work) -> int:
     """Bytes that a step needs besides state; 0 where it is not known."""
     if tiers.activations == "recompute":
         return work.peak_recomputed or work.peak
-    if tiers.activations == "offload":
-        return max(0, work.peak - work.activations)
     return work.peak
 
 
-def find_residency(state: StateBytes, tiers: Tiers, work: Work) -> Residency:
+@lru_cache(maxsize=4)  # a boost asks for the same several times
+def find_residency(
+    state: StateBytes, tiers: Tiers, work: Work, policy: Policy = "planned"
+) -> Residency:
     """Replays a step under a limit.
 
     Args:
         state: state of a rank.
         tiers: memories, and how state uses them.
         work: what a batch costs.
+        policy: policy of replacement; to compare sizes a simpler one than the manager's will do.
 
     Raises:
         GulliverError: the limit, or what lies behind, is too small; the least is named.
     """
-    endless, other = Replay(state, ENDLESS, True, tiers), other_bytes(tiers, work)
+    endless, other = Replay(state, ENDLESS, True, tiers, "farthest"), other_bytes(tiers, work)
     for _ in range(2):  # the second begins with what the optimizer has made in the first
         endless.step()
     behind = tiers.disk_bytes if tiers.disk is not None else tiers.host
@@ -91,7 +95,8 @@ def find_residency(state: StateBytes, tiers: Tiers, work: Work) -> Residency:
     rule = BudgetRule(tiers.limit, least)
     budget = rule.begin(ActivationPeak(other), decides)
     _check_behind(state, tiers, behind, budget - least)
-    replay, left, visits = Replay(state, budget, bool(behind), tiers), set(), list[Seen]()
+    replay = Replay(state, budget, bool(behind), tiers, policy)
+    left, visits = set(), list[Seen]()
     for _ in range(STEPS):
         visits = replay.step()
         left |= replay.left
@@ -146,7 +151,7 @@ def _visits(visits: Sequence[Seen], work: Work, state: StateBytes) -> list[Visit
             BACKWARD: work.backward_s * chunk.whole / whole,
             UPDATE: work.update_s / state.parts * chunk.whole * chunk.trained / trained,
         }
-        seconds = phases[seen.phase]
+        seconds = phases.get(seen.phase, 0.0)
         if seen.phase == BACKWARD and in_backward:
             seconds += phases[UPDATE]
         moves = tuple(Transfer(m.nbytes, m.write, m.until) for m in seen.moves)

@@ -367,7 +367,7 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
     assert zero is not None, "there are chunks"
     order = [name for chunk in zero.chunks for name in chunk.tensors]
     states = {t.name: t.states for t in sizes if t.trained}
-    chunks, moments = list[ChunkBytes](), list[list[int]]()
+    chunks, moments = list[ChunkBytes](), list[tuple[int, ...]]()
     layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
     for layout, dtype, is_trained in layouts:
         home = shard_dtype(dtype, is_trained)
@@ -381,9 +381,9 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
             for piece in (layout.pieces(0) if is_trained else ())
         ]
         kinds = itertools.zip_longest(*kept, fillvalue=0)
-        moments.append([moment_size(kind) * home.itemsize for kind in kinds])
+        moments.append(tuple(moment_size(kind) * home.itemsize for kind in kinds))
     parts = plan.mesh.replicas if zero.stage else 1
-    return StateBytes(chunks, moments, parts, zero.gather_ahead)
+    return StateBytes(tuple(chunks), tuple(moments), parts, zero.gather_ahead)
 
 
 RESULTS = ("model", "predicted", "reasons")

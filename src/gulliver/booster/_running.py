@@ -73,11 +73,17 @@ class Running:
         return found
 
     def compare(self) -> Comparison:
-        """Predicted and measured seconds of a step, and bytes of this rank."""
+        """Predicted and measured seconds of a step, and bytes that this rank sends and holds."""
         predicted, rows = self.plan.predicted, list[Row]()
         between = [b - a for a, b in itertools.pairwise(self.optimizer.stepped_at)]
         if between:
             rows.append(Row("step", "s", predicted.seconds.step, statistics.median(between)))
+        # torch's DDP sends by itself, and says nothing of it.
+        if between and self.planned.ddp is None:
+            # The mean: what is posted after a step counts for the next, or not, as time goes.
+            first, *_, last = self.optimizer.sent_at
+            sent = (last - first) / len(between)
+            rows.append(Row("sent", "sent bytes", predicted.sent, sent))
         held = self._held()
         rows += [Row(k, "bytes", getattr(predicted.bytes, k), held[k]) for k in KINDS]
         rows.append(Row("total", "bytes", predicted.bytes.total, sum(held.values())))

@@ -30,7 +30,7 @@ from gulliver.options import byte_size, size_text
 from gulliver.plan import Plan, Tiers
 
 POLICIES = ("auto", "static")
-ACTIVATIONS = ("keep", "recompute", "offload", "auto")
+ACTIVATIONS = ("keep", "recompute", "auto")
 MOSTLY = 0.5
 """Share of a limit from which activations are rather computed again than kept."""
 _ANY = 2**60
@@ -201,7 +201,7 @@ def plan_tiers(
     for size in chunk_sizes(sum(t.numel * t.dtype.itemsize for t in sizes)):
         one = replace(plan, zero=replace(plan.zero, chunk_bytes=size, chunks=()))
         try:
-            found = find_residency(state_bytes(one, sizes), tiers, plan.work)
+            found = find_residency(state_bytes(one, sizes), tiers, plan.work, "farthest")
         except GulliverError as error:
             errors[size] = error
             continue
@@ -227,7 +227,7 @@ def _with_activations(plan: Plan, model: nn.Module) -> Plan:
         GulliverError: blocks are to be recomputed, and none can be.
     """
     assert plan.zero is not None, "tiers are of ZeRO"
-    tiers, work = plan.zero.tiers, plan.work
+    zero, tiers, work = plan.zero, plan.zero.tiers, plan.work
     assert tiers is not None, "there are tiers"
     mode, reasons = tiers.activations, dict(plan.reasons)
     if mode == "auto":
@@ -243,5 +243,5 @@ def _with_activations(plan: Plan, model: nn.Module) -> Plan:
         if not blocks:
             raise GulliverError(NO_BLOCKS)
         plan = replace(plan, recompute=blocks)
-    zero = replace(plan.zero, tiers=replace(tiers, activations=mode))
+    zero = replace(zero, tiers=replace(tiers, activations=mode))
     return replace(plan, zero=zero, reasons=reasons)

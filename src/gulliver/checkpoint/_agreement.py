@@ -11,7 +11,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from gulliver.checkpoint._lane import Lane
+from gulliver.checkpoint._copy_stream import CopyStream
 from gulliver.checkpoint._presence import Presence
 from gulliver.checkpoint._snapshot import Snapshot
 from gulliver.errors import GulliverError
@@ -74,7 +74,7 @@ class Save:
     snapshot: Snapshot | None = None
     engine: Engine | None = None
     is_ring: bool = False
-    lane: Lane | None = None
+    copy_stream: CopyStream | None = None
     skeletons: dict[str, Any] = field(default_factory=dict)
     problem: Exception | None = None
     presence: Presence | None = None

@@ -194,6 +194,20 @@ def _name_from_json(name: str) -> str:
     return name
 
 
+def checked_about(about: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Copies what a manifest is to say besides, and refuses now what could not be written later.
+
+    Raises:
+        GulliverError: it is not JSON.
+    """
+    try:
+        found = dict(about or {})
+        json.dumps(found, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GulliverError(f"about has to be a dict of JSON values: {error}") from None
+    return found
+
+
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Writes the manifest of a step; the checksum of its text is the last thing in that."""
     lines = json.dumps(content, indent=1 if is_short(content["tensors"]) else None)

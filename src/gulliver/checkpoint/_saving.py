@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import json
 import logging
 import os
 import time
@@ -28,10 +27,10 @@ from torch import Tensor
 
 from gulliver.checkpoint._agreement import Offer, Save, Saved, decide, text_of
 from gulliver.checkpoint._collect import Collected, collect
+from gulliver.checkpoint._copy_stream import CopyStream, CudaCopyStream
 from gulliver.checkpoint._folder import CheckpointFolder, FolderLock
 from gulliver.checkpoint._guard import install_hooks
-from gulliver.checkpoint._lane import CudaLane, Lane
-from gulliver.checkpoint._manifest import file_to_json
+from gulliver.checkpoint._manifest import checked_about, file_to_json
 from gulliver.checkpoint._presence import Presence, make_signs
 from gulliver.checkpoint._publishing import leave_word, publish
 from gulliver.checkpoint._snapshot import Restless, Snapshot
@@ -125,7 +124,7 @@ class AsyncCheckpointer:
             raise GulliverError(f"{LIMIT}={memory_limit} is too small: at least {2 * PAGE}")
         self.folder = CheckpointFolder(Path(folder), keep, max_age_s)
         self.mode, self.on_error, self.when_busy = mode, on_error, when_busy
-        self.about, self.silence_s = _checked(about), positive_number("silence_s", silence_s)
+        self.about, self.silence_s = checked_about(about), positive_number("silence_s", silence_s)
         self._process = os.getpid()
         self.last: Saved | None = None
         # What is agreed on is in host memory: a group of the device would wait for its work.
@@ -136,7 +135,7 @@ class AsyncCheckpointer:
         """How the last copy was held, and why."""
         self._given = engine
         self._engine = engine
-        self._lane: Lane | None = None
+        self._copy_stream: CopyStream | None = None
         self._lock = FolderLock(self.folder.root)
         # One thread, made with the first save; the interpreter does not end before it has finished.
         self._worker: ThreadPoolExecutor | None = None
@@ -274,7 +273,7 @@ class AsyncCheckpointer:
             self._snapshot = save.snapshot = snapshot
             save.is_ring = self._choose(snapshot)
             save.engine = self._ready_engine()
-            save.lane = self._ready_lane(snapshot)
+            save.copy_stream = self._ready_copy_stream(snapshot)
             add_claim(snapshot)
         except Exception as error:
             save.problem = error
@@ -311,7 +310,7 @@ class AsyncCheckpointer:
                 _log.info("checkpoints: %s, %s", self._engine.kind, self.held)
         return self._engine
 
-    def _ready_lane(self, snapshot: Snapshot) -> Lane | None:
+    def _ready_copy_stream(self, snapshot: Snapshot) -> CopyStream | None:
         devices = snapshot.devices
         if not devices:
             return None
@@ -320,10 +319,10 @@ class AsyncCheckpointer:
                 f"tensors on {', '.join(sorted(map(str, devices)))} cannot be saved together: one "
                 "CUDA device and host memory can"
             )
-        if self._lane is None:
-            self._lane = CudaLane(next(iter(devices)))
-        self._lane.begin()
-        return self._lane
+        if self._copy_stream is None:
+            self._copy_stream = CudaCopyStream(next(iter(devices)))
+        self._copy_stream.begin()
+        return self._copy_stream
 
     def _finish(self, save: Save) -> None:
         """Writes and completes a step in the background, or notes why it failed."""
@@ -389,11 +388,11 @@ class AsyncCheckpointer:
         assert snapshot is not None
         assert engine is not None
         try:
-            snapshot.submit(engine, partial, save.lane)
+            snapshot.submit(engine, partial, save.copy_stream)
             if not save.is_ring and self._given is None:
                 self._grow(engine, snapshot)
-            if save.lane is not None:
-                save.lane.prepare(engine.regions)
+            if save.copy_stream is not None:
+                save.copy_stream.prepare(engine.regions)
                 snapshot.pump(engine)
             snapshot.wait_copied()
             drop_claim(snapshot)
@@ -496,13 +495,3 @@ def _without_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _checked(about: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Copies what the manifest is to say, and refuses now what could not be written later."""
-    try:
-        found = dict(about or {})
-        json.dumps(found, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise GulliverError(f"about has to be a dict of JSON values: {error}") from None
-    return found

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from gulliver.checkpoint._collect import SMALL, TINY, Collected, file_name
+from gulliver.checkpoint._copy_stream import CopyStream, CopyTicket, pump
 from gulliver.checkpoint._image import CODES, Image
-from gulliver.checkpoint._lane import Lane, LaneTicket, pump
 from gulliver.checkpoint._manifest import FileEntry, PartEntry
 from gulliver.checkpoint._tree import Leaf
 from gulliver.errors import GulliverError
@@ -87,9 +87,9 @@ class Snapshot:
         """Names of tensors that were changed before they had been copied."""
         self._buffers, self._restless = collected.buffers, restless or Restless()
         self._versions: dict[int, list[tuple[str, Tensor, int]]] = {}
-        self._waiting: dict[int, list[Ticket | LaneTicket]] = {}
-        self._tickets: dict[str, list[Ticket | LaneTicket]] = {}
-        self._lane_tickets: list[LaneTicket] = []
+        self._waiting: dict[int, list[Ticket | CopyTicket]] = {}
+        self._tickets: dict[str, list[Ticket | CopyTicket]] = {}
+        self._lane_tickets: list[CopyTicket] = []
         self._files: dict[str, File] = {}
         self._mapped, self._gone = FileMappings(), defaultdict[int, list[tuple[int, int]]](list)
         self.devices: set[torch.device] = set()
@@ -168,14 +168,14 @@ class Snapshot:
         """Returns the number of pages that all files have together."""
         return sum(-(-image.nbytes // page_bytes) for image in self.images.values())
 
-    def submit(self, engine: Engine, folder: Path, lane: Lane | None = None) -> None:
+    def submit(self, engine: Engine, folder: Path, copy_stream: CopyStream | None = None) -> None:
         """Makes the files and hands their pages to the engine; `release` waits for that.
 
         Args:
             engine: engine that writes.
             folder: folder that the files go to.
-            lane: copy stream of a device; None where all sources are in host memory. With one, call
-                `pump` in another thread.
+            copy_stream: stream for copies from a device; None where all sources are in host memory.
+                With one, call `pump` in another thread.
 
         Raises:
             GulliverError: a file cannot be made; those that were are closed.
@@ -184,7 +184,9 @@ class Snapshot:
             for name, image in self.images.items():
                 self._files[name] = engine.create(folder / name, image.nbytes)
             for name, image in self.images.items():
-                self._tickets[name] = self._submit_file(engine, self._files[name], image, lane)
+                self._tickets[name] = self._submit_file(
+                    engine, self._files[name], image, copy_stream
+                )
                 image.sources = []
             self._forget_leaves()
         except GulliverError:
@@ -202,8 +204,8 @@ class Snapshot:
         self._small.forget()
 
     def _submit_file(
-        self, engine: Engine, file: File, image: Image, lane: Lane | None
-    ) -> list[Ticket | LaneTicket]:
+        self, engine: Engine, file: File, image: Image, copy_stream: CopyStream | None
+    ) -> list[Ticket | CopyTicket]:
         addresses = [self._small.address_of(source) for source in image.sources]
         self._addresses.update(addresses)
         views = {
@@ -219,9 +221,9 @@ class Snapshot:
         for storage, source in zip(storages, image.sources, strict=True):
             if storage is not None:
                 self._alive[storage].append(source)
-        tickets: list[Ticket | LaneTicket] = []
+        tickets: list[Ticket | CopyTicket] = []
         for offset, runs in image.pages(engine.page_bytes):
-            if lane is None:
+            if copy_stream is None:
                 apart = {k: views[n] for k, (n, _, _) in enumerate(runs) if n in views}
                 table = np.array(
                     [(begin if n in views else addresses[n] + begin, c) for n, begin, c in runs]
@@ -231,10 +233,10 @@ class Snapshot:
                 sources = [
                     (self._small.held(image.sources[n]), begin, count) for n, begin, count in runs
                 ]
-                ticket = LaneTicket(lane, file, offset, sources)
+                ticket = CopyTicket(copy_stream, file, offset, sources)
                 self._lane_tickets.append(ticket)
             tickets.append(ticket)
-            if self.disk_bytes and lane is None:
+            if self.disk_bytes and copy_stream is None:
                 self._gone[id(ticket)] += [
                     (addresses[n] + begin, count) for n, begin, count in runs if n not in views
                 ]
@@ -367,7 +369,7 @@ class _Small:
         return source if place is None else self._memory[place : place + source.nbytes]
 
 
-def _wait_copied(ticket: Ticket | LaneTicket) -> None:
+def _wait_copied(ticket: Ticket | CopyTicket) -> None:
     try:
         ticket.wait_copied()
     except GulliverError:

@@ -206,4 +206,8 @@ def capabilities_command(config: CapabilitiesConfig, arguments: list[str]) -> in
         for row in rows:
             shown.add_row(*row)
         console.print(shown)
+    console.print(
+        "under a memory limit, with a disk behind it (GeminiPlugin, LowLevelZeroPlugin(stage=3, "
+        "memory_limit=...)): whole models of any kind on the data axis"
+    )
     return 0

@@ -30,7 +30,7 @@ from gulliver.data._arena import DEFAULT_LIMIT, ArenaStatistics, PinnedArena, ba
 from gulliver.data._feed import Feed, Inline
 from gulliver.data._fetch import Fetch, Orders, Stream, WorkerStart, as_is, check_seed, length_of
 from gulliver.data._position import check_content, check_position, order_of
-from gulliver.data._transfer import Moved, Mover, device_of, lane
+from gulliver.data._transfer import Moved, Mover, copy_stream, device_of
 from gulliver.errors import GulliverError, nearest
 from gulliver.options import whole_number
 
@@ -146,7 +146,7 @@ class DataLoader(torch_data.DataLoader):
         self._inner, self._work = self._make_inner()
         self.arena = self._make_arena(arena, warm_up, arena_limit)
         locks = self.pin_memory and self.arena is None
-        self._mover = Mover(self.arena, lane(self.device, ahead), locks)
+        self._mover = Mover(self.arena, copy_stream(self.device, ahead), locks)
         self._feed: Feed | Inline = Inline(iter(()), self._mover.move, 0)
         # The position, see the note above; generators only between loading and beginning.
         self._epoch = self._done = 0

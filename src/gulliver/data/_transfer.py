@@ -16,7 +16,7 @@ from gulliver.data._nested import map_leaves
 from gulliver.errors import GulliverError
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """A way of copying tensors to a device."""
 
     def send(self, leaves: list[Any]) -> tuple[list[Any], Event]:
@@ -28,7 +28,7 @@ class Lane(Protocol):
         ...
 
 
-class CudaLane:
+class CudaCopyStream:
     """Copies on a copy stream of its own, which never waits for the compute stream.
 
     Args:
@@ -80,16 +80,18 @@ class Mover:
 
     Args:
         arena: arena to copy host tensors into; None leaves them where they are.
-        lane: way to the device; None leaves batches on the host.
+        copy_stream: way to the device; None leaves batches on the host.
         locks: whether torch locks the pages of tensors, where there is no arena.
     """
 
-    def __init__(self, arena: PinnedArena | None, lane: Lane | None, locks: bool = False) -> None:
-        self._arena, self._lane, self._locks = arena, lane, locks
+    def __init__(
+        self, arena: PinnedArena | None, copy_stream: CopyStream | None, locks: bool = False
+    ) -> None:
+        self._arena, self._copy_stream, self._locks = arena, copy_stream, locks
 
     def move(self, batch: Any) -> Moved:
         """Copies a batch; starts its copy to the device."""
-        if self._arena is None and self._lane is None and not self._locks:
+        if self._arena is None and self._copy_stream is None and not self._locks:
             return Moved(batch, [], None)
         leaves: list[Any] = []
 
@@ -100,16 +102,16 @@ class Mover:
 
         map_leaves(batch, collect)
         sent, event = self._stage(leaves), None
-        if self._lane is not None:
-            sent, event = self._send(self._lane, sent)
+        if self._copy_stream is not None:
+            sent, event = self._send(self._copy_stream, sent)
         moved = iter(sent)
         rebuilt = map_leaves(batch, lambda leaf: next(moved) if _is_moved(leaf) else leaf)
         return Moved(rebuilt, sent, event)
 
     def receive(self, moved: Moved) -> Any:
         """Returns the batch; what the caller does next is ordered behind its copies."""
-        if moved.event is not None and self._lane is not None:
-            self._lane.receive(moved.leaves, moved.event)
+        if moved.event is not None and self._copy_stream is not None:
+            self._copy_stream.receive(moved.leaves, moved.event)
         return moved.batch
 
     def _stage(self, leaves: list[Any]) -> list[Any]:
@@ -124,10 +126,10 @@ class Mover:
             for leaf in leaves
         ]
 
-    def _send(self, lane: Lane, staged: list[Any]) -> tuple[list[Any], Event]:
+    def _send(self, copy_stream: CopyStream, staged: list[Any]) -> tuple[list[Any], Event]:
         """Sends what has a method ``to``; its sources are kept until the device has read them."""
         places = [place for place, leaf in enumerate(staged) if hasattr(leaf, "to")]
-        arrived, event = lane.send([staged[place] for place in places])
+        arrived, event = copy_stream.send([staged[place] for place in places])
         sent = list(staged)
         for place, leaf in zip(places, arrived, strict=True):
             sent[place] = leaf
@@ -140,9 +142,9 @@ def _is_moved(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) or hasattr(leaf, "pin_memory")
 
 
-def lane(device: torch.device | None, ahead: int) -> Lane | None:
+def copy_stream(device: torch.device | None, ahead: int) -> CopyStream | None:
     """Makes the way to a device; None for the host."""
-    return CudaLane(device, ahead) if device is not None and device.type == "cuda" else None
+    return CudaCopyStream(device, ahead) if device is not None and device.type == "cuda" else None
 
 
 def device_of(device: torch.device | str | None) -> torch.device | None:

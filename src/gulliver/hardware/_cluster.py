@@ -55,10 +55,12 @@ class Along:
     Attributes:
         ranks: number of ranks that took part.
         collectives: seconds by bytes of the whole tensor, by name.
+        busy: the same of ranks that come from computing, each at its own moment: what a step waits.
     """
 
     ranks: int
     collectives: dict[str, Curve]
+    busy: dict[str, Curve] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

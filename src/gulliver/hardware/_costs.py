@@ -197,8 +197,9 @@ def zero_collectives(stage: int, chunks: Sequence[int]) -> list[tuple[Collective
     """Collectives of a step of ZeRO, with the bytes of the whole tensor of each.
 
     Gradients of a chunk are reduced and scattered and its parameters gathered, at stage 3 once for
-    the forward and once for the backward; stage 0 reduces gradients on all ranks instead
-    (Rajbhandari et al., ZeRO, 2020, section 7).
+    the forward and once for the backward, but for the last chunk, which backward uses first and
+    finds there; stage 0 reduces gradients on all ranks instead (Rajbhandari et al., ZeRO, 2020,
+    section 7).
 
     Args:
         stage: 0 to 3.
@@ -208,11 +209,12 @@ def zero_collectives(stage: int, chunks: Sequence[int]) -> list[tuple[Collective
         0: ("all_reduce",),
         3: ("reduce_scatter", "all_gather", "all_gather"),
     }
-    return [
+    found: list[tuple[Collective, int]] = [
         (name, count)
         for count in chunks
         for name in names.get(stage, ("reduce_scatter", "all_gather"))
     ]
+    return found[:-1] if stage == 3 else found
 
 
 def collective_seconds(axes: Axes, collective: str, count: int) -> float:

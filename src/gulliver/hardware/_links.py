@@ -42,6 +42,8 @@ EXCHANGES, EXCHANGES_S = 7, 0.05
 """Most exchanges of a size in a sweep, and seconds that they may take; there is one at least."""
 NEAR = 2.0
 """Nodes are seen where messages between them take at least so many times as long as within."""
+BUSY_SIDE, BUSY_PRODUCTS = 512, 4
+"""Side and number of the matrices that a rank multiplies before a collective between computing."""
 SEEN_BY = 1 << 20
 """Bytes of the message that links are compared by."""
 
@@ -82,6 +84,7 @@ def probe_collectives(
     ranks: int,
     progress: Progress = lambda _: None,
     turns: int = 9,
+    busy: bool = False,
 ) -> dict[str, Curve]:
     """Times collectives along an axis; every rank of the world calls it, and gets the same.
 
@@ -90,7 +93,11 @@ def probe_collectives(
         ranks: size of the axis; the bytes are multiples of so many numbers of 4 bytes.
         progress: told what is being measured.
         turns: number of turns of each; what takes long gets fewer, and nothing larger is measured.
+        busy: every rank computes for some milliseconds after the ranks have met, and comes to the
+            collective when it has done: as in a step, some wait for others, caches hold other
+            tensors, and threads that carry messages have slept.
     """
+    compute = _computing(link_device()) if busy else None
     device, item = link_device(), 4 * ranks
     made = {
         (name, -(-count // item) * item): None for name in operations for count in COLLECTIVE_BYTES
@@ -103,6 +110,8 @@ def probe_collectives(
         for key in turns_of:
             if turn < turns_of[key]:
                 dist.barrier()
+                if compute is not None:
+                    compute()
                 times[key].append(once(runs[key], device))
     # The middle rank of every turn: who leaves a barrier first waits for who leaves it last.
     all_times: list[dict[tuple[str, int], list[float]]] = [{} for _ in range(dist.get_world_size())]
@@ -191,6 +200,17 @@ def link_device() -> torch.device:
     """Where tensors lie that travel between ranks."""
     nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def _computing(device: torch.device) -> Callable[[], object]:
+    """Makes what computes for some milliseconds: as many products on each rank, not as long."""
+    a, b, out = (torch.ones(BUSY_SIDE, BUSY_SIDE, device=device) for _ in range(3))
+
+    def run() -> None:
+        for _ in range(BUSY_PRODUCTS):
+            torch.mm(a, b, out=out)
+
+    return run
 
 
 def _exchanges(peer: int | None, count: int) -> list[float]:

@@ -11,16 +11,17 @@ at once, and buffers under way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from gulliver.hardware._cluster import Device
+from gulliver.hardware._cluster import Device, Link
 from gulliver.hardware._costs import (
     Axes,
     collective_seconds,
     linear_flops,
     memory_seconds,
     point_to_point_seconds,
+    wire_bytes,
 )
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sends"]
@@ -47,10 +48,28 @@ class Message:
     @property
     def seconds(self) -> float:
         """Seconds of all of them, one after the other."""
+        return self.count * self._one() if self.axes else 0.0
+
+    def _one(self) -> float:
+        # A rank that stops for a message waits for the others, who are not as far at that moment,
+        # and wakes threads that have slept: between computing, where that was measured. Collectives
+        # under way beside computing are asked for late, and cost what they cost alone. Sends in a
+        # ring go hop by hop: however hidden, each waits for a neighbour.
+        waits = not self.hidden or self.kind == "sends"
+        axes = [(n, _among_computing(link) if waits else link) for n, link in self.axes]
+        if self.kind != "sends":
+            return collective_seconds(axes, self.kind, self.bytes)
+        size, link = axes[-1]
+        measured = (a.collectives.get("sends") for a in link.along if a.ranks == size)
+        curve = next((curve for curve in measured if curve is not None), None)
+        return point_to_point_seconds(link, self.bytes) if curve is None else curve.at(self.bytes)
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends in all of them."""
         if self.kind == "sends":
-            one = point_to_point_seconds(self.axes[-1][1], self.bytes) if self.axes else 0.0
-            return self.count * one
-        return self.count * collective_seconds(self.axes, self.kind, self.bytes)
+            return self.count * self.bytes
+        return self.count * sum(wire_bytes(self.axes, self.bytes, self.kind))
 
 
 @dataclass(frozen=True)
@@ -61,6 +80,7 @@ class StepCosts:
         compute: seconds of forward and backward.
         recompute: seconds of forwards that backward repeats.
         messages: seconds of all messages by kind, hidden or not.
+        sent: bytes of all messages.
         exposed: seconds of messages in which the rank does not compute.
         bubble: seconds that it waits for other stages.
         update: seconds of the optimizer.
@@ -69,6 +89,7 @@ class StepCosts:
     compute: float
     recompute: float
     messages: dict[str, float]
+    sent: float
     exposed: float
     bubble: float
     update: float
@@ -104,7 +125,13 @@ def predict_step(
     hidden = free * sum(m.seconds for m in messages if m.hidden)
     open_s = sum(spent.values()) - hidden
     exposed = open_s + max(0.0, hidden - compute_s - recompute_s - update_s)
-    return StepCosts(compute_s, recompute_s, spent, exposed, bubble_s, update_s)
+    sent = sum(message.sent for message in messages)
+    return StepCosts(compute_s, recompute_s, spent, sent, exposed, bubble_s, update_s)
+
+
+def _among_computing(link: Link) -> Link:
+    busy = tuple(replace(a, collectives={**a.collectives, **a.busy}) for a in link.along)
+    return replace(link, along=busy)
 
 
 def layer_seconds(device: Device, weights: int, tokens: int, dtype: str = "float32") -> float:

@@ -53,6 +53,7 @@ from gulliver.memory._symbolic import (
     MemoryPoint,
     StorageCounter,
     activation_peak,
+    block_activations,
     follow_step,
     stand_in_loss,
 )
@@ -113,6 +114,7 @@ __all__ = [
     "add_claim",
     "before_any_write",
     "before_write",
+    "block_activations",
     "drop_claim",
     "follow_step",
     "hide_from_compilers",

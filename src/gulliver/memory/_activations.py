@@ -167,7 +167,7 @@ class ActivationOffload:
             tensor.dtype,
             tensor.size(),
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor._version,
         )
 

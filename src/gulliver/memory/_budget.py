@@ -89,13 +89,13 @@ class BudgetRule:
         Raises:
             GulliverError: limit below what a step needs.
         """
-        least = self.minimum + with_unseen(predicted.bytes) if _known(predicted) else self.minimum
-        if self.limit - self.margin < least:
+        known = None if predicted is None else predicted.bytes
+        other = 0 if known is None else with_unseen(known)
+        room = self.limit - self.margin - other
+        if room < self.minimum:
             raise GulliverError(_too_small(self, predicted, decides))
-        room = self.limit - self.margin - (least - self.minimum)
-        if _known(predicted):
-            why = f"{_mib(least - self.minimum)} predicted in {predicted.where}"
-            return self._set(room, "", why)
+        if predicted is not None and known is not None:
+            return self._set(room, "", f"{_mib(other)} predicted in {predicted.where}")
         why = predicted.reason if predicted is not None else "no prediction"
         return self._set(max(self.minimum, room // 4), "", f"first step, {why}")
 
@@ -148,7 +148,10 @@ class BudgetRule:
 class Budgeted(Protocol):
     """What a controller needs of a manager."""
 
-    minimum: int
+    @property
+    def minimum(self) -> int:
+        """Most bytes that were in use at once so far."""
+        ...
 
     def set_budget(self, nbytes: int) -> None:
         """Holds at most so much from the next chance on."""
@@ -235,7 +238,7 @@ class BudgetController:
 
 def with_unseen(nbytes: int) -> int:
     """Adds to a prediction what kernels use inside, and threads and libraries at first use."""
-    return nbytes + nbytes // UNSEEN_SHARE + UNSEEN_BYTES
+    return nbytes + nbytes // UNSEEN_SHARE + min(nbytes, UNSEEN_BYTES)
 
 
 def smallest_limit(minimum: int, predicted: int) -> int:
@@ -250,10 +253,6 @@ def smallest_limit(minimum: int, predicted: int) -> int:
     while limit - limit // MARGIN_SHARE - MARGIN_BYTES < need:
         limit += 1
     return limit
-
-
-def _known(predicted: ActivationPeak | None) -> bool:
-    return predicted is not None and predicted.bytes is not None
 
 
 def _too_small(rule: BudgetRule, predicted: ActivationPeak | None, decides: str) -> str:

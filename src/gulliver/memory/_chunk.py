@@ -57,6 +57,7 @@ class Chunk:
         moments: buffers of optimizer state, by key.
         placed: parameters whose gradients are being collected in the buffer.
         blank: parameters that had no gradient when the chunk began to collect.
+        parked: whether what was collected has left until it is reduced.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Chunk:
         self.home = self.shard
         self._separate = False
         self.gradient: Tensor | None = None
+        self.parked = False
         self.moments: dict[str, Moment] = {}
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
         self._cuts = layout.cuts()
@@ -198,11 +200,10 @@ class Chunk:
         the parameter's version counter. Nothing is compared where `home` is a view.
         """
         if not self.home_is_view:
-            self.merge(0, self.shard)
+            self.merge(self.home, self.shard)
 
-    def merge(self, start: int, values: Tensor) -> None:
-        """Writes what differs to a run of `home`; the rest keeps more bits than `values`."""
-        home = self.home[start : start + values.numel()]
+    def merge(self, home: Tensor, values: Tensor) -> None:
+        """Writes what differs to `home` or a run of it; the rest keeps more bits than `values`."""
         rounded = home.to(values.dtype)
         # A device would be waited for; to write what is there already costs it less.
         if (self.device.type == "cpu" or is_claimed()) and torch.equal(rounded, values):
@@ -271,6 +272,12 @@ class Chunk:
 
     def _take_gradient_buffer(self) -> Tensor:
         return self.pool.take(self.layout.size, self.dtype, self.device, GRADIENTS)
+
+    def park_gradient(self) -> None:
+        """Lets what was collected leave until it is reduced, where it can."""
+
+    def fetch_gradient(self) -> None:
+        """Brings it back."""
 
     def place_gradient(self, name: str) -> None:
         """Moves a parameter's first gradient to its place; later ones are added there by autograd.

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from gulliver.memory._malloc import trim_heaps
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 INTERVAL_S = 0.002
 
@@ -124,7 +126,11 @@ class Footprint:
         device = torch.device(device)
         self.gauge = gauge or (CudaGauge(device) if device.type == "cuda" else ProcessGauge())
         self._held, self._interval = held, interval
-        self.base = self.gauge.used() - held() if base is None else base
+        if base is None:
+            # What was freed and kept by malloc would leave later, and the base be too high.
+            trim_heaps()
+            base = self.gauge.used() - held()
+        self.base = base
         self.alarm: int | None = None
         self.alarmed = False
         self.react: Callable[[str], None] | None = None
@@ -204,14 +210,14 @@ class Footprint:
         while not self._stop.wait(self._interval):
             self._look(self.gauge.used)
 
-    def _entering(self, position: str) -> Callable[..., None]:
+    def _entering(self, position: str) -> Any:
         @torch.compiler.disable
         def enter(*_: Any) -> None:
             self.at(position)
 
         return enter
 
-    def _leaving(self, position: str) -> Callable[..., None]:
+    def _leaving(self, position: str) -> Any:
         @torch.compiler.disable
         def leave(_: nn.Module, __: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) and output else output

@@ -70,7 +70,9 @@ class CudaCopier:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            return CudaTransfer(stream.record_event(), self._device)
+        event = torch.cuda.Event()
+        event.record(stream)
+        return CudaTransfer(event, self._device)
 
     def synchronize(self) -> None:
         """Returns when all copies out of the device have ended."""

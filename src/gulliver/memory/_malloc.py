@@ -38,7 +38,7 @@ class FreedMemory:
     def trim(self) -> None:
         """Gives back free pages between what is used; costs a walk over all heaps."""
         if self._libc is not None:
-            self._libc.malloc_trim(0)
+            trim_heaps()
 
     def close(self) -> None:
         """Lets glibc keep freed memory again."""
@@ -46,6 +46,12 @@ class FreedMemory:
             self._libc.mallopt(_M_MMAP_THRESHOLD, _GROWN_MMAP)
             self._libc.mallopt(_M_TRIM_THRESHOLD, _GROWN_TRIM)
             self._libc = None
+
+
+def trim_heaps() -> None:
+    """Gives back what is freed already, where malloc is glibc's."""
+    if not _reason():
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _reason() -> str:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.memory._bytes import KINDS, ByteCounter
+from gulliver.memory._bytes import ACTIVATIONS, KINDS, ByteCounter
 from gulliver.memory._claims import before_write, before_write_at, storage_of
 from gulliver.memory._history import History
 from gulliver.memory._placed import Placed, Where
@@ -109,11 +109,11 @@ class Manager:
             GulliverError: there is no room for it; nothing was changed.
         """
         with self._entered():
-            if kind not in KINDS:
+            if kind not in (*KINDS, ACTIVATIONS):
                 raise GulliverError(f"kind {kind!r} of {name}: one of {', '.join(KINDS)}")
             placed = Placed(name, kind, numel, dtype, number=self._number)
             self._check_total(placed)
-            self._traffic.tell()
+            self._tell()
             self._number += 1
             actions = self._core.add(placed.number, name, placed.size, value is not None)
             self._placed[placed.number] = placed
@@ -155,7 +155,7 @@ class Manager:
         """
         with self._entered():
             self._check(placed)
-            self._traffic.tell()
+            self._tell()
             stored = self._core.is_stored(placed.number)
             actions = self._core.use(placed.number, write, fresh)
             self._history.event("use", placed)
@@ -209,12 +209,13 @@ class Manager:
         """
         with self._entered():
             self._check(placed)
-            if placed.where is Where.LEAVING or (write and placed.where is not Where.AWAY):
-                self._traffic.settle(placed)
             if write:
+                if placed.where is not Where.AWAY:
+                    self._traffic.settle(placed)
                 self._make_writable(placed)
-            if placed.tensor is not None:
-                return placed.tensor
+            if placed.where in (Where.HERE, Where.LEAVING):
+                assert placed.memory is not None
+                return placed.memory[: placed.nbytes].view(placed.dtype)
             if placed.offset is None:  # one zero stands for all
                 return torch.zeros((), dtype=placed.dtype, device=self.device).expand(placed.numel)
             assert self.store is not None
@@ -231,7 +232,7 @@ class Manager:
             GulliverError: as for `use`.
         """
         with self._entered():
-            self._traffic.tell()
+            self._tell()
             nbytes = numel * dtype.itemsize
             size = whole_pages(nbytes)
             actions = self._core.lend(size, f"a buffer of {kind}")
@@ -266,7 +267,6 @@ class Manager:
             GulliverError: less than what is in use now; nothing was changed.
         """
         with self._entered():
-            self._traffic.tell()
             actions = self._core.set_budget(nbytes)
             self._traffic.budget = nbytes
             self._history.event("budget", nbytes)
@@ -333,6 +333,14 @@ class Manager:
             if self._closed:
                 raise GulliverError("this memory manager is closed")
             yield
+
+    def _tell(self) -> None:
+        """Raises what went wrong behind, unless there is room now for what could not be written."""
+        for placed in self._traffic.unwritten():
+            if self._core.restore(placed.number):
+                self._traffic.keep(placed)
+                self._free(placed)
+        self._traffic.tell()
 
     def _check(self, placed: Placed) -> None:
         if self._placed.get(placed.number) is not placed:

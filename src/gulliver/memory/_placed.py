@@ -36,6 +36,7 @@ LEGAL_WAYS = (
     (Where.HERE, Where.LEAVING),
     (Where.HERE, Where.AWAY),  # the store has its content, or nobody needs it
     (Where.LEAVING, Where.AWAY),
+    (Where.LEAVING, Where.HERE),  # it could not be written, and there is room for it
 )
 HELD = (Where.ARRIVING, Where.HERE, Where.LEAVING)
 """Where an object has memory of the fast tier."""

@@ -103,6 +103,9 @@ class PlacedChunk(Chunk):
         kind = PARAMETERS if dtype == self.dtype else OPTIMIZER_STATE
         self._shard = self._manager.add(f"parameters from {name}", kind, size, dtype)
         self._gradient = self._manager.add(f"gradients from {name}", GRADIENTS, size, dtype)
+        self._whole = self._manager.add(
+            f"gradients of this rank from {name}", GRADIENTS, self.layout.size, self.dtype
+        )
         with self._manager.using(self._shard, fresh=True) as home:
             home.copy_(self.shard)
         self.home = self._elsewhere = _on_meta(self._shard)
@@ -141,15 +144,9 @@ class PlacedChunk(Chunk):
         """Brings what the user has written to parameters, on every rank alike, to `home`."""
         if self._sums is None or torch.equal(self._sums, _sums(self.shard)):
             return
-        if self._in_place:
-            with self.opened(write=True):
-                return
-        self.merge(0, self.shard)
-
-    def merge(self, start: int, values: Tensor) -> None:
-        """Writes what differs to a run of `home`; the rest keeps more bits than `values`."""
         with self.opened(write=True):
-            super().merge(start, values)
+            if not self._in_place:
+                self.merge(self.home, self.shard)
 
     @contextmanager
     def opened(self, write: bool = False, moments: bool = False) -> Iterator[None]:
@@ -205,6 +202,7 @@ class PlacedChunk(Chunk):
         self.drop_moments()
         self._manager.remove(self._shard)
         self._manager.remove(self._gradient)
+        self._manager.remove(self._whole)
 
     # Optimizer state.
 
@@ -225,9 +223,29 @@ class PlacedChunk(Chunk):
     # Gradients.
 
     def _take_gradient_buffer(self) -> Tensor:
-        if self._in_place and not self._kept:
-            return self._fill()
-        return super()._take_gradient_buffer()
+        if self._in_place:
+            return super()._take_gradient_buffer() if self._kept else self._fill()
+        return self._manager.use(self._whole, fresh=True)
+
+    def park_gradient(self) -> None:
+        """Lets go of what was collected until it is reduced."""
+        self.gradient, self.parked = _on_meta(self._whole), True
+        self._manager.done(self._whole)
+
+    def fetch_gradient(self) -> None:
+        """Brings it back."""
+        if self.parked:
+            self.gradient, self.parked = self._manager.use(self._whole, write=True), False
+
+    def free_gradient(self) -> None:
+        """Gives the gradient buffer back."""
+        if self._in_place:
+            super().free_gradient()
+        elif self.gradient is not None:
+            if not self.parked:
+                self._manager.done(self._whole)
+            self._manager.discard(self._whole)
+            self.gradient, self.parked = None, False
 
     def take_reduced(self) -> Tensor:
         """A buffer for this rank's shard of the reduced gradient."""

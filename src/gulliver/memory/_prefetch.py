@@ -177,7 +177,10 @@ class Prefetcher:
         if place < self._reached and resident.presence is Presence.WHOLE:
             return
         self._reached = max(self._reached, place + 1)
-        self._issue(place + 1)
+        while self._issued <= place:
+            self._issue(self._issued + 1)
+            # What nobody here has asked for goes at once: there may be no room for all of it.
+            self._pass_by(self._issued - 2 - self.ahead, place - 1)
         if resident.presence is Presence.ABSENT:
             self.mover.bring(resident)
         self.mover.finish(resident)
@@ -199,11 +202,14 @@ class Prefetcher:
         """Brings what is left of the pass; nothing of it is used here."""
         while self._issued < len(self._order):
             self._issue(self._issued + 1)
-            if self._issued > 1 + self.ahead:
-                passed = self._order[self._issued - 2 - self.ahead]
-                self.mover.finish(passed)
-                self._release_used(passed)
+            self._pass_by(self._issued - 2 - self.ahead, len(self._order))
         self._reached = len(self._order)
+
+    def _pass_by(self, place: int, end: int) -> None:
+        """Lets go of the resident at a place of the pass, if that lies before the end."""
+        if 0 <= place < end:
+            self.mover.finish(self._order[place])
+            self._release_used(self._order[place])
 
     def _issue(self, count: int) -> None:
         """Brings the first of the pass up to `count` of them."""

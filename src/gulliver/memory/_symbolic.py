@@ -11,6 +11,7 @@ Nor is what kernels use inside and give back before they return: nobody sees tha
 
 from __future__ import annotations
 
+import math
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from gulliver._compat import DispatchMode, fake_mode, private_tables, replace_tensors
 from gulliver.errors import GulliverError
+from gulliver.solve import BlockActivations
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 
@@ -362,3 +364,35 @@ def _leaves(tree: Any) -> list[Tensor]:
 
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def block_activations(
+    found: ActivationPeak, paths: Sequence[str], recompute_s: float = 0.0
+) -> list[BlockActivations]:
+    """The blocks of a predicted step, for `choose_activations`.
+
+    With everything kept each pass needs what was predicted of it. One more block, which can only be
+    kept, stands for what is outside of the blocks: its passes need what the rest of the step needs
+    when all of them are there.
+
+    Args:
+        found: memory of a step in which all blocks are kept.
+        paths: paths of the blocks, in the order in which they run.
+        recompute_s: seconds of the forward of all of them.
+    """
+    kept = [found.kept[path] for path in paths]
+    seconds = recompute_s / max(1, len(paths))
+    blocks, below = list[BlockActivations](), 0
+    for path, one in zip(paths, kept, strict=True):
+        most = max(point.peak for point in found.curve if _inside(point.path, path))
+        working = max(0, most - below - one.saved)
+        blocks.append(BlockActivations(one.saved, one.output, working, one.saved, seconds))
+        below += one.saved + one.output
+    assert found.bytes is not None, found.reason
+    rest = [p.peak for p in found.curve if not any(_inside(p.path, path) for path in paths)]
+    blocks.append(BlockActivations(0, 0, max(0, max(rest, default=0) - below), 0, math.inf))
+    return blocks
+
+
+def _inside(path: str, block: str) -> bool:
+    return path == block or path.startswith(f"{block}.")

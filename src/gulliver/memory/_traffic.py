@@ -31,6 +31,8 @@ from gulliver.memory._claims import before_write
 from gulliver.memory._placed import Placed, Where
 from gulliver.memory._stores import Store, page_aligned
 
+PATIENCE_S = 1.0
+
 
 class Traffic:
     """Memory of the fast tier, and what is on its way to and from the store.
@@ -83,8 +85,9 @@ class Traffic:
 
     def drop(self, placed: Placed) -> None:
         """Gives the memory of an object back without writing it."""
-        with suppress(GulliverError):  # what could not be read is not wanted
-            self.settle(placed)
+        if placed.where is not Where.LEAVING:
+            with suppress(GulliverError):  # what could not be read is not wanted
+                self.settle(placed)
         self.cancel(placed)
         if placed.where is Where.LEAVING:  # what could not be written is not wanted
             self._failed = [(other, e) for other, e in self._failed if other is not placed]
@@ -125,6 +128,15 @@ class Traffic:
             self.tell()
             if placed.where is Where.LEAVING:
                 self._finish(placed)
+
+    def unwritten(self) -> list[Placed]:
+        """Returns the objects that could not be written, and have not come again."""
+        return [placed for placed, _ in self._failed if placed not in self._queue]
+
+    def keep(self, placed: Placed) -> None:
+        """Lets an object stay that could not be written."""
+        self._failed = [(other, e) for other, e in self._failed if other is not placed]
+        placed.enter(Where.HERE)
 
     def tell(self) -> None:
         """Raises the error of a write that failed since the last call, after beginning it again."""
@@ -168,11 +180,9 @@ class Traffic:
         """Waits for what is under way, and frees all memory of objects."""
         for placed in (*self._queue,):
             self.cancel(placed)
-        self._failed.clear()
         while self._leaving:
             with suppress(GulliverError):
                 self._finish(self._leaving[0], again=False)
-        self._free.clear()
 
     def _memory(self, size: int, wait: bool) -> Tensor | None:
         while True:
@@ -202,7 +212,7 @@ class Traffic:
             many = self._free[kept]
             while self.held + size > self.budget:
                 # Memory that somebody still looks at would not be freed.
-                place = next((n for n, (m, _) in enumerate(many) if storage_users(m) == 1), None)
+                place = next((n for n, found in enumerate(many) if _unseen(*found)), None)
                 if place is None:
                     break
                 many.pop(place)
@@ -215,14 +225,24 @@ class Traffic:
         """Waits for the oldest write, whose memory is needed."""
         if self._failed:
             self.tell()
-        if not self._leaving:
+        if not self._leaving and not self._is_let_go():
             kept = sum(size * len(many) for size, many in self._free.items())
             raise GulliverError(
                 f"the memory budget of {self.budget} bytes is too small: {kept} bytes that were "
                 f"given back are still looked at: drop the views of them, or give at least "
                 f"{self.held + size}"
             )
-        self._finish(self._leaving[0])
+        if self._leaving:
+            self._finish(self._leaving[0])
+
+    def _is_let_go(self) -> bool:
+        """Whether others stop looking at memory soon: a thread that sends it may be about to."""
+        due = time.monotonic() + PATIENCE_S
+        while time.monotonic() < due:
+            if any(storage_users(m) == 1 for many in self._free.values() for m, _ in many):
+                return True
+            time.sleep(0.001)
+        return False
 
     def _reaped(self) -> bool:
         """Whether a write is over, whose memory is free now; does not wait."""
@@ -346,3 +366,10 @@ class Traffic:
             assert transfer is not None
             with suppress(GulliverError):
                 transfer.wait()
+
+
+def _unseen(memory: Tensor, trusted: bool) -> bool:
+    """Whether memory that was given back goes when it is dropped; waits for a snapshot of it."""
+    if trusted and storage_users(memory) > 1:
+        before_write([memory])
+    return storage_users(memory) == 1

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import gather_objects, guard
+from gulliver.comm import gather_objects, guard, sent_bytes
 from gulliver.errors import GulliverError
 from gulliver.memory import Part, region_of
 
@@ -109,6 +109,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         names: a tied parameter that lies in another stage, too, has the same name in both: the one
             that it has in the whole model.
         stepped_at: moments at which the last steps ended.
+        sent_at: bytes that this process had sent at these moments.
         most_gradients: bytes of gradients when the first steps ended, at most.
         spreads_state: whether the state lies with several ranks, element by element; else every
             rank has all of it, of whatever kinds and shapes.
@@ -136,6 +137,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self._frozen = [p for p in stepped if p not in self.names]
         self._homes: list[tuple[nn.Module, str, nn.Parameter]] = []
         self.stepped_at: deque[float] = deque(maxlen=TIMED_STEPS)
+        self.sent_at: deque[int] = deque(maxlen=TIMED_STEPS)
         self.most_gradients = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -211,6 +213,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             # Only now are all of them where they were reduced to.
             self.most_gradients = max(self.most_gradients, self.gradient_bytes())
         self.stepped_at.append(time.perf_counter())
+        self.sent_at.append(sent_bytes())
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients that this rank holds now."""

@@ -11,7 +11,7 @@ class Row:
 
     Attributes:
         kind: name of the value in the plan.
-        unit: ``s`` or ``bytes``.
+        unit: ``s``, ``bytes`` that are held, or ``sent bytes``.
         predicted: value in the plan.
         measured: value of the run.
     """
@@ -28,8 +28,8 @@ class Row:
 
     @property
     def is_predicted(self) -> bool:
-        """Whether the plan says something of it; without a sample it says no seconds."""
-        return self.unit != "s" or self.predicted > 0
+        """Whether the plan says something of it; what is of a step needs a sample."""
+        return self.unit == "bytes" or self.predicted > 0
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Comparison:
     """Predicted and measured costs of a run, by kind.
 
     Attributes:
-        rows: seconds first, then bytes of this rank.
+        rows: seconds first, then bytes that this rank sends in a step, then those that it holds.
     """
 
     rows: tuple[Row, ...]

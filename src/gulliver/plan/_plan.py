@@ -241,7 +241,8 @@ class Plan:
             for name, value in asdict(seconds).items()
             if value and name != "step"
         )
-        return [f"  predicted step on {cluster}: {1e3 * seconds.step:.1f} ms ({parts})"]
+        sent = f", {_mib(self.predicted.sent)} sent" if self.predicted.sent else ""
+        return [f"  predicted step on {cluster}: {1e3 * seconds.step:.1f} ms ({parts}){sent}"]
 
 
 def written(value: Any) -> str:

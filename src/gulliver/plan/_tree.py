@@ -113,7 +113,7 @@ class Tiers:
         ahead: bytes that are read ahead of use at most; 0 for as many as fit.
         step_in_backward: whether a chunk is stepped as soon as its gradient is complete.
         activations: what forward keeps for backward: ``keep`` it, ``recompute`` blocks,
-            ``offload`` it, or ``auto``.
+            or ``auto``.
     """
 
     limit: int = choice(MISSING, least=1, size=True)
@@ -126,7 +126,7 @@ class Tiers:
     offload_param: float = choice(1.0, least=0, most=1)
     ahead: int = choice(0, least=0, size=True)
     step_in_backward: bool = False
-    activations: str = choice("keep", "keep", "recompute", "offload", "auto")
+    activations: str = choice("keep", "keep", "recompute", "auto")
 
 
 @dataclass(frozen=True)
@@ -290,6 +290,9 @@ class Work:
         peak_recomputed: the same where backward computes blocks again; 0 where it cannot.
         reduced_forward: sizes of outputs that tensor ranks add up in a forward.
         reduced_backward: sizes of gradients of inputs that they add up in a backward.
+        reduced_again: sizes of those outputs that a recomputed block adds up again, of all blocks.
+        share_blocks: share of the forward's seconds that its blocks take; 0 where not measured.
+        share_cut: share of the forward's seconds in modules that tensor ranks divide.
     """
 
     samples: int = choice(0, least=0)
@@ -303,6 +306,9 @@ class Work:
     peak_recomputed: int = choice(0, least=0)
     reduced_forward: tuple[int, ...] = ()
     reduced_backward: tuple[int, ...] = ()
+    reduced_again: tuple[int, ...] = ()
+    share_blocks: float = choice(0.0, least=0)
+    share_cut: float = choice(0.0, least=0)
 
 
 @dataclass(frozen=True)
@@ -394,11 +400,14 @@ class Predicted:
     Attributes:
         cluster: name of the machines that seconds are of.
         seconds: seconds of a step, by kind.
+        sent: bytes that the first rank sends in a step; without a sample those that do not depend
+            on the batch.
         bytes: bytes of a rank, by kind.
         moved: bytes between memories; None where all lies in one.
     """
 
     cluster: str = ""
     seconds: Seconds = field(default_factory=Seconds)
+    sent: int = 0
     bytes: MemoryPlan = field(default_factory=MemoryPlan)
     moved: Moved | None = None

@@ -1,14 +1,16 @@
 """Pure algorithms on plain numbers: no torch, no files, no clocks.
 
-Each file is an answer to one question: where to cut a pipeline (`_chain.py`), who gets which of
-several things (`_balance.py`), where a block of memory goes (`_extents.py`), what a fast tier of
-memory keeps (`_replacement.py`; the plan for it: `_residency.py`), how long a step of ZeRO takes
-(`_timeline.py`), which sizes to try (`_unimodal.py`).
+Each file is an answer to one question: what becomes of activations (`_activations.py`), where to
+cut a pipeline (`_chain.py`), who gets which of several things (`_balance.py`), where a block of
+memory goes (`_extents.py`), what a fast tier of memory keeps (`_replacement.py`; the plan for it:
+`_residency.py`), how long a step of ZeRO takes (`_timeline.py`), which sizes to try
+(`_unimodal.py`).
 """
 
 from gulliver.solve._activations import (
     ActivationChoice,
     BlockActivations,
+    Choice,
     PassCosts,
     activations_peak,
     choose_activations,
@@ -42,6 +44,7 @@ __all__ = [
     "ActivationChoice",
     "BlockActivations",
     "ChainPartition",
+    "Choice",
     "Cycle",
     "Event",
     "Extents",

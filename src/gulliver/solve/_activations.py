@@ -15,20 +15,22 @@ of the two takes:
 
 `choose_activations` finds the least by dynamic programming over blocks; its states are (bytes left,
 bytes moved, seconds recomputed), and those that another state beats in all three are dropped. That
-is exact as long as no more than `STATES` are left, which many equal blocks never reach.
+is exact as long as no more than `STATES` are left, which equal blocks hardly reach. A quick search
+with few states comes first: nothing that takes longer than what it found is looked at again.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gulliver.errors import GulliverError
 
 Choice = Literal["keep", "recompute", "offload"]
-STATES = 4096
+QUICK, STATES = 64, 1024
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,25 @@ class ActivationChoice:
     exact: bool
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     left: int
     moved: int
     recomputed: float
     peak: int
     coming: int
-    choices: tuple[Choice, ...]
+    choice: Choice | None
+    before: _State | None
+
+    def choices(self) -> tuple[Choice, ...]:
+        """The choices that led here."""
+        found, state = list[Choice](), self
+        while state.choice is not None and state.before is not None:
+            found.append(state.choice)
+            state = state.before
+        return tuple(reversed(found))
+
+
+_START = _State(0, 0, 0.0, 0, 0, None, None)
 
 
 def choose_activations(
@@ -125,25 +138,50 @@ def choose_activations(
     Raises:
         GulliverError: the room is below what any choice needs; names the least, and the block.
     """
-    states, exact = [_State(0, 0, 0.0, 0, 0, ())], True
+    least = costs.seconds(0, 0.0)
+    best, exact = _search(blocks, room, costs, allowed, QUICK, math.inf)
+    if _seconds(costs, best) > least and not exact:
+        best, exact = _search(blocks, room, costs, allowed, STATES, _seconds(costs, best))
+    seconds = _seconds(costs, best)
+    return ActivationChoice(best.choices(), seconds, best.peak, exact or seconds <= least)
+
+
+def _search(
+    blocks: Sequence[BlockActivations],
+    room: int,
+    costs: PassCosts,
+    allowed: Sequence[Choice],
+    most: int,
+    bound: float,
+) -> tuple[_State, bool]:
+    """The best state that was found, and whether it is the best there is.
+
+    Args:
+        blocks: blocks in the order of forward.
+        room: bytes that activations may take.
+        costs: seconds of the step without recompute and moves.
+        allowed: choices to choose from.
+        most: number of states that are kept from block to block.
+        bound: seconds of some choice that works; what takes more is dropped.
+    """
+    states, exact = [_START], True
     for number, block in enumerate(blocks):
-        fitting = [_enter(state, block) for state in states]
-        fitting = [state for state in fitting if state.peak <= room]
+        fitting = [state for state in states if _need(state, block) <= room]
         if not fitting:
-            least = least_room(blocks, allowed)
             raise GulliverError(
-                f"activations need {least} bytes at once, and {room} are left: block {number} does "
-                "not fit beside those below it"
+                f"activations need {least_room(blocks, allowed)} bytes at once, and {room} are "
+                f"left: block {number} does not fit beside those below it"
             )
         grown = [_leave(state, block, choice) for state in fitting for choice in allowed]
-        states = _undominated(grown)
-        if len(states) > STATES:
-            states, exact = _thinned(states), False
-    best = min(
-        states, key=lambda s: (costs.seconds(s.moved, s.recomputed), s.recomputed, s.moved, s.peak)
-    )
-    seconds = costs.seconds(best.moved, best.recomputed)
-    return ActivationChoice(best.choices, seconds, best.peak, exact)
+        states = _undominated([s for s in grown if _seconds(costs, s) <= bound])
+        if len(states) > most:
+            states, exact = _thinned(states, most), False
+    key = lambda s: (_seconds(costs, s), s.recomputed, s.moved, s.peak)  # noqa: E731
+    return min(states, key=key), exact
+
+
+def _seconds(costs: PassCosts, state: _State) -> float:
+    return costs.seconds(state.moved, state.recomputed)
 
 
 def activations_peak(blocks: Sequence[BlockActivations], choices: Sequence[Choice]) -> int:
@@ -153,9 +191,9 @@ def activations_peak(blocks: Sequence[BlockActivations], choices: Sequence[Choic
         blocks: blocks in the order of forward.
         choices: choice of each.
     """
-    state = _State(0, 0, 0.0, 0, 0, ())
+    state = _START
     for block, choice in zip(blocks, choices, strict=True):
-        state = _leave(_enter(state, block), block, choice)
+        state = _leave(state, block, choice)
     return state.peak
 
 
@@ -164,35 +202,27 @@ def least_room(
     allowed: Sequence[Choice] = ("keep", "recompute", "offload"),
 ) -> int:
     """Least room with which some choice works: where the most is moved away or recomputed."""
-    if "recompute" in allowed:
-        return activations_peak(blocks, ["recompute"] * len(blocks))
-    return min(activations_peak(blocks, [choice] * len(blocks)) for choice in allowed)
+    leanest: tuple[Choice, ...] = ("recompute",) if "recompute" in allowed else tuple(allowed)
+    return min(activations_peak(blocks, (choice,) * len(blocks)) for choice in leanest)
 
 
-def _enter(state: _State, block: BlockActivations) -> _State:
-    """The state while a block's pass runs."""
-    here = state.left + state.coming + block.saved + block.working
-    return _State(
-        state.left,
-        state.moved,
-        state.recomputed,
-        max(state.peak, here),
-        state.coming,
-        state.choices,
-    )
+def _need(state: _State, block: BlockActivations) -> int:
+    """Bytes that a block's pass takes beside what is below it."""
+    return state.left + state.coming + block.saved + block.working
 
 
 def _leave(state: _State, block: BlockActivations, choice: Choice) -> _State:
-    """The state below which the next block runs."""
+    """The state above a block."""
     away = block.movable if choice == "offload" else 0
-    rest = {"keep": block.saved, "recompute": 0, "offload": block.saved - away}[choice]
+    rest = 0 if choice == "recompute" else block.saved - away
     return _State(
         left=state.left + block.output + rest,
         moved=state.moved + away,
         recomputed=state.recomputed + (block.recompute_s if choice == "recompute" else 0.0),
-        peak=state.peak,
+        peak=max(state.peak, _need(state, block)),
         coming=away,
-        choices=(*state.choices, choice),
+        choice=choice,
+        before=state,
     )
 
 
@@ -218,8 +248,8 @@ def _undominated(states: list[_State]) -> list[_State]:
     return kept
 
 
-def _thinned(states: list[_State]) -> list[_State]:
-    """Keeps `STATES` of the states, by bytes left; the leanest is among them."""
+def _thinned(states: list[_State], most: int) -> list[_State]:
+    """Keeps so many of the states, by bytes left; the leanest is among them."""
     states.sort(key=lambda s: (s.left + s.coming, s.recomputed, s.moved))
-    step = len(states) / STATES
-    return [states[int(number * step)] for number in range(STATES)]
+    step = len(states) / most
+    return [states[int(number * step)] for number in range(most)]

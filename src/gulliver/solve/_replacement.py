@@ -175,6 +175,15 @@ class Replacement:
                 actions.append(self._leave(found, key, "not needed for long"))
         return actions + self._look_ahead()
 
+    def restore(self, key: Hashable) -> bool:
+        """Puts back what was to leave and could not be written; False where there is no room."""
+        found = self._objects[key]
+        if self.used + found.nbytes > self.budget:
+            return False
+        found.stored = False
+        self._enter(found)
+        return True
+
     def undo(self, key: Hashable, stored: bool, arrived: bool) -> None:
         """Takes back a use that failed before the object was there.
 
@@ -193,6 +202,10 @@ class Replacement:
             self.used -= found.nbytes
         if self._record and self._record[-1][:2] == ("use", key):
             self._record.pop()
+
+    def keep(self, key: Hashable) -> None:
+        """Says that the tier behind was given the content of an object that is not here."""
+        self._objects[key].stored = True
 
     def changed(self, key: Hashable) -> None:
         """Says that an object in the fast tier was changed without a use."""

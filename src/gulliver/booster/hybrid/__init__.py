@@ -16,7 +16,7 @@ from gulliver.booster.hybrid._capability import (
     table,
 )
 from gulliver.booster.hybrid._checks import NO_BLOCKS, check_cut, check_new, check_recompute
-from gulliver.booster.hybrid._choice import choose_plan
+from gulliver.booster.hybrid._choice import attention_shape, choose_plan
 from gulliver.booster.hybrid._degree import sequence_degree
 from gulliver.booster.hybrid._dropout import drops_by_position
 from gulliver.booster.hybrid._inside import HooksLast
@@ -34,6 +34,7 @@ from gulliver.booster.hybrid._steps import (
     recompute,
     rewrite_groups,
     say,
+    sequence_plan,
     wire_sequences,
 )
 from gulliver.booster.hybrid._transformers import keep_logits
@@ -50,6 +51,7 @@ __all__ = [
     "Vocabulary",
     "Wanted",
     "WholeModel",
+    "attention_shape",
     "check",
     "check_cut",
     "check_new",
@@ -70,6 +72,7 @@ __all__ = [
     "rewrite_groups",
     "say",
     "sequence_degree",
+    "sequence_plan",
     "size_axes",
     "table",
     "wire_sequences",

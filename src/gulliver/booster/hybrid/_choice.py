@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -39,26 +40,45 @@ def choose_plan(
     Raises:
         GulliverError: the configuration does not say what is needed.
     """
+    cluster = cluster or current_cluster(world_size)
+    shape = attention_shape(model, tp_size, causal, length)
+    if shape.dtype not in cluster.device.matmul:
+        # Where a dtype was not measured, such as float64, another one tells the plans apart, too.
+        shape = replace(shape, dtype="float32")
+    return choose(cluster, shape, sp_size, stride=tp_size)
+
+
+def attention_shape(
+    model: nn.Module, tp_size: int, causal: bool, length: int | None = None, batch: int = 1
+) -> Shape:
+    """The attention of a layer, as a tensor rank computes it.
+
+    Args:
+        model: a transformers model.
+        tp_size: ranks that share its tensors, and so its heads.
+        causal: whether tokens see only those before them.
+        length: tokens of a sequence; None is the longest that the model's configuration names.
+        batch: number of sequences.
+
+    Raises:
+        GulliverError: the configuration does not say what is needed.
+    """
     config = getattr(model, "config", None)
     length = length or _field(config, LENGTHS, "sequence_length=")
     heads = _field(config, HEADS, "sequence_parallelism_mode=")
     width = getattr(config, "head_dim", None)
     dim = width or _field(config, WIDTHS, "sequence_parallelism_mode=") // heads
     grouped = getattr(config, "num_key_value_heads", None) or heads
-    cluster = cluster or current_cluster(world_size)
     dtype = str(next(p.dtype for p in model.parameters() if p.is_floating_point()))
-    known = dtype.removeprefix("torch.")
-    shape = Shape(
-        batch=1,
+    return Shape(
+        batch=batch,
         heads=max(1, heads // tp_size),
         kv_heads=max(1, grouped // tp_size),
         length=length,
         head_dim=dim,
-        # Where a dtype was not measured, such as float64, another one tells the plans apart, too.
-        dtype=known if known in cluster.device.matmul else "float32",
+        dtype=dtype.removeprefix("torch."),
         causal=causal,
     )
-    return choose(cluster, shape, sp_size, stride=tp_size)
 
 
 def use_measured_links(world: World, tp_size: int) -> None:

@@ -100,15 +100,15 @@ def generate(
         setting("top_k", top_k),
         setting("top_p", top_p),
     )
-    wiring: Any = model.gulliver_wiring
-    cache = ShardedCache(wiring.groups)
+    adapter: Any = model.gulliver_adapter
+    cache = ShardedCache(adapter.groups)
     found, going = [input_ids], torch.ones(len(input_ids), dtype=torch.bool)
     tokens = input_ids
     for _ in range(count):
         logits = _logits(model, tokens, mask, cache)
         new = pick(logits)
-        _tell(new, wiring.tensor)
-        _tell(new, wiring.groups.all)
+        _tell(new, adapter.tensor)
+        _tell(new, adapter.groups.all)
         if ends:
             new = new.masked_fill(~going.to(new.device), ends[0] if pad is None else pad)
             going &= ~torch.isin(new.cpu(), torch.tensor(ends))

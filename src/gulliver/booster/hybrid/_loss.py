@@ -84,6 +84,7 @@ def mean_over_ranks(
     count = (labels != counting.ignore_index).sum()
     if counting.items is not None:
         count = torch.as_tensor(counting.items, device=losses.device)
+    # In float64, so that the number shown is one process's to the last digit of its own dtype.
     sums = torch.stack([total.detach().double(), count.double()])
     if groups.plan.degree > 1:
         own = sums[1].clone()
@@ -91,6 +92,8 @@ def mean_over_ranks(
         if counting.items is not None:
             sums[1] = own
     whole = (sums[0] / sums[1]).to(losses.dtype)
+    # A batch in which nothing counts shows nan, as torch does; its gradients must not be nan, or a
+    # step would spread them to all parameters.
     share = total / sums[1].clamp(min=1).to(losses.dtype)
     return show(share, whole, alike=groups.plan.degree)
 

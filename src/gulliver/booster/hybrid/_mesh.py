@@ -101,6 +101,8 @@ def make_mesh(sizes: Mapping[str, int], sequence: SequencePlan, device_type: str
         data=rank_group("dp"),
         sequence=make_groups(sequence, _sequences(axes)),
         tensor=rank_group("tp"),
+        # Ranks of one sequence, too: each counts the loss that it shows as one of its own, which
+        # [Note: gradients] of parallel/sequence/_shard.py explains.
         replicas=axes.flat(("dp", "sp")),
         shards=flat("pp", "tp"),
         model=flat("pp", "sp", "tp"),

@@ -41,7 +41,8 @@ class HybridOptimizer(ZeroOptimizer):
         pipeline_stage: the stage of the model that this rank has; None where it is not cut into
             stages.
         zero_stage: what is sharded over the replicas.
-        asleep: frozen parameters in the groups of the user's optimizer: they must stay frozen.
+        frozen_in_groups: parameters in the groups of the user's optimizer that are frozen, and must
+            stay so.
         options: further arguments of `ZeroOptimizer`.
     """
 
@@ -53,11 +54,11 @@ class HybridOptimizer(ZeroOptimizer):
         whole_groups: Sequence[Sequence[str]],
         pipeline_stage: Stage | None = None,
         zero_stage: int = 0,
-        asleep: Sequence[nn.Parameter] = (),
+        frozen_in_groups: Sequence[nn.Parameter] = (),
         **options: Any,
     ) -> None:
         super().__init__(inner, names, zero_stage, group=mesh.replicas.process_group, **options)
-        self._frozen = list(asleep)
+        self._frozen = list(frozen_in_groups)
         self.mesh, self.pipeline_stage = mesh, pipeline_stage
         self.pipeline: Pipeline | None = None
         self._apart = False  # whether stages have made gradients that are not added up
@@ -127,6 +128,8 @@ class HybridOptimizer(ZeroOptimizer):
                 "optimizer's weight_decay, or leave pp_size out"
             )
         terms = {name: term(parameter) for parameter, name in self.names.items()}
+        # The value counts each element once; the gradient of the own terms is whole on every rank
+        # already, so nothing is multiplied here: the mean over replicas leaves it as it is.
         whole = sum(t.detach().double() * self._counted[name] for name, t in terms.items())
         share = torch.stack(list(terms.values())).sum()
         assert isinstance(whole, Tensor), "there is something to train"
@@ -160,13 +163,11 @@ class HybridOptimizer(ZeroOptimizer):
     def _squared_norm(self) -> Tensor:
         """The squared norm of the whole model's mean gradient: float64, the same on all ranks."""
         total = torch.zeros((), dtype=torch.float64, device=self.chunks[0].chunk.device)
-        for sharded in self.chunks:
-            shard = sharded.gradient_shard
+        for sharded, shard in self._gradients():
             for piece in sharded.chunk.layout.pieces(sharded.chunk.part):
-                if shard is not None:
-                    run = shard[piece.start : piece.end]
-                    squared = torch.linalg.vector_norm(run, dtype=torch.float64) ** 2
-                    total += squared * self._counted[piece.name]
+                run = shard[piece.start : piece.end]
+                squared = torch.linalg.vector_norm(run, dtype=torch.float64) ** 2
+                total += squared * self._counted[piece.name]
         if self.parts > 1:
             all_reduce(total, "sum", self.group)
         if self.mesh.shards.size > 1:

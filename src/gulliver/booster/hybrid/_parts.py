@@ -68,7 +68,7 @@ class Parts:
     def __init__(self, model: nn.Module, mesh: HybridMesh, plan: TensorPlan | None) -> None:
         self.mesh, self.apart = mesh, None
         self.attention = plan.attention if plan is not None else {}
-        self.wiring = vars(hugging_face_of(model)).get("gulliver_wiring")
+        self.adapter = vars(hugging_face_of(model)).get("gulliver_adapter")
         self.shared: dict[str, SharedSequence] = {}
         if plan is None:
             return
@@ -114,7 +114,7 @@ class Parts:
                 raise _unknown(path, x, f"{forward.samples} samples along dim 0")
             rows = x.shape[0] // forward.samples
             dims[0] = Along.whole(x.shape[0], forward.start * rows)
-        if self.wiring is not None and self.wiring.shared:
+        if self.adapter is not None and self.adapter.shared:
             self._over_sequence(path, x, forward, dims)
         if self.apart is not None:
             self._features(path, x, dims)
@@ -123,7 +123,7 @@ class Parts:
         return dims
 
     def _over_sequence(self, path: str, x: Tensor, forward: Forward, dims: list[Along]) -> None:
-        opened, groups = self.wiring.opened, self.wiring.groups  # type: ignore[union-attr]
+        opened, groups = self.adapter.opened, self.adapter.groups  # type: ignore[union-attr]
         if opened is not None and opened.call.length:
             forward.length = opened.call.length
         # Of a model that makes its tokens itself, none is cut before there is a length.

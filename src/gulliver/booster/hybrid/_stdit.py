@@ -91,29 +91,29 @@ def wire_stdit(
     if cluster is None:
         cluster = current_cluster(dist.get_world_size() if dist.is_initialized() else 1)
     degree = Degree(groups)
-    wiring = Wiring(degree, tensor, (width, mode, cluster, scheme), show)
+    adapter = SequenceAdapter(degree, tensor, (width, mode, cluster, scheme), show)
     # Asked for one shape now, so that what is not possible is refused before anything runs.
-    _ = wiring.chosen(Clip(1, groups.plan.degree, groups.plan.degree))
+    _ = adapter.chosen(Clip(1, groups.plan.degree, groups.plan.degree))
     put_degree(model, degree)
     if groups.all.size * tensor.size > 1:
         for embedder in _of_kind(model.y_embedder, CaptionEmbedder):
-            embedder.register_forward_pre_hook(wiring.drop_alike)
+            embedder.register_forward_pre_hook(adapter.drop_alike)
     if groups.all.size == 1:
         return
-    model.register_forward_pre_hook(wiring.enter, with_kwargs=True)
-    model.register_forward_hook(wiring.leave, always_call=True)
+    model.register_forward_pre_hook(adapter.enter, with_kwargs=True)
+    model.register_forward_hook(adapter.leave, always_call=True)
     first = _of_kind(model.spatial_blocks[0], Block)
     for block in _of_kind(model, Block):
         block.__class__ = _both(ShardedBlock, type(block))
         assert isinstance(block, ShardedBlock)
-        block.wiring, block.cuts = wiring, block in first
+        block.adapter, block.cuts = adapter, block in first
     for layer in _of_kind(model.final_layer, FinalLayer):
         layer.__class__ = _both(ShardedFinalLayer, type(layer))
         assert isinstance(layer, ShardedFinalLayer)
-        layer.wiring = wiring
+        layer.adapter = adapter
 
 
-class Wiring:
+class SequenceAdapter:
     """What the blocks of a model that shares clips have in common; its copies share it, too."""
 
     def __init__(
@@ -211,7 +211,7 @@ class Wiring:
 class ShardedBlock(Block):
     """A block on a part of a clip's tokens; the first block is given all and cuts them."""
 
-    wiring: Wiring
+    adapter: SequenceAdapter
     cuts: bool
 
     def forward(
@@ -223,11 +223,11 @@ class ShardedBlock(Block):
         rotation: tuple[Tensor, Tensor] | None,
         grid: Grid,
     ) -> Tensor:
-        cut = self.wiring.scheme(x, grid).cut
+        cut = self.adapter.scheme(x, grid).cut
         if self.cuts:
-            x = self.wiring.part(x, cut)
+            x = self.adapter.part(x, cut)
         if cut == FRAMES and modulation.shape[2] > 1:
-            modulation = self.wiring.part(modulation, 2)
+            modulation = self.adapter.part(modulation, 2)
         return super().forward(x, y, y_mask, modulation, rotation, grid)
 
     def attend(
@@ -237,34 +237,34 @@ class ShardedBlock(Block):
         grid: Grid,
         mix: Mix = nn.functional.scaled_dot_product_attention,
     ) -> Tensor:
-        scheme = self.wiring.scheme(x, grid)
+        scheme = self.adapter.scheme(x, grid)
         cut, other = scheme.cut, FRAMES + PLACES - scheme.cut
         if cut != (FRAMES if self.temporal else PLACES):
             return super().attend(x, rotation, grid, mix)
         sizes = {FRAMES: grid[0], PLACES: grid[1]}
         if scheme.by == "swap":
-            x = self.wiring.swap(x.to(working_dtype(x)), cut, other, sizes[cut])
+            x = self.adapter.swap(x.to(working_dtype(x)), cut, other, sizes[cut])
             out = super().attend(x, rotation, grid, mix)
-            return self.wiring.swap(out, other, cut, sizes[other])
+            return self.adapter.swap(out, other, cut, sizes[other])
         if rotation is not None:
             cos, sin = rotation
-            rotation = self.wiring.part(cos, 0), self.wiring.part(sin, 0)
-        return super().attend(x, rotation, grid, self.wiring.attention(sizes[cut]))
+            rotation = self.adapter.part(cos, 0), self.adapter.part(sin, 0)
+        return super().attend(x, rotation, grid, self.adapter.attention(sizes[cut]))
 
 
 class ShardedFinalLayer(FinalLayer):
     """The final layer on a part of the tokens; all ranks get the patches of all."""
 
-    wiring: Wiring
+    adapter: SequenceAdapter
 
     def forward(
         self, x: Tensor, t: Tensor, t0: Tensor | None, x_mask: Tensor | None, grid: Grid
     ) -> Tensor:
-        cut = self.wiring.scheme(x, grid).cut
+        cut = self.adapter.scheme(x, grid).cut
         if cut == FRAMES and x_mask is not None:
-            x_mask = self.wiring.part(x_mask, 1)
+            x_mask = self.adapter.part(x_mask, 1)
         out = super().forward(x, t, t0, x_mask, grid)
-        groups = self.wiring.groups
+        groups = self.adapter.groups
         length = grid[0] if cut == FRAMES else grid[1]
         return unshard(out, groups, cut, length, gradient="alike")
 

@@ -6,11 +6,11 @@
 Nothing in the user's loop changes: every rank calls the model with the whole batch and gets the
 loss of all tokens, or whole logits. Three hooks do it, around the model's own forward:
 
-1. on the way in (`Wiring.enter`), this rank's tokens are taken, with the positions that they have
-   (`_inputs.py`);
+1. on the way in (`SequenceAdapter.enter`), this rank's tokens are taken, with the positions that
+   they have (`_inputs.py`);
 2. attention is `attend` (`_call.py`), which transformers finds under a name in the configuration;
-3. on the way out (`Wiring.leave`), the loss is computed of what each rank has, or logits and hidden
-   states are brought together (`_loss.py`).
+3. on the way out (`SequenceAdapter.leave`), the loss is computed of what each rank has, or logits
+   and hidden states are brought together (`_loss.py`).
 
 Which part of a model runs on cut sequences is its *region*. Where a head works token by token
 (`TASKS`) it is the whole model with its loss, if that is one that can be computed of pieces
@@ -112,15 +112,15 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = 
     known = check_sequence(model) if shared else Sequences()
     degree = Degree(groups)
     put_degree(model, degree)
-    wiring = Wiring(degree, tensor, known, task, experts)
+    adapter = SequenceAdapter(degree, tensor, known, task, experts)
     region = model if task else _base_of(model)
-    region.register_forward_pre_hook(wiring.enter, with_kwargs=True)
-    region.register_forward_hook(wiring.leave, with_kwargs=True, always_call=True)
+    region.register_forward_pre_hook(adapter.enter, with_kwargs=True)
+    region.register_forward_hook(adapter.leave, with_kwargs=True, always_call=True)
     # Not an attribute of the module's own kind: nothing of it is saved or copied.
-    object.__setattr__(model, "gulliver_wiring", wiring)
+    object.__setattr__(model, "gulliver_adapter", adapter)
     if groups.plan.degree > 1:
         _use_attention(model)
-        _wire_inside(_base_of(model), wiring, whole_region=task)
+        _hook_inside(_base_of(model), adapter, whole_region=task)
         if hasattr(model, "generate"):
             made = partial(generate, model) if task else partial(_refuse_generating, model)
             object.__setattr__(model, "generate", made)
@@ -139,7 +139,7 @@ def check_sequence(model: nn.Module) -> Sequences:
 
 
 def _check_unwired(model: nn.Module) -> None:
-    if getattr(model, "gulliver_wiring", None) is not None:
+    if getattr(model, "gulliver_adapter", None) is not None:
         raise GulliverError("this model is wired for a sequence already: build it anew")
 
 
@@ -152,26 +152,26 @@ def keep_logits(model: nn.Module, keep: bool = True) -> None:
         model: model that shares sequences, or another, which is left alone.
         keep: whether it does so always; False only where a loss cannot be had otherwise.
     """
-    wiring: Wiring | None = getattr(model, "gulliver_wiring", None)
-    if wiring is not None:
-        wiring.keeps_logits = keep
+    adapter: SequenceAdapter | None = getattr(model, "gulliver_adapter", None)
+    if adapter is not None:
+        adapter.keeps_logits = keep
 
 
 @contextmanager
 def gathered_logits(model: nn.Module, wanted: bool) -> Iterator[None]:
     """Lets a model that shares sequences gather its logits inside, if they are wanted."""
-    wiring: Wiring | None = getattr(model, "gulliver_wiring", None)
-    if wiring is None or not wanted:
+    adapter: SequenceAdapter | None = getattr(model, "gulliver_adapter", None)
+    if adapter is None or not wanted:
         yield
         return
-    before, wiring.keeps_logits = wiring.keeps_logits, True
+    before, adapter.keeps_logits = adapter.keeps_logits, True
     try:
         yield
     finally:
-        wiring.keeps_logits = before
+        adapter.keeps_logits = before
 
 
-class Wiring:
+class SequenceAdapter:
     """What the hooks of one model share; copies of the model share it, too."""
 
     def __init__(
@@ -188,7 +188,7 @@ class Wiring:
         # Of the forward that runs now. Blocks, which may run again later, have theirs as argument.
         self.opened: Opened | None = None
 
-    def __deepcopy__(self, memo: Any) -> Wiring:
+    def __deepcopy__(self, memo: Any) -> SequenceAdapter:
         return self
 
     @property
@@ -434,13 +434,13 @@ def _use_attention(model: nn.Module) -> None:
             module.config = new
 
 
-def _wire_inside(base: nn.Module, wiring: Wiring, whole_region: bool) -> None:
+def _hook_inside(base: nn.Module, adapter: SequenceAdapter, whole_region: bool) -> None:
     """Hooks on the modules where a region begins or ends inside the base model."""
-    known = wiring.known
+    known = adapter.known
     if known.entry is not None:
-        base.get_submodule(known.entry).register_forward_hook(wiring.cut_made_tokens)
+        base.get_submodule(known.entry).register_forward_hook(adapter.cut_made_tokens)
     if known.exit is not None and not whole_region:
-        base.get_submodule(known.exit).register_forward_hook(wiring.join)
+        base.get_submodule(known.exit).register_forward_hook(adapter.join)
 
 
 def _returns_dict(module: nn.Module) -> bool:

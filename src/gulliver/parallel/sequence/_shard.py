@@ -272,6 +272,7 @@ class _Show(torch.autograd.Function):
 
 def take(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
     """Returns a rank's shard along a dim, in memory of its own."""
+    # A copy even where a view would do: gloo reads a view's storage from its beginning.
     pieces = [x.narrow(dim, start, stop - start) for start, stop in layout.of_rank(rank)]
     return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim)
 

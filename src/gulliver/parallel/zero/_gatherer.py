@@ -320,7 +320,8 @@ class Gatherer:
         for piece in chunk.layout.pieces(chunk.part):
             if chunk.parameters[piece.name] is parameter:
                 part = copy.reshape(-1)[piece.offset : piece.offset + piece.numel]
-                chunk.merge(piece.start, part)
+                with chunk.opened(write=True):
+                    chunk.merge(chunk.home[piece.start : piece.end], part)
 
     def _lend(self, parameter: nn.Parameter, data: Tensor) -> Tensor:
         """A view of ``parameter.data`` of which writes can be noticed later."""

@@ -84,7 +84,6 @@ class InBackward:
             raise
         finally:
             reducer.sent = None
-            self._sent.clear()
             self._updates.end()
 
     def reduced(self, sharded: ShardedChunk) -> None:
@@ -142,6 +141,8 @@ class InBackward:
             GulliverError: an option of a group was changed since.
         """
         self._check_options()
+        while self._sent:
+            self._sent.popleft()[2].wait()  # the vote of the step says the same
         if self._shards.stage == 3:
             self._shards.gatherer.release_all()
         if not self._options:
@@ -200,4 +201,5 @@ class InBackward:
     def _forget(self) -> None:
         self.begun = False
         self._numbers, self._options = {}, {}
+        self._sent.clear()
         self._hooks.pop_all()

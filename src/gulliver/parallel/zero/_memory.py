@@ -19,6 +19,7 @@ from gulliver.memory import (
     OPTIMIZER_STATE,
     PARAMETERS,
     ByteCounter,
+    Manager,
     Pass,
     Prefetcher,
     Presence,
@@ -52,7 +53,7 @@ class ChunkBytes:
 
 
 def predicted(shards: ShardedState) -> dict[str, int]:
-    """Bytes that a rank will hold of what it has, see `held_bytes`."""
+    """Bytes that a rank will hold of what it has, see `held_bytes`; with tiers, in the fast one."""
     record = shards.gatherer.record
     chunks = [
         ChunkBytes(
@@ -66,7 +67,18 @@ def predicted(shards: ShardedState) -> dict[str, int]:
     ]
     events = record.events if record.complete else None
     options = shards.stage, shards.parts, shards.ahead, _state_bytes(shards)
-    return held_bytes(chunks, *options, events)
+    found = held_bytes(chunks, *options, events)
+    return found if shards.manager is None else _within(found, shards.manager)
+
+
+def _within(found: dict[str, int], manager: Manager) -> dict[str, int]:
+    """What of it a manager has in the fast tier: all, or as much as fits, by what it has seen."""
+    total = sum(found.values())
+    if total <= manager.budget:
+        return found
+    if manager.stats()["steps"]:
+        return dict(manager.counter.fullest)
+    return {kind: nbytes * manager.budget // total for kind, nbytes in found.items()}
 
 
 def held_bytes(

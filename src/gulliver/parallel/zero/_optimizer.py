@@ -345,13 +345,14 @@ class ZeroOptimizer(BoostedOptimizer):
             self._tuned = self.gatherer.step
             self.tuner.stepped()
 
-    def _gradients(self, write: bool = False) -> Iterator[Tensor]:
-        """Yields this rank's gradient shards, one after the other."""
+    def _gradients(self, write: bool = False) -> Iterator[tuple[ShardedChunk, Tensor]]:
+        """Yields chunks and this rank's shards of their gradients, one after the other."""
         self._begun.refuse("gradients were clipped or read")
         self._settle()
         self._reducer.land_all()
         for sharded in self.chunks:
-            yield from sharded.gradients(write)
+            for shard in sharded.gradients(write):
+                yield sharded, shard
 
     def clip_grad_by_norm(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`.
@@ -366,14 +367,14 @@ class ZeroOptimizer(BoostedOptimizer):
         self.grad_norm = norm = self._squared_norm().sqrt()
         if math.isfinite(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for shard in self._gradients(write=True):
+            for _, shard in self._gradients(write=True):
                 shard.mul_(scale.to(shard.dtype))
         return norm
 
     def _squared_norm(self) -> Tensor:
         """The squared norm of the mean gradient: a float64 scalar, the same on all ranks."""
         total = torch.zeros((), dtype=torch.float64, device=self.chunks[0].chunk.device)
-        for shard in self._gradients():
+        for _, shard in self._gradients():
             total += torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2
         if self.parts > 1:
             all_reduce(total, "sum", self.group)
@@ -381,7 +382,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def clip_grad_by_value(self, limit: float) -> None:
         """Cuts every element of the mean gradient to [-limit, limit]."""
-        for shard in self._gradients(write=True):
+        for _, shard in self._gradients(write=True):
             shard.clamp_(-limit, limit)
 
     def full_gradients(self) -> dict[str, Tensor]:

@@ -23,7 +23,8 @@ float64.
 [Note: one order on all ranks] Ranks may differ in which parameters a backward touches and when, yet
 collectives must be issued in one order everywhere. So chunks are reduced strictly from the last to
 the first: a chunk goes when its gradients are complete and all later chunks have gone. What a
-backward did not touch is found at its end, and follows in the same order with zeros.
+backward did not touch is found at its end, and follows in the same order with zeros. Chunks that no
+rank used as wholes in the last step stand at the end of the order: no other waits for them.
 
 One rank has nothing to agree on: it reduces chunks as they are complete, and none that has nothing.
 
@@ -49,7 +50,7 @@ import torch
 
 from gulliver.comm import Group, Handle, Purpose, all_reduce, group_size, reduce_scatter
 from gulliver.errors import GulliverError
-from gulliver.memory import ReducedGradient
+from gulliver.memory import PlacedChunk, ReducedGradient
 from gulliver.parallel.zero._sharded import Phase, ShardedChunk
 
 IN_FLIGHT = 4
@@ -87,7 +88,9 @@ class GradientReducer:
         self._home = {name: c for c in chunks for name in c.chunk.parameters}
         self._names = list(self._home)
         self._used: set[str] = set()
-        self._next = -1
+        self._late: set[ShardedChunk] = set()
+        self._order = list(reversed(chunks))
+        self._next = 0
         self._reducing = self._settled = False
         self._flying: deque[ShardedChunk] = deque()
         self.record: Callable[[str, ShardedChunk], None] | None = None
@@ -123,6 +126,7 @@ class GradientReducer:
         """Makes the hook after it: places the gradient, and reduces complete chunks in turn."""
         sharded = self._home[name]
         place, waiting, ordered = sharded.chunk.place_gradient, sharded.waiting, self.size > 1
+        parks = isinstance(sharded.chunk, PlacedChunk)
 
         def ready(_: object) -> None:
             place(name)
@@ -134,6 +138,9 @@ class GradientReducer:
                 if not waiting:
                     if ordered:
                         self._reduce_complete()
+                        if parks and sharded.phase is Phase.COLLECTING:
+                            self._gather_up(sharded)
+                            sharded.chunk.park_gradient()  # it waits for others
                     else:
                         self._reduce(sharded)
 
@@ -158,7 +165,7 @@ class GradientReducer:
             return
         for sharded in self.chunks:
             sharded.waiting.update(sharded.chunk.parameters)
-        self._next, self._reducing = len(self.chunks) - 1, True
+        self._next, self._reducing = 0, True
         try:
             yield
             self._reduce_rest()
@@ -199,10 +206,24 @@ class GradientReducer:
             check(others)
         if pending:
             self.land_all()
-            self._next = len(self.chunks) - 1
+            self._next = 0
             self._reduce_rest()
         self._settled = True
-        return {name for name, vote in zip(names, used, strict=True) if vote}
+        found = {name for name, vote in zip(names, used, strict=True) if vote}
+        self._sort(found)
+        return found
+
+    def _sort(self, used: set[str]) -> None:
+        """Lets chunks that are not used as wholes come last: the others would wait for them."""
+        every = self.size == 1 or len(used) == len(self._names)
+        unused = (
+            [] if every else [c for c in self.chunks if not used.issuperset(c.chunk.parameters)]
+        )
+        late = set(unused)
+        if late != self._late:
+            self._late = late
+            order = self.chunks[::-1]
+            self._order = [c for c in order if c not in late] + [c for c in order if c in late]
 
     def _refused(self, foreign: Sequence[str]) -> GulliverError:
         whose = f"the gradient of {foreign[0]!r}" if foreign else "a gradient on another rank"
@@ -261,6 +282,7 @@ class GradientReducer:
                 self._empty(sharded)
                 continue
             # A buffer that is being filled goes on being filled, from zero.
+            sharded.chunk.fetch_gradient()
             if sharded.chunk.gradient is not None:
                 sharded.chunk.gradient.zero_()
             for gradient in sharded.gradients(write=True):
@@ -290,7 +312,7 @@ class GradientReducer:
                 "loss.backward() was called after clipping or reading the gradients and before "
                 "step: do that when all gradients are there, or use booster.backward"
             )
-        if home.phase is Phase.REDUCING:
+        if home.phase is Phase.REDUCING or home.chunk.parked:
             if self._reducing:
                 raise GulliverError(
                     f"parameter {name!r} got a second gradient within one backward: with "
@@ -307,9 +329,10 @@ class GradientReducer:
 
     def _reduce_complete(self) -> None:
         """Reduces the chunks that are complete and in turn."""
-        while self._next >= 0 and not self.chunks[self._next].waiting:
-            self._reduce(self.chunks[self._next])
-            self._next -= 1
+        order = self._order
+        while self._next < len(order) and not order[self._next].waiting:
+            self._next += 1
+            self._reduce(order[self._next - 1])
 
     def open_gradient(self, name: str) -> torch.Tensor:
         """Returns what backward has added up for a parameter, not reduced yet, to be changed.
@@ -336,10 +359,10 @@ class GradientReducer:
         """Starts the way of a chunk's gradients to the shards."""
         if sharded.phase is Phase.EMPTY:
             self._begin(sharded)
-        self._forget_cleared(sharded)
-        sharded.chunk.complete_gradient()
-        self._used |= sharded.chunk.placed.keys()
-        sharded.chunk.mark_reduced()
+        if sharded.chunk.parked:
+            sharded.chunk.fetch_gradient()
+        else:
+            self._gather_up(sharded)
         self._note("reduced", sharded)
         sharded.incoming, sharded.reduction = self._sent(sharded)
         sharded.move(Phase.REDUCING)
@@ -350,6 +373,13 @@ class GradientReducer:
             self.land_all()
         if self.sent is not None:
             self.sent(sharded)
+
+    def _gather_up(self, sharded: ShardedChunk) -> None:
+        """Takes what was collected, with zeros for what was not, out of the parameters' sight."""
+        self._forget_cleared(sharded)
+        sharded.chunk.complete_gradient()
+        self._used |= sharded.chunk.placed.keys()
+        sharded.chunk.mark_reduced()
 
     def _sent(self, sharded: ShardedChunk) -> tuple[torch.Tensor, Handle]:
         """Sends a chunk's gradients; returns where their mean will be, and when."""
@@ -412,9 +442,9 @@ class GradientReducer:
                 if sharded.phase is Phase.COLLECTING or self._lacks_zeros(sharded):
                     self._reduce(sharded)
             return
-        while self._next >= 0:
-            self._reduce(self.chunks[self._next])
-            self._next -= 1
+        while self._next < len(self._order):
+            self._next += 1
+            self._reduce(self._order[self._next - 1])
 
     def _lacks_zeros(self, sharded: ShardedChunk) -> bool:
         """Whether the gradients of a chunk have been made zero when they had been used up."""

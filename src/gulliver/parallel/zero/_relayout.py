@@ -54,7 +54,8 @@ def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bo
     shards.adopt(chunks)
     shards.pool.clear()  # buffers of the old sizes are not asked for again
     for sharded in shards.chunks:
-        shards.place_state(sharded)
+        with shards.opened(sharded):
+            shards.place_state(sharded)
     # While chunks were cut anew there were two of some: no step holds as much.
     shards.pool.counter.restart()
     return True
@@ -68,16 +69,21 @@ def _moved(
 
 
 def _hand_over(
-    inner: torch.optim.Optimizer, old: Sequence[ShardedChunk], new: Sequence[ShardedChunk]
+    shards: ShardedState, old: Sequence[ShardedChunk], new: Sequence[ShardedChunk]
 ) -> None:
     """Moves state of any shape from pieces that are whole parameters to others that are."""
-    targets = {piece.name: owned for c in new for piece, owned in c.pieces}
+    inner = shards.inner
+    targets = {piece.name: (c, owned) for c in new for piece, owned in c.pieces}
     for sharded in old:
         for piece, owned in sharded.pieces:
-            target = targets[piece.name]
-            target.detach().copy_(owned.detach())
-            if owned in inner.state:
-                inner.state[target] = inner.state.pop(owned)
+            chunk, target = targets[piece.name]
+            with shards.shown(sharded), shards.opened(chunk):
+                target.detach().copy_(owned.detach())
+                if owned in inner.state:
+                    inner.state[target] = dict(inner.state[owned])
+                    if shards.tiers is not None:
+                        shards.place_state(chunk)  # now that both are there
+            inner.state.pop(owned, None)
 
 
 def _move_state(
@@ -85,20 +91,21 @@ def _move_state(
 ) -> None:
     trained = [c for c in old if c.trained]
     if shards.parts == 1:
-        _hand_over(shards.inner, trained, new)
+        _hand_over(shards, trained, new)
         return
     counters, entries = stream_state(shards, trained)
-    pieces = {piece.name: (piece, owned) for c in new for piece, owned in c.pieces}
+    pieces = {piece.name: (c, piece, owned) for c in new for piece, owned in c.pieces}
     moved: dict[nn.Parameter, dict[str, object]] = {
-        owned: dict(counters.get(name, {})) for name, (_, owned) in pieces.items()
+        owned: dict(counters.get(name, {})) for name, (_, _, owned) in pieces.items()
     }
     for name, key, whole in entries:
         if name not in pieces:
             continue
-        piece, owned = pieces[name]
+        chunk, piece, owned = pieces[name]
         part = run_of(whole, piece, owned)
         if key == MASTER:
-            owned.detach().copy_(part)
+            with shards.opened(chunk):
+                owned.detach().copy_(part)
         else:
             moved[owned][key] = part.clone()
     shards.inner.state.clear()

@@ -52,6 +52,8 @@ def model_leaves(
     """
     refuse_extra_state(model)
     take_finished_writes(shards)
+    if fill and shards.tiers is not None:
+        shards.gatherer.release_all()  # nothing may move until all is filled
     mine: dict[str, Leaf] = {}
     for sharded in shards.everything:
         with shards.shown(sharded, fill):

@@ -6,6 +6,7 @@ What is exchanged knows neither the number of ranks nor the size of chunks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -57,22 +58,26 @@ def stream_state(
     counters: State = {}
     present = {(name, MASTER) for c in chunks if c.chunk.has_master for name in c.chunk.parameters}
     for sharded in chunks:
-        for piece, owned in sharded.pieces:
-            for key, value in optimizer.state.get(owned, {}).items():
-                if is_counter(key, value, owned):
-                    counters.setdefault(piece.name, {})[key] = value
-                elif shards.has_whole and not _is_elementwise(value, owned):
-                    # An optimizer of whole tensors keeps other shapes, and None.
-                    kept = value.cpu() if isinstance(value, Tensor) else value
-                    counters.setdefault(piece.name, {})[key] = kept
-                elif value is not None:
-                    _check_elementwise(piece.name, key, value, owned)
-                    present.add((piece.name, key))
+        with shards.shown(sharded) if shards.whole else nullcontext():
+            for piece, owned in sharded.pieces:
+                for key, value in optimizer.state.get(owned, {}).items():
+                    if is_counter(key, value, owned):
+                        counters.setdefault(piece.name, {})[key] = value
+                    elif shards.has_whole and not _is_elementwise(value, owned):
+                        # An optimizer of whole tensors keeps other shapes, and None.
+                        counters.setdefault(piece.name, {})[key] = _copied(value)
+                    elif value is not None:
+                        _check_elementwise(piece.name, key, value, owned)
+                        present.add((piece.name, key))
     parts = gather_objects((counters, present), group)
     # Pieces of one parameter step together, so any rank's counters are the parameter's.
     state: State = {name: dict(values) for part, _ in parts for name, values in part.items()}
     everywhere: set[tuple[str, str]] = set().union(*(found for _, found in parts))
     return state, _entries(shards, chunks, everywhere)
+
+
+def _copied(value: Any) -> Any:
+    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _entries(

@@ -26,6 +26,7 @@ from typing import Any
 from gulliver._compat import step_without_hooks
 from gulliver.errors import GulliverError
 from gulliver.memory import ASKS, before_write
+from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._shards import ShardedState
 
 
@@ -65,19 +66,26 @@ class Updates:
             shards.reducer.land(sharded)
         if shards.tiers is not None and chunks[0].gradient_shard is None:
             return  # nothing to bring it for
-        with shards.opened(*chunks):  # one in a turn, where chunks lie in tiers
-            for sharded in chunks:
-                sharded.show_gradients(used)
-            shards.show_pieces(turn[0] if len(turn) == 1 else None)
-            before_write(shards.written(turn))
-            begun = time.perf_counter()
-            step_without_hooks(shards.inner)
-            self.seconds += time.perf_counter() - begun
-            for sharded in chunks:
-                shards.place_new_state(sharded, used)
+        if shards.tiers is None:
+            self._step(chunks, turn, used)
+        else:
+            with shards.opened(*chunks):  # there is one in a turn
+                self._step(chunks, turn, used)
         if shards.stage < 3:
             for sharded in chunks:
                 shards.gatherer.start(sharded)
+
+    def _step(self, chunks: Sequence[ShardedChunk], turn: Sequence[int], used: set[str]) -> None:
+        shards = self._shards
+        for sharded in chunks:
+            sharded.show_gradients(used)
+        shards.show_pieces(turn[0] if len(turn) == 1 else None)
+        before_write(shards.written(turn))
+        begun = time.perf_counter()
+        step_without_hooks(shards.inner)
+        self.seconds += time.perf_counter() - begun
+        for sharded in chunks:
+            shards.place_new_state(sharded, used)
 
     def end(self) -> None:
         """Shows all pieces again, and no gradients."""

@@ -23,7 +23,7 @@ from gulliver.errors import GulliverError
 from gulliver.io import Engine, File, Page, Ticket
 
 
-class Lane:
+class CopyStream:
     """Copy stream between a device and the host; copies run in the order of the calls.
 
     This base class serves host memory, where every copy has ended when the call returns.
@@ -54,7 +54,7 @@ class Lane:
         """Blocks the calling thread until an event has happened."""
 
 
-class CudaLane(Lane):
+class CudaCopyStream(CopyStream):
     """Copy stream of CUDA, into host memory that is page-locked for it.
 
     Args:
@@ -107,7 +107,7 @@ class CudaLane(Lane):
         event.synchronize()
 
 
-class LaneTicket:
+class CopyTicket:
     """Page that a copy stream fills and the engine writes; waits as an engine's ticket does.
 
     Attributes:
@@ -116,12 +116,12 @@ class LaneTicket:
 
     def __init__(
         self,
-        lane: Lane,
+        copy_stream: CopyStream,
         file: File,
         offset: int,
         sources: Sequence[tuple[Tensor, int, int]],
     ) -> None:
-        self.lane, self.file, self.offset, self.sources = lane, file, offset, sources
+        self.copy_stream, self.file, self.offset, self.sources = copy_stream, file, offset, sources
         self.nbytes = sum(count for _, _, count in sources)
         self._issued, self._written = threading.Event(), threading.Event()
         self._event: Any = None
@@ -136,17 +136,17 @@ class LaneTicket:
     def copy(self, page: Page) -> None:
         """Queues the copies into a page on the copy stream; does not wait for them."""
         target, position = torch.from_numpy(page.array), 0
-        with self.lane.queue():
+        with self.copy_stream.queue():
             for source, begin, count in self.sources:
                 run = source.detach().reshape(-1).view(torch.uint8)[begin : begin + count]
                 target[position : position + count].copy_(run, non_blocking=True)
                 position += count
-            self._event = self.lane.mark()
+            self._event = self.copy_stream.mark()
         self._issued.set()
 
     def write(self, engine: Engine, page: Page) -> None:
         """Waits for the copies, and hands the page to the engine to be written."""
-        self.lane.wait(self._event)
+        self.copy_stream.wait(self._event)
         self.sources = ()  # their memory may go
         self._ticket = engine.write_page(self.file, self.offset, page, self.nbytes)
         self._written.set()
@@ -154,7 +154,7 @@ class LaneTicket:
     def settle(self) -> None:
         """Waits until no copy writes the page any more; a device that is lost writes no more."""
         with suppress(Exception):
-            self.lane.wait(self._event)
+            self.copy_stream.wait(self._event)
 
     def fail(self, error: BaseException) -> None:
         """Wakes whoever waits, with the error that keeps the page from being written."""
@@ -167,7 +167,7 @@ class LaneTicket:
         """Makes the caller's next work on the device come after the copies."""
         self._issued.wait()
         if self._event is not None:
-            self.lane.order(self._event)
+            self.copy_stream.order(self._event)
 
     def wait(self) -> None:
         """Waits until the page is written.
@@ -182,13 +182,13 @@ class LaneTicket:
         self._ticket.wait()
 
 
-def pump(engine: Engine, tickets: Sequence[LaneTicket]) -> None:
+def pump(engine: Engine, tickets: Sequence[CopyTicket]) -> None:
     """Copies page after page, as many ahead as the pool has, and has them written in order.
 
     Raises:
         Exception: a copy failed with it; tickets that are left fail with it, too.
     """
-    copying: deque[tuple[LaneTicket, Page]] = deque()
+    copying: deque[tuple[CopyTicket, Page]] = deque()
     left = deque(tickets)
     try:
         while left or copying:

@@ -1,0 +1,161 @@
+"""Training under a memory limit through the public API, beside a run without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gulliver import Booster, GeminiPlugin, GulliverError, LowLevelZeroPlugin, Plan
+from gulliver.booster import _limited
+from gulliver.comm import World
+from tests.pool import Pool
+
+STEPS, BATCH, WIDTH = 5, 8, 256
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(12)))
+
+
+def _batch(step: int) -> Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def _resident(max_norm: float = 0.0) -> dict[str, Tensor]:
+    """What plain PyTorch makes of the model."""
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(_batch(step)).square().mean().backward()
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return model.state_dict()
+
+
+def _trained(booster: Booster, world: World) -> tuple[dict[str, Tensor], Any]:
+    model = _model()
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for step in range(STEPS):
+        x = _batch(step)[world.rank :: world.size]
+        booster.backward(model(x).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}, optimizer
+
+
+def _limits(world: World, folder: str) -> dict[str, tuple[dict[str, Tensor], int]]:
+    """Values after some steps, and bytes that the last step has read, by the plugin's options."""
+    plain = Booster(plugin=LowLevelZeroPlugin(3, chunk_mb=0.3, verbose=False))
+    found = {"resident": (_trained(plain, world)[0], 0)}
+    for name, options in {
+        "half": {"memory_limit": "24MiB"},
+        "least": {"memory_limit": "22MiB"},
+        "early": {"memory_limit": "22MiB", "step_in_backward": True},
+        "static": {
+            "memory_limit": "24MiB",
+            "placement_policy": "static",
+            "offload_param_frac": 0.5,
+        },
+        "clipped": {"memory_limit": "22MiB", "max_norm": 0.01},
+        "roomy": {"memory_limit": "80%"},
+    }.items():
+        plugin = GeminiPlugin(disk=f"{folder}:64MiB", chunk_mb=0.3, verbose=False, **options)  # type: ignore[arg-type]
+        # What else a process of tests holds, and gives back, is no business of this model.
+        with patch.object(_limited, "Footprint", side_effect=OSError):
+            values, optimizer = _trained(Booster(plugin=plugin), world)
+        found[name] = values, optimizer.shards.manager.step_moved[0]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_limit_changes_no_value(pool: Pool, tmp_path: Path, ranks: int) -> None:
+    plain, clipped = _resident(), _resident(0.01)
+    for found in pool.run(_limits, ranks, str(tmp_path)):
+        for name, (values, _) in found.items():
+            if name == "clipped":
+                for key, value in clipped.items():  # a norm is added up in another order
+                    torch.testing.assert_close(values[key], value, rtol=1e-3, atol=1e-3)
+                continue
+            for key, value in (plain if ranks == 1 else found["resident"][0]).items():
+                assert torch.equal(values[key], value), (name, key)
+        if ranks == 1:
+            assert found["least"][1] > found["roomy"][1] == 0
+    assert not list(tmp_path.iterdir()), "nothing is left on the disk"
+
+
+def _planned(world: World, folder: str) -> list[Any]:
+    model, batch = _model(), _batch(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plugin = GeminiPlugin("64MiB", disk=f"{folder}:64MiB", chunk_mb=0.3, verbose=False)
+    plan = plugin.make_plan(model, optimizer, sample=batch)
+    text = plan.to_yaml().replace("limit: 67108864", "limit: 21 MiB")
+    found = []
+    for one in (plan, Plan.from_yaml(text)):
+        booster = Booster(plan=one, verbose=False)
+        with patch.object(_limited, "Footprint", side_effect=OSError):
+            values, _ = _trained(booster, world)
+        found.append((values, booster.plan.predicted.moved, booster.compare()))
+    return found
+
+
+def test_a_step_moves_what_the_plan_says_and_an_edited_limit_takes_effect(
+    pool: Pool, tmp_path: Path
+) -> None:
+    plain = _resident()
+    (found,) = pool.run(_planned, 1, str(tmp_path))
+    for values, moved, compared in found:
+        assert all(torch.equal(values[name], value) for name, value in plain.items())
+        assert (compared["read"].measured, compared["written"].measured) == (
+            moved.read,
+            moved.written,
+        )
+        assert "written" in str(compared)
+    assert found[0][1].read == 0 < found[1][1].read
+
+
+def _refused(world: World, folder: str) -> list[str]:
+    """What is said of limits that cannot be, and whether the model was left alone."""
+    said = []
+    for plugin, kind in (
+        (GeminiPlugin("100KiB", disk=f"{folder}:64MiB"), torch.optim.AdamW),
+        (GeminiPlugin("22MiB"), torch.optim.AdamW),
+        (GeminiPlugin("24MiB", disk=f"{folder}/none:64MiB"), torch.optim.AdamW),
+        (GeminiPlugin("24MiB", disk=f"{folder}:64MiB"), torch.optim.Adafactor),
+        (GeminiPlugin("20MiB", disk=f"{folder}:1MiB"), torch.optim.AdamW),
+        (LowLevelZeroPlugin(3, memory_limit="100KiB", disk=f"{folder}:1GiB"), torch.optim.AdamW),
+    ):
+        model = _model()
+        before = [(p, p.data_ptr()) for p in model.parameters()]
+        try:
+            Booster(plugin=plugin).boost(model, kind(model.parameters()))
+            said.append("")
+        except GulliverError as error:
+            said.append(str(error))
+        assert all(p.data_ptr() == address for p, address in before)
+    return said
+
+
+def test_what_cannot_be_is_refused_before_anything_is_done(pool: Pool, tmp_path: Path) -> None:
+    for said in pool.run(_refused, 1, str(tmp_path)):
+        for text, wanted in zip(
+            said,
+            (
+                "the smallest limit that works is 19MiB",
+                "as nothing lies behind it",
+                "does not exist",
+                "Adafactor",
+                "of state do not fit the memory limit",
+                "the smallest limit that works is 19MiB",
+            ),
+            strict=True,
+        ):
+            assert wanted in text
+            assert "\n" not in text

@@ -1,0 +1,116 @@
+"""Files of a model under a memory limit: saved and loaded piece by piece, and exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gulliver.booster import Booster, GeminiPlugin, TorchDDPPlugin
+from gulliver.comm import World
+from tests.pool import Pool
+
+WIDTH, LAYERS = 256, 8
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [m for _ in range(LAYERS) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+def _batch(step: int, world: World) -> Tensor:
+    draw = torch.Generator().manual_seed(step)
+    whole = torch.rand(12, WIDTH, generator=draw)
+    return whole[world.rank :: world.size]
+
+
+class Job:
+    """A training run, under a limit or not."""
+
+    def __init__(self, world: World, disk: Path | None) -> None:
+        plugin: Any = TorchDDPPlugin(verbose=False)
+        if disk is not None:
+            plugin = GeminiPlugin("20MiB", disk=f"{disk}:64MiB", chunk_mb=0.5, verbose=False)
+        self.world, self.booster, model = world, Booster(plugin=plugin), _model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
+
+    def train(self, first: int, last: int, folder: Path | None = None) -> None:
+        for step in range(first, last):
+            loss = self.model(_batch(step, self.world)).square().mean()
+            self.booster.backward(loss, self.optimizer)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if folder is not None:
+                self.booster.save(folder, step, self.model, self.optimizer)
+
+    def weights(self, folder: Path) -> dict[str, Tensor]:
+        self.booster.save_model(self.model, folder / "weights.safetensors")
+        return load_file(folder / "weights.safetensors")
+
+
+def _save(world: World, text: str) -> None:
+    folder = Path(text)
+    job = Job(world, folder)
+    job.train(0, 3, folder / "run")
+    # Training goes on while everything is written.
+    job.booster.save_model(job.model, folder / "async.safetensors", use_async=True)
+    job.train(3, 5)
+    job.booster.wait()
+    job.booster.save_huggingface(job.model, folder / "hf")
+    job.booster.save_huggingface(job.model, folder / "hf-async", use_async=True)
+    job.booster.save_optimizer(job.optimizer, folder / "optimizer")
+    job.train(5, 6)
+    job.booster.wait()
+    checkpointer = job.booster._checkpointers[str((folder / "run").absolute())]
+    assert checkpointer.memory_limit is not None
+    assert "a ring of 8 MiB" in checkpointer.held
+    job.booster.close()
+
+
+def _plain(world: World, text: str, steps: int) -> dict[str, Tensor]:
+    job = Job(world, None)
+    job.train(0, steps)
+    return {n: p.detach().clone() for n, p in job.model.named_parameters()}
+
+
+def _load(world: World, text: str, limited: bool, ways: str) -> dict[str, Tensor] | None:
+    folder = Path(text)
+    job = Job(world, folder if limited else None)
+    job.train(7, 8)
+    if ways == "step":
+        assert job.booster.load(folder / "run", job.model, job.optimizer).step == 2
+        job.train(3, 5)
+    else:
+        job.booster.load_model(job.model, folder / "hf" / "model.safetensors")
+        job.booster.load_optimizer(job.optimizer, folder / "optimizer")
+    job.train(5, 6)
+    found = job.weights(folder)
+    job.booster.close()
+    return found if world.rank == 0 else None
+
+
+def test_files_under_a_limit_are_those_of_a_run_without_one(pool: Pool, tmp_path: Path) -> None:
+    (three, five, six) = (
+        {n.removeprefix("module."): v for n, v in pool.run(_plain, 1, str(tmp_path), n)[0].items()}
+        for n in (3, 5, 6)
+    )
+    pool.run(_save, 1, str(tmp_path))
+    for file, wanted in (
+        ("async.safetensors", three),
+        ("hf/model.safetensors", five),
+        ("hf-async/model.safetensors", five),
+    ):
+        _assert_close(load_file(tmp_path / file), wanted)
+    for ranks, limited, ways in ((1, True, "step"), (1, True, "files"), (2, False, "files")):
+        _assert_close(pool.run(_load, ranks, str(tmp_path), limited, ways)[0], six)
+
+
+def _assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
