@@ -128,7 +128,7 @@ def _refused(world: World, folder: str) -> list[str]:
         (GeminiPlugin("100KiB", disk=f"{folder}:64MiB"), torch.optim.AdamW),
         (GeminiPlugin("22MiB"), torch.optim.AdamW),
         (GeminiPlugin("24MiB", disk=f"{folder}/none:64MiB"), torch.optim.AdamW),
-        (GeminiPlugin("24MiB", disk=f"{folder}:64MiB"), torch.optim.Adafactor),
+        (GeminiPlugin("24MiB", disk=f"{folder}:64MiB"), torch.optim.LBFGS),
         (GeminiPlugin("20MiB", disk=f"{folder}:1MiB"), torch.optim.AdamW),
         (LowLevelZeroPlugin(3, memory_limit="100KiB", disk=f"{folder}:1GiB"), torch.optim.AdamW),
     ):
@@ -151,7 +151,7 @@ def test_what_cannot_be_is_refused_before_anything_is_done(pool: Pool, tmp_path:
                 "the smallest limit that works is 19MiB",
                 "as nothing lies behind it",
                 "does not exist",
-                "Adafactor",
+                "LBFGS",
                 "of state do not fit the memory limit",
                 "the smallest limit that works is 19MiB",
             ),
