@@ -13,6 +13,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.plan._plan import Plan, written
 from gulliver.plan._tree import (
     AXES,
+    MODEL_AXES,
     SHARED_BY_SEQUENCE,
     SHARED_BY_TENSOR,
     PipelineLayout,
@@ -175,6 +176,12 @@ def _tiers(plan: Plan) -> Iterator[str]:
             f"{plan.told('zero.stage')} and {limit}: what is whole on every rank cannot leave its "
             "memory; take stage: 3, or tiers: null"
         )
+    for name in MODEL_AXES:
+        if name in plan.mesh.axes:
+            yield (
+                f"{plan.told(f'mesh.axes.{name}')} and {limit}: whole models of data ranks can lie "
+                f"in tiers, and a cut model not yet; leave the axis {name} out, or tiers: null"
+            )
     if plan.zero.tuning != "off":
         yield (
             f"{plan.told('zero.tuning')} and {limit}: the size of chunks is planned with the "
