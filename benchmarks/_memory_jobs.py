@@ -119,7 +119,7 @@ class Outcome:
             ``left out`` for want of time.
         told: the error, in a line.
         steps: timed steps that it did.
-        unfinished_s: seconds of the step that it was in when it was ended.
+        unfinished_s: seconds of the step that it was in when it was ended; 0 if in none.
         ready_s: seconds until the model was built.
         peak: most bytes that its group was charged with.
         anonymous: most bytes of anonymous memory that were seen.
@@ -289,7 +289,7 @@ def _judged(
         end, told = "stopped", f"stopped after {took:.0f} s"
     else:
         end, told = error["end"], error["told"]
-    unfinished = took - last if end == "stopped" else 0.0
+    unfinished = took - last if end == "stopped" and ready else 0.0
     return Outcome(end, told, steps, unfinished, ready, peak, *seen, facts)
 
 

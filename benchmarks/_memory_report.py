@@ -98,7 +98,7 @@ def row(name: str, found: Beside, limited: bool = True) -> list[str]:
     end = outcome.end if outcome.end != "refused" else f"refused: {outcome.told}"
     memory = [f"{outcome.peak / MIB:.0f}", f"{outcome.anonymous / MIB:.0f}"]
     if not outcome.ran and not outcome.unfinished_s:
-        told = outcome.told if outcome.end in ("absent", "failed", "left out") else ""
+        told = outcome.told if outcome.end in ("absent", "failed", "left out", "stopped") else ""
         return [name, f"{end}: {told}" if told else end, *memory, *[""] * 7]
     least = "" if outcome.ran else ">= "
     most = "" if outcome.ran else "<= "

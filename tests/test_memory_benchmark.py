@@ -95,6 +95,7 @@ def test_what_a_killed_worker_had_said_is_kept() -> None:
     assert (killed.end, killed.steps[0].read, killed.ready_s) == ("killed", 7, 2.0)
     late = _judged(text, -9, 0, True, 60.0, 99, (90, 0))
     assert (late.end, late.unfinished_s) == ("stopped", 57.0)
+    assert _judged("", -9, 0, True, 60.0, 99, (90, 0)).unfinished_s == 0, "it was in no step"
     failed = _judged("Traceback\nValueError: no\n", 1, 0, False, 1.0, 99, (90, 0))
     assert (failed.end, failed.told) == ("failed", "ValueError: no")
 
