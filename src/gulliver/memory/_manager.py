@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +48,7 @@ class Manager:
     Attributes:
         counter: bytes of the tensors that exist, by kind: of objects that arrive, are here or are
             being written, and of buffers that are lent.
+        relieve: called where there is no room: ends the uses that can be begun again later.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Manager:
         self._lent: dict[int, Tensor] = {}
         self._number = self._total = 0
         self._closed = False
+        self.relieve: Callable[[], None] | None = None
 
     @property
     def budget(self) -> int:
@@ -157,7 +159,7 @@ class Manager:
             self._check(placed)
             self._tell()
             stored = self._core.is_stored(placed.number)
-            actions = self._core.use(placed.number, write, fresh)
+            actions = self._decided(lambda: self._core.use(placed.number, write, fresh))
             self._history.event("use", placed)
             self._run(actions)
             try:
@@ -235,7 +237,7 @@ class Manager:
             self._tell()
             nbytes = numel * dtype.itemsize
             size = whole_pages(nbytes)
-            actions = self._core.lend(size, f"a buffer of {kind}")
+            actions = self._decided(lambda: self._core.lend(size, f"a buffer of {kind}"))
             self._history.event(f"lend {kind}", size)
             self._run(actions)
             try:
@@ -321,6 +323,20 @@ class Manager:
                 self.store.close()
 
     # Inside
+
+    def _decided(self, decide: Callable[[], list[Action]]) -> list[Action]:
+        """Decides; where there is no room, again when its users have let go of what they can."""
+        try:
+            return decide()
+        except GulliverError:
+            relieve, self.relieve = self.relieve, None
+            if relieve is None:
+                raise
+            try:
+                relieve()
+            finally:
+                self.relieve = relieve
+        return decide()
 
     @contextmanager
     def _entered(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gulliver._compat import without_torch_functions
 from gulliver.memory._buffers import BufferPool
 from gulliver.memory._bytes import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, ByteCounter
 from gulliver.memory._chunk import Chunk
@@ -34,6 +35,7 @@ from gulliver.memory._layout import ChunkLayout
 from gulliver.memory._manager import Manager
 from gulliver.memory._moments import Moment, first_elements, moment_size
 from gulliver.memory._placed import Placed
+from gulliver.memory._reduced import ReducedGradient
 
 COLUMNS = 1021
 
@@ -223,9 +225,39 @@ class PlacedChunk(Chunk):
     # Gradients.
 
     def _take_gradient_buffer(self) -> Tensor:
-        if self._in_place:
-            return super()._take_gradient_buffer() if self._kept else self._fill()
+        if self._in_place and not self._kept:
+            return self._fill()
         return self._manager.use(self._whole, fresh=True)
+
+    def rest_gradient(self) -> None:
+        """Lets what is being collected leave until more comes."""
+        if self.gradient is None or self.resting or self.parked:
+            return
+        filled = self.gradient is self._filled
+        self.resting = self._gradient if filled else self._whole
+        with without_torch_functions():
+            for parameter, name, stand_in in zip(
+                self.members, self.parameters, self._reduced, strict=True
+            ):
+                if name in self.placed and parameter.grad is self._gradient_views[name]:
+                    parameter.grad = stand_in  # nobody looks at its memory
+        self._gradient_views = {}
+        self.gradient = _on_meta(self.resting)
+        self._filled = self.gradient if filled else self._filled
+        self._manager.done(self.resting)
+
+    def wake_gradient(self) -> None:
+        """Brings it back, for more to be added."""
+        if self.resting is None:
+            return
+        buffer = self._manager.use(self.resting, write=True)
+        self._filled = buffer if self.gradient is self._filled else self._filled
+        self.gradient, self.resting = buffer, None
+        self._gradient_views = self.named_views(buffer)
+        with without_torch_functions():
+            for parameter, name in zip(self.members, self.parameters, strict=True):
+                if name in self.placed and type(parameter.grad) is ReducedGradient:
+                    parameter.grad = self._gradient_views[name]
 
     def park_gradient(self) -> None:
         """Lets go of what was collected until it is reduced."""
@@ -239,7 +271,12 @@ class PlacedChunk(Chunk):
 
     def free_gradient(self) -> None:
         """Gives the gradient buffer back."""
-        if self._in_place:
+        if self.resting is not None:
+            placed, self.resting, self.gradient = self.resting, None, None
+            self._manager.discard(placed)
+            if placed is self._gradient:
+                self._filled, self._kept = None, False
+        elif self._in_place:
             super().free_gradient()
         elif self.gradient is not None:
             if not self.parked:
@@ -271,6 +308,10 @@ class PlacedChunk(Chunk):
 
     def give_reduced(self, gradient: Tensor) -> None:
         """Gives a gradient up."""
+        if gradient is self._whole.tensor:
+            self._manager.done(self._whole)
+            self._manager.discard(self._whole)
+            return
         if gradient is not self._filled and not gradient.is_meta:
             self.pool.give(gradient, GRADIENTS)
             return

@@ -112,6 +112,8 @@ class GradientReducer:
         chunk, parameter = sharded.chunk, sharded.chunk.parameters[name]
 
         def before(_: object) -> None:
+            if chunk.resting:
+                chunk.wake_gradient()
             if sharded.phase is Phase.COLLECTING and not self._settled:
                 if parameter.grad is None:
                     if name in chunk.blank and name not in chunk.placed:
@@ -145,6 +147,12 @@ class GradientReducer:
                         self._reduce(sharded)
 
         return ready
+
+    def relieve(self) -> None:
+        """Lets go of gradients that are being collected, until the next term of each comes."""
+        for sharded in self.chunks:
+            if sharded.phase is Phase.COLLECTING:
+                sharded.chunk.rest_gradient()
 
     def close(self) -> None:
         """Lets go of the parameters."""
@@ -282,6 +290,7 @@ class GradientReducer:
                 self._empty(sharded)
                 continue
             # A buffer that is being filled goes on being filled, from zero.
+            sharded.chunk.wake_gradient()
             sharded.chunk.fetch_gradient()
             if sharded.chunk.gradient is not None:
                 sharded.chunk.gradient.zero_()
@@ -340,6 +349,7 @@ class GradientReducer:
         Zeros where nothing came: then it counts as used from here on.
         """
         parameter = self._home[name].chunk.parameters[name]
+        self._home[name].chunk.wake_gradient()
         if name not in self._home[name].chunk.placed:
             self._before_gradient(name)
             parameter.grad = torch.zeros_like(parameter)
@@ -359,6 +369,7 @@ class GradientReducer:
         """Starts the way of a chunk's gradients to the shards."""
         if sharded.phase is Phase.EMPTY:
             self._begin(sharded)
+        sharded.chunk.wake_gradient()
         if sharded.chunk.parked:
             sharded.chunk.fetch_gradient()
         else:

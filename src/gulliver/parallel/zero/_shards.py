@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakMethod
 from zlib import crc32
 
 import torch
@@ -216,6 +217,8 @@ class ShardedState:
         reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
         reducer.noted, reducer.record = self.on_gradient, gatherer.note
         self._engines = reducer, gatherer
+        if self.manager is not None and alone:
+            self.manager.relieve = _weakly(gatherer.relieve, reducer.relieve)
         self._list_pieces()
 
     def notify(self, on_gradient: Callable[[str], None]) -> None:
@@ -352,3 +355,16 @@ def _is_moment(key: str, value: Any, owned: Tensor, whole: bool) -> bool:
         return False
     fits = value.shape == owned.shape or whole
     return fits and value.dtype == owned.dtype and value.is_contiguous()
+
+
+def _weakly(*methods: Callable[[], None]) -> Callable[[], None]:
+    """Calls methods of objects as long as these live."""
+    known = [WeakMethod(method) for method in methods]
+
+    def call() -> None:
+        for method in known:
+            found = method()
+            if found is not None:
+                found()
+
+    return call
