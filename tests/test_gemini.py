@@ -56,17 +56,19 @@ def _limits(world: World, folder: str) -> dict[str, tuple[dict[str, Tensor], int
     plain = Booster(plugin=LowLevelZeroPlugin(3, chunk_mb=0.3, verbose=False))
     found = {"resident": (_trained(plain, world)[0], 0)}
     for name, options in {
-        "half": {"memory_limit": "24MiB"},
-        "least": {"memory_limit": "22MiB"},
-        "early": {"memory_limit": "22MiB", "step_in_backward": True},
+        "half": {"memory_limit": "8MiB"},
+        "least": {"memory_limit": "5.5MiB"},
+        "early": {"memory_limit": "5.5MiB", "step_in_backward": True},
         "static": {
-            "memory_limit": "24MiB",
+            "memory_limit": "8MiB",
             "placement_policy": "static",
             "offload_param_frac": 0.5,
         },
-        "clipped": {"memory_limit": "22MiB", "max_norm": 0.01},
+        "clipped": {"memory_limit": "5.5MiB", "max_norm": 0.01},
         "roomy": {"memory_limit": "80%"},
     }.items():
+        if world.size > 1 and name in ("half", "roomy"):
+            continue  # on several ranks the least limit says what these would
         plugin = GeminiPlugin(disk=f"{folder}:64MiB", chunk_mb=0.3, verbose=False, **options)  # type: ignore[arg-type]
         # What else a process of tests holds, and gives back, is no business of this model.
         with patch.object(_limited, "Footprint", side_effect=OSError):
@@ -96,7 +98,7 @@ def _planned(world: World, folder: str) -> list[Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plugin = GeminiPlugin("64MiB", disk=f"{folder}:64MiB", chunk_mb=0.3, verbose=False)
     plan = plugin.make_plan(model, optimizer, sample=batch)
-    text = plan.to_yaml().replace("limit: 67108864", "limit: 21 MiB")
+    text = plan.to_yaml().replace("limit: 67108864", "limit: 4.5 MiB")
     found = []
     for one in (plan, Plan.from_yaml(text)):
         booster = Booster(plan=one, verbose=False)
@@ -126,10 +128,10 @@ def _refused(world: World, folder: str) -> list[str]:
     said = []
     for plugin, kind in (
         (GeminiPlugin("100KiB", disk=f"{folder}:64MiB"), torch.optim.AdamW),
-        (GeminiPlugin("22MiB"), torch.optim.AdamW),
+        (GeminiPlugin("5.5MiB"), torch.optim.AdamW),
         (GeminiPlugin("24MiB", disk=f"{folder}/none:64MiB"), torch.optim.AdamW),
         (GeminiPlugin("24MiB", disk=f"{folder}:64MiB"), torch.optim.LBFGS),
-        (GeminiPlugin("20MiB", disk=f"{folder}:1MiB"), torch.optim.AdamW),
+        (GeminiPlugin("5.5MiB", disk=f"{folder}:1MiB"), torch.optim.AdamW),
         (LowLevelZeroPlugin(3, memory_limit="100KiB", disk=f"{folder}:1GiB"), torch.optim.AdamW),
     ):
         model = _model()
@@ -148,12 +150,12 @@ def test_what_cannot_be_is_refused_before_anything_is_done(pool: Pool, tmp_path:
         for text, wanted in zip(
             said,
             (
-                "the smallest limit that works is 19MiB",
+                "the smallest limit that works is 3MiB",
                 "as nothing lies behind it",
                 "does not exist",
                 "LBFGS",
                 "of state do not fit the memory limit",
-                "the smallest limit that works is 19MiB",
+                "the smallest limit that works is 3MiB",
             ),
             strict=True,
         ):
