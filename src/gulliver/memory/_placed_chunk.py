@@ -98,16 +98,18 @@ class PlacedChunk(Chunk):
 
     # The shard of the parameters.
 
-    def settle_home(self, dtype: torch.dtype, separate: bool) -> None:
+    def settle_home(self, dtype: torch.dtype, separate: bool, trained: bool = True) -> None:
         """Makes `home` an object of the manager."""
         self._separate = True
         name, size = self.layout.slots[0].name, self.layout.part_size
         kind = PARAMETERS if dtype == self.dtype else OPTIMIZER_STATE
         self._shard = self._manager.add(f"parameters from {name}", kind, size, dtype)
-        self._gradient = self._manager.add(f"gradients from {name}", GRADIENTS, size, dtype)
-        self._whole = self._manager.add(
-            f"gradients of this rank from {name}", GRADIENTS, self.layout.size, self.dtype
-        )
+        self._trained = trained
+        if trained:  # room is kept for every object, on the disk too
+            self._gradient = self._manager.add(f"gradients from {name}", GRADIENTS, size, dtype)
+            self._whole = self._manager.add(
+                f"gradients of this rank from {name}", GRADIENTS, self.layout.size, self.dtype
+            )
         with self._manager.using(self._shard, fresh=True) as home:
             home.copy_(self.shard)
         self.home = self._elsewhere = _on_meta(self._shard)
@@ -202,9 +204,8 @@ class PlacedChunk(Chunk):
             self.buffer = None
         self.free_gradient()
         self.drop_moments()
-        self._manager.remove(self._shard)
-        self._manager.remove(self._gradient)
-        self._manager.remove(self._whole)
+        for placed in (self._shard, *((self._gradient, self._whole) if self._trained else ())):
+            self._manager.remove(placed)
 
     # Optimizer state.
 

@@ -167,7 +167,7 @@ class ShardedState:
 
     def settled(self, chunk: Chunk, trained: bool) -> ShardedChunk:
         """Makes a chunk's shard, and this rank's pieces of it as parameters for the optimizer."""
-        chunk.settle_home(self.home_dtype(chunk.dtype, trained), separate=self.stage == 3)
+        chunk.settle_home(self.home_dtype(chunk.dtype, trained), self.stage == 3, trained)
         if self.stage == 3:
             chunk.release()
         with chunk.opened():
