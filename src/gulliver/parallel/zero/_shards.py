@@ -211,7 +211,13 @@ class ShardedState:
         alone = self.tiers is not None and self.size == 1
         ahead = 0 if alone else self.ahead
         gatherer = Gatherer(
-            self.everything, self.stage == 3, self.group, ahead, self.overlap, every=not alone
+            self.everything,
+            self.stage == 3,
+            self.group,
+            ahead,
+            self.overlap,
+            every=not alone,
+            tight=self.tiers is not None,
         )
         gatherer.step, gatherer.lent = steps, lent
         reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
