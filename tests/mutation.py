@@ -103,8 +103,8 @@ MUTANTS = (
     Mutant(
         "memory: what is used for writing counts as unchanged",
         "memory/_manager.py",
-        "actions = self._core.use(placed.number, write, fresh)",
-        "actions = self._core.use(placed.number, False, fresh)",
+        "self._decided(lambda: self._core.use(placed.number, write, fresh))",
+        "self._decided(lambda: self._core.use(placed.number, False, fresh))",
         ("memory_manager", "zero_tiers"),
     ),
     Mutant(
@@ -203,8 +203,8 @@ MUTANTS = (
     Mutant(
         "checkpoint: what changed while it was saved is not noticed",
         "checkpoint/_snapshot.py",
-        "if tensor._version != version:",
-        "if tensor._version < version:",
+        "if t._version != version]",
+        "if t._version < version]",
         ("checkpoint", "checkpoint_faults"),
     ),
     Mutant(

@@ -55,16 +55,18 @@ def _limits(world: World, folder: str) -> dict[str, tuple[dict[str, Tensor], int
     """Values after some steps, and bytes that the last step has read, by the plugin's options."""
     plain = Booster(plugin=LowLevelZeroPlugin(3, chunk_mb=0.3, verbose=False))
     found = {"resident": (_trained(plain, world)[0], 0)}
+    # What is gathered for others cannot be given back when room is short.
+    tight = "5.5MiB" if world.size == 1 else "8MiB"
     for name, options in {
         "half": {"memory_limit": "8MiB"},
-        "least": {"memory_limit": "5.5MiB"},
-        "early": {"memory_limit": "5.5MiB", "step_in_backward": True},
+        "least": {"memory_limit": tight},
+        "early": {"memory_limit": tight, "step_in_backward": True},
         "static": {
             "memory_limit": "8MiB",
             "placement_policy": "static",
             "offload_param_frac": 0.5,
         },
-        "clipped": {"memory_limit": "5.5MiB", "max_norm": 0.01},
+        "clipped": {"memory_limit": tight, "max_norm": 0.01},
         "roomy": {"memory_limit": "80%"},
     }.items():
         if world.size > 1 and name in ("half", "roomy"):

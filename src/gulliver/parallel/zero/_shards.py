@@ -227,6 +227,12 @@ class ShardedState:
             self.manager.relieve = _weakly(gatherer.relieve, reducer.relieve)
         self._list_pieces()
 
+    def end_record(self) -> None:
+        """Stops recording once a step has been seen."""
+        record = self.gatherer.record
+        if not record.complete and record.events:
+            record.complete, self.reducer.record = True, None
+
     def notify(self, on_gradient: Callable[[str], None]) -> None:
         """Lets somebody know which gradients come."""
         self.on_gradient = self.reducer.noted = on_gradient
