@@ -300,8 +300,7 @@ class StepReader:
         Raises:
             GulliverError: a file is; the message names it.
         """
-        for name in self.manifest.files:
-            self._files.check_size(name)
+        self._files.check_sizes()
 
     def verify(self) -> Iterator[tuple[str, int]]:
         """Reads every page of every file and checks it.
