@@ -172,7 +172,8 @@ def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
         what = "stage 3 has sharded all of" if plan.stage == 3 else "fp16 has one loss scale for"
         raise GulliverError(
             f"a parameter is trained by another boosted optimizer, and {what} the model: make "
-            "one optimizer with a group for each part"
+            "one optimizer with a group for each part; two kinds, such as Muon and AdamW, need "
+            "stage 2 or less, and not fp16"
         )
     if half != "none" and optimizer is not None:
         check_unstepped(optimizer)
