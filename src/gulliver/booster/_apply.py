@@ -144,8 +144,7 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
         sizes = plan.mesh.of("tensor"), plan.mesh.of("pipeline")
         check_optimizer(optimizer, plan.zero.stage, *words, *sizes)
         tiers = plan.zero.tiers
-        backward = tiers is not None and tiers.step_in_backward
-        check_by_chunk(optimizer, plan.zero.stage, tiers is not None, backward)
+        check_by_chunk(optimizer, plan.zero.stage, tiers is not None, plan.zero.steps_in_backward)
         if not plan.mesh.names_model:
             check_trainable(named_trainables(model, optimizer))
         check_unshared(model, optimizer)
