@@ -147,6 +147,10 @@ def limited_losses(case: LimitCase, limit: int, folder: str) -> list[float]:
     return losses
 
 
+TOO_SMALL = 64 * 1024
+"""Bytes that no chunk of these models fits, whatever size of chunks is chosen."""
+
+
 def least_limit(case: LimitCase, folder: str) -> tuple[int, int]:
     """The stated minimum, and the bytes of all states."""
     model, optimizer = case.made()
@@ -166,7 +170,7 @@ def run(case: LimitCase, limit: Limit, folder: str) -> dict[str, object]:
     given = least + int(case.share * max(0, states - least))
     refused = ""
     try:
-        limited_losses(case, least // 2, folder)
+        limited_losses(case, TOO_SMALL, folder)
     except GulliverError as error:
         refused = str(error)
     # The whole model is there when it is boosted: no plugin can help that.
