@@ -40,6 +40,7 @@ from gulliver.checkpoint import _folder as folder_module
 from gulliver.checkpoint import _loading as loading_module
 from gulliver.checkpoint._image import read_slots
 from gulliver.checkpoint._manifest import MANIFEST, is_complete, write_manifest
+from gulliver.checkpoint._snapshot import Snapshot
 from gulliver.comm import World, adopt_world
 from gulliver.errors import GulliverError
 from gulliver.io import (
@@ -51,6 +52,7 @@ from gulliver.io import (
     hold,
     native_problem,
 )
+from gulliver.memory import before_write
 
 PAGE = 64 * 2**10
 
@@ -143,6 +145,38 @@ def test_what_was_once_changed_while_it_was_saved_is_copied_at_once_from_then_on
             checkpointer.wait()
             assert load(tmp_path).values["mine"]["values"].eq(step - 1).all()
     checkpointer.close()
+    engine.close()
+
+
+class WritingLock:
+    """Lock of a snapshot, with a thread that has waited for it, and finds nothing is read."""
+
+    def __init__(self, snapshot: Snapshot, values: Tensor) -> None:
+        self.lock, self.snapshot, self.values = snapshot._lock, snapshot, values
+        self.written = False
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+        if self.snapshot._closed and not self.written:
+            self.written = True
+            before_write([self.values])
+            self.values += 1
+
+
+def test_a_write_that_waited_for_the_last_page_is_no_violation(tmp_path: Path) -> None:
+    values, engine = torch.zeros(40_000), slow_engine()
+    with AsyncCheckpointer(tmp_path, engine=engine) as checkpointer:
+        engine.hold(True)
+        checkpointer.save(1, {"mine": {"values": values}})
+        snapshot: Any = checkpointer._snapshot
+        snapshot._lock = WritingLock(snapshot, values)
+        engine.hold(False)
+        checkpointer.wait()
+        assert snapshot._lock.written
+    assert load(tmp_path).values["mine"]["values"].eq(0).all()
     engine.close()
 
 
