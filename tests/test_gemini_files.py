@@ -131,9 +131,9 @@ def _resume(world: World, text: str, limit: str) -> tuple[dict[str, Tensor], dic
 
 
 def test_a_run_is_resumed_at_the_least_limit(pool: Pool, tmp_path: Path) -> None:
+    model = _model()
+    plugin = GeminiPlugin("1MiB", disk=f"{tmp_path}:64MiB", chunk_mb=0.5, verbose=False)
     with pytest.raises(GulliverError, match="the smallest limit that works is") as refused:
-        model = _model()
-        plugin = GeminiPlugin("1MiB", disk=f"{tmp_path}:64MiB", chunk_mb=0.5, verbose=False)
         plugin.make_plan(model, torch.optim.AdamW(model.parameters()))
     least = str(refused.value).rpartition(" ")[2]
     for limit in (least, "23MiB"):
