@@ -30,8 +30,6 @@ from gulliver.plan import Plan, Tiers
 
 TRIMMED = 16
 """Part of the budget that is added between two times that freed memory is given back."""
-SLACK = 4
-"""Part of the state that a store has more room for: pieces of other sizes leave gaps."""
 
 
 class LimitedManager(Manager):
@@ -106,9 +104,8 @@ def manager_of(plan: Plan, state: StateBytes, device: torch.device) -> LimitedMa
 
 def _store(tiers: Tiers, state: StateBytes) -> Store | None:
     # What is reserved is reserved at once: no more than can be needed.
-    needed = state.total + state.total // SLACK
     if tiers.disk is not None:
-        return DiskStore(tiers.disk, min(tiers.disk_bytes, needed))
+        return DiskStore(tiers.disk, min(tiers.disk_bytes, state.reserved))
     if tiers.host:
         raise GulliverError("host_limit: page-locked memory is not there yet; name a disk")
     return None
