@@ -61,6 +61,7 @@ class Placed:
         transfer: transfer under way.
         reads: whether there is something to read when it comes.
         zero: whether its memory is filled with zeros when it comes.
+        passing: whether it has content for moments only.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Placed:
     transfer: Transfer | None = field(default=None, repr=False)
     reads: bool = field(default=False, repr=False)
     zero: bool = field(default=False, repr=False)
+    passing: bool = field(default=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +88,11 @@ class Placed:
     def size(self) -> int:
         """Bytes of the whole pages that hold it."""
         return whole_pages(self.nbytes)
+
+    @property
+    def counted(self) -> int:
+        """Bytes of it among those that have to fit together."""
+        return 0 if self.passing else self.size
 
     @property
     def done(self) -> bool:

@@ -106,7 +106,11 @@ class PlacedChunk(Chunk):
         self._shard = self._manager.add(f"parameters from {name}", kind, size, dtype)
         self._gradient = self._manager.add(f"gradients from {name}", GRADIENTS, size, dtype)
         self._whole = self._manager.add(
-            f"gradients of this rank from {name}", GRADIENTS, self.layout.size, self.dtype
+            f"gradients of this rank from {name}",
+            GRADIENTS,
+            self.layout.size,
+            self.dtype,
+            passing=True,
         )
         with self._manager.using(self._shard, fresh=True) as home:
             home.copy_(self.shard)
