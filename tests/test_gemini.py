@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from gulliver import Booster, GeminiPlugin, GulliverError, LowLevelZeroPlugin, Plan
 from gulliver.booster import _limited
 from gulliver.comm import World
+from gulliver.memory import HostStore
 from tests.pool import Pool
+from tests.test_memory_stores import LateCopier
 
 STEPS, BATCH, WIDTH = 5, 8, 256
 
@@ -159,3 +161,71 @@ def test_what_cannot_be_is_refused_before_anything_is_done(pool: Pool, tmp_path:
         ):
             assert wanted in text
             assert "\n" not in text
+
+
+def _resharded(world: World, folder: str, path: str, resumes: bool) -> dict[str, Tensor]:
+    """Trains half of the steps and saves, or loads and trains the other half."""
+    model = _model()
+    plugin = GeminiPlugin("24MiB", disk=f"{folder}:64MiB", chunk_mb=0.3, verbose=False)
+    booster = Booster(plugin=plugin)
+    with patch.object(_limited, "Footprint", side_effect=OSError):
+        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    if resumes:
+        booster.load_model(model, f"{path}/model")
+        booster.load_optimizer(optimizer, f"{path}/optimizer")
+    for step in range(3, STEPS) if resumes else range(3):
+        x = _batch(step)[world.rank :: world.size]
+        booster.backward(model(x).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    if not resumes:
+        booster.save_model(model, f"{path}/model", shard=True)
+        booster.save_optimizer(optimizer, f"{path}/optimizer", shard=True)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("ranks", "others"), [(2, 1), (4, 2)])
+def test_several_ranks_under_a_limit_are_saved_and_resumed_by_others(
+    pool: Pool, tmp_path: Path, ranks: int, others: int
+) -> None:
+    wanted = _resident()
+    disk, path = str(tmp_path), str(tmp_path / "saved")
+    pool.run(_resharded, ranks, disk, path, False)
+    for found in pool.run(_resharded, others, disk, path, True):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
+def _behind(world: World, folder: str) -> list[Any]:
+    """Values, and bytes in memory of the host, that copies reach as late as a stream's could."""
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plugin = GeminiPlugin("64MiB", disk=f"{folder}:64MiB", chunk_mb=0.3, verbose=False)
+    text = plugin.make_plan(model, optimizer, sample=_batch(0)).to_yaml()
+    text = text.replace("limit: 67108864", "limit: 22 MiB").replace("host: 0", "host: 64 MiB")
+    said = ""
+    try:
+        Booster(plan=Plan.from_yaml(text), verbose=False).boost(model, optimizer)
+    except GulliverError as error:
+        said = str(error)
+    text = text.replace(f"disk: {folder}", "disk: null")
+    stores: list[HostStore] = []
+
+    def store(capacity: int, device: torch.device) -> HostStore:
+        stores.append(HostStore(capacity, device, LateCopier()))
+        return stores[-1]
+
+    with (
+        patch.object(_limited, "Footprint", side_effect=OSError),
+        patch.object(_limited, "HostStore", store),
+    ):
+        values, _ = _trained(Booster(plan=Plan.from_yaml(text), verbose=False), world)
+    return [said, values, stores[0].pinned]
+
+
+def test_memory_of_the_host_lies_behind_and_not_beside_a_disk(pool: Pool, tmp_path: Path) -> None:
+    ((said, values, pinned),) = pool.run(_behind, 1, str(tmp_path))
+    assert "host_limit=" in said
+    assert "together are not supported" in said
+    assert all(torch.equal(values[name], value) for name, value in _resident().items())
+    assert 0 < pinned <= 64 * 2**20
