@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import Spread
-from benchmarks.limits import Group, Swap
+from benchmarks.limits import Group, LimitsError, Swap
 
 MIB, GIB, MB, GB = 1 << 20, 1 << 30, 10**6, 10**9
 ROOT = Path(__file__).parent.parent
@@ -29,6 +30,8 @@ MARK = "@event "
 """Begins a line of the worker that is an event."""
 LOOK_S = 0.05
 """Seconds between two looks at a group's anonymous memory."""
+LEAST_S = 10.0
+"""Seconds below which nothing is begun."""
 PLAIN, SWAP, GEMINI = "plain", "plain, swap file", "Gemini"
 DISK, PREDICT = "disk", "predict"
 FSDP2 = "FSDP2, CPU off-load"
@@ -96,12 +99,14 @@ class Step:
         loss: of its batch.
         read: bytes that were read from the disk.
         written: bytes that were written to it.
+        number: number of the step, from 0; warm-up steps count.
     """
 
     seconds: float
     loss: float
     read: int
     written: int
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,10 +115,11 @@ class Outcome:
 
     Attributes:
         end: ``done``, ``killed`` by the limit, ``stopped`` at its cap of seconds, ``refused`` with
-            an error of one line, ``failed`` with another, or ``absent`` where it is not installed.
+            an error of one line, ``failed`` with another, ``absent`` where it is not installed, or
+            ``left out`` for want of time.
         told: the error, in a line.
         steps: timed steps that it did.
-        unfinished_s: seconds of the step that it was in when it was ended.
+        unfinished_s: seconds of the step that it was in when it was ended; 0 if in none.
         ready_s: seconds until the model was built.
         peak: most bytes that its group was charged with.
         anonymous: most bytes of anonymous memory that were seen.
@@ -154,9 +160,9 @@ class Outcome:
         return sum(s.written for s in self.steps) / max(1, len(self.steps))
 
     @property
-    def losses(self) -> list[float]:
-        """Losses of the timed steps."""
-        return [s.loss for s in self.steps]
+    def losses(self) -> dict[int, float]:
+        """Losses of the timed steps by their numbers."""
+        return {s.number: s.loss for s in self.steps}
 
 
 class Ledger:
@@ -164,16 +170,22 @@ class Ledger:
 
     Args:
         path: file of lines of JSON; None keeps nothing.
+        within_s: seconds from now in which jobs may run.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, within_s: float = math.inf) -> None:
+        self.path, self._until = path, time.monotonic() + within_s
         self._known: dict[str, Outcome] = {}
         if path is not None and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
                 kept = json.loads(line)
                 steps = tuple(Step(**s) for s in kept["outcome"].pop("steps"))
                 self._known[kept["key"]] = Outcome(steps=steps, **kept["outcome"])
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self._until - time.monotonic()
 
     def get(self, job: Job) -> Outcome | None:
         """The outcome of a job, where it has ended in an earlier run."""
@@ -188,13 +200,19 @@ class Ledger:
                 file.write(json.dumps({"key": job.key, "outcome": asdict(outcome)}) + "\n")
 
 
-def run(job: Job, ledger: Ledger, say: Callable[[str], None] = lambda _: None) -> Outcome:
-    """Runs a job, unless the ledger has it.
+def run(
+    job: Job,
+    ledger: Ledger,
+    say: Callable[[str], None] = lambda _: None,
+    needs_s: float = LEAST_S,
+) -> Outcome:
+    """Runs a job, unless the ledger has it; what could not run is an outcome, too.
 
     Args:
         job: what to run.
         ledger: outcomes so far.
         say: takes a line on what goes on.
+        needs_s: seconds that have to be left for it to begin.
     """
     known = ledger.get(job)
     limited = f" in {job.limit / GIB:.3g} GiB" if job.limit else ""
@@ -203,16 +221,24 @@ def run(job: Job, ledger: Ledger, say: Callable[[str], None] = lambda _: None) -
     if known is not None:
         say(f"{title}: known, {known.end}")
         return known
-    started = time.monotonic()
-    outcome = _run(job)
-    ledger.add(job, outcome)
+    if ledger.left_s < needs_s:
+        say(f"{title}: left out, {ledger.left_s:.0f} s are left")
+        return Outcome("left out", "no time was left")
+    started, cap_s = time.monotonic(), min(job.cap_s, ledger.left_s)
+    try:
+        outcome = _run(job, cap_s)
+    except (LimitsError, OSError) as error:
+        outcome = Outcome("failed", str(error))
+    # One that was ended early, for others or by what is not its own, can be taken up again.
+    if outcome.end not in ("failed", "stopped") or cap_s == job.cap_s:
+        ledger.add(job, outcome)
     per_step = f", {outcome.seconds:.3g} s a step" if outcome.ran else ""
     told = f": {outcome.told}" if outcome.told else ""
     say(f"{title}: {outcome.end}{per_step} ({time.monotonic() - started:.0f} s){told}")
     return outcome
 
 
-def _run(job: Job) -> Outcome:
+def _run(job: Job, cap_s: float) -> Outcome:
     rate = job.rate or None
     with contextlib.ExitStack() as stack:
         if job.swap:
@@ -225,12 +251,12 @@ def _run(job: Job) -> Outcome:
         environment = {**os.environ, "GULLIVER_BENCH_GROUP": place}
         started = time.monotonic()
         process = group.start(command, stdout=log, stderr=log, env=environment, cwd=ROOT)
-        seen = _watch(group, process, started + job.cap_s)
+        seen = _watch(group, process, started + cap_s)
         peak, kills = group.peak, group.kills
         took = time.monotonic() - started
         log.seek(0)
         text = log.read()
-    return _judged(text, process.returncode, kills, took >= job.cap_s, took, peak, seen)
+    return _judged(text, process.returncode, kills, took >= cap_s, took, peak, seen)
 
 
 def _watch(group: Group, process: subprocess.Popen[Any], until: float) -> tuple[int, int]:
@@ -263,7 +289,7 @@ def _judged(
         end, told = "stopped", f"stopped after {took:.0f} s"
     else:
         end, told = error["end"], error["told"]
-    unfinished = took - last if end == "stopped" else 0.0
+    unfinished = took - last if end == "stopped" and ready else 0.0
     return Outcome(end, told, steps, unfinished, ready, peak, *seen, facts)
 
 
@@ -273,8 +299,9 @@ def _last_line(text: str) -> str:
 
 
 def alone(job: Job, **changes: Any) -> Job:
-    """The same job without a limit, a disk and recomputing: the resident run beside it."""
-    return replace(job, **{"contestant": PLAIN, "limit": 0, "rate": 0, "options": {}, **changes})
+    """The same job without a limit and a disk: the resident run beside it."""
+    plain = {"contestant": PLAIN, "limit": 0, "rate": 0, "disk": 0, "options": {}, "warm_up": 1}
+    return replace(job, **{**plain, **changes})
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ All of it is arithmetic; it starts nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,21 +64,24 @@ class Beside:
     @property
     def ratio(self) -> float:
         """Disk over compute."""
-        return self.disk_s / self.resident.seconds
+        return self.disk_s / self.resident.seconds if self.resident.ran else math.nan
 
     @property
     def bound_s(self) -> float:
         """The shortest step that there can be: compute, or the disk, the other hidden."""
-        return max(self.resident.seconds, self.disk_s)
+        return max(self.resident.seconds, self.disk_s) if self.resident.ran else math.nan
 
     @property
     def share(self) -> float:
         """Speed over that of the resident run."""
-        return self.resident.seconds / self.outcome.seconds
+        known = self.resident.ran and self.outcome.seconds
+        return self.resident.seconds / self.outcome.seconds if known else math.nan
 
     @property
     def hidden(self) -> float:
         """Share of the disk's seconds in which the step went on computing."""
+        if not self.resident.ran:
+            return math.nan
         exposed = max(0.0, self.outcome.seconds - self.resident.seconds)
         return max(0.0, 1 - exposed / self.disk_s) if self.disk_s else 1.0
 
@@ -94,7 +98,7 @@ def row(name: str, found: Beside, limited: bool = True) -> list[str]:
     end = outcome.end if outcome.end != "refused" else f"refused: {outcome.told}"
     memory = [f"{outcome.peak / MIB:.0f}", f"{outcome.anonymous / MIB:.0f}"]
     if not outcome.ran and not outcome.unfinished_s:
-        told = outcome.told if outcome.end in ("absent", "failed") else ""
+        told = outcome.told if outcome.end in ("absent", "failed", "left out", "stopped") else ""
         return [name, f"{end}: {told}" if told else end, *memory, *[""] * 7]
     least = "" if outcome.ran else ">= "
     most = "" if outcome.ran else "<= "
@@ -137,7 +141,7 @@ def limit_bars(name: str, outcome: Outcome, limit: int) -> list[Bar]:
 
 def speed_bars(name: str, found: Beside) -> list[Bar]:
     """A step is about as long as the longer of compute and disk, and near the resident one."""
-    if not found.outcome.ran:
+    if not found.outcome.ran or not found.resident.ran:
         return []
     over = found.outcome.seconds / found.bound_s
     bars = [at_most(f"{name}: step / max(compute, disk)", over, BOUND_BAR)]
@@ -152,8 +156,8 @@ def loss_bar(name: str, found: Beside) -> list[Bar]:
     """Losses are those of the resident run, bit for bit."""
     if not found.outcome.ran or not found.resident.ran:
         return []
-    pairs = zip(found.outcome.losses, found.resident.losses, strict=False)
-    off = max(abs(a - b) for a, b in pairs)
+    ours, wanted = found.outcome.losses, found.resident.losses
+    off = max((abs(ours[n] - wanted[n]) for n in ours.keys() & wanted.keys()), default=math.inf)
     return [at_most(f"{name}: loss, off the resident run's", off, 0.0)]
 
 

@@ -30,6 +30,7 @@ from benchmarks.limits import disk_bytes
 from gulliver.booster import GeminiPlugin
 from gulliver.errors import GulliverError
 from gulliver.hardware import Disk, current_cluster
+from gulliver.memory import activation_peak
 from gulliver.plan import Work
 
 BEGAN = time.monotonic()
@@ -102,7 +103,17 @@ def gemini(job: Job, task: Task) -> Contestant:
     """Ours, under a limit that leaves room for the interpreter and torch."""
     limit = job.limit - job.options.get("constant", 0)
     known = {n: v for n, v in job.options.items() if n not in OWN_OPTIONS}
-    return boosted(job.contestant, task, _plugin(job, limit, **known))
+    work = peak_of(job, task) if job.model == "gpt" else None
+    return boosted(job.contestant, task, _plugin(job, limit, **known), work)
+
+
+def peak_of(job: Job, task: Task) -> Work:
+    """What a batch takes besides state, followed with shapes alone: here it would not fit."""
+    with torch.device("meta"):
+        model = task.model()
+        sample = torch.zeros(job.batch, job.length, dtype=torch.long)
+    peak = activation_peak(model, (sample,)).bytes or 0
+    return Work(samples=job.batch, tokens=job.tokens, peak=peak)
 
 
 def _plugin(job: Job, limit: int, **options: Any) -> GeminiPlugin:
@@ -142,7 +153,9 @@ def train(job: Job) -> None:
         seconds, after = time.perf_counter() - started, count()
         moved = after[0] - before[0], after[1] - before[1]
         say(
-            "step", timed=number >= job.warm_up, step=asdict(Step(seconds, contestant.loss, *moved))
+            "step",
+            timed=number >= job.warm_up,
+            step=asdict(Step(seconds, contestant.loss, *moved, number)),
         )
     contestant.finish()
     say("facts", facts=_facts(contestant))

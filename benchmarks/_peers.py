@@ -21,6 +21,7 @@ from torch import nn
 
 from benchmarks._models import Task
 from gulliver.booster import Booster, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
+from gulliver.plan import Work
 
 IN_BACKWARD = "in backward"
 """Ends the name of a ZeRO that steps a chunk as soon as its gradient is complete."""
@@ -143,10 +144,13 @@ def plain(task: Task) -> Contestant:
     return Contestant("compute", step, lambda: _all(model, optimizer), optimizer, model, optimizer)
 
 
-def boosted(name: str, task: Task, plugin: Plugin) -> Contestant:
-    """The task through the Booster."""
+def boosted(name: str, task: Task, plugin: Plugin, work: Work | None = None) -> Contestant:
+    """The task through the Booster; with `work` it is planned with what a batch costs."""
     model, optimizer = _made(task)
     booster = Booster(plugin)
+    if work is not None:
+        plan = plugin.make_plan(model, optimizer, work=work)
+        booster = Booster(plan=plan, verbose=False)
     net, wrapped, *_ = booster.boost(model, optimizer)
     sharded = hasattr(wrapped, "everything")
 

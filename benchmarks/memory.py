@@ -13,6 +13,7 @@ for the resident run beside it. With `--ledger FILE` a run that was ended goes o
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ class Options:
     """Folder on the disk that is used; what is written there is removed."""
     rate: float = 0.0
     """MB per second that the disk of headline and curve is shaped to; 0 for what it can."""
+    minutes: float = 0.0
+    """Minutes after which what runs is ended and what is left is left out; 0 for no end."""
     ledger: Path | None = None
     """File of outcomes: jobs that are in it are not run again."""
     keep: bool = False
@@ -86,7 +89,7 @@ def main() -> None:
         if set(options.parts) - {"moves", "gpu"}:
             check_limits()
         options.folder.mkdir(parents=True, exist_ok=True)
-        ledger = Ledger(options.ledger)
+        ledger = Ledger(options.ledger, 60 * options.minutes or math.inf)
         with folder_on_disk(options.folder.absolute()) as folder:
             for part in options.parts:
                 for report in reports(options, part, folder, ledger):

@@ -68,6 +68,9 @@ def test_a_limit_is_broken_by_a_run_that_does_no_step_or_needs_more() -> None:
 def test_another_loss_is_noticed() -> None:
     same = beside(1.0, 1.0, 0, 0)
     assert loss_bar("ours", same)[0].holds
+    # Losses of the same step are compared, whatever number of steps warmed up.
+    later = dataclasses.replace(outcome(1.0), steps=(Step(1.0, 1.0, 0, 0, number=3),))
+    assert not loss_bar("ours", dataclasses.replace(same, outcome=later))[0].holds
     other = dataclasses.replace(same, outcome=outcome(1.0, loss=1.0 + 1e-15))
     assert not loss_bar("ours", other)[0].holds
 
@@ -92,6 +95,7 @@ def test_what_a_killed_worker_had_said_is_kept() -> None:
     assert (killed.end, killed.steps[0].read, killed.ready_s) == ("killed", 7, 2.0)
     late = _judged(text, -9, 0, True, 60.0, 99, (90, 0))
     assert (late.end, late.unfinished_s) == ("stopped", 57.0)
+    assert _judged("", -9, 0, True, 60.0, 99, (90, 0)).unfinished_s == 0, "it was in no step"
     failed = _judged("Traceback\nValueError: no\n", 1, 0, False, 1.0, 99, (90, 0))
     assert (failed.end, failed.told) == ("failed", "ValueError: no")
 
@@ -122,6 +126,19 @@ def test_least_moves_of_a_case_that_can_be_done_by_hand() -> None:
     changed = Case((2, 2), ((0, OVERWRITE), (1, CHANGE)), 2)
     assert least_moves(changed, 1) == 2 + 2
     assert least_moves(changed, 2) == (2 + 2) + (2 + 2 + 2)
+
+
+def test_what_there_is_no_time_for_is_left_out_and_the_table_comes_out(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger", within_s=0.0)
+    left_out = run(Job(GEMINI, width=8), ledger)
+    assert (left_out.end, left_out.ran) == ("left out", False)
+    assert ledger.get(Job(GEMINI, width=8)) is None
+    neither = Beside(left_out, left_out, RATES, tokens=64)
+    assert row("ours", neither)[1] == "left out: no time was left"
+    alone = dataclasses.replace(neither, outcome=outcome(2.0, read=100))
+    assert row("ours", alone)[4:6] == ["2.00", "32.0"]
+    assert speed_bars("ours", alone) == loss_bar("ours", alone) == []
+    assert swap_bar({GEMINI: alone, SWAP: neither}) == []
 
 
 @pytest.mark.parametrize("seed", range(3))

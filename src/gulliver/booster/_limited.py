@@ -38,7 +38,7 @@ class LimitedManager(Manager):
     """A manager that keeps the shares that a plan says, and whose budget follows measurements.
 
     Attributes:
-        shares: which objects never leave; None where that is found.
+        shares: objects that never leave; None where the manager finds them.
         controller: sets the budget of the next step.
         step_moved: bytes that the last step has read and written.
     """

@@ -283,8 +283,8 @@ class LowLevelZeroPlugin(Plugin):
             training changed, such as running statistics, as torch's DDP does.
         folder: where tuning writes ``chunks.json`` and a picture, ``chunks.png``; None for neither.
         verbose: print the plan when the model is boosted, and what tuning found.
-        memory_limit: with stage 3, memory for state and activations on each rank, as of
-            `GeminiPlugin`; None for no limit.
+        memory_limit: memory for state and activations on each rank, under stage 3, as
+            `GeminiPlugin` takes it; None for no limit.
         disk: folder and bytes for what does not fit, as of `GeminiPlugin`.
 
     Raises:
@@ -427,7 +427,7 @@ class PlanPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """Under a limit, what is done with activations, where that is left open."""
+        """Decides what is done with activations under a limit, where that is left open."""
         return plan_tiers(plan, model, optimizer, cluster, chosen=False) if plan.limited else plan
 
     def data_place(self) -> tuple[int, int]:

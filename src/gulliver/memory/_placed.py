@@ -15,15 +15,15 @@ class Where(Enum):
     """Where an object of the manager is on its way between the fast tier and the store."""
 
     AWAY = auto()
-    """It has no memory: its content lies in the store, or it has none."""
+    """No memory is held: the content lies in the store, or there is none."""
     QUEUED = auto()
-    """It is to come, and waits for memory."""
+    """The object is wanted, and waits for memory."""
     ARRIVING = auto()
-    """It has memory, which is being read into."""
+    """Memory is held, and the content is being read into it."""
     HERE = auto()
-    """Its content is in the fast tier."""
+    """The content is in the fast tier."""
     LEAVING = auto()
-    """Its content is being written; the memory is held until that has ended."""
+    """The content is being written; the memory is held until that has ended."""
 
 
 LEGAL_WAYS = (

@@ -242,7 +242,7 @@ class GradientReducer:
         )
 
     def used_in(self, sharded: ShardedChunk) -> list[bool]:
-        """Which parameters of a chunk have had a gradient on this rank."""
+        """Says which parameters of a chunk have had a gradient on this rank."""
         return [name in self._used for name in sharded.chunk.parameters]
 
     def use_up(self, sharded: ShardedChunk) -> None:
