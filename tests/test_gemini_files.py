@@ -34,7 +34,7 @@ class Job:
     def __init__(self, world: World, disk: Path | None) -> None:
         plugin: Any = TorchDDPPlugin(verbose=False)
         if disk is not None:
-            plugin = GeminiPlugin("20MiB", disk=f"{disk}:64MiB", chunk_mb=0.5, verbose=False)
+            plugin = GeminiPlugin("4.5MiB", disk=f"{disk}:64MiB", chunk_mb=0.5, verbose=False)
         self.world, self.booster, model = world, Booster(plugin=plugin), _model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)

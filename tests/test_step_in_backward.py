@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -39,14 +40,13 @@ def test_one_rank_has_the_bits_of_torch(stage: int) -> None:
     assert not differing(_trained(stage=stage, step_in_backward=True), plain())
 
 
-def _ranks(world: World, share: float) -> list[Any]:
-    """Differences of every stage from updates in the step; ranks use other layers."""
+def _ranks(world: World, share: float, plain: tuple[tuple[int, int], ...]) -> list[Any]:
+    """Differences from updates in the step, by stage and parts; ranks use other layers."""
     found: list[Any] = []
-    for stage in range(4):
-        for parts in (1, 2):
-            options: dict[str, Any] = {"rank": world.rank, "parts": parts, "stage": stage}
-            expected = _trained(**options)
-            found.append(differing(_trained(**options, step_in_backward=True), expected))
+    for stage, parts in plain:
+        options: dict[str, Any] = {"rank": world.rank, "parts": parts, "stage": stage}
+        expected = _trained(**options)
+        found.append(differing(_trained(**options, step_in_backward=True), expected))
     with manager_of(model_of(), share) as manager:
         options = {"rank": world.rank, "ordered": True}
         tiered = _trained(**options, manager=manager, step_in_backward=True)
@@ -59,11 +59,18 @@ def _ranks(world: World, share: float) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("size", "share"), [(2, 0.5), (4, 0.5)])
+EVERY = tuple(product(range(4), (1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("size", "plain"),
+    [(2, EVERY), (4, ((1, 2), (3, 1))), pytest.param(4, EVERY, marks=pytest.mark.full)],
+    ids=["2", "4", "4-every"],
+)
 def test_several_ranks_have_the_bits_of_updates_in_the_step(
-    pool: Pool, size: int, share: float
+    pool: Pool, size: int, plain: tuple[tuple[int, int], ...]
 ) -> None:
-    for found in pool.run(_ranks, size, share):
+    for found in pool.run(_ranks, size, 0.5, plain):
         assert not any(found), found
 
 

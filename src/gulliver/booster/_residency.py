@@ -171,7 +171,7 @@ def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
     return host_rates(cluster.device) if tiers.host else None
 
 
-def with_seconds(
+def priced(
     found: Residency, tiers: Tiers, work: Work, cluster: Cluster
 ) -> tuple[Moved, TieredSeconds | None]:
     """What moves, with the seconds that it takes, what a step waits for and the price of memory.

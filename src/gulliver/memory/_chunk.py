@@ -134,8 +134,14 @@ class Chunk:
         size = self.layout.part_size
         return self.data[self.part * size : (self.part + 1) * size]
 
-    def settle_home(self, dtype: torch.dtype, separate: bool) -> None:
-        """Makes `home`, what an optimizer steps: a view of the buffer, or a tensor of its own."""
+    def settle_home(self, dtype: torch.dtype, separate: bool, trained: bool = True) -> None:
+        """Makes `home`, what an optimizer steps: a view of the buffer, or a tensor of its own.
+
+        Args:
+            dtype: dtype of what is stepped.
+            separate: whether it is a tensor of its own.
+            trained: whether gradients will come.
+        """
         self._separate = separate or dtype != self.dtype
         self.home = self.shard.to(dtype, copy=True) if self._separate else self.shard
         if self._separate:

@@ -54,6 +54,7 @@ class Placed:
         tensor: flat tensor of `dtype` while the object is in the fast tier, else None. Its memory
             moves between visits: views are made anew after each `Manager.use`.
         number: number by which decisions name it.
+        brief: whether its content is discarded before long.
         where: where it is on its way.
         memory: whole pages of the fast tier that it holds.
         offset: offset of its content in the store; None where the store has not got it.
@@ -61,7 +62,6 @@ class Placed:
         transfer: transfer under way.
         reads: whether there is something to read when it comes.
         zero: whether its memory is filled with zeros when it comes.
-        passing: whether it has content for moments only.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Placed:
     dtype: torch.dtype
     tensor: Tensor | None = None
     number: int = -1
+    brief: bool = False
     where: Where = Where.AWAY
     memory: Tensor | None = field(default=None, repr=False)
     offset: int | None = field(default=None, repr=False)
@@ -77,7 +78,6 @@ class Placed:
     transfer: Transfer | None = field(default=None, repr=False)
     reads: bool = field(default=False, repr=False)
     zero: bool = field(default=False, repr=False)
-    passing: bool = field(default=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -90,9 +90,9 @@ class Placed:
         return whole_pages(self.nbytes)
 
     @property
-    def counted(self) -> int:
-        """Bytes of it among those that have to fit together."""
-        return 0 if self.passing else self.size
+    def kept(self) -> int:
+        """Bytes that there must be room for, in one tier or the other, at any time."""
+        return 0 if self.brief else self.size
 
     @property
     def done(self) -> bool:

@@ -98,20 +98,17 @@ class PlacedChunk(Chunk):
 
     # The shard of the parameters.
 
-    def settle_home(self, dtype: torch.dtype, separate: bool) -> None:
+    def settle_home(self, dtype: torch.dtype, separate: bool, trained: bool = True) -> None:
         """Makes `home` an object of the manager."""
         self._separate = True
         name, size = self.layout.slots[0].name, self.layout.part_size
         kind = PARAMETERS if dtype == self.dtype else OPTIMIZER_STATE
         self._shard = self._manager.add(f"parameters from {name}", kind, size, dtype)
-        self._gradient = self._manager.add(f"gradients from {name}", GRADIENTS, size, dtype)
-        self._whole = self._manager.add(
-            f"gradients of this rank from {name}",
-            GRADIENTS,
-            self.layout.size,
-            self.dtype,
-            passing=True,
-        )
+        self._trained = trained
+        if trained:  # room is kept for every object, on the disk too
+            self._gradient = self._manager.add(f"gradients from {name}", GRADIENTS, size, dtype)
+            whole, many = f"gradients of this rank from {name}", self.layout.size
+            self._whole = self._manager.add(whole, GRADIENTS, many, self.dtype, brief=True)
         with self._manager.using(self._shard, fresh=True) as home:
             home.copy_(self.shard)
         self.home = self._elsewhere = _on_meta(self._shard)
@@ -206,9 +203,8 @@ class PlacedChunk(Chunk):
             self.buffer = None
         self.free_gradient()
         self.drop_moments()
-        self._manager.remove(self._shard)
-        self._manager.remove(self._gradient)
-        self._manager.remove(self._whole)
+        for placed in (self._shard, *((self._gradient, self._whole) if self._trained else ())):
+            self._manager.remove(placed)
 
     # Optimizer state.
 

@@ -358,6 +358,12 @@ class GradientReducer:
         return parameter.grad
 
     def _begin(self, sharded: ShardedChunk) -> None:
+        if sharded.used_up and self.sent is not None:
+            raise GulliverError(
+                "a parameter gets a further gradient after step_in_backward has stepped it, as "
+                "one does that reentrant checkpoints share: use checkpoint(..., "
+                "use_reentrant=False), or leave step_in_backward out"
+            )
         if sharded.used_up:
             self._check_cleared(sharded)
         self._forget_cleared(sharded)

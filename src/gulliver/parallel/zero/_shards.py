@@ -167,7 +167,7 @@ class ShardedState:
 
     def settled(self, chunk: Chunk, trained: bool) -> ShardedChunk:
         """Makes a chunk's shard, and this rank's pieces of it as parameters for the optimizer."""
-        chunk.settle_home(self.home_dtype(chunk.dtype, trained), separate=self.stage == 3)
+        chunk.settle_home(self.home_dtype(chunk.dtype, trained), self.stage == 3, trained)
         if self.stage == 3:
             chunk.release()
         with chunk.opened():
@@ -211,7 +211,13 @@ class ShardedState:
         alone = self.tiers is not None and self.size == 1
         ahead = 0 if alone else self.ahead
         gatherer = Gatherer(
-            self.everything, self.stage == 3, self.group, ahead, self.overlap, every=not alone
+            self.everything,
+            self.stage == 3,
+            self.group,
+            ahead,
+            self.overlap,
+            every=not alone,
+            tight=self.tiers is not None,
         )
         gatherer.step, gatherer.lent = steps, lent
         reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
