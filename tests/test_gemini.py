@@ -171,7 +171,7 @@ def _resharded(world: World, folder: str, path: str, resumes: bool) -> dict[str,
     model = _model()
     plugin = LowLevelZeroPlugin(3, chunk_mb=0.3, verbose=False)
     if folder:
-        plugin = GeminiPlugin("8MiB", disk=f"{folder}:64MiB", chunk_mb=0.3, verbose=False)
+        plugin = GeminiPlugin("24MiB", disk=f"{folder}:64MiB", chunk_mb=0.3, verbose=False)
     booster = Booster(plugin=plugin)
     with patch.object(_limited, "Footprint", side_effect=OSError):
         model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
