@@ -83,6 +83,11 @@ def find_residency(
     Raises:
         GulliverError: the limit, or what lies behind, is too small; the least is named.
     """
+    if tiers.host and tiers.disk is not None:
+        raise GulliverError(
+            f"host_limit={size_text(tiers.host)} and disk={tiers.disk!r} together are not "
+            "supported yet: give the one that holds the state, and leave the other out"
+        )
     endless, other = Replay(state, ENDLESS, True, tiers, "farthest"), other_bytes(tiers, work)
     for _ in range(2):  # the second begins with what the optimizer has made in the first
         endless.step()

@@ -276,7 +276,7 @@ class Manager:
             GulliverError: less than what is in use now; nothing was changed.
         """
         with self._entered():
-            actions = self._core.set_budget(nbytes)
+            actions = self._decided(lambda: self._core.set_budget(nbytes))
             self._traffic.budget = nbytes
             self._history.event("budget", nbytes)
             self._run(actions)
