@@ -56,7 +56,7 @@ def check(cases: Sequence[LimitCase], ran: Ran, kills: int = 0) -> None:
     assert len(ran.ended) == len(cases), ran.last
     for case, found in zip(cases, ran.ended, strict=True):
         assert found["found"] == found["wanted"], case
-        assert "limit" in str(found["refused"]), f"a limit that no chunk fits was taken: {case}"
+        assert "limit" in str(found["refused"]), f"half of the least limit was taken: {case}"
 
 
 @needs_groups
