@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -503,6 +504,19 @@ def test_options_that_cannot_be_are_refused(
     path = written(tmp_path, [{"text": "a text"}, {"text": "another"}])
     with pytest.raises(GulliverError, match=message):
         read_text(DataConfig(**{"data": (path,), **options}), tokenizer_of(), print)
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("--data a.jsonl b.csv --held-out 0.2", {"held_out": 0.2}),
+        ("--data a.jsonl b.csv --held-out test.jsonl", {"held_out": Path("test.jsonl")}),
+        ("--data a.jsonl b.csv --length 512 --packing no", {"length": 512, "packing": "no"}),
+    ],
+)
+def test_options_are_read_from_a_command_line(words: str, values: dict[str, Any]) -> None:
+    files = (Path("a.jsonl"), Path("b.csv"))
+    assert tyro.cli(DataConfig, args=words.split()) == DataConfig(data=files, **values)
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:

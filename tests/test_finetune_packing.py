@@ -79,9 +79,7 @@ def difference(kind: str, attention: str = "eager", **options: Any) -> float:
     torch.set_num_threads(1)
     texts = examples()
     with Precise():
-        model = build("causal", kind, attn_implementation=attention)
-        for name, value in options.items():
-            setattr(model.config, name, value)
+        model = build("causal", kind, attn_implementation=attention, **options)
         wanted, loss = alone(model, texts)
         by_text = gradients(model)
         found, total = packed(model, texts)
@@ -146,6 +144,13 @@ def test_what_no_test_covers_is_refused() -> None:
     model = build("causal", "qwen3")
     model.config._attn_implementation = "flash_attention_2"
     assert "flash_attention_2" in (packing_support(model) or "")
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = build("causal", "llama", rope_parameters=rope, max_position_embeddings=8)
+    assert "rotary frequencies" in (packing_support(model) or "")
+    assert "rotary frequencies" in (packing_support(model, 9) or "")
+    assert packing_support(model, 8) is None
+    # A row with one sequence of nine tokens turns the others, too.
+    assert difference("llama", rope_parameters=rope, max_position_embeddings=8) > 1e-6
     model = build("causal", "qwen2")
     model.config.layer_types = ["full_attention", "linear_attention"] * 2
     assert "linear_attention" in (packing_support(model) or "")

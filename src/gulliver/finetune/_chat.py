@@ -76,14 +76,15 @@ def chat_texts(tokenizer: Any, sample: Sample, answers_only: bool) -> list[str]:
     Raises:
         BadChat: the template does not take the conversation.
     """
-    texts = [_applied(tokenizer, sample, len(sample.messages), tokenize=False)]
+    count = len(sample.messages)
+    texts = [_applied(tokenizer, sample, count, tokenize=False)]
     for number in _answers(sample) if answers_only else ():
         if not number:
             raise BadChat("begins with an answer: nothing was asked")
-        texts += [
-            _applied(tokenizer, sample, number, tokenize=False, add_generation_prompt=True),
-            _applied(tokenizer, sample, number + 1, tokenize=False),
-        ]
+        asked = _applied(tokenizer, sample, number, tokenize=False, add_generation_prompt=True)
+        is_last = number + 1 == count
+        answered = texts[0] if is_last else _applied(tokenizer, sample, number + 1, tokenize=False)
+        texts += [asked, answered]
     return texts
 
 

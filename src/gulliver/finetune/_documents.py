@@ -11,6 +11,8 @@ that holds packed logits, loss and all gradients to those of each sequence alone
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from gulliver.families import asks_routers, has_known_forward, hugging_face_of, type_of
@@ -34,11 +36,12 @@ LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers that they are: others keep a state, or choose what they look at."""
 
 
-def packing_support(model: nn.Module) -> str | None:
+def packing_support(model: nn.Module, length: int | None = None) -> str | None:
     """Says why packed batches would not be exact for a model; None where they are.
 
     Args:
         model: any model; one that PEFT has adapted is looked into.
+        length: longest sequence in tokens; None where it is not known.
     """
     model = hugging_face_of(model)
     kind = type_of(model)
@@ -53,6 +56,21 @@ def packing_support(model: nn.Module) -> str | None:
         return f"its layers of the kind {sorted(others)[0]!r} do not"
     if getattr(config, "use_cache", False):
         return "a model that keeps a cache does not: set model.config.use_cache to False"
+    if _frequencies_vary(config, length):
+        return "its rotary frequencies hang on the longest sequence of a row"
     if asks_routers(model, {}):
         return "the loss of its routers would count padding: set output_router_logits to False"
     return None
+
+
+def _frequencies_vary(config: Any, length: int | None) -> bool:
+    """Whether a sequence of that length makes a model turn others of its batch differently."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    # One for all layers, or one for each kind of them.
+    for one in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
+        kind = str(one.get("rope_type"))
+        if "dynamic" in kind or kind == "longrope":
+            known = one.get("original_max_position_embeddings") or config.max_position_embeddings
+            if length is None or length > known:
+                return True
+    return False
