@@ -7,7 +7,7 @@ from gulliver.finetune._encode import Example, load_tokenizer, split
 from gulliver.finetune._example import make_example
 from gulliver.finetune._forms import Form, recognise
 from gulliver.finetune._rows import BadRow, Row, read_rows
-from gulliver.finetune._texts import TextData, divide, read_text
+from gulliver.finetune._texts import TextData, read_text
 
 __all__ = [
     "BadRow",
@@ -17,7 +17,6 @@ __all__ = [
     "Row",
     "TextData",
     "check_data",
-    "divide",
     "load_tokenizer",
     "make_batches",
     "make_example",
