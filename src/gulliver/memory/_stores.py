@@ -34,6 +34,8 @@ NETWORK = frozenset(
 )
 """File systems whose disk is another machine's."""
 MOUNTS = "/proc/self/mounts"
+WIPE_ON_FORK = 18
+"""Linux's MADV_WIPEONFORK, which the module mmap does not name."""
 IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 """File systems whose disk is memory."""
 
@@ -266,8 +268,14 @@ def _engine() -> Engine:
 
 
 def page_aligned(nbytes: int) -> Tensor:
-    """Makes a flat uint8 tensor of memory that begins on a page, and returns to the system."""
-    memory = mmap.mmap(-1, max(nbytes, 1))
+    """Makes a flat uint8 tensor of memory that begins on a page, and returns to the system.
+
+    It is private, and counts as such. A process that is forked finds zeros in it: copies of what
+    changes here while a loader's workers live would be memory that no budget knows of.
+    """
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system that does not know it copies
+        memory.madvise(WIPE_ON_FORK)
     if nbytes >= 1 << 21 and hasattr(mmap, "MADV_HUGEPAGE"):
         # Fewer page faults when it is first touched, which would cost more than a copy.
         memory.madvise(mmap.MADV_HUGEPAGE)
