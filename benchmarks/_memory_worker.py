@@ -37,7 +37,7 @@ BEGAN = time.monotonic()
 DISK_FILE, DISK_BLOCK = 512 << 20, 16 << 20
 """Bytes of the file that the disk is measured with, and of a request."""
 DISK_TURNS = 3
-OWN_OPTIONS = ("constant", "attention")
+OWN_OPTIONS = ("constant", "attention", "told")
 """Options that are not the plugin's."""
 
 
@@ -101,7 +101,7 @@ def contestant_of(job: Job) -> Contestant:
 
 def gemini(job: Job, task: Task) -> Contestant:
     """Ours, under a limit that leaves room for the interpreter and torch."""
-    limit = job.limit - job.options.get("constant", 0)
+    limit = job.options.get("told", job.limit - job.options.get("constant", 0))
     known = {n: v for n, v in job.options.items() if n not in OWN_OPTIONS}
     work = peak_of(job, task) if job.model == "gpt" else None
     return boosted(job.contestant, task, _plugin(job, limit, **known), work)
@@ -126,9 +126,10 @@ def predict(job: Job) -> None:
     task = task_of(job)
     model = task.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    read, write = job.options["read_bps"], job.options["write_bps"]
+    rates = (job.options[name] for name in ("write_bps", "read_bps"))
     # The rates go past the page cache, as the manager does.
-    cluster = replace(current_cluster(1), disk=Disk(write, read))
+    disk = Disk(*rates, duplex=job.options["duplex"])
+    cluster = replace(current_cluster(1), disk=disk)
     sample = torch.randint(VOCABULARY, (job.batch, job.length))
     work: Work | None = None
     for limit, early in job.options["settings"]:

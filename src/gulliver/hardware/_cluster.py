@@ -87,11 +87,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder's file system: bytes/s with writes synchronised, and seconds for an empty file."""
+    """A folder's file system: bytes/s with writes synchronised, and seconds for an empty file.
+
+    With `duplex` it reads and writes at the same time, each at its rate; else they share.
+    """
 
     write_rate: float
     read_rate: float
     latency_s: float = 0.0
+    duplex: bool = False
 
 
 @dataclass(frozen=True)

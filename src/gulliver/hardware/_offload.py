@@ -150,7 +150,7 @@ def disk_rates(cluster: Cluster) -> TierRates | None:
     disk = cluster.disk
     if disk is None:
         return None
-    return TierRates(DISK, disk.read_rate, disk.write_rate, disk.latency_s)
+    return TierRates(DISK, disk.read_rate, disk.write_rate, disk.latency_s, disk.duplex)
 
 
 def host_rates(device: Device) -> TierRates | None:
