@@ -8,6 +8,12 @@ back before it is needed. So every gap between two uses has two *margins*, in wh
 its room whether it stays or not: one after the use before it, one ahead of the use after it. They
 are measured in bytes used, not in seconds: what is decided must not depend on how fast a disk is.
 Between the margins, `plan_residency` decides.
+
+Where objects are few and large, the room of margins may cost many moves. With :math:`c` seconds of
+compute and :math:`m` of moves a step takes :math:`max(c, m)` with margins, and at most
+:math:`c + m_0` without. Whatever :math:`c` is, the worse choice is at most :math:`m / m_0` times as
+slow without compute, and :math:`1 + m_0 / m` times where compute covers the moves: both are equal
+at the golden ratio, from which on there are no margins.
 """
 
 from __future__ import annotations
@@ -20,12 +26,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from gulliver.solve._residency import Gap, Ints, Residency, plan_residency
+from gulliver.solve._residency import ROUNDS, Gap, Ints, Residency, plan_residency
 
 NEVER = 1 << 60
 """Position of a use that is not on the schedule."""
 MARGIN_SHARE = 4
 """The margins take this part of the room, unless they are given."""
+WORTH = 1.618
+"""Moves with margins, over those without, up to which they are worth it; see the note."""
 What = Literal["use", "done", "discard", "lend", "give", "budget"]
 
 
@@ -167,26 +175,16 @@ class Cycle:
     def _plan(self, room: list[int], ahead: int | None) -> None:
         """Decides which gaps are kept, with the widest margins that there is room for."""
         gaps, writes, owners = self._gaps()
-        used = [0] * self.length
-        for key, positions in self._uses.items():
-            for position in positions:
-                used[position] += self._sizes[key]
-        traffic = [0, *accumulate(used * 3)]
         margin = ahead if ahead is not None else min(room, default=0) // (2 * MARGIN_SHARE)
-        while True:
-            edges = [self._edges(gap, traffic, margin, writes[gap.period] > 0) for gap in gaps]
-            free, least = self._without(room, gaps, edges)
-            if least >= 0 or not margin:
-                break
-            margin = margin // 2 if margin > 4096 else 0
-        inner = [
-            Gap(gap.begin + lag, gap.end - lead, gap.nbytes, gap.read, gap.period)
-            if lag + lead < gap.end - gap.begin
-            else None
-            for gap, (lag, lead) in zip(gaps, edges, strict=True)
-        ]
+        edges, free = self._margins(gaps, writes, room, margin)
+        inner = _between(gaps, edges)
         self.residency = self._decide(inner, writes, free)
-        self.margin = margin
+        if ahead is None and self.margin:
+            bare = [(0, 0)] * len(gaps)
+            without = self._decide(_between(gaps, bare), writes, room, rounds=0)
+            if self.residency.cost > WORTH * without.cost:
+                self.margin, edges, free, inner = 0, bare, room, _between(gaps, bare)
+                self.residency = self._decide(inner, writes, free)
         keep = iter(self.residency.keep)
         slack: Ints = np.tile(np.array(free, dtype=np.int64), 2)
         for gap, core, (_, lead), fresh in zip(gaps, inner, edges, owners, strict=True):
@@ -198,8 +196,30 @@ class Cycle:
         self.base: Ints = slack
         self.slack: Ints = slack.copy()
 
+    def _margins(
+        self, gaps: Sequence[Gap], writes: Sequence[float], room: Sequence[int], margin: int
+    ) -> tuple[list[tuple[int, int]], list[int]]:
+        """The widest margins that there is room for, and the room beside them."""
+        used = [0] * self.length
+        for key, positions in self._uses.items():
+            for position in positions:
+                used[position] += self._sizes[key]
+        traffic = [0, *accumulate(used * 3)]
+        while True:
+            edges = [self._edges(gap, traffic, margin, writes[gap.period] > 0) for gap in gaps]
+            free, least = self._without(room, gaps, edges)
+            if least >= 0 or not margin:
+                break
+            margin = margin // 2 if margin > 4096 else 0
+        self.margin = margin
+        return edges, free
+
     def _decide(
-        self, inner: Sequence[Gap | None], writes: Sequence[float], free: Sequence[int]
+        self,
+        inner: Sequence[Gap | None],
+        writes: Sequence[float],
+        free: Sequence[int],
+        rounds: int = ROUNDS,
     ) -> Residency:
         wanted = []
         for gap in inner:
@@ -207,7 +227,7 @@ class Cycle:
                 shift = self.length if gap.begin >= self.length else 0
                 ends = gap.begin - shift, gap.end - shift
                 wanted.append(Gap(*ends, gap.nbytes, gap.read, gap.period))
-        return plan_residency(wanted, writes, free)
+        return plan_residency(wanted, writes, free, rounds)
 
     def _gaps(self) -> tuple[list[Gap], list[float], list[bool]]:
         """Returns the gaps, what writing costs in each period, and which gaps end afresh."""
@@ -259,6 +279,16 @@ class Cycle:
                 _charge(free, gap.end - lead, gap.end, gap.nbytes, self.length)
         least = int(free.min()) if self.length else 0
         return np.maximum(free[: self.length], 0).tolist(), least
+
+
+def _between(gaps: Sequence[Gap], edges: Sequence[tuple[int, int]]) -> list[Gap | None]:
+    """What of the gaps lies between their margins; None where nothing does."""
+    return [
+        Gap(gap.begin + lag, gap.end - lead, gap.nbytes, gap.read, gap.period)
+        if lag + lead < gap.end - gap.begin
+        else None
+        for gap, (lag, lead) in zip(gaps, edges, strict=True)
+    ]
 
 
 def _mark(event: Event) -> tuple[What, Hashable]:
