@@ -168,11 +168,12 @@ def report(scale: Scale, folder: Path, ledger: Ledger, say: Callable[[str], None
     if found.ran and base.ran:
         times = base.peak / found.peak
         made.bars = [at_least("plain peak / peak under the knob", times, ANNOUNCED)]
+    model = "of diffusers" if has_diffusers() else "of its layout, without diffusers"
     made.notes.append(
-        f"The model is {'of diffusers' if has_diffusers() else 'of its layout, without diffusers'}. "
-        "Peaks are those of whole processes, as the kernel charges their control groups: the "
-        "interpreter and torch are in all of them. float32, AdamW, random weights. Under the knob "
-        "attention is fused, blocks are recomputed, chunks are stepped in backward and lie on disk."
+        f"The model is {model}. Peaks are those of whole processes, as the kernel charges their "
+        "control groups: the interpreter and torch are in all of them. float32, AdamW, random "
+        "weights. Under the knob attention is fused, blocks are recomputed, chunks are stepped in "
+        "backward and lie on disk."
     )
     return made
 

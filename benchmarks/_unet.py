@@ -134,16 +134,15 @@ class UNet(nn.Module):
         x = self.enter(x)
         kept = [x]
         for level, blocks in enumerate(self.down):
-            for x in _through(x, blocks, self.down_mixing[level], time, caption):
-                kept.append(x)
+            kept += _through(x, blocks, self.down_mixing[level], time, caption)
+            x = kept[-1]
             if level < len(self.smaller):
                 x = self.smaller[level](x)
                 kept.append(x)
         x = self.middle[0](x, time)
         x = self.middle[1](self.middle_mixing(x, caption), time)
         for level, blocks in enumerate(self.up):
-            for x in _through(x, blocks, self.up_mixing[level], time, caption, kept.pop):
-                pass
+            *_, x = _through(x, blocks, self.up_mixing[level], time, caption, kept.pop)
             if level < len(self.larger):
                 x = self.larger[level](F.interpolate(x, scale_factor=2.0))
         return SimpleNamespace(sample=self.leave(F.silu(self.norm(x))))
