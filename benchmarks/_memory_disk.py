@@ -95,8 +95,8 @@ def report(grid: Grid, folder: Path, ledger: Ledger, say: Callable[[str], None])
     made.notes = [
         "Rates are those of the kernel's throttle, for reads and writes each, so that below the "
         "disk's own both go on at once. This machine's disk does about 1.5 to 2 GB/s in all, which "
-        "reads and writes share: the throttle of 2 GB/s hardly binds. Which of the two it is, is "
-        "measured before each prediction.",
+        "reads and writes share: the throttle of 2 GB/s hardly binds. So reading, writing and both "
+        "at once are measured before each prediction.",
         "Chosen: of the settings with and without the optimizer's step in backward, at the same "
         "limit, tokens and rate, the one that is predicted to be faster.",
     ]
@@ -116,9 +116,7 @@ def predictions(
         }
         options = {
             "settings": list(settings.values()),
-            "read_bps": rates.read_bps,
-            "write_bps": rates.write_bps,
-            "duplex": rates.duplex,
+            **vars(rates),
         }
         asked = replace(alike[0], contestant=PREDICT, limit=0, steps=0, warm_up=0, options=options)
         facts = run(asked, ledger, say).facts

@@ -16,8 +16,6 @@ from benchmarks._memory_jobs import GB, GEMINI, GIB, MIB, SWAP, Outcome
 
 COVERED, EQUAL = 0.75, 1.33
 """Disk over compute up to which compute covers the disk, and up to which they are about equal."""
-SHARED = 1.5
-"""Rate of both at once, over that of one, up to which reads and writes share the disk."""
 BOUND_BAR, SWAP_BAR, COVERED_BAR, EQUAL_BAR = 1.15, 3.0, 0.95, 0.84
 
 
@@ -34,11 +32,6 @@ class Rates:
     read_bps: float
     write_bps: float
     both_bps: float
-
-    @property
-    def duplex(self) -> bool:
-        """Whether both go on at once: as through a throttle of each; bare disks here share."""
-        return self.both_bps > SHARED * max(self.read_bps, self.write_bps)
 
     def seconds(self, read: float, written: float) -> float:
         """Seconds of so many bytes, if the disk never waits: reading while writing where it can."""

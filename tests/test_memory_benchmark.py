@@ -40,11 +40,6 @@ def test_seconds_of_a_disk_are_those_of_both_at_once_and_of_the_rest_alone() -> 
     assert RATES.seconds(300, 100) == pytest.approx(200 / 80 + 200 / 100)
 
 
-def test_whether_a_disk_reads_and_writes_at_once_is_seen_from_its_rates() -> None:
-    assert not RATES.duplex
-    assert Rates(read_bps=100.0, write_bps=100.0, both_bps=190.0).duplex
-
-
 def test_what_is_hidden_is_what_a_step_does_not_wait_for() -> None:
     found = beside(seconds=5.0, compute=4.0, read=200, written=0)
     assert (found.disk_s, found.bound_s, found.share, found.hidden) == (2.0, 4.0, 0.8, 0.5)
