@@ -119,14 +119,16 @@ class Coming:
 
     Attributes:
         key: object.
-        nbytes: size in whole pages.
+        nbytes: bytes that are moved, in whole pages; 0 where memory is made, and nothing is read.
         write: whether it leaves the first memory.
+        room: bytes of writes under way beside which there is memory for it.
         until: number of visits until it is used.
     """
 
     key: Key
     nbytes: int
     write: bool
+    room: int = 0
     until: int = 0
 
 
@@ -174,7 +176,7 @@ class Replay:
         self.state, self.tiers = state, tiers
         self.counter, self.decides = ByteCounter(), 0
         self.held, self.left = set[Key](), set[Key]()
-        self.most = 0
+        self.most = self._held_bytes = 0
         ahead = tiers.ahead or None
         self._core = Replacement(budget, backed=backed, ahead=ahead, policy=policy)
         self._seen: list[Seen] = []
@@ -321,17 +323,21 @@ class Replay:
         for action in actions:
             assert isinstance(action.key, tuple)
             one, move = self._objects[action.key], action.move
-            if move in (Move.LOAD, Move.WRITE):
-                coming = Coming(one.key, whole_pages(one.nbytes), move is Move.WRITE)
-                seen.moves.append(coming)
-                if move is Move.LOAD:
-                    self._coming[one.key] = coming, self._visits
+            size = whole_pages(one.nbytes)
             if move in (Move.LOAD, Move.MAKE):
                 self.held.add(one.key)
+                self._held_bytes += size
                 self.counter.add(one.kind, one.nbytes)
+                room = self._core.budget - self._core.lent - self._held_bytes
+                coming = Coming(one.key, size * (move is Move.LOAD), False, room)
+                self._coming[one.key] = coming, self._visits
+                seen.moves.append(coming)
             elif one.key in self.held:
                 self.held.remove(one.key)
+                self._held_bytes -= size
                 self.counter.add(one.kind, -one.nbytes)
+                if move is Move.WRITE:
+                    seen.moves.append(Coming(one.key, size, True))
                 if move is not Move.FORGET:
                     self.left.add(one.key)
         self.most = max(self.most, self._core.used)

@@ -158,7 +158,7 @@ def _visits(visits: Sequence[Seen], work: Work, state: StateBytes) -> list[Visit
         seconds = phases.get(seen.phase, 0.0)
         if seen.phase == BACKWARD and in_backward:
             seconds += phases[UPDATE]
-        moves = tuple(Transfer(m.nbytes, m.write, m.until) for m in seen.moves)
+        moves = tuple(Transfer(m.nbytes, m.write, m.until, m.room) for m in seen.moves)
         found.append(Visit(seconds, moves))
     return found
 

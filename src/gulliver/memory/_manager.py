@@ -302,9 +302,9 @@ class Manager:
         """
         text = self._history.explain(step)
         cycle = self._core.cycle
-        if cycle is None or not cycle.residency.cost:
+        if cycle is None or not cycle.cost:
             return text
-        cost, bound = cycle.residency.cost, cycle.residency.bound
+        cost, bound = cycle.cost, cycle.bound
         return (
             f"{text}\nplan for the next: {cost / 2**20:.1f} MiB read and written; with loads this "
             f"far ahead ({cycle.margin / 2**20:.1f} MiB) none needs less than {bound / 2**20:.1f}"

@@ -21,7 +21,7 @@ from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._cycle import Cycle, Event
 from gulliver.solve._extents import PAGE, Extents, size_class
 from gulliver.solve._replacement import Action, Move, Policy, Replacement
-from gulliver.solve._residency import Gap, Residency, plan_residency
+from gulliver.solve._residency import STATES, Gap, Residency, plan_residency
 from gulliver.solve._schedule import (
     BACKWARD,
     FORWARD,
@@ -39,6 +39,7 @@ __all__ = [
     "FORWARD",
     "INPUTS",
     "PAGE",
+    "STATES",
     "WEIGHTS",
     "Action",
     "ActivationChoice",
