@@ -72,8 +72,7 @@ class ZeroOptimizer(BoostedOptimizer):
             (stage 3); None keeps all of it here.
         step_in_backward: whether chunks are stepped during backward, as their gradients come. With
             `max_norm`, and with fp16, all gradients are waited for; see `_in_backward.py`.
-        order: names of the parameters in the order of use, by which chunks are cut and gathered;
-            without any it is the model's, the trained ones first.
+        order: names of the parameters in the order of use, in which chunks are cut and gathered.
 
     Raises:
         GulliverError: the optimizer cannot be sharded; a parameter is of a dtype that is not
@@ -109,8 +108,7 @@ class ZeroOptimizer(BoostedOptimizer):
         exported = super().export_state()
         state = {n: {k: v for k, v in e.items() if v is not None} for n, e in exported.items()}
         sharded = dict(frozen or {}) if stage == 3 else {}
-        whole = needs_whole(inner, assume_elementwise)
-        options = ahead, overlap, manager, whole, order
+        options = ahead, overlap, manager, needs_whole(inner, assume_elementwise), order
         self.shards = ShardedState(inner, self.names, sharded, stage, chunk_bytes, group, *options)
         self.max_norm = max_norm
         self.grad_norm: Tensor | None = None
