@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver._compat import step_without_hooks
+from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.memory import OPTIMIZER_STATE, Manager
