@@ -80,6 +80,8 @@ def test_a_share_of_more_than_all_is_refused() -> None:
     with pytest.raises(GulliverError, match="more than all of it"):
         byte_size("limit", "101%", 100)
     assert byte_size("limit", 6e9) == 6 * 10**9
+    with pytest.raises(GulliverError, match="more than any machine has"):
+        byte_size("limit", 2**70)
 
 
 def test_a_disk_is_a_folder_that_may_have_colons_and_a_size() -> None:
@@ -216,6 +218,11 @@ def test_a_plan_with_tiers_is_read_back_as_it_was_and_a_size_may_be_text() -> No
             "stage: 3",
             "stage: 2",
             r"zero.stage: 2 \(line \d+\) and zero.tiers.limit: .*take stage: 3",
+        ),
+        (
+            "data: 1",
+            "data: 1\n    tensor: 1",
+            r"mesh.axes.tensor: 1 \(line \d+\) and zero.tiers.limit: .*leave the axis tensor out",
         ),
         ('tuning: "off"', 'tuning: "auto"', r"zero.tuning: auto .* would be tuning: off"),
         (

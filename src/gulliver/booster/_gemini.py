@@ -42,8 +42,8 @@ class GeminiPlugin(Plugin):
         activations: what forward keeps for backward: ``keep`` it, ``recompute`` blocks,
             or ``auto``, which recomputes where they would take most of the limit.
         gather_ahead: chunks that are gathered from other ranks ahead of the one in use.
-        assume_elementwise: as of `LowLevelZeroPlugin`.
-        broadcast_buffers: as of `LowLevelZeroPlugin`.
+        assume_elementwise: the same as in `LowLevelZeroPlugin`.
+        broadcast_buffers: the same as in `LowLevelZeroPlugin`.
         verbose: print the plan when the model is boosted.
 
     Raises:

@@ -89,7 +89,7 @@ class Snapshot:
         self._versions: dict[int, list[tuple[str, Tensor, int]]] = {}
         self._waiting: dict[int, list[Ticket | CopyTicket]] = {}
         self._tickets: dict[str, list[Ticket | CopyTicket]] = {}
-        self._lane_tickets: list[CopyTicket] = []
+        self._copy_tickets: list[CopyTicket] = []
         self._files: dict[str, File] = {}
         self._mapped, self._gone = FileMappings(), defaultdict[int, list[tuple[int, int]]](list)
         self.devices: set[torch.device] = set()
@@ -234,7 +234,7 @@ class Snapshot:
                     (self._small.held(image.sources[n]), begin, count) for n, begin, count in runs
                 ]
                 ticket = CopyTicket(copy_stream, file, offset, sources)
-                self._lane_tickets.append(ticket)
+                self._copy_tickets.append(ticket)
             tickets.append(ticket)
             if self.disk_bytes and copy_stream is None:
                 self._gone[id(ticket)] += [
@@ -247,7 +247,7 @@ class Snapshot:
 
     def pump(self, engine: Engine) -> None:
         """Copies from the device into pages, and has them written, until all are under way."""
-        pump(engine, self._lane_tickets)
+        pump(engine, self._copy_tickets)
 
     def release(self, storages: set[int] | None) -> None:
         """Waits until the memory of these storages, or of all, has been copied."""
@@ -257,13 +257,12 @@ class Snapshot:
             if self._closed:
                 return
             wanted = self._waiting.keys() & storages if storages is not None else self._waiting
-            waited = {key: self._waiting.pop(key) for key in tuple(wanted)}
+            # They stay listed until they are copied: another thread that asks waits for them, too.
+            waited = {key: self._waiting[key] for key in wanted}
         for tickets in waited.values():
             for ticket in tickets:
                 _wait_copied(ticket)
-        for key in waited:
-            self._check_versions(self._versions.pop(key, []))
-            self._alive.pop(key, None)
+        self._let_go(waited)
         if waited:
             self.stall_s += time.perf_counter() - begun
 
@@ -275,19 +274,21 @@ class Snapshot:
                 # What lies on disk was read for this: memory is for what training uses.
                 for span in self._gone.pop(id(ticket), ()):
                     self._mapped.let_go(*span)
-        with self._lock:
-            self._closed = True
-            self._waiting.clear()
-        self._alive.clear()
-        for noted in self._versions.values():
-            self._check_versions(noted)
-        self._versions.clear()
+        self._let_go(None)
         self.copied_s = time.perf_counter() - self._begun
 
-    def _check_versions(self, noted: list[tuple[str, Tensor, int]]) -> None:
-        for name, tensor, version in noted:
-            if tensor._version != version:
-                self.violations.append(name)
+    def _let_go(self, storages: Iterable[int] | None) -> None:
+        """Ends the read lock on storages that were copied, None for all; notes what has changed."""
+        dropped = []
+        # Who finds a storage free may write to it at once: versions are compared before that.
+        with self._lock:
+            self._closed |= storages is None
+            every = {*self._waiting, *self._versions, *self._alive}
+            for key in every if storages is None else storages:
+                noted = self._versions.pop(key, [])
+                self.violations += [name for name, t, version in noted if t._version != version]
+                # Tensors go when the lock is free: what their ends call may ask for it.
+                dropped.append((self._waiting.pop(key, None), self._alive.pop(key, None), noted))
 
     def finish(self, engine: Engine) -> dict[str, FileEntry]:
         """Waits until all is on the disk; returns the entries of the files by name.
@@ -316,7 +317,7 @@ class Snapshot:
     def abandon(self, engine: Engine, error: Exception) -> None:
         """Wakes whoever waits, and closes the files, after a failure."""
         self._submitted.set()
-        for ticket in self._lane_tickets:
+        for ticket in self._copy_tickets:
             ticket.fail(error)
         self.release(None)
         self.close_files(engine)

@@ -33,10 +33,11 @@ from gulliver._compat import without_torch_functions
 from gulliver.errors import GulliverError
 from gulliver.memory._buffers import BufferPool
 from gulliver.memory._bytes import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
-from gulliver.memory._claims import before_write, is_claimed
 from gulliver.memory._layout import ChunkLayout
 from gulliver.memory._moments import Moment, first_elements, moment_size
 from gulliver.memory._pending import mark_ready
+from gulliver.memory._placed import Placed
+from gulliver.memory._read_locks import any_read_lock, before_write
 from gulliver.memory._reduced import ReducedGradient, reduced_gradient
 
 _form = attrgetter("shape", "dtype")
@@ -58,6 +59,7 @@ class Chunk:
         placed: parameters whose gradients are being collected in the buffer.
         blank: parameters that had no gradient when the chunk began to collect.
         parked: whether what was collected has left until it is reduced.
+        resting: what is being collected, while it may leave until more comes.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Chunk:
         self._separate = False
         self.gradient: Tensor | None = None
         self.parked = False
+        self.resting: Placed | None = None
         self.moments: dict[str, Moment] = {}
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
         self._cuts = layout.cuts()
@@ -131,8 +134,14 @@ class Chunk:
         size = self.layout.part_size
         return self.data[self.part * size : (self.part + 1) * size]
 
-    def settle_home(self, dtype: torch.dtype, separate: bool) -> None:
-        """Makes `home`, what an optimizer steps: a view of the buffer, or a tensor of its own."""
+    def settle_home(self, dtype: torch.dtype, separate: bool, trained: bool = True) -> None:
+        """Makes `home`, what an optimizer steps: a view of the buffer, or a tensor of its own.
+
+        Args:
+            dtype: dtype of what is stepped.
+            separate: whether it is a tensor of its own.
+            trained: whether gradients will come.
+        """
         self._separate = separate or dtype != self.dtype
         self.home = self.shard.to(dtype, copy=True) if self._separate else self.shard
         if self._separate:
@@ -206,7 +215,7 @@ class Chunk:
         """Writes what differs to `home` or a run of it; the rest keeps more bits than `values`."""
         rounded = home.to(values.dtype)
         # A device would be waited for; to write what is there already costs it less.
-        if (self.device.type == "cpu" or is_claimed()) and torch.equal(rounded, values):
+        if (self.device.type == "cpu" or any_read_lock()) and torch.equal(rounded, values):
             return
         before_write([self.home])
         home.copy_(torch.where(rounded == values, home, values.to(home.dtype)))
@@ -272,6 +281,12 @@ class Chunk:
 
     def _take_gradient_buffer(self) -> Tensor:
         return self.pool.take(self.layout.size, self.dtype, self.device, GRADIENTS)
+
+    def rest_gradient(self) -> None:
+        """Lets what is being collected leave until more comes, where it can."""
+
+    def wake_gradient(self) -> None:
+        """Brings it back, for more to be added."""
 
     def park_gradient(self) -> None:
         """Lets what was collected leave until it is reduced, where it can."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,9 +28,9 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.memory._bytes import ACTIVATIONS, KINDS, ByteCounter
-from gulliver.memory._claims import before_write, before_write_at, storage_of
 from gulliver.memory._history import History
 from gulliver.memory._placed import Placed, Where
+from gulliver.memory._read_locks import before_write, before_write_at, storage_of
 from gulliver.memory._stores import Store, whole_pages
 from gulliver.memory._traffic import Traffic
 from gulliver.solve import Action, Move, Replacement
@@ -48,6 +48,7 @@ class Manager:
     Attributes:
         counter: bytes of the tensors that exist, by kind: of objects that arrive, are here or are
             being written, and of buffers that are lent.
+        relieve: called where there is no room: ends the uses that can be begun again later.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Manager:
         self._lent: dict[int, Tensor] = {}
         self._number = self._total = 0
         self._closed = False
+        self.relieve: Callable[[], None] | None = None
 
     @property
     def budget(self) -> int:
@@ -94,7 +96,13 @@ class Manager:
     # Objects
 
     def add(
-        self, name: str, kind: str, numel: int, dtype: torch.dtype, value: Tensor | None = None
+        self,
+        name: str,
+        kind: str,
+        numel: int,
+        dtype: torch.dtype,
+        value: Tensor | None = None,
+        brief: bool = False,
     ) -> Placed:
         """Takes a new object; without a value it is zeros, without memory until it is used.
 
@@ -104,6 +112,7 @@ class Manager:
             numel: number of elements.
             dtype: dtype of the elements.
             value: content, which is copied.
+            brief: whether its content is discarded before long: no place is kept free for it.
 
         Raises:
             GulliverError: there is no room for it; nothing was changed.
@@ -111,13 +120,13 @@ class Manager:
         with self._entered():
             if kind not in (*KINDS, ACTIVATIONS):
                 raise GulliverError(f"kind {kind!r} of {name}: one of {', '.join(KINDS)}")
-            placed = Placed(name, kind, numel, dtype, number=self._number)
+            placed = Placed(name, kind, numel, dtype, number=self._number, brief=brief)
             self._check_total(placed)
             self._tell()
             self._number += 1
             actions = self._core.add(placed.number, name, placed.size, value is not None)
             self._placed[placed.number] = placed
-            self._total += placed.size
+            self._total += placed.kept
             try:
                 self._run(actions)
                 if value is not None:
@@ -135,7 +144,7 @@ class Manager:
             self._check(placed)
             self._run(self._core.remove(placed.number))
             del self._placed[placed.number]
-            self._total -= placed.size
+            self._total -= placed.kept
 
     def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
         """Brings an object into the fast tier, and keeps it there until `done`.
@@ -157,7 +166,7 @@ class Manager:
             self._check(placed)
             self._tell()
             stored = self._core.is_stored(placed.number)
-            actions = self._core.use(placed.number, write, fresh)
+            actions = self._decided(lambda: self._core.use(placed.number, write, fresh))
             self._history.event("use", placed)
             self._run(actions)
             try:
@@ -235,7 +244,7 @@ class Manager:
             self._tell()
             nbytes = numel * dtype.itemsize
             size = whole_pages(nbytes)
-            actions = self._core.lend(size, f"a buffer of {kind}")
+            actions = self._decided(lambda: self._core.lend(size, f"a buffer of {kind}"))
             self._history.event(f"lend {kind}", size)
             self._run(actions)
             try:
@@ -267,7 +276,7 @@ class Manager:
             GulliverError: less than what is in use now; nothing was changed.
         """
         with self._entered():
-            actions = self._core.set_budget(nbytes)
+            actions = self._decided(lambda: self._core.set_budget(nbytes))
             self._traffic.budget = nbytes
             self._history.event("budget", nbytes)
             self._run(actions)
@@ -322,6 +331,20 @@ class Manager:
 
     # Inside
 
+    def _decided(self, decide: Callable[[], list[Action]]) -> list[Action]:
+        """Decides; where there is no room, again when its users have let go of what they can."""
+        try:
+            return decide()
+        except GulliverError:
+            relieve, self.relieve = self.relieve, None
+            if relieve is None:
+                raise
+            try:
+                relieve()
+            finally:
+                self.relieve = relieve
+        return decide()
+
     @contextmanager
     def _entered(self) -> Iterator[None]:
         if os.getpid() != self._process:
@@ -348,7 +371,7 @@ class Manager:
 
     def _check_total(self, placed: Placed) -> None:
         """Refuses early what will not fit anywhere."""
-        total, behind = self._total + placed.size, self.store.capacity if self.store else 0
+        total, behind = self._total + placed.kept, self.store.capacity if self.store else 0
         if self.store is not None and total > self.budget + behind:
             raise GulliverError(
                 f"{placed.name} does not fit: all objects need {total} bytes, the memory budget of "

@@ -22,18 +22,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from gulliver._compat import without_torch_functions
 from gulliver.memory._buffers import BufferPool
 from gulliver.memory._bytes import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, ByteCounter
 from gulliver.memory._chunk import Chunk
-from gulliver.memory._claims import before_write
 from gulliver.memory._layout import ChunkLayout
 from gulliver.memory._manager import Manager
 from gulliver.memory._moments import Moment, first_elements, moment_size
 from gulliver.memory._placed import Placed
+from gulliver.memory._read_locks import before_write
+from gulliver.memory._reduced import ReducedGradient
 
 COLUMNS = 1021
 
@@ -96,16 +99,12 @@ class PlacedChunk(Chunk):
 
     # The shard of the parameters.
 
-    def settle_home(self, dtype: torch.dtype, separate: bool) -> None:
+    def settle_home(self, dtype: torch.dtype, separate: bool, trained: bool = True) -> None:
         """Makes `home` an object of the manager."""
         self._separate = True
         name, size = self.layout.slots[0].name, self.layout.part_size
         kind = PARAMETERS if dtype == self.dtype else OPTIMIZER_STATE
         self._shard = self._manager.add(f"parameters from {name}", kind, size, dtype)
-        self._gradient = self._manager.add(f"gradients from {name}", GRADIENTS, size, dtype)
-        self._whole = self._manager.add(
-            f"gradients of this rank from {name}", GRADIENTS, self.layout.size, self.dtype
-        )
         with self._manager.using(self._shard, fresh=True) as home:
             home.copy_(self.shard)
         self.home = self._elsewhere = _on_meta(self._shard)
@@ -201,8 +200,8 @@ class PlacedChunk(Chunk):
         self.free_gradient()
         self.drop_moments()
         self._manager.remove(self._shard)
-        self._manager.remove(self._gradient)
-        self._manager.remove(self._whole)
+        for made in {"_gradient", "_whole"} & vars(self).keys():
+            self._manager.remove(vars(self).pop(made))
 
     # Optimizer state.
 
@@ -220,12 +219,54 @@ class PlacedChunk(Chunk):
         else:
             self._manager.remove(moment.placed)
 
-    # Gradients.
+    # Gradients. Frozen parameters have none, so their objects are made when they are wanted first.
+
+    @cached_property
+    def _gradient(self) -> Placed:
+        """The shard of the reduced gradient."""
+        shard, first = self._shard, self.layout.slots[0].name
+        return self._manager.add(f"gradients from {first}", GRADIENTS, shard.numel, shard.dtype)
+
+    @cached_property
+    def _whole(self) -> Placed:
+        """What this rank collects beside it."""
+        name = f"gradients of this rank from {self.layout.slots[0].name}"
+        return self._manager.add(name, GRADIENTS, self.layout.size, self.dtype, brief=True)
 
     def _take_gradient_buffer(self) -> Tensor:
-        if self._in_place:
-            return super()._take_gradient_buffer() if self._kept else self._fill()
+        if self._in_place and not self._kept:
+            return self._fill()
         return self._manager.use(self._whole, fresh=True)
+
+    def rest_gradient(self) -> None:
+        """Lets what is being collected leave until more comes."""
+        if self.gradient is None or self.resting or self.parked:
+            return
+        filled = self.gradient is self._filled
+        self.resting = self._gradient if filled else self._whole
+        with without_torch_functions():
+            for parameter, name, stand_in in zip(
+                self.members, self.parameters, self._reduced, strict=True
+            ):
+                if name in self.placed and parameter.grad is self._gradient_views[name]:
+                    parameter.grad = stand_in  # nobody looks at its memory
+        self._gradient_views = {}
+        self.gradient = _on_meta(self.resting)
+        self._filled = self.gradient if filled else self._filled
+        self._manager.done(self.resting)
+
+    def wake_gradient(self) -> None:
+        """Brings it back, for more to be added."""
+        if self.resting is None:
+            return
+        buffer = self._manager.use(self.resting, write=True)
+        self._filled = buffer if self.gradient is self._filled else self._filled
+        self.gradient, self.resting = buffer, None
+        self._gradient_views = self.named_views(buffer)
+        with without_torch_functions():
+            for parameter, name in zip(self.members, self.parameters, strict=True):
+                if name in self.placed and type(parameter.grad) is ReducedGradient:
+                    parameter.grad = self._gradient_views[name]
 
     def park_gradient(self) -> None:
         """Lets go of what was collected until it is reduced."""
@@ -239,7 +280,12 @@ class PlacedChunk(Chunk):
 
     def free_gradient(self) -> None:
         """Gives the gradient buffer back."""
-        if self._in_place:
+        if self.resting is not None:
+            placed, self.resting, self.gradient = self.resting, None, None
+            self._manager.discard(placed)
+            if placed is self._gradient:
+                self._filled, self._kept = None, False
+        elif self._in_place:
             super().free_gradient()
         elif self.gradient is not None:
             if not self.parked:
@@ -271,6 +317,10 @@ class PlacedChunk(Chunk):
 
     def give_reduced(self, gradient: Tensor) -> None:
         """Gives a gradient up."""
+        if "_whole" in vars(self) and gradient is self._whole.tensor:
+            self._manager.done(self._whole)
+            self._manager.discard(self._whole)
+            return
         if gradient is not self._filled and not gradient.is_meta:
             self.pool.give(gradient, GRADIENTS)
             return

@@ -13,6 +13,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.plan._plan import Plan, written
 from gulliver.plan._tree import (
     AXES,
+    MODEL_AXES,
     SHARED_BY_SEQUENCE,
     SHARED_BY_TENSOR,
     PipelineLayout,
@@ -31,7 +32,7 @@ def check_plan(plan: Plan, ranks: int) -> None:
         GulliverError: the values that contradict each other, with their lines where they have some.
     """
     checks = _mesh(plan, ranks), _shards(plan), _unused(plan), _sequence(plan), _pipeline(plan)
-    for contradictions in (*checks, _tiers(plan)):
+    for contradictions in (*checks, _tiers(plan), _step_in_backward(plan)):
         for text in contradictions:
             raise GulliverError(text)
 
@@ -175,6 +176,12 @@ def _tiers(plan: Plan) -> Iterator[str]:
             f"{plan.told('zero.stage')} and {limit}: what is whole on every rank cannot leave its "
             "memory; take stage: 3, or tiers: null"
         )
+    for name in MODEL_AXES:
+        if name in plan.mesh.axes:
+            yield (
+                f"{plan.told(f'mesh.axes.{name}')} and {limit}: whole models of data ranks can lie "
+                f"in tiers, and a cut model not yet; leave the axis {name} out, or tiers: null"
+            )
     if plan.zero.tuning != "off":
         yield (
             f"{plan.told('zero.tuning')} and {limit}: the size of chunks is planned with the "
@@ -196,6 +203,23 @@ def _tiers(plan: Plan) -> Iterator[str]:
             "host: 0, or disk: null"
         )
     yield from _shares(plan, tiers)
+
+
+def _step_in_backward(plan: Plan) -> Iterator[str]:
+    if plan.zero is None or not plan.zero.step_in_backward:
+        return
+    told = plan.told("zero.step_in_backward")
+    if not plan.zero.steps_in_backward:
+        yield (
+            f"{told} and {plan.told('zero.tiers.step_in_backward')}: with tiers the second counts; "
+            "say it there alone"
+        )
+    for name in MODEL_AXES:
+        if name in plan.mesh.axes:
+            yield (
+                f"{plan.told(f'mesh.axes.{name}')} and {told}: whole models can be stepped during "
+                f"backward, and a cut model not yet; leave the axis {name} out, or say false"
+            )
 
 
 def _shares(plan: Plan, tiers: Tiers) -> Iterator[str]:

@@ -35,15 +35,15 @@ class Move(Enum):
     """What happens to an object."""
 
     LOAD = "load"
-    """Its content is read into the fast tier."""
+    """The content is read into the fast tier."""
     MAKE = "make"
     """Memory is made for it: there is no content, or none that is needed."""
     WRITE = "write"
-    """It leaves the fast tier, and its content is written behind it."""
+    """The object leaves the fast tier, and its content is written behind it."""
     DROP = "drop"
-    """It leaves the fast tier; its content lies behind it already."""
+    """The object leaves the fast tier; its content lies behind it already."""
     FORGET = "forget"
-    """Its content is gone, wherever it lay."""
+    """The content is gone, wherever it lay."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ With stages 0 to 2 a step gathers every chunk once, in the order of use. With st
 come and go in passes, see `gulliver.memory._prefetch`: touching a chunk issues the gathers up to it
 and a few ahead, in one order on all ranks. In a backward, though, gradients are reduced between the
 gathers, when a chunk is complete: ranks that differ in whole chunks would reduce at another time,
-and are told (see `comm/_ledger.py`).
+and are told (see `comm/_flight_recorder.py`).
 
 [Note: reading] Touching is noticed by `gulliver.memory.mark_pending`, not by hooks of modules:
 whoever reads a parameter waits for it, in a forward or not. Outside of passes and of autograd, such
@@ -29,7 +29,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class Gatherer:
         ahead: chunks that are gathered ahead of the one in use (stage 3).
         overlap: False waits for every gather at once, for comparison.
         every: whether a pass gathers all chunks, used or not; see `Prefetcher`.
+        tight: whether there may be no room for all that a pass jumps over; see `Prefetcher`.
 
     Attributes:
         record: what a step of stage 3 did, for predictions.
@@ -80,15 +82,17 @@ class Gatherer:
         ahead: int = 2,
         overlap: bool = True,
         every: bool = True,
+        tight: bool = False,
     ) -> None:
         self.chunks, self.sharded, self.group = list(chunks), sharded, group
         self.ahead, self.overlap = ahead, overlap
         self.step = 0
         self.record = AccessRecord()
-        self._engine = Prefetcher(self.chunks, self, ahead, every)
+        self._engine = Prefetcher(self.chunks, self, ahead, every, tight)
         self._home = {id(p): c for c in chunks for p in c.chunk.members}
         self._index = {id(c): number for number, c in enumerate(self.chunks)}
         self._depth = 0
+        self._now: list[ShardedChunk] = []
         self._at: list[tuple[int, ShardedChunk]] = []
         self._begins: list[int] = []
         self._peeked: tuple[ShardedChunk, dict[str, Tensor]] | None = None
@@ -111,6 +115,7 @@ class Gatherer:
         chunk = sharded.chunk
         if sharded.presence is Presence.ABSENT:
             chunk.materialise()
+            sharded.users = storage_users(chunk.data)
             self._remember(sharded)
         else:
             before_write([chunk.data])
@@ -243,6 +248,13 @@ class Gatherer:
         self.note("used", sharded)
         self._engine.use(sharded)
 
+    def relieve(self) -> None:
+        """Gives back what nobody looks at now; on one rank it may come again at any time."""
+        for sharded in self.chunks:
+            whole, wanted = sharded.presence is Presence.WHOLE, sharded.held or sharded in self._now
+            if whole and not wanted and storage_users(sharded.chunk.data) <= sharded.users:
+                self.release(sharded)
+
     def use_together(self, chunks: Sequence[ShardedChunk]) -> None:
         """Makes chunks whole that a compiled region reads all at once."""
         for sharded in chunks:
@@ -251,7 +263,8 @@ class Gatherer:
             else:
                 self.finish(sharded)
         if self.sharded:
-            self._engine.use_together(chunks)
+            with self._using(chunks):
+                self._engine.use_together(chunks)
 
     def _hold(self, sharded: ShardedChunk) -> None:
         if not sharded.held and torch.is_grad_enabled() and not saving_is_hooked():
@@ -269,9 +282,19 @@ class Gatherer:
         reading = func in _READS or not torch.is_grad_enabled()
         if self._engine.current is Pass.NONE and self._depth == 0 and absent and reading:
             return self._outside(func, args, kwargs)
-        for sharded in chunks.values():
-            self.use(sharded)
+        with self._using(chunks.values()):
+            for sharded in chunks.values():
+                self.use(sharded)
         return func(*args, **kwargs)
+
+    @contextmanager
+    def _using(self, chunks: Iterable[ShardedChunk]) -> Iterator[None]:
+        """Lets none of some chunks be given back while the others are brought."""
+        before, self._now = self._now, [*self._now, *chunks]
+        try:
+            yield
+        finally:
+            self._now = before
 
     def _outside(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs an operation on copies of the parameters, and writes back what it wrote."""

@@ -1,11 +1,9 @@
 """The sharded optimizer: it steps this rank's part of every chunk, and gathers the others' parts.
 
 Read `ZeroOptimizer._step` first: a step is all there. What a rank has is kept by `ShardedState`
-(`_shards.py`). How gradients come to the shards is told in `_reducer.py`, how parameters come back
-in `_gatherer.py`, how state is gathered in `_state.py` and saved in `_saved.py`, how the chunks are
-cut anew in `_relayout.py`: all of them act on that state, and none knows the optimizer. How chunks
-are stepped one after the other is told in `_updates.py`, and how during backward in
-`_in_backward.py`.
+(`_shards.py`). Gradients come to the shards in `_reducer.py`, parameters come back in
+`_gatherer.py`, state is gathered in `_state.py` and saved in `_saved.py`, chunks are cut anew in
+`_relayout.py`, and stepped in `_updates.py` and, during backward, in `_in_backward.py`.
 """
 
 from __future__ import annotations
@@ -311,7 +309,7 @@ class ZeroOptimizer(BoostedOptimizer):
         self.gatherer.prefetch()
         if self.shards.manager is not None:
             self.shards.manager.end_step()
-        self.gatherer.record.complete = bool(self.gatherer.record.events)
+        self.shards.end_record()
 
     def _all_finite(self) -> bool:
         """Whether no gradient has overflowed, and the scale of the next losses."""
@@ -353,6 +351,7 @@ class ZeroOptimizer(BoostedOptimizer):
         for sharded in self.chunks:
             for shard in sharded.gradients(write):
                 yield sharded, shard
+                del shard  # who looks at memory in tiers keeps it from going
 
     def clip_grad_by_norm(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`.
@@ -369,6 +368,7 @@ class ZeroOptimizer(BoostedOptimizer):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             for _, shard in self._gradients(write=True):
                 shard.mul_(scale.to(shard.dtype))
+                del shard
         return norm
 
     def _squared_norm(self) -> Tensor:
@@ -376,6 +376,7 @@ class ZeroOptimizer(BoostedOptimizer):
         total = torch.zeros((), dtype=torch.float64, device=self.chunks[0].chunk.device)
         for _, shard in self._gradients():
             total += torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2
+            del shard
         if self.parts > 1:
             all_reduce(total, "sum", self.group)
         return total
@@ -384,6 +385,7 @@ class ZeroOptimizer(BoostedOptimizer):
         """Cuts every element of the mean gradient to [-limit, limit]."""
         for _, shard in self._gradients(write=True):
             shard.clamp_(-limit, limit)
+            del shard
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole averaged gradients by name, where there is one; every rank calls it."""

@@ -112,6 +112,8 @@ class GradientReducer:
         chunk, parameter = sharded.chunk, sharded.chunk.parameters[name]
 
         def before(_: object) -> None:
+            if chunk.resting:
+                chunk.wake_gradient()
             if sharded.phase is Phase.COLLECTING and not self._settled:
                 if parameter.grad is None:
                     if name in chunk.blank and name not in chunk.placed:
@@ -145,6 +147,12 @@ class GradientReducer:
                         self._reduce(sharded)
 
         return ready
+
+    def relieve(self) -> None:
+        """Lets go of gradients that are being collected, until the next term of each comes."""
+        for sharded in self.chunks:
+            if sharded.phase is Phase.COLLECTING:
+                sharded.chunk.rest_gradient()
 
     def close(self) -> None:
         """Lets go of the parameters."""
@@ -234,7 +242,7 @@ class GradientReducer:
         )
 
     def used_in(self, sharded: ShardedChunk) -> list[bool]:
-        """Which parameters of a chunk have had a gradient on this rank."""
+        """Says which parameters of a chunk have had a gradient on this rank."""
         return [name in self._used for name in sharded.chunk.parameters]
 
     def use_up(self, sharded: ShardedChunk) -> None:
@@ -282,6 +290,7 @@ class GradientReducer:
                 self._empty(sharded)
                 continue
             # A buffer that is being filled goes on being filled, from zero.
+            sharded.chunk.wake_gradient()
             sharded.chunk.fetch_gradient()
             if sharded.chunk.gradient is not None:
                 sharded.chunk.gradient.zero_()
@@ -340,6 +349,7 @@ class GradientReducer:
         Zeros where nothing came: then it counts as used from here on.
         """
         parameter = self._home[name].chunk.parameters[name]
+        self._home[name].chunk.wake_gradient()
         if name not in self._home[name].chunk.placed:
             self._before_gradient(name)
             parameter.grad = torch.zeros_like(parameter)
@@ -348,22 +358,31 @@ class GradientReducer:
         return parameter.grad
 
     def _begin(self, sharded: ShardedChunk) -> None:
+        if sharded.used_up and self.sent is not None:
+            raise GulliverError(
+                "a parameter gets a further gradient after step_in_backward has stepped it, as "
+                "one does that reentrant checkpoints share: use checkpoint(..., "
+                "use_reentrant=False), or leave step_in_backward out"
+            )
         if sharded.used_up:
             self._check_cleared(sharded)
         self._forget_cleared(sharded)
         sharded.chunk.begin_gradient()
         sharded.move(Phase.COLLECTING)
-        self._note("collecting", sharded)
+        if self.record is not None:
+            self.record("collecting", sharded)
 
     def _reduce(self, sharded: ShardedChunk) -> None:
         """Starts the way of a chunk's gradients to the shards."""
         if sharded.phase is Phase.EMPTY:
             self._begin(sharded)
+        sharded.chunk.wake_gradient()
         if sharded.chunk.parked:
             sharded.chunk.fetch_gradient()
         else:
             self._gather_up(sharded)
-        self._note("reduced", sharded)
+        if self.record is not None:
+            self.record("reduced", sharded)
         sharded.incoming, sharded.reduction = self._sent(sharded)
         sharded.move(Phase.REDUCING)
         self._flying.append(sharded)
@@ -473,7 +492,3 @@ class GradientReducer:
             for piece, _ in sharded.pieces:
                 if piece.name in names:
                     gradient[piece.start : piece.end].zero_()
-
-    def _note(self, what: str, sharded: ShardedChunk) -> None:
-        if self.record is not None:
-            self.record(what, sharded)
