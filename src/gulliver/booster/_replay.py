@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gulliver.memory import (
+    ACTIVATIONS,
     GRADIENTS,
     OPTIMIZER_STATE,
     PARAMETERS,
@@ -55,12 +56,14 @@ class StateBytes:
         moments: bytes of each tensor that the optimizer keeps of a chunk, by chunk.
         parts: number of shards of a chunk.
         ahead: number of chunks that are gathered from other ranks ahead of use.
+        activations: bytes of each activation that leaves, by the chunk that is used before it.
     """
 
     chunks: tuple[ChunkBytes, ...]
     moments: tuple[tuple[int, ...], ...]
     parts: int
     ahead: int
+    activations: tuple[tuple[int, ...], ...] = ()
 
     @property
     def total(self) -> int:
@@ -82,6 +85,9 @@ class StateBytes:
                 yield StateObject(("moment", number, moment), OPTIMIZER_STATE, size, number)
             if chunk.trained:
                 yield StateObject(("gradient", number), GRADIENTS, chunk.shard, number)
+        for number, sizes in enumerate(self.activations):
+            for part, size in enumerate(sizes):
+                yield StateObject(("activation", number, part), ACTIVATIONS, size, number)
 
 
 class Shares:
@@ -213,6 +219,9 @@ class Replay:
             for number in count:
                 self._visit(FORWARD, number)
                 self._enter(number)
+                for key in self._activations(number):
+                    self._use(key, fresh=True)
+                    self._done(key)
             self._leave(1)  # backward begins with the last
             for number in reversed(count):
                 self._visit(BACKWARD, number)
@@ -250,9 +259,18 @@ class Replay:
         while len(self._entered) > width:
             self._done(("home", self._entered.popleft()))
 
+    def _activations(self, number: int) -> list[Key]:
+        """Activations that leave once a chunk was used."""
+        sizes = self.state.activations[number] if self.state.activations else ()
+        return [("activation", number, part) for part in range(len(sizes))]
+
     def _backward(self, number: int) -> None:
         if number > 0 or not self._begins_alone:
             self._enter(number)
+        for key in reversed(self._activations(number)):
+            self._use(key)
+            self._done(key)
+            self._run(self._core.discard(key))
         if self.state.chunks[number].trained:
             self._use(("gradient", number), fresh=True)
             self._collected.append(number)

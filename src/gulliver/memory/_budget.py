@@ -259,6 +259,13 @@ def with_unseen(nbytes: int) -> int:
     return nbytes + nbytes // UNSEEN_SHARE + min(nbytes, UNSEEN_BYTES)
 
 
+def room_without_unseen(nbytes: int) -> int:
+    """Most bytes that fit with what `with_unseen` adds to them."""
+    small = nbytes * UNSEEN_SHARE // (2 * UNSEEN_SHARE + 1)
+    large = (nbytes - UNSEEN_BYTES) * UNSEEN_SHARE // (UNSEEN_SHARE + 1)
+    return max(small, large) if large >= UNSEEN_BYTES else min(small, UNSEEN_BYTES)
+
+
 def smallest_limit(minimum: int, predicted: int) -> int:
     """Least limit that leaves a step what it needs.
 

@@ -31,6 +31,10 @@ FARTHEST_JUMP = 4
 """The cursor skips at most this part of a step at once."""
 
 
+class NoRoom(GulliverError):
+    """What is needed does not fit beside what is in use."""
+
+
 class Move(Enum):
     """What happens to an object."""
 
@@ -413,7 +417,7 @@ class Replacement:
         held = self.pinned + self.lent if self.backed else self.used
         if held + nbytes > self.budget:
             why = "" if self.backed else " and there is no disk or host memory behind it"
-            raise GulliverError(
+            raise NoRoom(
                 f"the memory budget of {self.budget} bytes is too small: {name} needs {nbytes} "
                 f"bytes beside {held} in use{why}: give at least {max(self.minimum, held + nbytes)}"
             )
