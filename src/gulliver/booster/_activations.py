@@ -167,21 +167,22 @@ def _best(
     rule = BudgetRule(tiers.limit)
     whole = tiers.limit - rule.margin
     needed = endless.minimum if rates is not None else endless.most
-    least, most = least_room(blocks, allowed), room_without_unseen(whole - needed)
-    most = min(most, work.peak)
     tried = list[tuple[float, int, ActivationChoice]]()
-    for part in range(ROOMS + 1) if most >= least else ():
-        room = least + (most - least) * part // ROOMS
-        costs, update = _pass_costs(state, tiers, whole - with_unseen(room), work, rates)
-        try:
-            found = choose_activations(blocks, room, costs, allowed)
-        except GulliverError:
-            continue
-        if math.isfinite(found.seconds):
-            tried.append((found.seconds + update, found.peak, found))
+    # What has left comes back beside the state that is in use.
+    beside = {allowed: max(block.movable for block in blocks), allowed[:2]: 0}
+    for some, more in beside.items() if rates is not None else [(allowed, 0)]:
+        least, most = least_room(blocks, some), room_without_unseen(whole - needed - more)
+        most = min(most, work.peak)
+        for part in range(ROOMS + 1) if most >= least else ():
+            room = least + (most - least) * part // ROOMS
+            costs, update = _pass_costs(state, tiers, whole - with_unseen(room), work, rates)
+            found = choose_activations(blocks, room, costs, some)
+            if math.isfinite(found.seconds):
+                tried.append((found.seconds + update, found.peak, found))
     if not tried:
         return None
-    seconds, _, found = min(tried, key=lambda t: t[:2])
+    # Of equals what does least to activations.
+    seconds, _, found = min(tried, key=lambda t: (t[0], -t[1]))
     return seconds, found
 
 

@@ -7,6 +7,7 @@ with what lies behind it, and its budget follows what the steps really need besi
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from gulliver.memory import (
 )
 from gulliver.parallel import ZeroOptimizer
 from gulliver.plan import Plan
-from gulliver.solve import NoRoom
+from gulliver.solve import Action, NoRoom
 
 TRIMMED = 16
 """Part of the budget that is added between two times that freed memory is given back."""
@@ -96,6 +97,15 @@ class LimitedManager(Manager):
         if self.controller is not None:
             self.controller.check(placed.name)
         return super().use(placed, write, fresh)
+
+    def _decided(self, decide: Callable[[], list[Action]]) -> list[Action]:
+        """Decides; where activations that come back are more than was planned, with more budget."""
+        try:
+            return super()._decided(decide)
+        except NoRoom as error:
+            if self.controller is None or not self.controller.grow(error.budget):
+                raise
+        return super()._decided(decide)
 
     def end_step(self) -> None:
         """Ends a step."""
