@@ -90,7 +90,11 @@ def with_work(
     """A plan with what a sample costs, measured here."""
     autocast = PRECISIONS.get(plan.precision.autocast)
     tensor, blocks = plan_tensors(plan, model), _blocks(plan, model)
-    chosen = plan.limited and not plan.mesh.cuts_model
+    chosen = (
+        plan.zero is not None
+        and plan.zero.tiers is not None
+        and plan.zero.tiers.activations == "auto"
+    )
     blocks = offloadable_blocks(model) if chosen else blocks
     work = measure_work(model, optimizer, sample, tensor, blocks, autocast, chosen)
     if plan.zero is not None and plan.zero.tiers is not None:

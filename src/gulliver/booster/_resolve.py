@@ -428,8 +428,8 @@ def recomputable(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     stages = plan_stages(plan, model)
     if stages is not None:
         return stages[0].blocks
-    # Of a model that is cut, who recomputes has to know what its ranks exchange.
-    return recomputable_blocks(model) if has_switch(model) or not plan.mesh.cuts_model else ()
+    # Of a model that is cut, who recomputes has to know what its ranks exchange, and what it drops.
+    return recomputable_blocks(model) if has_switch(model) or not plan.mesh.names_model else ()
 
 
 def _taken(plan: Plan, chunks: Sequence[ChunkBytes]) -> tuple[tuple[int, ...], ...]:
