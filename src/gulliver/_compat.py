@@ -150,6 +150,13 @@ def fake_mode() -> AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def fake_kind() -> type[Tensor]:
+    """Class of the tensors that are made under `fake_mode`."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
 FORWARD_HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gulliver.booster._activations import take_activations
 from gulliver.booster._checkpoint import agreed
 from gulliver.booster._limited import LimitedManager, manager_of
 from gulliver.booster._model import HALVES, broadcast_all, check_unstepped, convert, no_optimizer
@@ -113,6 +114,7 @@ def apply_plan(
     names = rewrite_groups(inner, model, whole) if mesh is not None else whole.trained
 
     boosted = share_zero(plan, model, inner, names, whole, mesh, stage, managers[0])
+    take_activations(plan, model, boosted, managers[0])
     finish(plan, model, boosted, mesh, tensor, stage, whole)
     tune(plan, model, boosted, verbose)
     return model, boosted

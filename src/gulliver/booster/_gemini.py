@@ -39,8 +39,9 @@ class GeminiPlugin(Plugin):
         max_norm: clip gradients to this global norm at every step; 0 leaves that to the loop.
         step_in_backward: step each chunk inside `Booster.backward`, as soon as its gradient is
             complete, so that gradients take no memory.
-        activations: what forward keeps for backward: ``keep`` it, ``recompute`` blocks,
-            or ``auto``, which recomputes where they would take most of the limit.
+        activations: what forward keeps for backward: ``keep`` it, ``recompute`` blocks, or
+            ``offload`` it to the disk or the host, where it shares the budget of the state;
+            ``auto`` chooses for each block by the predicted step.
         gather_ahead: chunks that are gathered from other ranks ahead of the one in use.
         assume_elementwise: the same as in `LowLevelZeroPlugin`.
         broadcast_buffers: the same as in `LowLevelZeroPlugin`.

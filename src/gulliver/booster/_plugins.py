@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from gulliver.booster._apply import apply_plan, check_choices
 from gulliver.booster._checkpoint import agreed
 from gulliver.booster._model import HALVES, unwrapped
-from gulliver.booster._predict import predict, with_work
+from gulliver.booster._predict import predict, with_mixed, with_work
 from gulliver.booster._resolve import differences, resolve
 from gulliver.booster._tiers import TierOptions, plan_tiers
 from gulliver.comm import World, broadcast_object, choose_axes, current_world
@@ -116,6 +116,8 @@ class Plugin(ABC, metaclass=_NamedArguments):
             check_choices(choices, model, optimizer)
             choices = with_work(choices, model, optimizer, sample)
         choices = self.for_model(choices, model, optimizer, cluster)
+        if sample is not None:
+            choices = with_mixed(choices, model, sample)
         check_plan(choices, ranks)
         check_choices(choices, model, optimizer)
         plan = resolve(choices, model, optimizer)
@@ -286,6 +288,8 @@ class LowLevelZeroPlugin(Plugin):
         memory_limit: memory for state and activations on each rank, under stage 3, as
             `GeminiPlugin` takes it; None for no limit.
         disk: folder and bytes for what does not fit, as of `GeminiPlugin`.
+        activations: under a limit what forward keeps for backward: ``keep``, ``recompute``,
+            ``offload`` or ``auto``, as `GeminiPlugin` takes it.
         step_in_backward: step each chunk inside `Booster.backward`, as soon as its gradient is
             complete: less memory for gradients, and at stages 1 and 2 gathers begin earlier. With
             `max_norm` and with ``fp16`` all gradients are waited for. Clipping by the loop comes
@@ -314,6 +318,7 @@ class LowLevelZeroPlugin(Plugin):
         disk: Path | str | None = None,
         assume_per_parameter: bool = False,
         step_in_backward: bool = False,
+        activations: str = "keep",
     ) -> None:
         if isinstance(axes, str) and axes != "auto":
             raise GulliverError(f"axes={axes!r} is not known: 'auto', or the size of each axis")
@@ -345,8 +350,16 @@ class LowLevelZeroPlugin(Plugin):
         self.assume_per_parameter = assume_per_parameter
         self.broadcast_buffers, self.cluster = broadcast_buffers, cluster
         self.step_in_backward = step_in_backward
-        right, early = "LowLevelZeroPlugin(stage=3)", step_in_backward
-        self.memory = TierOptions.within(stage, right, memory_limit, disk, step_in_backward=early)
+        self.memory = TierOptions.within(
+            stage,
+            "LowLevelZeroPlugin(stage=3)",
+            memory_limit,
+            disk,
+            step_in_backward=step_in_backward,
+            activations=activations,
+        )
+        if self.memory is None and activations != "keep":
+            raise GulliverError(f"activations={activations!r} needs a memory_limit to keep to")
         if self.memory is not None and chunk_mb == "again":
             raise GulliverError(
                 "chunk_mb='again' tunes in the first steps: with a memory_limit 'auto' plans the "

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from gulliver.errors import GulliverError
 from gulliver.memory import (
+    ACTIVATIONS,
     GRADIENTS,
     OPTIMIZER_STATE,
     PARAMETERS,
@@ -64,6 +65,7 @@ class StateBytes:
         ahead: number of chunks that are gathered from other ranks ahead of use.
         order: names of the parameters in the order of use; a tied one is there at each use.
         beside: whether the first step of a chunk has its new moments beside those that are placed.
+        activations: bytes of each activation that leaves, by the chunk that is used before it.
     """
 
     chunks: tuple[ChunkBytes, ...]
@@ -72,6 +74,7 @@ class StateBytes:
     ahead: int
     order: tuple[str, ...] = ()
     beside: bool = False
+    activations: tuple[tuple[int, ...], ...] = ()
 
     @property
     def total(self) -> int:
@@ -93,6 +96,9 @@ class StateBytes:
                 yield StateObject(("moment", number, moment), OPTIMIZER_STATE, size, number)
             if chunk.trained:
                 yield StateObject(("gradient", number), GRADIENTS, chunk.shard, number)
+        for number, sizes in enumerate(self.activations):
+            for part, size in enumerate(sizes):
+                yield StateObject(("activation", number, part), ACTIVATIONS, size, number)
 
 
 class Shares:
@@ -245,6 +251,7 @@ class Replay:
         for number in count:
             self.visit(FORWARD, number)
             self._enter(number)
+            self.keep(number)
         self._leave(1)  # backward begins with the last
         for number in reversed(count):
             self.visit(BACKWARD, number)
@@ -281,9 +288,27 @@ class Replay:
         else:
             self.done(("home", number))
 
+    def keep(self, number: int) -> None:
+        """Takes the activations that leave once a chunk was used."""
+        for key in self._activations(number):
+            self.use(key, fresh=True)
+            self.done(key)
+
+    def restore(self, number: int) -> None:
+        """Gives them back to backward."""
+        for key in reversed(self._activations(number)):
+            self.use(key)
+            self.done(key)
+            self._run(self._core.discard(key))
+
+    def _activations(self, number: int) -> list[Key]:
+        sizes = self.state.activations[number] if self.state.activations else ()
+        return [("activation", number, part) for part in range(len(sizes))]
+
     def _backward(self, number: int) -> None:
         if number > 0 or not self._begins_alone:
             self._enter(number)
+        self.restore(number)
         chunk = self.state.chunks[number]
         if chunk.trained and chunk.copied:
             self.lend(chunk.whole, GRADIENTS)
@@ -422,10 +447,15 @@ class _SeveralRanks(StepReplay):
             self._phase = what.lower()
             self._visited.clear()
             self._unstepped = [chunk for chunk in self.chunks if chunk.size.trained]
-        elif what == "used" and number not in self._visited:
+        begins = what == "used" and number not in self._visited
+        if begins:
             self._visited.add(number)
             self._replay.visit(self._phase, number)
+            if self._phase == BACKWARD:
+                self._replay.restore(number)
         super().passes(what, number)
+        if begins and self._phase == FORWARD:
+            self._replay.keep(number)
         if what == "released":
             self._step()
 

@@ -63,9 +63,12 @@ class Residency:
 
 def other_bytes(tiers: Tiers, work: Work) -> int:
     """Bytes that a step needs besides state; 0 where it is not known."""
-    if tiers.activations == "recompute":
-        return work.peak_recomputed or work.peak
-    return work.peak
+    found = {
+        "recompute": work.peak_recomputed,
+        "offload": work.peak_offloaded,
+        "mixed": work.peak_mixed,
+    }
+    return found.get(tiers.activations) or work.peak
 
 
 @lru_cache(maxsize=4)  # a boost asks for the same several times

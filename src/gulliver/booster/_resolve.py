@@ -8,12 +8,13 @@ file differs from the result, that is told in a line (`differences`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 import torch
 from torch import nn
 
+from gulliver.booster._blocks import has_switch, recomputable_blocks
 from gulliver.booster._model import HALVES, modules_kept, no_optimizer, unwrapped
 from gulliver.booster._replay import StateBytes
 from gulliver.booster._residency import find_residency
@@ -404,7 +405,8 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
     parts = plan.mesh.replicas if zero.stage else 1
     uses = _uses(sizes, [name for chunk in chunks for name in chunk.names])
     beside = any(tensor.beside for tensor in sizes)
-    return StateBytes(tuple(chunks), tuple(moments), parts, zero.gather_ahead, uses, beside)
+    taken = _taken(plan, chunks)
+    return StateBytes(tuple(chunks), tuple(moments), parts, zero.gather_ahead, uses, beside, taken)
 
 
 def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
@@ -455,19 +457,32 @@ def _differ(given: Plan, found: Plan, name: str) -> bool:
 def recomputable(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     """Paths of the blocks that backward can be made to compute again.
 
-    Those of a pipeline, or the innermost ones of transformers that offer it; ``""`` is a model that
-    does by itself what its ``gradient_checkpointing_enable`` says.
+    Those of a pipeline, else of `recomputable_blocks`.
     """
     stages = plan_stages(plan, model)
     if stages is not None:
         return stages[0].blocks
-    offering = [p for p, m in model.named_modules() if hasattr(m, "gradient_checkpointing")]
-    if not offering and hasattr(model, "gradient_checkpointing_enable"):
-        return ("",)
-    return tuple(p for p in offering if not _inside(p, offering))
+    # Of a model that is cut, who recomputes has to know what its ranks exchange, and what it drops.
+    return recomputable_blocks(model) if has_switch(model) or not plan.mesh.names_model else ()
 
 
-def _inside(path: str, others: Iterable[str]) -> bool:
-    """Whether some other path lies inside this one."""
-    start = f"{path}." if path else ""
-    return any(other != path and other.startswith(start) for other in others)
+def _taken(plan: Plan, chunks: Sequence[ChunkBytes]) -> tuple[tuple[int, ...], ...]:
+    """Sizes of the activations that leave, by the last chunk that their block uses.
+
+    A block is known by the size of all its activations and of the largest: they are taken for
+    equal ones of that size.
+    """
+    assert plan.zero is not None, "there are chunks"
+    tiers = plan.zero.tiers
+    if tiers is None or not tiers.takes_activations:
+        return ()
+    found, number = [list[int]() for _ in chunks], 0
+    for block in plan.work.blocks:
+        if tiers.activations != "offload" and block.path not in tiers.offloaded:
+            continue
+        start = f"{block.path}." if block.path else ""
+        inside = [n for n, c in enumerate(chunks) if any(m.startswith(start) for m in c.names)]
+        number = max(inside, default=number)
+        count = -(-block.movable // max(1, block.largest))
+        found[number] += [block.movable // count] * count if count else []
+    return tuple(map(tuple, found))

@@ -213,7 +213,7 @@ class Memory:
     """Ranks that share the state."""
     step_in_backward: bool = False
     """Step each chunk as soon as its gradient is complete."""
-    activations: Literal["keep", "recompute", "auto"] = "keep"
+    activations: Literal["keep", "recompute", "offload", "auto"] = "keep"
     """What is done with what forward keeps for backward."""
 
 

@@ -20,7 +20,7 @@ from gulliver.solve._balance import balanced_parts
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._cycle import Cycle, Event
 from gulliver.solve._extents import PAGE, Extents, size_class
-from gulliver.solve._replacement import Action, Move, Policy, Replacement
+from gulliver.solve._replacement import Action, Move, NoRoom, Policy, Replacement
 from gulliver.solve._residency import STATES, Gap, Residency, plan_residency
 from gulliver.solve._schedule import (
     BACKWARD,
@@ -52,6 +52,7 @@ __all__ = [
     "Gap",
     "Move",
     "Moved",
+    "NoRoom",
     "PassCosts",
     "Policy",
     "Prediction",

@@ -31,6 +31,16 @@ FARTHEST_JUMP = 4
 """The cursor skips at most this part of a step at once."""
 
 
+class NoRoom(GulliverError):
+    """What is needed does not fit beside what is in use.
+
+    Attributes:
+        budget: least budget that would do; 0 where it is not known.
+    """
+
+    budget = 0
+
+
 class Move(Enum):
     """What happens to an object."""
 
@@ -421,10 +431,12 @@ class Replacement:
         held = self.pinned + self.lent if self.backed else self.used
         if held + nbytes > self.budget:
             why = "" if self.backed else " and there is no disk or host memory behind it"
-            raise GulliverError(
+            error = NoRoom(
                 f"the memory budget of {self.budget} bytes is too small: {name} needs {nbytes} "
                 f"bytes beside {held} in use{why}: give at least {max(self.minimum, held + nbytes)}"
             )
+            error.budget = max(self.minimum, held + nbytes)
+            raise error
         idle = self._idle()
         left = [victim for victim in idle if self._is_left(*victim)]
         if self._planned() and sum(victim.nbytes for _, victim in left) >= short:
