@@ -212,6 +212,10 @@ def outside(loop: Loop) -> dict[str, Tensor]:
             model.blocks[1].up.weight.mul_(0.99)
         model.blocks[2].up.weight.data.clamp_(-0.05, 0.05)
         model.blocks[4].down.bias.data[3] = 0.5
+        model.blocks[3].down.bias.detach().mul_(0.75)
+        with torch.no_grad():
+            model.blocks[5].up.weight[2].zero_()
+            model.head.weight.view(-1)[::2].add_(0.01)
         found[f"norm {step}"] = torch.stack([p.norm() for p in model.parameters()])
         found[f"sum {step}"] = sum(p.detach().sum() for p in model.parameters())
     with torch.no_grad():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gulliver.booster._checkpoint import agreed
 from gulliver.booster._limited import LimitedManager, manager_of
+from gulliver.booster._meta import check_meta, fill_boosted, lend_shapes
 from gulliver.booster._model import HALVES, broadcast_all, check_unstepped, convert, no_optimizer
 from gulliver.booster._replicas import share_ddp, share_zero, tune
 from gulliver.booster._resolve import (
@@ -108,11 +109,15 @@ def apply_plan(
     recompute(plan, model, stage, whole.recomputable)
     if mesh is not None:
         hooks.restore()
-    if plan.weights is not None:
+    streamed = managers[0] is not None and mesh is None
+    empty = lend_shapes(model, world.device) if streamed else []
+    if plan.weights is not None and not streamed:
         fill(model, Path(plan.weights), whole.aliases, world.device)
     names = rewrite_groups(inner, model, whole) if mesh is not None else whole.trained
 
     boosted = share_zero(plan, model, inner, names, whole, mesh, stage, managers[0])
+    if streamed and (empty or plan.weights is not None):
+        fill_boosted(boosted, model, empty, plan.weights)
     finish(plan, model, boosted, mesh, tensor, stage, whole)
     tune(plan, model, boosted, verbose)
     return model, boosted
@@ -187,6 +192,8 @@ def _check_whole(
 ) -> None:
     if plan.mesh.names_model:
         check_cut(plan, model, optimizer, tensor, stages)
+    elif plan.zero is not None and plan.zero.tiers is not None:
+        check_meta(model, plan.weights)
     check_recompute(plan, model)
 
 

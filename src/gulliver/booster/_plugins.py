@@ -405,7 +405,8 @@ class PlanPlugin(Plugin):
 
     def __init__(self, plan: Plan, verbose: bool = True) -> None:
         self.plan, self.verbose = plan, verbose
-        self.takes = ("meta",) if plan.weights is not None else ()
+        limited = plan.zero is not None and plan.zero.tiers is not None
+        self.takes = ("meta",) if limited or plan.weights is not None else ()
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
         """The plan."""

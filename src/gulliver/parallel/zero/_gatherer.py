@@ -277,7 +277,7 @@ class Gatherer:
         mine = [p for p in parameters if id(p) in self._home]
         chunks = {id(c): c for c in (self._home[id(p)] for p in mine)}
         absent = any(c.presence is Presence.ABSENT for c in chunks.values())
-        reading = func in _READS or not torch.is_grad_enabled()
+        reading = func in _READS or not torch.is_grad_enabled() or _initialises(func)
         if self._engine.current is Pass.NONE and self._depth == 0 and absent and reading:
             return self._outside(func, args, kwargs)
         with self._using(chunks.values()):
@@ -313,7 +313,19 @@ class Gatherer:
         for parameter, copy, version in copies.values():
             if copy._version != version:
                 self._write_back(parameter, copy)
-        return copies[id(result)][0] if id(result) in copies else result
+        if id(result) in copies:
+            return copies[id(result)][0]
+        self._lend_views(result, [(parameter, copy) for parameter, copy, _ in copies.values()])
+        return result
+
+    def _lend_views(self, result: Any, copies: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+        """Lets writes to views of parameters be noticed, as of ``weight[0].zero_()``."""
+        several = result if isinstance(result, list | tuple) else (result,)
+        places = {storage_of(view) for view in several if isinstance(view, Tensor)}
+        for parameter, copy in copies:
+            absent = self._home[id(parameter)].presence is Presence.ABSENT
+            if absent and storage_of(copy) in places:
+                self.lent.append(_Lent(parameter, copy.view(copy.shape), self.step))
 
     def _peek(self, parameter: nn.Parameter) -> Tensor:
         sharded = self._home[id(parameter)]
@@ -444,6 +456,11 @@ class _Saved:
     def __init__(self, parameter: nn.Parameter, step: int, size: Any, stride: Any, offset: int):
         self.parameter, self.step = parameter, step
         self.size, self.stride, self.offset = size, stride, offset
+
+
+def _initialises(func: Callable[..., Any]) -> bool:
+    """Whether a function of `torch.nn.init` is called, which records nothing for autograd."""
+    return getattr(func, "__module__", None) == nn.init.__name__
 
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
