@@ -81,7 +81,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """What the ledger knows it by: a folder is another one in each run."""
+        """Key of the job in the ledger; its folder, another one in each run, is left out."""
         return json.dumps({**asdict(self), "folder": ""}, sort_keys=True)
 
     @property

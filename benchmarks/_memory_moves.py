@@ -76,7 +76,7 @@ def least_moves(case: Case, rounds: int) -> int:
 
 
 def _after(case: Case, here: Here, number: int, kind: str) -> Iterator[tuple[Here, int]]:
-    """What can be here after an access, and what was moved for it."""
+    """Sets of objects that can be here after an access, with the bytes moved for each."""
     changes = kind != READ
     changed = dict(here)
     if number in changed:

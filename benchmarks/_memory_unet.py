@@ -54,7 +54,7 @@ FULL = Scale(96, 48, 16, 2 * GIB, 2)
 
 
 def missing() -> str | None:
-    """What has to be installed first; None where nothing is missing."""
+    """Name of a package to install first; None where nothing is missing."""
     if importlib.util.find_spec("diffusers") is None:
         return "the package diffusers is not installed: pip install diffusers"
     return None

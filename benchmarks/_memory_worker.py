@@ -42,7 +42,7 @@ OWN_OPTIONS = ("constant", "attention")
 
 
 class Absent(Exception):
-    """What would train is not installed; the message says what is missing."""
+    """A contestant is not installed; the message says what is missing."""
 
 
 def say(kind: str, **values: Any) -> None:
@@ -52,7 +52,7 @@ def say(kind: str, **values: Any) -> None:
 
 
 def task_of(job: Job) -> Task:
-    """What a job trains."""
+    """Model and batches that a job trains."""
     if job.model == "unet":
         from benchmarks._memory_unet import unet
 
@@ -75,7 +75,7 @@ def recomputed(task: Task) -> Task:
 
 
 def contestant_of(job: Job) -> Contestant:
-    """What trains.
+    """Contestant that trains a job.
 
     Raises:
         Absent: it is not installed.
@@ -108,7 +108,7 @@ def gemini(job: Job, task: Task) -> Contestant:
 
 
 def peak_of(job: Job, task: Task) -> Work:
-    """What a batch takes besides state, followed with shapes alone: here it would not fit."""
+    """Bytes that a batch takes besides state, followed with shapes alone: here it would not fit."""
     with torch.device("meta"):
         model = task.model()
         sample = torch.zeros(job.batch, job.length, dtype=torch.long)
@@ -162,7 +162,7 @@ def train(job: Job) -> None:
 
 
 def _facts(contestant: Contestant) -> dict[str, Any]:
-    """What a contestant says of itself."""
+    """Facts that a contestant tells of itself."""
     manager = getattr(getattr(contestant.optimizer, "shards", None), "manager", None)
     return {} if manager is None else dict(manager.stats())
 

@@ -124,10 +124,9 @@ def build(name: str, task: Task, chunk_mb: float | str) -> Contestant | None:
     kind, _, rest = name.partition(" ")
     if kind == "ZeRO":
         stage, _, when = rest.partition(" ")
-        plugin = LowLevelZeroPlugin(int(stage), chunk_mb=chunk_mb, verbose=False)
-        ours = boosted(name, task, plugin)
-        ours.optimizer.step_in_backward = when == IN_BACKWARD
-        return ours
+        early = when == IN_BACKWARD
+        plugin = LowLevelZeroPlugin(int(stage), chunk_mb, step_in_backward=early, verbose=False)
+        return boosted(name, task, plugin)
     if kind == "DDP":
         return boosted(name, task, TorchDDPPlugin(bucket_cap_mb=int(rest or 25), verbose=False))
     if kind == "FSDP2":

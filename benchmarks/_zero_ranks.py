@@ -71,7 +71,7 @@ class Options:
     """Write benchmarks/results."""
 
     def task(self) -> Task:
-        """What is trained."""
+        """Model and batches that are trained."""
         if self.model == "stdit":
             return stdit(self.batch or 16)
         return gpt(self.width, self.depth, self.batch or max(2, self.ranks), self.length)
@@ -83,7 +83,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Entry:
-    """What was found about a contestant.
+    """Measurements of a contestant.
 
     Attributes:
         step: seconds of a step, of the slowest rank.
@@ -106,7 +106,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank found on one network.
+    """Measurements of a rank on one network.
 
     Attributes:
         entries: by contestant, with `COMPUTE`.

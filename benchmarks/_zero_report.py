@@ -51,7 +51,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Network:
-    """What was measured on one network.
+    """Measurements on one network.
 
     Attributes:
         name: ``loopback``, or its rate.

@@ -147,11 +147,11 @@ def limited_losses(case: LimitCase, limit: int, folder: str) -> list[float]:
     return losses
 
 
-def least_limit(case: LimitCase, folder: str) -> tuple[int, int]:
-    """The stated minimum, and the bytes of all states."""
+def least_limit(case: LimitCase, folder: str, given: int = 100 << 30) -> tuple[int, int]:
+    """The stated minimum, and the bytes of all states; refused where `given` is less."""
     model, optimizer = case.made()
     plugin = GeminiPlugin(
-        "100GiB", disk=f"{folder}:4GiB", step_in_backward=case.step_in_backward, verbose=False
+        given, disk=f"{folder}:4GiB", step_in_backward=case.step_in_backward, verbose=False
     )
     plan = plugin.make_plan(model, optimizer, sample=case.sample())
     moved = plan.predicted.moved
@@ -166,7 +166,7 @@ def run(case: LimitCase, limit: Limit, folder: str) -> dict[str, object]:
     given = least + int(case.share * max(0, states - least))
     refused = ""
     try:
-        limited_losses(case, least // 2, folder)
+        least_limit(case, folder, least // 2)
     except GulliverError as error:
         refused = str(error)
     # The whole model is there when it is boosted: no plugin can help that.

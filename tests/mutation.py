@@ -80,6 +80,34 @@ MUTANTS = (
         ("zero", "zero_loops"),
     ),
     Mutant(
+        "zero: what has no gradient on one rank is stepped in backward by none",
+        "parallel/zero/_in_backward.py",
+        'handle = all_reduce(votes, "max"',
+        'handle = all_reduce(votes, "min"',
+        ("step_in_backward",),
+    ),
+    Mutant(
+        "zero: whole parameters lose their shapes",
+        "parallel/zero/_shards.py",
+        "return self.whole or self.parts == 1",
+        "return self.parts == 1",
+        ("zero_whole",),
+    ),
+    Mutant(
+        "zero: a shard that was stepped leaves the fast tier as it came",
+        "parallel/zero/_tiers.py",
+        "with sharded.chunk.opened(write=True, moments=True):",
+        "with sharded.chunk.opened(write=False, moments=True):",
+        ("zero_tiers", "gemini"),
+    ),
+    Mutant(
+        "memory: what is used for writing counts as unchanged",
+        "memory/_manager.py",
+        "self._decided(lambda: self._core.use(placed.number, write, fresh))",
+        "self._decided(lambda: self._core.use(placed.number, False, fresh))",
+        ("memory_manager", "zero_tiers"),
+    ),
+    Mutant(
         "sequence: merged parts keep the larger log-sum-exp",
         "parallel/sequence/_partial.py",
         "own_lse.copy_(torch.logaddexp(own_lse, lse))",
@@ -175,8 +203,8 @@ MUTANTS = (
     Mutant(
         "checkpoint: what changed while it was saved is not noticed",
         "checkpoint/_snapshot.py",
-        "if tensor._version != version:",
-        "if tensor._version < version:",
+        "if t._version != version]",
+        "if t._version < version]",
         ("checkpoint", "checkpoint_faults"),
     ),
     Mutant(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -94,6 +94,10 @@ def test_no_plugin_in_one_process_is_the_plain_loop() -> None:
         (lambda: Booster().backward(torch.ones(()), torch.optim.SGD([torch.ones(1)])), "boosted"),
         (lambda: boost()[0].boost(*boost()[1:]), "boosted already"),
         (lambda: boost(model=nn.Linear(3, 2, device="meta")), "is on meta"),
+        (
+            lambda: boost()[0].backward(torch.ones(()), boost()[2], retain_graph=True),
+            "not retain_graph: where losses share a graph, add them",
+        ),
         (lambda: boost()[2].step(lambda: 0.0), "closures"),
     ],
 )
@@ -399,3 +403,48 @@ def test_ddp_lets_attributes_through_and_no_sync_holds_gradients_back(pool: Pool
     assert one != two
     assert mean == same == pytest.approx((one + two) / 2, rel=1e-5)
     assert note == 7
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2))
+        self.register_buffer("n", torch.tensor(3))
+
+
+MISFITS = {
+    r"1e\+300 does not fit float32": {"w": torch.tensor([1e300, 1.0], dtype=torch.float64)},
+    "does not fit float32": {"w": torch.tensor([1 + 5j, 2j])},
+    "1.7000000.* does not fit int64": {"n": torch.tensor(1.7)},
+    "16777217 does not fit float32": {"w": torch.tensor([2**24 + 1, 1])},
+}
+
+
+@pytest.mark.parametrize("stage", [None, 1, 3])
+def test_a_model_takes_no_value_that_does_not_fit(stage: int | None, tmp_path: Path) -> None:
+    for message, odd in MISFITS.items():
+        save_file({"w": torch.ones(2), "n": torch.tensor(4), **odd}, tmp_path / "m.safetensors")
+        booster, model = Booster(), Counted()
+        if stage is not None:
+            booster, model, _ = boost(LowLevelZeroPlugin(stage, verbose=False), model)
+        with pytest.raises(GulliverError, match=message):
+            booster.load_model(model, tmp_path / "m.safetensors")
+        assert [model.w.tolist(), int(model.n)] == [[0, 0], 3]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_folders_load_as_files_do_or_are_told(stage: int, tmp_path: Path) -> None:
+    booster, model, optimizer = boost(LowLevelZeroPlugin(stage, verbose=False))
+    booster.save(tmp_path / "run", 1, model, optimizer)
+    booster.save_huggingface(model, tmp_path / "hf")
+    booster.save_optimizer(optimizer, tmp_path / "optimizer")
+    booster.close()
+    expected = model.weight.detach().clone()
+    for name in ("hf", "run", "run/step-00000001"):
+        booster, other, _ = boost(LowLevelZeroPlugin(stage, verbose=False))
+        with torch.no_grad():
+            other.weight.add_(1)
+        assert booster.load_model(other, tmp_path / name) == []
+        assert torch.equal(other.weight, expected)
+    with pytest.raises(GulliverError, match="is an optimizer's state: use load_optimizer"):
+        booster.load_model(other, tmp_path / "optimizer")

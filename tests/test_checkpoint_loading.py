@@ -287,3 +287,63 @@ def test_values_fit_or_do_not(
     assert (misfit(tensor, target) is None) == fits
     assert always_fits(target, target)
     assert not always_fits(saved, target)
+
+
+# What is broken, and who saved it
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def _flip(place: int) -> Callable[[Path], None]:
+    def flip(file: Path) -> None:
+        content = bytearray(file.read_bytes())
+        content[place] ^= 1
+        file.write_bytes(content)
+
+    return flip
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "message"),
+    [
+        ("model.safetensors", _truncate, r"holds no complete.*model.safetensors, .*truncated"),
+        ("model.safetensors", Path.unlink, r"holds no complete.*model.safetensors, .*not exist"),
+        ("manifest.json", _flip(40), r"holds no complete.*manifest.json is (corrupted|truncated)"),
+        *(
+            ("model.safetensors", _flip(place), r"model.safetensors, bytes 0 to .*: they are corr")
+            for place in (0, 7, 8, 12, 20, 30, 50, 70)
+        ),
+        ("state.json", _flip(30), r"state.json, bytes 0 to .*: they are corrupted"),
+    ],
+)
+def test_the_broken_file_of_the_only_step_is_named(
+    run: tuple[Path, dict[str, Any]],
+    name: str,
+    spoil: Callable[[Path], None],
+    message: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    spoil(run[0] / "step-00000001" / name)
+    with pytest.raises(GulliverError, match=message) as caught:
+        load(run[0], {"model": model()})
+    assert "another checkpoint" not in str(caught.value) or "holds no" not in str(caught.value)
+    assert "taking no other" not in caplog.text
+
+
+def test_raw_load_says_that_a_booster_saved_an_optimizer(tmp_path: Path) -> None:
+    plain = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    booster = Booster(LowLevelZeroPlugin(verbose=False))
+    boosted, wrapped, *_ = booster.boost(plain, optimizer)
+    booster.backward(boosted(torch.ones(1, 2)).sum(), wrapped)
+    wrapped.step()
+    booster.save(tmp_path, 1, boosted, wrapped)
+    booster.close()
+    other = nn.Linear(2, 2)
+    state = {"model": other, "optimizer": torch.optim.SGD(other.parameters(), lr=0.1)}
+    with pytest.raises(GulliverError, match=r"saved by a Booster, .* use booster.load, or leave"):
+        load(tmp_path, state)
+    assert load(tmp_path, {"model": other}).step == 1
+    assert torch.equal(other.weight, plain.weight)

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import struct
+import threading
 import zlib
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -38,8 +39,10 @@ from gulliver.checkpoint import (
 )
 from gulliver.checkpoint import _folder as folder_module
 from gulliver.checkpoint import _loading as loading_module
+from gulliver.checkpoint._collect import Collected
 from gulliver.checkpoint._image import read_slots
 from gulliver.checkpoint._manifest import MANIFEST, is_complete, write_manifest
+from gulliver.checkpoint._snapshot import Snapshot
 from gulliver.comm import World, adopt_world
 from gulliver.errors import GulliverError
 from gulliver.io import (
@@ -51,6 +54,7 @@ from gulliver.io import (
     hold,
     native_problem,
 )
+from gulliver.memory import storage_of
 
 PAGE = 64 * 2**10
 
@@ -143,6 +147,33 @@ def test_what_was_once_changed_while_it_was_saved_is_copied_at_once_from_then_on
             checkpointer.wait()
             assert load(tmp_path).values["mine"]["values"].eq(step - 1).all()
     checkpointer.close()
+    engine.close()
+
+
+class Watched:
+    """Stands for a tensor: while its version is compared, another thread asks for its memory."""
+
+    def __init__(self, snapshot: Snapshot, storage: int) -> None:
+        self._asking = threading.Thread(target=snapshot.release, args=({storage},))
+        self.let_through: bool | None = None
+
+    @property
+    def _version(self) -> int:
+        self._asking.start()
+        self._asking.join(0.2)
+        self.let_through = not self._asking.is_alive()
+        return 0
+
+
+def test_nobody_may_write_before_versions_have_been_compared(tmp_path: Path) -> None:
+    values, engine = torch.zeros(40_000), PythonEngine(page_bytes=PAGE, pages=8)
+    snapshot, storage = Snapshot(Collected({"mine": {"values": values}})), storage_of(values)
+    snapshot.submit(engine, tmp_path)
+    watched: Any = Watched(snapshot, storage)
+    snapshot._versions = {storage: [("mine: values", watched, 0)]}
+    snapshot.wait_copied()
+    assert watched.let_through is False
+    snapshot.finish(engine)
     engine.close()
 
 

@@ -44,7 +44,7 @@ def _losses(pool: Pool, name: str, ranks: int, **options: Any) -> list[float]:
     [
         ("pretrain_gpt", 2, 4, 1e-4),
         ("zero3", 2, 4, 1e-5),
-        ("train_larger_than_memory", 2, 4, 1e-5),
+        ("train_larger_than_memory", 2, 5, 1e-5),
         ("tensor_pipeline", 4, 4, 1e-4),
         ("long_context", 2, 3, 1e-4),
         ("custom_model", 2, 4, 1e-4),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import subprocess
 import sys
@@ -519,6 +520,56 @@ def test_a_budget_below_what_is_pinned_waits_for_the_next_step() -> None:
     controller.end_step()
     assert ledger.budgets[-1] == 60 * MIB
     controller.close()
+
+
+def test_a_step_that_takes_more_than_the_limit_is_told_once_with_the_limit_that_would_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tape, ledger = Tape(), Ledger()
+    footprint = Footprint(lambda: 0, interval=3600, gauge=tape)
+    controller = BudgetController(100 * MIB, ledger, footprint, minimum=60 * MIB)
+    for used in (40, 70, 90):
+        tape.value = used * MIB
+        assert bool(caplog.messages) == (used > 70)
+        controller.end_step()
+    (told,) = caplog.messages
+    for part in ("limit of 100.0 MiB", "60.0 MiB of state", "70.0 MiB besides", "136MiB"):
+        assert part in told
+    enough, short = BudgetRule(136 * MIB), BudgetRule(135 * MIB)
+    assert enough.limit - enough.margin >= 130 * MIB > short.limit - short.margin
+    controller.close()
+
+
+MALLOC = """
+from gulliver.memory import FreedMemory
+said = []
+first, second = FreedMemory(), FreedMemory()
+for freed in (first, second):
+    class Libc:
+        def mallopt(self, name, value):
+            said.append((name, value))
+    freed._libc = Libc()
+first.close()
+first.close()
+assert not said, "the other is open"
+second.close()
+print(said)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
+def test_the_last_that_closes_puts_mallocs_thresholds_to_what_its_environment_says() -> None:
+    for mapped, wanted in (("", 32 << 20), ("262144", 262144)):
+        done = subprocess.run(
+            [sys.executable, "-c", MALLOC],
+            env={**os.environ, "MALLOC_MMAP_THRESHOLD_": mapped, "MALLOC_TRIM_THRESHOLD_": ""},
+            capture_output=True,
+            text=True,
+            timeout=patient(60),
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == str([(-3, wanted), (-1, 64 << 20)])
 
 
 @pytest.mark.gpu

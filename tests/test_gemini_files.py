@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gulliver.booster import Booster, GeminiPlugin, TorchDDPPlugin
+from gulliver.booster import Booster, GeminiPlugin, TorchDDPPlugin, _limited
 from gulliver.comm import World
+from gulliver.errors import GulliverError
 from tests.pool import Pool
 
 WIDTH, LAYERS = 256, 8
@@ -31,10 +34,10 @@ def _batch(step: int, world: World) -> Tensor:
 class Job:
     """A training run, under a limit or not."""
 
-    def __init__(self, world: World, disk: Path | None) -> None:
+    def __init__(self, world: World, disk: Path | None, limit: str = "4.5MiB") -> None:
         plugin: Any = TorchDDPPlugin(verbose=False)
         if disk is not None:
-            plugin = GeminiPlugin("20MiB", disk=f"{disk}:64MiB", chunk_mb=0.5, verbose=False)
+            plugin = GeminiPlugin(limit, disk=f"{disk}:64MiB", chunk_mb=0.5, verbose=False)
         self.world, self.booster, model = world, Booster(plugin=plugin), _model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
@@ -108,6 +111,34 @@ def test_files_under_a_limit_are_those_of_a_run_without_one(pool: Pool, tmp_path
         _assert_close(load_file(tmp_path / file), wanted)
     for ranks, limited, ways in ((1, True, "step"), (1, True, "files"), (2, False, "files")):
         _assert_close(pool.run(_load, ranks, str(tmp_path), limited, ways)[0], six)
+
+
+def _resume(world: World, text: str, limit: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights of a run, and of one that goes on from the middle of it after a fresh boost."""
+    folder, found = Path(text), list[dict[str, Tensor]]()
+    for first in (0, 2):
+        # What else a process of tests holds, and gives back, is no business of this model.
+        with patch.object(_limited, "Footprint", side_effect=OSError):
+            job = Job(world, folder, limit)
+        if first:
+            job.booster.load(folder / "run", job.model, job.optimizer, step=1)
+        else:
+            job.train(0, 2, folder / "run")
+        job.train(2, 4)
+        found.append(job.weights(folder))
+        job.booster.close()
+    return found[0], found[1]
+
+
+def test_a_run_is_resumed_at_the_least_limit(pool: Pool, tmp_path: Path) -> None:
+    model = _model()
+    plugin = GeminiPlugin("1MiB", disk=f"{tmp_path}:64MiB", chunk_mb=0.5, verbose=False)
+    with pytest.raises(GulliverError, match="the smallest limit that works is") as refused:
+        plugin.make_plan(model, torch.optim.AdamW(model.parameters()))
+    least = str(refused.value).rpartition(" ")[2]
+    for limit in (least, "23MiB"):
+        ((whole, resumed),) = pool.run(_resume, 1, str(tmp_path), limit)
+        assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 def _assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

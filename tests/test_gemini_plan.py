@@ -80,6 +80,8 @@ def test_a_share_of_more_than_all_is_refused() -> None:
     with pytest.raises(GulliverError, match="more than all of it"):
         byte_size("limit", "101%", 100)
     assert byte_size("limit", 6e9) == 6 * 10**9
+    with pytest.raises(GulliverError, match="more than any machine has"):
+        byte_size("limit", 2**70)
 
 
 def test_a_disk_is_a_folder_that_may_have_colons_and_a_size() -> None:

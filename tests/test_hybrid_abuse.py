@@ -406,7 +406,7 @@ def _wrong_uses(world: World, plugin: dict[str, Any]) -> dict[str, str]:
 
 
 WRONG = {
-    "boosted twice": "boosted already",
+    "boosted twice": "Muon and AdamW, need LowLevelZeroPlugin below stage 3",
     "another optimizer": "of another model",
     "no iterator": "pass iter(dataloader)",
     "state": "booster.save_optimizer",

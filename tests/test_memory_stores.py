@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,24 @@ def test_a_disk_that_is_full_or_broken_says_so_and_leaves_nothing(tmp_path: Path
     store.allocate(3 * PAGE)
     with pytest.raises(GulliverError, match=f"full: {2 * PAGE} bytes .* {PAGE} of {4 * PAGE}"):
         store.allocate(2 * PAGE)
+    store.close()
+
+
+def test_pieces_of_all_sizes_fit_that_add_up_to_the_capacity(tmp_path: Path):
+    draw = random.Random(0)
+    sizes = [PAGE * draw.randint(1, 9) for _ in range(40)]
+    store, placed = DiskStore(tmp_path, sum(sizes)), dict[int, int]()
+    for _ in range(2000):
+        number = draw.randrange(len(sizes))
+        if number in placed:
+            store.free(placed.pop(number), sizes[number])
+        else:
+            placed[number] = store.allocate(sizes[number])
+        spans = sorted((begin, begin + sizes[n]) for n, begin in placed.items())
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    for number, offset in placed.items():
+        store.free(offset, sizes[number])
+    assert store.allocate(store.capacity) == 0  # in one piece again
     store.close()
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.parallel import ZeroOptimizer
+from gulliver.plan import Mesh, Plan, Tiers, ZeroPlan, check_plan
 from tests.pool import Pool
 from tests.tiers import (
     adamw,
@@ -39,14 +43,13 @@ def test_one_rank_has_the_bits_of_torch(stage: int) -> None:
     assert not differing(_trained(stage=stage, step_in_backward=True), plain())
 
 
-def _ranks(world: World, share: float) -> list[Any]:
-    """Differences of every stage from updates in the step; ranks use other layers."""
+def _ranks(world: World, share: float, plain: tuple[tuple[int, int], ...]) -> list[Any]:
+    """Differences from updates in the step, by stage and parts; ranks use other layers."""
     found: list[Any] = []
-    for stage in range(4):
-        for parts in (1, 2):
-            options: dict[str, Any] = {"rank": world.rank, "parts": parts, "stage": stage}
-            expected = _trained(**options)
-            found.append(differing(_trained(**options, step_in_backward=True), expected))
+    for stage, parts in plain:
+        options: dict[str, Any] = {"rank": world.rank, "parts": parts, "stage": stage}
+        expected = _trained(**options)
+        found.append(differing(_trained(**options, step_in_backward=True), expected))
     with manager_of(model_of(), share) as manager:
         options = {"rank": world.rank, "ordered": True}
         tiered = _trained(**options, manager=manager, step_in_backward=True)
@@ -59,11 +62,18 @@ def _ranks(world: World, share: float) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("size", "share"), [(2, 0.5), (4, 0.5)])
+EVERY = tuple(product(range(4), (1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("size", "plain"),
+    [(2, EVERY), (4, ((1, 2), (3, 1))), pytest.param(4, EVERY, marks=pytest.mark.full)],
+    ids=["2", "4", "4-every"],
+)
 def test_several_ranks_have_the_bits_of_updates_in_the_step(
-    pool: Pool, size: int, share: float
+    pool: Pool, size: int, plain: tuple[tuple[int, int], ...]
 ) -> None:
-    for found in pool.run(_ranks, size, share):
+    for found in pool.run(_ranks, size, 0.5, plain):
         assert not any(found), found
 
 
@@ -212,3 +222,44 @@ def test_a_backward_that_fails_before_any_update_can_be_repeated() -> None:
     optimizer.zero_grad()
     steps(model, optimizer)
     assert not differing(result(model, optimizer), plain())
+
+
+def _boosted_so(world: World) -> list[Any]:
+    """Differences that the plugin's argument makes, and what the plan says of it."""
+    found: list[Any] = []
+    for stage in range(4):
+        results = []
+        for early in (False, True):
+            model = model_of()
+            plugin = LowLevelZeroPlugin(
+                stage, chunk_mb=0.004, step_in_backward=early, verbose=False
+            )
+            booster = Booster(plugin)
+            _, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
+            steps(model, optimizer, end=2, rank=world.rank)
+            optimizer.gatherer.finish_all()
+            results.append(result(model, optimizer))
+            assert optimizer.step_in_backward is booster.plan.zero.step_in_backward is early
+            assert Plan.from_yaml(booster.plan.to_yaml()).zero.step_in_backward is early
+        found.append(differing(*results))
+    return found
+
+
+def test_the_plugin_takes_it_at_every_stage(pool: Pool) -> None:
+    assert not any(pool.run(_boosted_so, 2)[0])
+
+
+def test_a_plan_that_says_it_twice_or_cuts_the_model_is_refused() -> None:
+    zero = ZeroPlan(stage=3, step_in_backward=True)
+    plan = Plan(plugin="LowLevelZeroPlugin", mesh=Mesh("cpu", {"data": 1}), zero=zero)
+    check_plan(plan, 1)
+    for wrong, message in (
+        (replace(plan, zero=replace(zero, tiers=Tiers(2**30))), "with tiers the second counts"),
+        (replace(plan, mesh=Mesh("cpu", {"data": 1, "tensor": 1})), "leave the axis tensor out"),
+    ):
+        with pytest.raises(GulliverError, match=message):
+            check_plan(wrong, 1)
+    plugin = LowLevelZeroPlugin(3, step_in_backward=True, memory_limit="1GiB", verbose=False)
+    limited = plugin.choices(1).zero
+    assert limited is not None
+    assert limited.steps_in_backward

@@ -296,6 +296,52 @@ def test_tuning_finds_the_order_of_use_tries_sizes_and_is_kept(pool: Pool, tmp_p
     assert pool.run(_tuned, 2, str(tmp_path), False)[0][2]
 
 
+def _tuned_by(world: World, loop: str, stage: int) -> None:
+    """Trains by a loop in which backwards do not go through the optimizers that are tuned."""
+    torch.manual_seed(0)
+    twin = Odd()
+    model = copy.deepcopy(twin)
+    booster = Booster(LowLevelZeroPlugin(stage, chunk_mb="again", verbose=False))
+    parts = (trained(model)[:1], trained(model)[1:]) if "two" in loop else (trained(model),)
+    optimizers: list = [booster.boost(model, torch.optim.AdamW(part, lr=1e-2))[1] for part in parts]
+    plain = torch.optim.AdamW(trained(twin), lr=1e-2)
+    for number in range(20):
+        loss = model(data(number, world.rank)).square().mean()
+        if loop == "zero_grad before backward":
+            optimizers[0].zero_grad()
+        if loop == "loss.backward":
+            loss.backward()
+        else:
+            booster.backward(loss, optimizers[number % 2 if loop == "two in turns" else 0])
+        ranks = range(world.size)
+        plain.zero_grad()
+        sum(twin(data(number, r)).square().mean() / world.size for r in ranks).backward()
+        for stepper in (*optimizers, plain):
+            stepper.step()
+        if loop != "zero_grad before backward":
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    for mine, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        equal(mine, theirs)
+    for optimizer in optimizers:
+        assert optimizer.tuner.stage.name == "DONE"
+        assert optimizer.tuner.result.measured
+
+
+def _tuned_by_all(world: World) -> None:
+    for stage in (0, 2):
+        for loop in ("two", "two in turns"):
+            _tuned_by(world, loop, stage)
+    for stage in (1, 3):
+        for loop in ("loss.backward", "zero_grad before backward"):
+            _tuned_by(world, loop, stage)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_tuning_copes_with_backwards_of_others_and_is_exact(pool: Pool, size: int) -> None:
+    pool.run(_tuned_by_all, size)
+
+
 def test_presence_takes_legal_steps_only() -> None:
     from gulliver.parallel.zero._sharded import ShardedChunk
 

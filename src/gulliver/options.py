@@ -80,6 +80,8 @@ UNITS = {
 }
 _UNITS = {unit.lower(): size for unit, size in UNITS.items()}
 _SIZE = re.compile(r"(-?[0-9][0-9_,]*(?:\.[0-9]+)?)\s*([A-Za-z%]*)")
+LARGEST = 2**60
+"""Most bytes that a size may say."""
 RIGHT = "give a number with a unit, such as '6GiB' or '500 MB'"
 
 
@@ -93,7 +95,8 @@ def byte_size(name: str, value: Any, whole: int | None = None) -> int:
         whole: bytes that a share is of; None where a share makes no sense.
 
     Raises:
-        GulliverError: it is no size, or not above 0; it says what would be right.
+        GulliverError: it is no size, not above 0, or no machine has it; it says what would be
+            right.
     """
     right = RIGHT
     if isinstance(value, str):
@@ -104,6 +107,8 @@ def byte_size(name: str, value: Any, whole: int | None = None) -> int:
         size = whole_number(name, value)
     if size < 1:
         raise GulliverError(f"{name}={value!r} is no size above 0: {right}")
+    if size > LARGEST:
+        raise GulliverError(f"{name}={value!r} is more than any machine has: {right}")
     return size
 
 

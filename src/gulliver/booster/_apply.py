@@ -149,8 +149,7 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
         sizes = plan.mesh.of("tensor"), plan.mesh.of("pipeline")
         check_optimizer(optimizer, plan.zero.stage, *words, *sizes)
         tiers = plan.zero.tiers
-        backward = tiers is not None and tiers.step_in_backward
-        check_by_chunk(optimizer, plan.zero.stage, tiers is not None, backward)
+        check_by_chunk(optimizer, plan.zero.stage, tiers is not None, plan.zero.steps_in_backward)
         if not plan.mesh.names_model:
             check_trainable(named_trainables(model, optimizer))
         check_unshared(model, optimizer)
@@ -177,7 +176,8 @@ def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
         what = "stage 3 has sharded all of" if plan.stage == 3 else "fp16 has one loss scale for"
         raise GulliverError(
             f"a parameter is trained by another boosted optimizer, and {what} the model: make "
-            "one optimizer with a group for each part"
+            "one optimizer with a group for each part; two kinds, such as Muon and AdamW, need "
+            "stage 2 or less, and not fp16"
         )
     if half != "none" and optimizer is not None:
         check_unstepped(optimizer)

@@ -172,8 +172,22 @@ class Booster(FileKeeper):
                 )
         self.plugin.check(unwrapped(model), optimizer, self.mixed_precision or "none")
 
-    def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
-        """Backward of this rank's loss; gradients are averaged over the ranks."""
+    def backward(self, loss: Tensor, optimizer: BoostedOptimizer, **others: Any) -> None:
+        """Backward of this rank's loss; gradients are averaged over the ranks.
+
+        Args:
+            loss: loss of this rank.
+            optimizer: optimizer that `boost` returned.
+            others: refused; those of `torch.Tensor.backward`, such as ``retain_graph``.
+
+        Raises:
+            GulliverError: a further argument.
+        """
+        if others:
+            raise GulliverError(
+                f"booster.backward takes a loss and an optimizer, not {', '.join(others)}: where "
+                "losses share a graph, add them and call it once with the sum"
+            )
         with guard():
             boosted_only(optimizer).backward(loss)
 

@@ -170,6 +170,7 @@ def load_boosted(
     if model is not None and holder is not None:
         holder.before_model_load()
         agreed(lambda: reader.read_into(MODEL, wanted, prefix))
+        wanted.clear()  # under a memory limit nothing can leave that is still looked at
         holder.after_model_load()
     if optimizer is not None:
         boosted = optimizer

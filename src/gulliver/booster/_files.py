@@ -285,18 +285,20 @@ class FileKeeper:
     def load_model(self, model: nn.Module, path: Path | str, strict: bool = True) -> list[str]:
         """Reads a state dict into the model in place; every rank calls it.
 
-        Values are converted to the model's dtype, as `torch.nn.Module.load_state_dict` does.
+        Values are converted to the model's dtype, where they fit it, as `load` converts them.
 
         Args:
             model: boosted or not.
-            path: a safetensors file.
+            path: a safetensors file, a Hugging Face folder, or a step or run, of which the entry
+                ``model`` is taken.
             strict: refuse names that are missing or left over.
 
         Returns:
             The names that were missing or left over.
 
         Raises:
-            GulliverError: the file is missing or broken; names or shapes differ.
+            GulliverError: the file is missing or broken; names or shapes differ; a value does not
+                fit.
         """
         holder = self._optimizers.get(model)
         if holder is not None and _is_spread(holder):

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from gulliver.booster._replay import Shares, StateBytes
 from gulliver.booster._residency import find_residency, other_bytes
-from gulliver.errors import GulliverError
 from gulliver.memory import (
     ActivationPeak,
     BudgetController,
     DiskStore,
     Footprint,
     FreedMemory,
+    HostStore,
     Manager,
     Placed,
     Store,
@@ -30,8 +30,10 @@ from gulliver.plan import Plan, Tiers
 
 TRIMMED = 16
 """Part of the budget that is added between two times that freed memory is given back."""
+
+
 SLACK = 4
-"""Part of the state that a store has more room for: pieces of other sizes leave gaps."""
+"""Part of the state that host memory has more room for: its slabs are powers of two."""
 
 
 class LimitedManager(Manager):
@@ -51,6 +53,7 @@ class LimitedManager(Manager):
         self._kept = set[Placed]()
         # What parameters leave must go back at once: it and the chunks would be more than either.
         self._freed, self._added = FreedMemory(), 0
+        weakref.finalize(self, self._freed.close)
         self.step_moved = self._before = (0, 0)
 
     def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> Placed:
@@ -99,19 +102,18 @@ def manager_of(plan: Plan, state: StateBytes, device: torch.device) -> LimitedMa
     if tiers is None:
         return None
     found = find_residency(state, tiers, plan.work)
-    manager = LimitedManager(found.budget, device, _store(tiers, state), ahead=tiers.ahead or None)
+    store = _store(tiers, state, device)
+    manager = LimitedManager(found.budget, device, store, ahead=tiers.ahead or None)
     manager.shares = Shares.of(tiers)
     return manager
 
 
-def _store(tiers: Tiers, state: StateBytes) -> Store | None:
+def _store(tiers: Tiers, state: StateBytes, device: torch.device) -> Store | None:
     # What is reserved is reserved at once: no more than can be needed.
-    needed = state.total + state.total // SLACK
     if tiers.disk is not None:
-        return DiskStore(tiers.disk, min(tiers.disk_bytes, needed))
-    if tiers.host:
-        raise GulliverError("host_limit: page-locked memory is not there yet; name a disk")
-    return None
+        return DiskStore(tiers.disk, min(tiers.disk_bytes, state.reserved))
+    needed = state.reserved + state.reserved // SLACK
+    return HostStore(min(tiers.host, needed), device) if tiers.host else None
 
 
 def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager | None) -> None:

@@ -286,6 +286,10 @@ class LowLevelZeroPlugin(Plugin):
         memory_limit: memory for state and activations on each rank, under stage 3, as
             `GeminiPlugin` takes it; None for no limit.
         disk: folder and bytes for what does not fit, as of `GeminiPlugin`.
+        step_in_backward: step each chunk inside `Booster.backward`, as soon as its gradient is
+            complete: less memory for gradients, and at stages 1 and 2 gathers begin earlier. With
+            `max_norm` and with ``fp16`` all gradients are waited for. Clipping by the loop comes
+            too late for it and is refused, and `zero_grad` has to follow each step.
 
     Raises:
         GulliverError: another stage or precision, or a size that is not positive.
@@ -309,6 +313,7 @@ class LowLevelZeroPlugin(Plugin):
         memory_limit: int | float | str | None = None,
         disk: Path | str | None = None,
         assume_per_parameter: bool = False,
+        step_in_backward: bool = False,
     ) -> None:
         if isinstance(axes, str) and axes != "auto":
             raise GulliverError(f"axes={axes!r} is not known: 'auto', or the size of each axis")
@@ -339,7 +344,9 @@ class LowLevelZeroPlugin(Plugin):
         self.assume_elementwise, self.verbose = assume_elementwise, verbose
         self.assume_per_parameter = assume_per_parameter
         self.broadcast_buffers, self.cluster = broadcast_buffers, cluster
-        self.memory = TierOptions.within(stage, "LowLevelZeroPlugin(stage=3)", memory_limit, disk)
+        self.step_in_backward = step_in_backward
+        right, early = "LowLevelZeroPlugin(stage=3)", step_in_backward
+        self.memory = TierOptions.within(stage, right, memory_limit, disk, step_in_backward=early)
         if self.memory is not None and chunk_mb == "again":
             raise GulliverError(
                 "chunk_mb='again' tunes in the first steps: with a memory_limit 'auto' plans the "
@@ -364,6 +371,7 @@ class LowLevelZeroPlugin(Plugin):
                 broadcast_buffers=self.broadcast_buffers,
                 assume_elementwise=self.assume_elementwise,
                 assume_per_parameter=self.assume_per_parameter,
+                step_in_backward=self.step_in_backward and self.memory is None,
                 report=None if self.folder is None else str(self.folder),
                 tiers=None if self.memory is None else self.memory.tiers(device),
             ),

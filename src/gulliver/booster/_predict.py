@@ -15,7 +15,7 @@ from torch import nn
 
 from gulliver.booster._autocast import PRECISIONS
 from gulliver.booster._measure import measure_work, with_peaks
-from gulliver.booster._residency import find_residency, other_bytes, with_seconds
+from gulliver.booster._residency import find_residency, other_bytes, priced
 from gulliver.booster._resolve import (
     plan_stages,
     plan_tensors,
@@ -109,7 +109,7 @@ def _tiered(
     tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
     sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
     found = find_residency(state_bytes(plan, sizes), plan.zero.tiers, plan.work)
-    moved, tiered = with_seconds(found, plan.zero.tiers, plan.work, cluster)
+    moved, tiered = priced(found, plan.zero.tiers, plan.work, cluster)
     if tiered is None:
         return moved, seconds
     exposed = seconds.exposed + tiered.exposed

@@ -67,6 +67,11 @@ class StateBytes:
         """Bytes of everything that has a place of its own, whole pages each."""
         return sum(whole_pages(o.nbytes) for o in self.objects())
 
+    @property
+    def reserved(self) -> int:
+        """Bytes that are of use behind: those, and whole gradients, which may have to wait."""
+        return self.total + sum(whole_pages(c.whole) for c in self.chunks if c.trained)
+
     def objects(self) -> Iterator[StateObject]:
         """What has a place of its own, in the order in which it is made."""
         for number, chunk in enumerate(self.chunks):
@@ -357,7 +362,7 @@ def _transient(state: StateBytes) -> int:
     What a rank alone uses in its own type lies where it is used, and takes none.
     """
     whole = [
-        ChunkBytes(c.names, c.whole, 0, c.trained, True)
+        ChunkBytes(c.names, whole_pages(c.whole), 0, c.trained, True)
         for c in state.chunks
         if state.parts > 1 or c.copied
     ]

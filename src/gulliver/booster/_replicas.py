@@ -73,7 +73,7 @@ def share_zero(
         "ahead": zero.gather_ahead,
         "overlap": zero.overlap,
         "manager": manager,
-        "step_in_backward": zero.tiers is not None and zero.tiers.step_in_backward,
+        "step_in_backward": zero.steps_in_backward,
     }
     if mesh is not None:
         frozen = [p for p, name in rest.items() if whole.aliases[name] in whole.frozen]

@@ -83,6 +83,11 @@ def find_residency(
     Raises:
         GulliverError: the limit, or what lies behind, is too small; the least is named.
     """
+    if tiers.host and tiers.disk is not None:
+        raise GulliverError(
+            f"host_limit={size_text(tiers.host)} and disk={tiers.disk!r} together are not "
+            "supported yet: give the one that holds the state, and leave the other out"
+        )
     endless, other = Replay(state, ENDLESS, True, tiers, "farthest"), other_bytes(tiers, work)
     for _ in range(2):  # the second begins with what the optimizer has made in the first
         endless.step()
@@ -94,7 +99,8 @@ def find_residency(
         decides = f"all state, as nothing lies behind it (with a disk {enough} would do)"
     rule = BudgetRule(tiers.limit, least)
     budget = rule.begin(ActivationPeak(other), decides)
-    _check_behind(state, tiers, behind, budget - least)
+    if 0 < behind < state.total and budget < endless.most:
+        _refuse_behind(state, tiers, behind, smallest_limit(endless.most, other))
     replay = Replay(state, budget, bool(behind), tiers, policy)
     left, visits = set(), list[Seen]()
     for _ in range(STEPS):
@@ -116,16 +122,14 @@ def find_residency(
     return Residency(state, visits, replay.counter.fullest, budget, moved)
 
 
-def _check_behind(state: StateBytes, tiers: Tiers, behind: int, room: int) -> None:
-    """Refuses a disk, or host memory, that what does not stay would not fit."""
-    needed = state.total - max(0, room)
-    if behind and needed > behind:
-        what = f"disk={tiers.disk!r}" if tiers.disk is not None else "host_limit"
-        raise GulliverError(
-            f"{what} gives {size_text(behind)}, and {size_text(needed)} of "
-            f"{size_text(state.total)} of state do not fit the memory limit: give it "
-            f"{size_at_least(needed)}, or raise the limit by as much"
-        )
+def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int) -> None:
+    """Refuses a disk, or host memory, without a place for each object: any may have to leave."""
+    what = f"disk={tiers.disk!r}" if tiers.disk is not None else "host_limit"
+    raise GulliverError(
+        f"{what} gives {size_text(behind)}, and {size_text(state.total)} of state do not fit the "
+        f"memory limit: give it {size_at_least(state.total)}, or raise the limit to "
+        f"{size_at_least(roomy)}"
+    )
 
 
 def _named(state: StateBytes, number: int) -> str:
@@ -166,7 +170,7 @@ def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
     return host_rates(cluster.device) if tiers.host else None
 
 
-def with_seconds(
+def priced(
     found: Residency, tiers: Tiers, work: Work, cluster: Cluster
 ) -> tuple[Moved, TieredSeconds | None]:
     """What moves, with the seconds that it takes, what a step waits for and the price of memory.

@@ -90,7 +90,7 @@ def read_model(holder: BoostedOptimizer, model: nn.Module, path: Path, strict: b
 
     agreed(check)
     holder.before_model_load()
-    agreed(lambda: _ignored(load_huggingface(leaves, path, False, "", elsewhere, aliases)))
+    agreed(lambda: _ignored(load_huggingface(leaves, path, False, "", elsewhere, aliases, True)))
     holder.after_model_load()
     every = gather_objects(found.missing + found.unexpected)
     return list(dict.fromkeys(name for names in every for name in names))

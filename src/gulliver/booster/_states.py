@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from gulliver.checkpoint import (
     Mismatch,
     join_state,
-    match,
     read_json,
-    read_tensors,
+    read_weights,
     split_state,
     write_json,
 )
@@ -74,9 +73,7 @@ def whole_model(model: nn.Module) -> dict[str, Tensor]:
 
 def read_model(model: nn.Module, path: Path, strict: bool) -> list[str]:
     """Reads a state dict in place; returns the names that were missing or left over."""
-    state, own = read_tensors(path), model.state_dict()
-    odd = match(state, own)
-    odd.refuse(str(path), len(own), strict)
+    state, odd = read_weights(path, model.state_dict(), strict)
     model.load_state_dict(state, strict=False)
     return odd.missing + odd.unexpected
 

@@ -28,7 +28,7 @@ from gulliver.checkpoint._files import (
 from gulliver.checkpoint._filling import Filling
 from gulliver.checkpoint._folder import CheckpointFolder
 from gulliver.checkpoint._gathering import GatheredWeights, on_gathered
-from gulliver.checkpoint._huggingface import load_huggingface, match_huggingface
+from gulliver.checkpoint._huggingface import load_huggingface, match_huggingface, read_weights
 from gulliver.checkpoint._interchange import (
     export_huggingface,
     gather_huggingface,
@@ -90,6 +90,7 @@ __all__ = [
     "read_manifest",
     "read_metadata",
     "read_tensors",
+    "read_weights",
     "refs_in",
     "refuse_boosted",
     "refuse_existing",

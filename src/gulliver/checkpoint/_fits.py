@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gulliver.errors import GulliverError
+
 
 def always_fits(saved: torch.dtype, target: torch.dtype) -> bool:
     """Whether every value of one dtype fits another, so that none has to be looked at."""
@@ -46,6 +48,20 @@ def misfit(values: Tensor, target: torch.dtype) -> str | None:
         return None
     value = values[int(bad.nonzero()[0])]
     return f"{value.item()} does not fit {str(target).removeprefix('torch.')}"
+
+
+def refuse_misfit(where: str, name: str, values: Tensor, target: torch.dtype) -> None:
+    """Refuses values of a tensor that do not fit the dtype that they are to be converted to.
+
+    Raises:
+        GulliverError: one does not; the message names the tensor and the value.
+    """
+    problem = misfit(values, target)
+    if problem is not None:
+        raise GulliverError(
+            f"{where}: tensor {name!r} is {str(values.dtype).removeprefix('torch.')} there: "
+            f"{problem}"
+        )
 
 
 def _kind(dtype: torch.dtype) -> str:

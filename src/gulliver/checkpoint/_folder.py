@@ -135,8 +135,8 @@ class CheckpointFolder:
                 break
         named = self._named()
         if named and group_rank() == 0 and not self._is_step(named):
-            instead = newest.name if newest else "no other is there"
-            _log.warning("checkpoint %s is not complete: taking %s", self.root / named, instead)
+            what = f"taking {newest.name}" if newest else "no other is there"
+            _log.warning("checkpoint %s is not complete: %s", self.root / named, what)
         return newest
 
     def _named(self) -> str | None:

@@ -6,7 +6,7 @@ the file are those that it holds, else through a batch's, converted.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from gulliver.checkpoint._fits import always_fits, refuse_misfit
 from gulliver.checkpoint._matching import Mismatch, match
 from gulliver.checkpoint._tree import Leaf
 from gulliver.checkpoint._weights import BATCH, Batch, TensorInfo, Weights, identity, open_weights
@@ -29,13 +30,14 @@ def load_huggingface(
     prefix: str = "",
     elsewhere: Collection[str] = (),
     aliases: Mapping[str, str] | None = None,
+    checked: bool = False,
 ) -> Mismatch:
     """Fills a model in place from a Hugging Face folder or a safetensors file.
 
     Every rank calls it, and reads what it needs: for a `Part`, and for a parameter that holds a
     region of a whole (`gulliver.memory.set_region`), only its elements. Values are
-    converted to the model's dtypes. Names that share their memory with one that is loaded (tied
-    weights) need not be in the files. Boosted models can be loaded, too.
+    converted to the model's dtypes, where they fit. Names that share their memory with one that is
+    loaded (tied weights) need not be in the files. Boosted models can be loaded, too.
 
     Args:
         model: model to fill, or tensors and parts of tensors by name.
@@ -49,20 +51,24 @@ def load_huggingface(
             stages of a pipeline are.
         aliases: names of this model, and the names whose values they have where the files lack
             them: tied weights of which one lies in another stage.
+        checked: whether `match_huggingface` has looked at the values already.
 
     Returns:
         What did not match; empty if all did.
 
     Raises:
         GulliverError: the files are missing or broken; something does not match. Other shapes never
-            do, and something must match.
+            do, and something must match. A value does not fit the dtype that it is converted to:
+            nothing is changed then.
     """
     targets = _targets(model)
     with open_weights(path) as weights:
         odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
-        names = {name: prefix + name for name in targets if prefix + name in weights.infos}
-        before_write(_value(targets[name]) for name in names if _is_plain(targets[name]))
-        _fill(weights, {source: targets[name] for name, source in names.items()})
+        sources = _sources(weights, targets, prefix)
+        if not checked:
+            _check_fits(weights, sources)
+        before_write(_value(leaf) for leaf in sources.values() if _is_plain(leaf))
+        _fill(weights, sources)
     return odd
 
 
@@ -74,13 +80,58 @@ def match_huggingface(
     elsewhere: Collection[str] = (),
     aliases: Mapping[str, str] | None = None,
 ) -> Mismatch:
-    """Returns what `load_huggingface` would of these arguments; reads headers only.
+    """Returns what `load_huggingface` would of these arguments; changes nothing.
+
+    Headers are read, and values that are to go to a narrower dtype.
 
     Raises:
-        GulliverError: in the cases of `load_huggingface`, but for broken values.
+        GulliverError: in the cases of `load_huggingface`, but for other broken values.
+    """
+    targets = _targets(model)
+    with open_weights(path) as weights:
+        odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
+        _check_fits(weights, _sources(weights, targets, prefix))
+    return odd
+
+
+def read_weights(
+    path: Path | str, wanted: Mapping[str, Tensor], strict: bool = True
+) -> tuple[dict[str, Tensor], Mismatch]:
+    """Reads all tensors into new host memory, checked as `load_huggingface` checks them.
+
+    Args:
+        path: safetensors file, Hugging Face folder, step or run.
+        wanted: tensors of the shapes and dtypes that are to be filled, by name.
+        strict: whether to refuse what does not match; else it is reported.
+
+    Returns:
+        Tensors by name, of the dtypes that they are stored in, and what did not match.
+
+    Raises:
+        GulliverError: the files are missing or broken; something does not match or fit.
     """
     with open_weights(path) as weights:
-        return _matched(weights, _targets(model), strict, prefix, elsewhere, aliases)
+        odd = _matched(weights, wanted, strict, "", (), None)
+        found = {name: torch.empty(i.shape, dtype=i.dtype) for name, i in weights.infos.items()}
+        weights.read({n: Part(v.view(-1), tuple(v.shape)) for n, v in found.items() if v.numel()})
+        for name in wanted.keys() & found.keys():
+            refuse_misfit(str(weights.path), name, found[name], wanted[name].dtype)
+    return found, odd
+
+
+def _sources(weights: Weights, targets: Mapping[str, Leaf], prefix: str) -> dict[str, Leaf]:
+    """Returns what is filled, by the names in the files."""
+    return {prefix + n: leaf for n, leaf in targets.items() if prefix + n in weights.infos}
+
+
+def _check_fits(weights: Weights, sources: Mapping[str, Leaf]) -> None:
+    """Refuses values that do not fit; they are read again to be kept, for they may be many."""
+    batch = Batch()
+    for source, leaf in sources.items():
+        target = _value(leaf).dtype
+        if not always_fits(weights.infos[source].dtype, target):
+            for _, values in _pieces(weights, source, leaf, batch):
+                refuse_misfit(str(weights.path), source, values, target)
 
 
 def _matched(
@@ -183,10 +234,17 @@ def _fits(leaf: Leaf, info: TensorInfo) -> bool:
 
 
 def _fill_staged(weights: Weights, source: str, leaf: Leaf, batch: Batch) -> None:
-    value, size = _value(leaf).view(-1), weights.infos[source].dtype.itemsize
-    (first, region), step = _origin(leaf), BATCH // size
-    for start in range(0, value.numel(), step):
-        stop = min(value.numel(), start + step)
-        runs = [(source, first + start, first + stop)]
-        parts = batch.read(weights, runs, {source: region})
-        value[start:stop].copy_(parts[source].value)
+    value = _value(leaf).view(-1)
+    for start, values in _pieces(weights, source, leaf, batch):
+        value[start : start + values.numel()].copy_(values)
+
+
+def _pieces(
+    weights: Weights, source: str, leaf: Leaf, batch: Batch
+) -> Iterator[tuple[int, Tensor]]:
+    """Reads what a leaf is filled from, batch by batch; each is good until the next."""
+    count = _value(leaf).numel()
+    (first, region), step = _origin(leaf), BATCH // weights.infos[source].dtype.itemsize
+    for start in range(0, count, step):
+        runs = [(source, first + start, first + min(count, start + step))]
+        yield start, batch.read(weights, runs, {source: region})[source].value

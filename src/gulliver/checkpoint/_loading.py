@@ -15,6 +15,7 @@ from gulliver.checkpoint._folder import CheckpointFolder, steps_of
 from gulliver.checkpoint._manifest import MANIFEST, is_complete, read_manifest
 from gulliver.checkpoint._matching import Mismatch
 from gulliver.checkpoint._reader import StepReader
+from gulliver.checkpoint._verifying import Verifier
 from gulliver.comm import group_rank
 from gulliver.errors import GulliverError
 
@@ -89,12 +90,27 @@ def step_folder(path: Path | str, step: int | None = None) -> Path:
     folder = CheckpointFolder(path)
     if step is not None:
         if not is_complete(folder.path(step)):
-            raise GulliverError(f"{path} has no complete step {step}: it has {folder.steps()}")
+            why = _why_broken(folder.path(step))
+            raise GulliverError(
+                f"{path} has no complete step {step}: it has {folder.steps()}{why and f'; {why}'}"
+            )
         return folder.path(step)
     newest = folder.latest()
     if newest is None:
-        raise GulliverError(f"{path} holds no complete checkpoint")
+        last = max(steps_of(path), default=None)
+        why = "" if last is None else _why_broken(last[1])
+        raise GulliverError(f"{path} holds no complete checkpoint{why and f': {why}'}")
     return newest
+
+
+def _why_broken(step: Path) -> str:
+    """Tells what is missing or too short of a step, if it is there at all."""
+    try:
+        if step.is_dir():
+            Verifier(step, read_manifest(step)).check_sizes()
+    except GulliverError as error:
+        return str(error).removesuffix(": take another checkpoint")
+    return ""
 
 
 def check_number(folder: Path, step: int | None) -> None:

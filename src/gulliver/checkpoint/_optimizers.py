@@ -46,6 +46,11 @@ def optimizer_state(
     where = f"{reader.folder}, entry {entry!r}"
     content = with_refs(skeleton, reader.tensors(entry))
     if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
+        if isinstance(content, dict) and {"optimizer", "groups", "state"} <= content.keys():
+            raise GulliverError(
+                f"{where}, was saved by a Booster, by the names of parameters: boost model and "
+                "optimizer (TorchDDPPlugin shards nothing) and use booster.load, or leave it out"
+            )
         if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
             raise GulliverError(f"{where}, is not the state of an optimizer: give what was saved")
         whole = replace_refs(content, reader.whole(entry, names_in(skeleton)))

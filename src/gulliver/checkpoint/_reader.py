@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gulliver.checkpoint._collect import own_entry
-from gulliver.checkpoint._fits import always_fits, misfit
+from gulliver.checkpoint._fits import always_fits, refuse_misfit
 from gulliver.checkpoint._json import parse_json
 from gulliver.checkpoint._manifest import STATE, TensorEntry, read_manifest
 from gulliver.checkpoint._matching import match
@@ -211,12 +211,8 @@ class StepReader:
     ) -> None:
         self.read_into(entry, batch, prefix)
         for name, part in batch.items():
-            problem = misfit(part.value, _values(wanted[name]).dtype)
-            if problem is not None:
-                raise GulliverError(
-                    f"{self.folder}, entry {entry!r}: tensor {prefix + name!r} is "
-                    f"{str(part.value.dtype).removeprefix('torch.')} there: {problem}"
-                )
+            where, target = f"{self.folder}, entry {entry!r}", _values(wanted[name]).dtype
+            refuse_misfit(where, prefix + name, part.value, target)
 
     def read_into(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> None:
         """Fills tensors, and parts of tensors, in place; converts to their dtype.
@@ -304,8 +300,7 @@ class StepReader:
         Raises:
             GulliverError: a file is; the message names it.
         """
-        for name in self.manifest.files:
-            self._files.check_size(name)
+        self._files.check_sizes()
 
     def verify(self) -> Iterator[tuple[str, int]]:
         """Reads every page of every file and checks it.

@@ -89,7 +89,7 @@ class Snapshot:
         self._versions: dict[int, list[tuple[str, Tensor, int]]] = {}
         self._waiting: dict[int, list[Ticket | CopyTicket]] = {}
         self._tickets: dict[str, list[Ticket | CopyTicket]] = {}
-        self._lane_tickets: list[CopyTicket] = []
+        self._copy_tickets: list[CopyTicket] = []
         self._files: dict[str, File] = {}
         self._mapped, self._gone = FileMappings(), defaultdict[int, list[tuple[int, int]]](list)
         self.devices: set[torch.device] = set()
@@ -234,7 +234,7 @@ class Snapshot:
                     (self._small.held(image.sources[n]), begin, count) for n, begin, count in runs
                 ]
                 ticket = CopyTicket(copy_stream, file, offset, sources)
-                self._lane_tickets.append(ticket)
+                self._copy_tickets.append(ticket)
             tickets.append(ticket)
             if self.disk_bytes and copy_stream is None:
                 self._gone[id(ticket)] += [
@@ -247,7 +247,7 @@ class Snapshot:
 
     def pump(self, engine: Engine) -> None:
         """Copies from the device into pages, and has them written, until all are under way."""
-        pump(engine, self._lane_tickets)
+        pump(engine, self._copy_tickets)
 
     def release(self, storages: set[int] | None) -> None:
         """Waits until the memory of these storages, or of all, has been copied."""
@@ -317,7 +317,7 @@ class Snapshot:
     def abandon(self, engine: Engine, error: Exception) -> None:
         """Wakes whoever waits, and closes the files, after a failure."""
         self._submitted.set()
-        for ticket in self._lane_tickets:
+        for ticket in self._copy_tickets:
             ticket.fail(error)
         self.release(None)
         self.close_files(engine)

@@ -93,6 +93,15 @@ class Verifier:
         begin, stop = sorted((size or 0, entry.nbytes))
         raise self._broken(name, begin, stop, what)
 
+    def check_sizes(self) -> None:
+        """Refuses files that are missing, or shorter or longer than they were.
+
+        Raises:
+            GulliverError: a file is; the message names it.
+        """
+        for name in self.manifest.files:
+            self.check_size(name)
+
     def text(self, name: str) -> bytes:
         """Reads a small file, of one page.
 
@@ -115,12 +124,26 @@ class Verifier:
         file, dtype = part.file, self.manifest.tensors[entry][name].dtype
         if file not in self._slots:
             self.check_size(file)
-            self._slots[file], _ = read_slots(self.folder / file)
+            self._slots[file] = self._read_slots(file)
         found, nbytes = self._slots[file].get(name), (part.stop - part.start) * dtype.itemsize
         if found is None or (found.dtype, found.nbytes) != (dtype, nbytes):
+            self._check_header_pages(file)
             what, stop = "the header and the manifest disagree", self.manifest.files[file].nbytes
             raise self._error(Problem(file, 0, stop, (f"{entry}: {name}",), what))
         return found
+
+    def _read_slots(self, file: str) -> dict[str, Slot]:
+        """Reads a header; where it makes no sense its checksum tells what has happened to it."""
+        try:
+            return read_slots(self.folder / file)[0]
+        except GulliverError:
+            self._check_header_pages(file)
+            raise
+
+    def _check_header_pages(self, file: str) -> None:
+        """Checks the page that a header begins in, which holds all of most headers."""
+        for _ in self.pages(file, [0]):
+            pass
 
     def pages(self, name: str, numbers: Iterable[int]) -> Iterator[tuple[int, Page]]:
         """Reads pages of a file in order, a few ahead; each is good until the next.
@@ -187,7 +210,7 @@ class Verifier:
     def _check_header(self, file: str) -> None:
         """Compares the header of a file with the manifest; those of empty files have no tensors."""
         if file.endswith(".safetensors"):
-            read_slots(self.folder / file)
+            self._read_slots(file)
         for entry, tensors in self.manifest.tensors.items():
             for name, tensor in tensors.items():
                 for part in tensor.parts:

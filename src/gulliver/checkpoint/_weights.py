@@ -124,6 +124,8 @@ class StepWeights(Weights):
         self.files = [self.path / name for name in self.reader.manifest.files]
         if entry is not None and not saved.get(entry):
             having = [name for name, tensors in saved.items() if tensors]
+            if self.reader.entries == ["optimizer"]:
+                raise GulliverError(f"{self.path} is an optimizer's state: use load_optimizer")
             raise GulliverError(f"{self.path}, entry {entry!r}, has no tensors: {_of(having)}")
         self._places = {
             f"{which}: {name}" if entry is None else name: (which, name)

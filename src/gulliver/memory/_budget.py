@@ -13,6 +13,7 @@ below what the manager has to hold at once: there the loop can do no more, and s
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -186,6 +187,7 @@ class BudgetController:
         decides: str = "",
     ) -> None:
         self.rule = BudgetRule(limit, max(minimum, manager.minimum))
+        self._least, self._warned = minimum or manager.minimum, False
         self.steps: list[StepFootprint] = []
         self._manager, self._footprint = manager, footprint
         manager.set_budget(self.rule.begin(predicted, decides))
@@ -216,6 +218,22 @@ class BudgetController:
         self.steps.append(step)
         self.rule.minimum = max(self.rule.minimum, self._manager.minimum)
         self._apply(self.rule.end_step(step.other))
+        self._warn(step.other)
+
+    def _warn(self, other: int) -> None:
+        """Says once that a step needs more than the limit, whatever state makes room for it."""
+        limit, least = self.rule.limit, self._least
+        if other + least <= limit or self._warned:
+            return
+        self._warned = True
+        logging.getLogger("gulliver").warning(
+            "a step takes more than the memory limit of %s: %s of state at once and %s besides "
+            "(activations, what operations need); the smallest limit that would do is %dMiB",
+            _mib(limit),
+            _mib(least),
+            _mib(other),
+            math.ceil(_limit_for(least + other) / 2**20),
+        )
 
     def explain(self) -> str:
         """Tells every change of the budget, one a line."""
@@ -248,7 +266,11 @@ def smallest_limit(minimum: int, predicted: int) -> int:
         minimum: least bytes that the manager has to hold at once.
         predicted: bytes of activations and other memory, as predicted.
     """
-    need = minimum + with_unseen(predicted)
+    return _limit_for(minimum + with_unseen(predicted))
+
+
+def _limit_for(need: int) -> int:
+    """Least limit that is `need` and its margin."""
     limit = (need + MARGIN_BYTES) * MARGIN_SHARE // (MARGIN_SHARE - 1) - 2
     while limit - limit // MARGIN_SHARE - MARGIN_BYTES < need:
         limit += 1

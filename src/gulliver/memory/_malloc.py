@@ -14,12 +14,13 @@ import os
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 MAPPED = 1 << 20
 """Bytes from which memory is mapped by itself and goes back as soon as it is freed."""
-# Where glibc's own thresholds end up in a process that trains: they cannot be made to move again.
+# Once set, glibc's thresholds do not move by themselves again, and it tells nobody where they were.
+# So they are put to where they end up in a process that trains, or to what its environment says.
 _GROWN_MMAP, _GROWN_TRIM = 32 << 20, 64 << 20
 
 
 class FreedMemory:
-    """Lets freed memory leave the process until `close`.
+    """Lets freed memory leave the process until `close`; of several, until the last one's.
 
     Args:
         mapped: bytes from which an allocation is mapped by itself.
@@ -28,10 +29,13 @@ class FreedMemory:
         reason: why nothing is done here; empty where it is.
     """
 
+    _open = 0
+
     def __init__(self, mapped: int = MAPPED) -> None:
         self.reason = _reason()
         self._libc = None if self.reason else ctypes.CDLL(None)
         if self._libc is not None:
+            FreedMemory._open += 1
             self._libc.mallopt(_M_MMAP_THRESHOLD, mapped)
             self._libc.mallopt(_M_TRIM_THRESHOLD, mapped)
 
@@ -41,17 +45,26 @@ class FreedMemory:
             trim_heaps()
 
     def close(self) -> None:
-        """Lets glibc keep freed memory again."""
-        if self._libc is not None:
-            self._libc.mallopt(_M_MMAP_THRESHOLD, _GROWN_MMAP)
-            self._libc.mallopt(_M_TRIM_THRESHOLD, _GROWN_TRIM)
-            self._libc = None
+        """Lets glibc keep freed memory again, as its environment says or as it does by itself."""
+        libc, self._libc = self._libc, None
+        if libc is None:
+            return
+        FreedMemory._open -= 1
+        if not FreedMemory._open:
+            libc.mallopt(_M_MMAP_THRESHOLD, _said("MALLOC_MMAP_THRESHOLD_", _GROWN_MMAP))
+            libc.mallopt(_M_TRIM_THRESHOLD, _said("MALLOC_TRIM_THRESHOLD_", _GROWN_TRIM))
 
 
 def trim_heaps() -> None:
     """Gives back what is freed already, where malloc is glibc's."""
     if not _reason():
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _said(name: str, default: int) -> int:
+    """What glibc's variable says, if it is one that glibc would have understood."""
+    text = os.environ.get(name, "")
+    return min(int(text), (1 << 31) - 1) if text.isdecimal() else default
 
 
 def _reason() -> str:

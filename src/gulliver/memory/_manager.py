@@ -96,7 +96,13 @@ class Manager:
     # Objects
 
     def add(
-        self, name: str, kind: str, numel: int, dtype: torch.dtype, value: Tensor | None = None
+        self,
+        name: str,
+        kind: str,
+        numel: int,
+        dtype: torch.dtype,
+        value: Tensor | None = None,
+        brief: bool = False,
     ) -> Placed:
         """Takes a new object; without a value it is zeros, without memory until it is used.
 
@@ -106,6 +112,7 @@ class Manager:
             numel: number of elements.
             dtype: dtype of the elements.
             value: content, which is copied.
+            brief: whether its content is discarded before long: no place is kept free for it.
 
         Raises:
             GulliverError: there is no room for it; nothing was changed.
@@ -113,13 +120,13 @@ class Manager:
         with self._entered():
             if kind not in (*KINDS, ACTIVATIONS):
                 raise GulliverError(f"kind {kind!r} of {name}: one of {', '.join(KINDS)}")
-            placed = Placed(name, kind, numel, dtype, number=self._number)
+            placed = Placed(name, kind, numel, dtype, number=self._number, brief=brief)
             self._check_total(placed)
             self._tell()
             self._number += 1
             actions = self._core.add(placed.number, name, placed.size, value is not None)
             self._placed[placed.number] = placed
-            self._total += placed.size
+            self._total += placed.kept
             try:
                 self._run(actions)
                 if value is not None:
@@ -137,7 +144,7 @@ class Manager:
             self._check(placed)
             self._run(self._core.remove(placed.number))
             del self._placed[placed.number]
-            self._total -= placed.size
+            self._total -= placed.kept
 
     def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
         """Brings an object into the fast tier, and keeps it there until `done`.
@@ -269,7 +276,7 @@ class Manager:
             GulliverError: less than what is in use now; nothing was changed.
         """
         with self._entered():
-            actions = self._core.set_budget(nbytes)
+            actions = self._decided(lambda: self._core.set_budget(nbytes))
             self._traffic.budget = nbytes
             self._history.event("budget", nbytes)
             self._run(actions)
@@ -364,7 +371,7 @@ class Manager:
 
     def _check_total(self, placed: Placed) -> None:
         """Refuses early what will not fit anywhere."""
-        total, behind = self._total + placed.size, self.store.capacity if self.store else 0
+        total, behind = self._total + placed.kept, self.store.capacity if self.store else 0
         if self.store is not None and total > self.budget + behind:
             raise GulliverError(
                 f"{placed.name} does not fit: all objects need {total} bytes, the memory budget of "

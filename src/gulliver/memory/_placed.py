@@ -54,6 +54,7 @@ class Placed:
         tensor: flat tensor of `dtype` while the object is in the fast tier, else None. Its memory
             moves between visits: views are made anew after each `Manager.use`.
         number: number by which decisions name it.
+        brief: whether its content is discarded before long.
         where: where it is on its way.
         memory: whole pages of the fast tier that it holds.
         offset: offset of its content in the store; None where the store has not got it.
@@ -69,6 +70,7 @@ class Placed:
     dtype: torch.dtype
     tensor: Tensor | None = None
     number: int = -1
+    brief: bool = False
     where: Where = Where.AWAY
     memory: Tensor | None = field(default=None, repr=False)
     offset: int | None = field(default=None, repr=False)
@@ -86,6 +88,11 @@ class Placed:
     def size(self) -> int:
         """Bytes of the whole pages that hold it."""
         return whole_pages(self.nbytes)
+
+    @property
+    def kept(self) -> int:
+        """Bytes that there must be room for, in one tier or the other, at any time."""
+        return 0 if self.brief else self.size
 
     @property
     def done(self) -> bool:

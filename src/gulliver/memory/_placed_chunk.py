@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -104,12 +105,6 @@ class PlacedChunk(Chunk):
         name, size = self.layout.slots[0].name, self.layout.part_size
         kind = PARAMETERS if dtype == self.dtype else OPTIMIZER_STATE
         self._shard = self._manager.add(f"parameters from {name}", kind, size, dtype)
-        self._trained = trained
-        if trained:  # room is kept for every object, on the disk too
-            self._gradient = self._manager.add(f"gradients from {name}", GRADIENTS, size, dtype)
-            self._whole = self._manager.add(
-                f"gradients of this rank from {name}", GRADIENTS, self.layout.size, self.dtype
-            )
         with self._manager.using(self._shard, fresh=True) as home:
             home.copy_(self.shard)
         self.home = self._elsewhere = _on_meta(self._shard)
@@ -204,8 +199,9 @@ class PlacedChunk(Chunk):
             self.buffer = None
         self.free_gradient()
         self.drop_moments()
-        for placed in (self._shard, *((self._gradient, self._whole) if self._trained else ())):
-            self._manager.remove(placed)
+        self._manager.remove(self._shard)
+        for made in {"_gradient", "_whole"} & vars(self).keys():
+            self._manager.remove(vars(self).pop(made))
 
     # Optimizer state.
 
@@ -223,7 +219,19 @@ class PlacedChunk(Chunk):
         else:
             self._manager.remove(moment.placed)
 
-    # Gradients.
+    # Gradients. Frozen parameters have none, so their objects are made when they are wanted first.
+
+    @cached_property
+    def _gradient(self) -> Placed:
+        """The shard of the reduced gradient."""
+        shard, first = self._shard, self.layout.slots[0].name
+        return self._manager.add(f"gradients from {first}", GRADIENTS, shard.numel, shard.dtype)
+
+    @cached_property
+    def _whole(self) -> Placed:
+        """What this rank collects beside it."""
+        name = f"gradients of this rank from {self.layout.slots[0].name}"
+        return self._manager.add(name, GRADIENTS, self.layout.size, self.dtype, brief=True)
 
     def _take_gradient_buffer(self) -> Tensor:
         if self._in_place and not self._kept:
@@ -309,7 +317,7 @@ class PlacedChunk(Chunk):
 
     def give_reduced(self, gradient: Tensor) -> None:
         """Gives a gradient up."""
-        if gradient is self._whole.tensor:
+        if "_whole" in vars(self) and gradient is self._whole.tensor:
             self._manager.done(self._whole)
             self._manager.discard(self._whole)
             return

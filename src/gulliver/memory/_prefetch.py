@@ -91,16 +91,23 @@ class Prefetcher:
         ahead: number of residents that are brought ahead of the one in use.
         every: whether a pass brings all residents, because others wait for them; without, only
             those that are used, in whatever order.
+        tight: whether there may be no room for all that a pass jumps over: it goes at once then,
+            and comes again if it is used after all.
 
     Attributes:
         current: the pass under way.
     """
 
     def __init__(
-        self, residents: Sequence[Any], mover: Mover, ahead: int, every: bool = True
+        self,
+        residents: Sequence[Any],
+        mover: Mover,
+        ahead: int,
+        every: bool = True,
+        tight: bool = False,
     ) -> None:
         self.residents, self.mover, self.ahead = list(residents), mover, ahead
-        self.every = every
+        self.every, self.tight = every, tight
         self.current = Pass.NONE
         self._order: list[Any] = []
         self._at: dict[int, int] = {}
@@ -179,8 +186,8 @@ class Prefetcher:
         self._reached = max(self._reached, place + 1)
         while self._issued <= place:
             self._issue(self._issued + 1)
-            # What nobody here has asked for goes at once: there may be no room for all of it.
-            self._pass_by(self._issued - 2 - self.ahead, place - 1)
+            if self.tight:
+                self._pass_by(self._issued - 2 - self.ahead, place - 1)
         if resident.presence is Presence.ABSENT:
             self.mover.bring(resident)
         self.mover.finish(resident)

@@ -65,7 +65,9 @@ class UseRecorder:
 
     def __init__(self, model: nn.Module, names: dict[nn.Parameter, str]) -> None:
         self._device = next(iter(names)).device
-        self.clear()
+        self.first_use: dict[str, Stamp] = {}
+        self.ready: dict[str, Stamp] = {}
+        self.marks: dict[str, Stamp] = {}
         self._hooks = [
             model.register_forward_pre_hook(self._entering(), prepend=True),
         ]
@@ -77,10 +79,12 @@ class UseRecorder:
                 self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def clear(self) -> None:
-        """Forgets what was noted."""
-        self.first_use: dict[str, Stamp] = {}
-        self.ready: dict[str, Stamp] = {}
-        self.marks: dict[str, Stamp] = {}
+        """Forgets what was noted, but for a forward that no backward has followed yet."""
+        # Many a loop calls zero_grad between forward and backward.
+        awaited = [*self.marks][-1:] == ["forward"]
+        self.first_use = self.first_use if awaited else {}
+        self.marks = {"forward": self.marks["forward"]} if awaited else {}
+        self.ready = {}
 
     def close(self) -> None:
         """Stops noting."""

@@ -134,6 +134,10 @@ class DiskStore:
 
     The space is reserved at once: a full disk is found here, not in the middle of a step.
 
+    [Note: no gaps] What was freed serves the next of its size, and is cut or joined only where the
+    rest is used up. So objects whose sizes add up to the capacity always fit, in whatever order
+    they come and go: no more pieces of a size are ever cut than there are objects of it.
+
     Args:
         folder: folder on the disk.
         capacity: size of the file, in bytes.
@@ -160,7 +164,7 @@ class DiskStore:
         self._opened = _Opened(self.folder, self.capacity, engine)
         self._finish = weakref.finalize(self, self._opened.close)
         self._finish.atexit = False  # engines end by themselves then
-        self._extents = Extents()
+        self._extents, self._left = Extents(), dict[int, list[int]]()
         self._extents.add(0, self.capacity)
         self.direct = self._probe()
 
@@ -171,7 +175,16 @@ class DiskStore:
             GulliverError: they do not fit.
         """
         size = whole_pages(nbytes)
+        if left := self._left.get(size):
+            self.used += size
+            return left.pop()
         found = self._extents.take(size)
+        if found is None:
+            for many, offsets in self._left.items():
+                for offset in offsets:
+                    self._extents.give(0, offset, many)
+            self._left.clear()
+            found = self._extents.take(size)
         if found is None:
             raise GulliverError(
                 f"the disk store in {self.folder} is full: {size} bytes in one piece needed, "
@@ -183,7 +196,7 @@ class DiskStore:
     def free(self, offset: int, nbytes: int) -> None:
         """Gives back what `allocate` reserved."""
         size = whole_pages(nbytes)
-        self._extents.give(0, offset, size)
+        self._left.setdefault(size, []).append(offset)
         self.used -= size
 
     def read(self, offset: int, into: Tensor) -> DiskTransfer:

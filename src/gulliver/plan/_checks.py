@@ -32,7 +32,7 @@ def check_plan(plan: Plan, ranks: int) -> None:
         GulliverError: the values that contradict each other, with their lines where they have some.
     """
     checks = _mesh(plan, ranks), _shards(plan), _unused(plan), _sequence(plan), _pipeline(plan)
-    for contradictions in (*checks, _tiers(plan)):
+    for contradictions in (*checks, _tiers(plan), _step_in_backward(plan)):
         for text in contradictions:
             raise GulliverError(text)
 
@@ -203,6 +203,23 @@ def _tiers(plan: Plan) -> Iterator[str]:
             "host: 0, or disk: null"
         )
     yield from _shares(plan, tiers)
+
+
+def _step_in_backward(plan: Plan) -> Iterator[str]:
+    if plan.zero is None or not plan.zero.step_in_backward:
+        return
+    told = plan.told("zero.step_in_backward")
+    if not plan.zero.steps_in_backward:
+        yield (
+            f"{told} and {plan.told('zero.tiers.step_in_backward')}: with tiers the second counts; "
+            "say it there alone"
+        )
+    for name in MODEL_AXES:
+        if name in plan.mesh.axes:
+            yield (
+                f"{plan.told(f'mesh.axes.{name}')} and {told}: whole models can be stepped during "
+                f"backward, and a cut model not yet; leave the axis {name} out, or say false"
+            )
 
 
 def _shares(plan: Plan, tiers: Tiers) -> Iterator[str]:

@@ -142,6 +142,8 @@ class ZeroPlan:
         broadcast_buffers: whether all ranks take rank 0's running statistics at every step.
         assume_elementwise: whether an optimizer that is not known may be sharded.
         assume_per_parameter: whether it may be sharded by whole parameters.
+        step_in_backward: whether a chunk is stepped as soon as its gradient is complete; with
+            `tiers` their own value counts.
         report: folder that tuning writes ``chunks.json`` and a picture to.
         tiers: memories that the state lies in; None keeps all of it on the device.
         chunks: chunks of the first rank, in the order of use. The order of their tensors is a
@@ -156,9 +158,15 @@ class ZeroPlan:
     broadcast_buffers: bool = True
     assume_elementwise: bool = False
     assume_per_parameter: bool = False
+    step_in_backward: bool = False
     report: str | None = None
     tiers: Tiers | None = None
     chunks: tuple[ChunkPlan, ...] = ()
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether chunks are stepped during backward, with tiers or without."""
+        return self.step_in_backward if self.tiers is None else self.tiers.step_in_backward
 
 
 @dataclass(frozen=True)

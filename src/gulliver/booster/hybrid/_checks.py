@@ -47,7 +47,10 @@ def check_new(plan: Plan, model: nn.Module) -> None:
     if plan.mesh.cuts_model:
         check_virtual_tokens(model)
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
-        raise GulliverError("the model is boosted already: boost each model once, or build it anew")
+        raise GulliverError(
+            "the model is boosted already: boost it once here, or build it anew; two optimizers of "
+            "one model, such as Muon and AdamW, need LowLevelZeroPlugin below stage 3"
+        )
 
 
 def check_cut(

@@ -68,6 +68,7 @@ class Gatherer:
         ahead: chunks that are gathered ahead of the one in use (stage 3).
         overlap: False waits for every gather at once, for comparison.
         every: whether a pass gathers all chunks, used or not; see `Prefetcher`.
+        tight: whether there may be no room for all that a pass jumps over; see `Prefetcher`.
 
     Attributes:
         record: what a step of stage 3 did, for predictions.
@@ -81,12 +82,13 @@ class Gatherer:
         ahead: int = 2,
         overlap: bool = True,
         every: bool = True,
+        tight: bool = False,
     ) -> None:
         self.chunks, self.sharded, self.group = list(chunks), sharded, group
         self.ahead, self.overlap = ahead, overlap
         self.step = 0
         self.record = AccessRecord()
-        self._engine = Prefetcher(self.chunks, self, ahead, every)
+        self._engine = Prefetcher(self.chunks, self, ahead, every, tight)
         self._home = {id(p): c for c in chunks for p in c.chunk.members}
         self._index = {id(c): number for number, c in enumerate(self.chunks)}
         self._depth = 0

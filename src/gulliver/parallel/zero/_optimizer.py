@@ -309,7 +309,7 @@ class ZeroOptimizer(BoostedOptimizer):
         self.gatherer.prefetch()
         if self.shards.manager is not None:
             self.shards.manager.end_step()
-        self.gatherer.record.complete = bool(self.gatherer.record.events)
+        self.shards.end_record()
 
     def _all_finite(self) -> bool:
         """Whether no gradient has overflowed, and the scale of the next losses."""

@@ -369,7 +369,8 @@ class GradientReducer:
         self._forget_cleared(sharded)
         sharded.chunk.begin_gradient()
         sharded.move(Phase.COLLECTING)
-        self._note("collecting", sharded)
+        if self.record is not None:
+            self.record("collecting", sharded)
 
     def _reduce(self, sharded: ShardedChunk) -> None:
         """Starts the way of a chunk's gradients to the shards."""
@@ -380,7 +381,8 @@ class GradientReducer:
             sharded.chunk.fetch_gradient()
         else:
             self._gather_up(sharded)
-        self._note("reduced", sharded)
+        if self.record is not None:
+            self.record("reduced", sharded)
         sharded.incoming, sharded.reduction = self._sent(sharded)
         sharded.move(Phase.REDUCING)
         self._flying.append(sharded)
@@ -490,7 +492,3 @@ class GradientReducer:
             for piece, _ in sharded.pieces:
                 if piece.name in names:
                     gradient[piece.start : piece.end].zero_()
-
-    def _note(self, what: str, sharded: ShardedChunk) -> None:
-        if self.record is not None:
-            self.record(what, sharded)

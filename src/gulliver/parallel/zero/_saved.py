@@ -232,7 +232,7 @@ def make_state(
         with shards.opened(sharded):
             for piece, owned in sharded.pieces:
                 captured = owned in capturing
-                found = _empty(entries.get(piece.name, {}), owned, captured, whole)
+                found = _empty(shards, entries.get(piece.name, {}), owned, captured, whole)
                 if found:
                     shards.inner.state[owned] = found
             shards.place_state(sharded)
@@ -244,9 +244,9 @@ def make_state(
 
 
 def _empty(
-    entries: Mapping[str, Any], owned: Tensor, captured: bool, whole: bool
+    shards: ShardedState, entries: Mapping[str, Any], owned: Tensor, captured: bool, whole: bool
 ) -> dict[str, Any]:
-    """State of a piece, to be filled."""
+    """State of a piece, to be filled; on meta where it will be placed in buffers of its chunk."""
     found: dict[str, Any] = {}
     for key, value in entries.items():
         if isinstance(value, Counter):
@@ -255,7 +255,9 @@ def _empty(
             continue
         shape = tuple(getattr(value, "shape", owned.shape)) if whole else owned.shape
         dtype = value.dtype if shape != tuple(owned.shape) else owned.dtype
-        found[key] = torch.empty(shape, dtype=dtype, device=owned.device)
+        stand_in = torch.empty(shape, dtype=dtype, device="meta")
+        placed = shards.places(key, stand_in, owned)
+        found[key] = stand_in if placed else torch.empty_like(stand_in, device=owned.device)
     return found
 
 

@@ -211,7 +211,13 @@ class ShardedState:
         alone = self.tiers is not None and self.size == 1
         ahead = 0 if alone else self.ahead
         gatherer = Gatherer(
-            self.everything, self.stage == 3, self.group, ahead, self.overlap, every=not alone
+            self.everything,
+            self.stage == 3,
+            self.group,
+            ahead,
+            self.overlap,
+            every=not alone,
+            tight=self.tiers is not None,
         )
         gatherer.step, gatherer.lent = steps, lent
         reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
@@ -220,6 +226,12 @@ class ShardedState:
         if self.manager is not None and alone:
             self.manager.relieve = _weakly(gatherer.relieve, reducer.relieve)
         self._list_pieces()
+
+    def end_record(self) -> None:
+        """Stops recording once a step has been seen."""
+        record = self.gatherer.record
+        if not record.complete and record.events:
+            record.complete, self.reducer.record = True, None
 
     def notify(self, on_gradient: Callable[[str], None]) -> None:
         """Lets somebody know which gradients come."""
@@ -268,13 +280,11 @@ class ShardedState:
         Only that of known optimizers is moved: they write their state in place. Others may
         exchange theirs for new tensors in every step, so it stays where it is.
         """
-        if not self.by_chunk:
-            return
         found: dict[str, dict[str, tuple[Tensor, Any]]] = {}
         for piece, owned in sharded.pieces:
             state = self.inner.state.get(owned)
             for key, value in state.items() if state else ():
-                if _is_moment(key, value, owned, self.whole):
+                if self.places(key, value, owned):
                     found.setdefault(key, {})[piece.name] = value, state
                     sharded.placed.add(piece.name)
         for key, entries in found.items():
@@ -287,8 +297,15 @@ class ShardedState:
                 sizes = {p.name: p.numel for p in pieces}
             for name, view in sharded.chunk.place_moment(key, values, sizes).items():
                 value, state = entries[name]
-                if view.data_ptr() != value.data_ptr():
+                if value.is_meta or view.data_ptr() != value.data_ptr():
                     state[key] = view.view(value.shape)
+
+    def places(self, key: str, value: Any, owned: Tensor) -> bool:
+        """Whether `place_state` moves an entry: it has an element for each, or factors them."""
+        if not self.by_chunk or not isinstance(value, Tensor) or is_counter(key, value, owned):
+            return False
+        fits = value.shape == owned.shape or self.whole
+        return fits and value.dtype == owned.dtype and value.is_contiguous()
 
     def place_new_state(self, sharded: ShardedChunk, used: set[str]) -> None:
         """Moves state after a step, where pieces were stepped that had no state before."""
@@ -347,14 +364,6 @@ class ShardedState:
                 self.gatherer.start(sharded)
                 self.gatherer.finish(sharded)
         torch.autograd.graph.increment_version([*self.names, *self.frozen_names])
-
-
-def _is_moment(key: str, value: Any, owned: Tensor, whole: bool) -> bool:
-    """Whether an entry of the state has an element for each of the parameter, or factors them."""
-    if not isinstance(value, Tensor) or is_counter(key, value, owned):
-        return False
-    fits = value.shape == owned.shape or whole
-    return fits and value.dtype == owned.dtype and value.is_contiguous()
 
 
 def _weakly(*methods: Callable[[], None]) -> Callable[[], None]:

@@ -44,6 +44,8 @@ PLATEAU = 1.02
 """Predicted steps so close to the best count as equal."""
 TRIAL_STEPS = 4
 """Steps with each size; the first does not count."""
+PROFILED_AT_MOST = 10
+"""Steps after which tuning ends where none of them was seen as a whole."""
 
 
 class Stage(Enum):
@@ -157,7 +159,8 @@ class BucketTuner:
         self._update_s = seconds
 
     def gradient(self, name: str) -> None:
-        """A gradient has come."""
+        """A gradient has come, perhaps of a backward that went through another optimizer."""
+        self.mark("backward")
         if self._recorder is not None and self.stage is not Stage.TRYING:
             self._recorder.gradient(name)
 
@@ -172,14 +175,26 @@ class BucketTuner:
             self.result = Tuning(self.shards.chunk_bytes, order=order)
             self._next(Stage.PROFILING)
         elif self.stage is Stage.PROFILING and self._steps >= 2:
-            self._predict()
-            self._recorder.close()
-            self._next(Stage.TRYING)
-            self._try_next()
+            self._profiled(self._recorder)
         elif self.stage is Stage.TRYING:
             self._tick()
         if self._recorder is not None:
             self._recorder.clear()
+
+    def _profiled(self, recorder: UseRecorder) -> None:
+        """Goes on to trials where rank 0 saw all of the step: others may train other parts."""
+        if broadcast_object(_is_whole(recorder)):
+            self._predict()
+            self._next(Stage.TRYING)
+            self._try_next()
+        elif self._steps < PROFILED_AT_MOST:
+            return
+        else:
+            self.stage, self._recorder = Stage.DONE, None
+            if self.shards.rank == 0:
+                size = f"{self.shards.chunk_bytes / 2**20:.3g} MiB"
+                self.report(f"chunks stay at {size}: no step was a forward, a backward and a step")
+        recorder.close()
 
     def _next(self, stage: Stage) -> None:
         self.stage, self._steps = stage, 0
@@ -223,7 +238,8 @@ class BucketTuner:
         order = [name for name in self.result.order if name in trained]
         forward_s = seconds_between(marks["forward"], marks["backward"])
         slower = 1 + gather_cpu_s / forward_s
-        backward_s = seconds_between(marks["backward"], marks["backward ended"])
+        ended = marks.get("backward ended", [*recorder.ready.values()][-1])
+        backward_s = seconds_between(marks["backward"], ended)
         first, ready = [], []
         for name in order:
             used, came = recorder.first_use.get(name), recorder.ready.get(name)
@@ -343,6 +359,12 @@ def draw(tuning: Tuning, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def _is_whole(recorder: UseRecorder) -> bool:
+    """Whether a forward, gradients and a step came in this order since the record was cleared."""
+    seen = [name for name in recorder.marks if name != "backward ended"]
+    return seen == ["forward", "backward", "step", "stepped"] and bool(recorder.ready)
 
 
 def _read(path: Path) -> Tuning | None:
