@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from gulliver import Booster, GeminiPlugin, GulliverError
-from gulliver.booster import _limited, lazy_parameters
+from gulliver.booster import _apply, _limited, lazy_parameters
+from gulliver.booster._meta import fill_boosted
 from gulliver.checkpoint import save_huggingface
 from gulliver.comm import World
+from gulliver.parallel import ZeroOptimizer
 from tests.pool import Pool
 
-WIDTH, DEPTH, STEPS = 256, 24, 2
+WIDTH, DEPTH, STEPS = 256, 20, 2
 
 
 class Net(nn.Module):
@@ -27,7 +29,7 @@ class Net(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
         self.norm = nn.LayerNorm(WIDTH)
-        self.layers[2].requires_grad_(False)
+        self.layers[-1].requires_grad_(False)
         self.last = nn.Linear(WIDTH, WIDTH, bias=False)
         self.last.weight = self.first.weight
 
@@ -75,14 +77,26 @@ def _streamed(world: World, folder: str, weights: str | None) -> list[Any]:
         model = Net()
     optimizer = _adamw(model)
     plugin = GeminiPlugin(
-        "18MiB", disk=f"{folder}:64MiB", chunk_mb=0.3, verbose=False, weights=weights
+        f"{12 + 6 * world.size}MiB",
+        disk=f"{folder}:64MiB",
+        chunk_mb=0.3,
+        verbose=False,
+        weights=weights,
     )
-    torch.manual_seed(5)
-    booster = Booster(plugin=plugin)
-    with patch.object(_limited, "Footprint", side_effect=OSError):
+    torch.manual_seed(5 + world.rank)  # rank 0's values are taken
+    booster, most = Booster(plugin=plugin), list[int]()
+
+    def filled(optimizer: ZeroOptimizer, *arguments: Any) -> None:
+        manager = optimizer.shards.manager
+        assert manager is not None
+        manager.counter.restart()
+        fill_boosted(optimizer, *arguments)
+        most.extend((sum(manager.counter.fullest.values()), manager.budget))
+
+    # What else a process of tests holds, and gives back, is no business of this model.
+    unmeasured = patch.object(_limited, "Footprint", side_effect=OSError)
+    with unmeasured, patch.object(_apply, "fill_boosted", filled):
         model, optimizer, *_ = booster.boost(model, optimizer)
-    manager = optimizer.shards.manager
-    most = sum(manager.counter.fullest.values()), manager.budget
     found: list[Any] = [_values(model)]
     for step in range(STEPS):
         booster.backward(model(_batch(step)).square().mean(), optimizer)
@@ -101,7 +115,7 @@ def test_a_model_on_meta_is_filled_within_its_limit(pool: Pool, tmp_path: Path, 
                 for name, value in right.items():
                     close = 0 if ranks == 1 else 1e-5
                     torch.testing.assert_close(values[name], value, rtol=0, atol=close)
-            assert most <= budget < sum(v.nbytes for v in expected[0].values())
+            assert most <= budget < 6 * ranks * 2**20 - 2**20
 
 
 class _Own(nn.Module):
@@ -133,6 +147,6 @@ def _said(model: nn.Module, folder: str, weights: str | None) -> str:
 
 def test_what_nothing_would_fill_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
     (said,) = pool.run(_refused, 1, str(tmp_path))
-    for line, part in zip(said, ("'1.scale'", "is no folder", "'1.running_mean'"), strict=True):
+    for line, part in zip(said, ("'1.scale'", "does not exist", "'1.running_mean'"), strict=True):
         assert part in line
         assert "\n" not in line

@@ -109,14 +109,14 @@ def apply_plan(
     recompute(plan, model, stage, whole.recomputable)
     if mesh is not None:
         hooks.restore()
-    streamed = managers[0] is not None and mesh is None
+    streamed = _is_streamed(plan)
     empty = lend_shapes(model, world.device) if streamed else []
     if plan.weights is not None and not streamed:
         fill(model, Path(plan.weights), whole.aliases, world.device)
     names = rewrite_groups(inner, model, whole) if mesh is not None else whole.trained
 
     boosted = share_zero(plan, model, inner, names, whole, mesh, stage, managers[0])
-    if streamed and (empty or plan.weights is not None):
+    if streamed:
         fill_boosted(boosted, model, empty, plan.weights)
     finish(plan, model, boosted, mesh, tensor, stage, whole)
     tune(plan, model, boosted, verbose)
@@ -169,6 +169,11 @@ def _manager(
     return manager_of(plan, state_bytes(plan, sizes), current_world().device)
 
 
+def _is_streamed(plan: Plan) -> bool:
+    """Whether a model may be on meta, and is filled when it is sharded."""
+    return plan.stage == 3 and not plan.mesh.names_model
+
+
 def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Refuses a second optimizer where the first one has all of the model."""
     half = plan.precision.parameters
@@ -192,7 +197,7 @@ def _check_whole(
 ) -> None:
     if plan.mesh.names_model:
         check_cut(plan, model, optimizer, tensor, stages)
-    elif plan.zero is not None and plan.zero.tiers is not None:
+    elif _is_streamed(plan):
         check_meta(model, plan.weights)
     check_recompute(plan, model)
 

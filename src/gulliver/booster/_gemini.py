@@ -44,8 +44,8 @@ class GeminiPlugin(Plugin):
         gather_ahead: chunks that are gathered from other ranks ahead of the one in use.
         assume_elementwise: the same as in `LowLevelZeroPlugin`.
         broadcast_buffers: the same as in `LowLevelZeroPlugin`.
-        weights: folder of a Hugging Face checkpoint that the model is filled from when it is
-            boosted. A model on meta is filled chunk by chunk, so it may be larger than memory;
+        weights: folder of a Hugging Face checkpoint, or a safetensors file, that the model is
+            filled from when it is boosted. A model on meta is filled chunk by chunk, so it may be larger than memory;
             without a folder its modules initialise themselves, by ``reset_parameters``.
         verbose: print the plan when the model is boosted.
 

@@ -8,14 +8,17 @@ is more of the model in memory than the limit allows, and a chunk.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from gulliver.booster._spread import read_model
+from gulliver.checkpoint import match_huggingface
+from gulliver.comm import broadcast_object
 from gulliver.errors import GulliverError
-from gulliver.parallel import BoostedOptimizer
+from gulliver.parallel import ZeroOptimizer
 
 
 def check_meta(model: nn.Module, weights: str | None) -> None:
@@ -23,10 +26,11 @@ def check_meta(model: nn.Module, weights: str | None) -> None:
 
     Args:
         model: whole model.
-        weights: folder of a Hugging Face checkpoint; None if modules initialise themselves.
+        weights: checkpoint in Hugging Face's format; None if modules initialise themselves.
 
     Raises:
-        GulliverError: something would stay empty; it is named, with what to do.
+        GulliverError: something would stay empty, or the checkpoint is of another model; it is
+            named, with what to do.
     """
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
@@ -34,11 +38,12 @@ def check_meta(model: nn.Module, weights: str | None) -> None:
                 f"buffer {name!r} is on meta, where its values are lost: build the model under "
                 "gulliver.booster.lazy_parameters(), which leaves buffers alone"
             )
-    if weights is not None and not Path(weights).is_dir():
-        raise GulliverError(f"weights={weights!r} is no folder")
+    if weights is not None:
+        match_huggingface(model, weights)
+        return
     for path, module in model.named_modules():
         empty = [name for name, p in module.named_parameters(path, recurse=False) if p.is_meta]
-        if empty and weights is None and not hasattr(module, "reset_parameters"):
+        if empty and not hasattr(module, "reset_parameters"):
             raise GulliverError(
                 f"parameter {empty[0]!r} is on meta, and {type(module).__name__} has no "
                 "reset_parameters() to initialise it: give one, or weights=folder to fill it from"
@@ -65,7 +70,7 @@ def lend_shapes(model: nn.Module, device: torch.device) -> list[nn.Module]:
 
 
 def fill_boosted(
-    optimizer: BoostedOptimizer, model: nn.Module, empty: list[nn.Module], weights: str | None
+    optimizer: ZeroOptimizer, model: nn.Module, empty: Sequence[nn.Module], weights: str | None
 ) -> None:
     """Fills a boosted model chunk by chunk; every rank calls it.
 
@@ -73,11 +78,32 @@ def fill_boosted(
         optimizer: boosted optimizer of the model.
         model: boosted model.
         empty: modules to initialise.
-        weights: folder to read from instead.
+        weights: checkpoint to read from instead.
     """
     if weights is not None:
         read_model(optimizer, model, Path(weights), strict=True)
-        return
-    for module in empty:
+    elif empty:
+        _initialise(empty)
+        optimizer.shards.take_writes()
+
+
+def _initialise(modules: Sequence[nn.Module]) -> None:
+    """Lets modules initialise themselves with the numbers that rank 0 draws, on all ranks."""
+    own = _random_state()
+    first = broadcast_object(own)
+    _set_random_state(first)
+    for module in modules:
         module.reset_parameters()  # type: ignore[operator]
-    optimizer.after_model_load()
+    if not all(torch.equal(mine, theirs) for mine, theirs in zip(own, first, strict=True)):
+        _set_random_state(own)  # ranks that draw other numbers go on with theirs
+
+
+def _random_state() -> list[torch.Tensor]:
+    device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *device]
+
+
+def _set_random_state(states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)

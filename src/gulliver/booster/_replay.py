@@ -55,12 +55,14 @@ class StateBytes:
         moments: bytes of each tensor that the optimizer keeps of a chunk, by chunk.
         parts: number of shards of a chunk.
         ahead: number of chunks that are gathered from other ranks ahead of use.
+        later: bytes that there would be more if what the optimizer may step were all unfrozen.
     """
 
     chunks: tuple[ChunkBytes, ...]
     moments: tuple[tuple[int, ...], ...]
     parts: int
     ahead: int
+    later: int = 0
 
     @property
     def total(self) -> int:
@@ -69,8 +71,11 @@ class StateBytes:
 
     @property
     def reserved(self) -> int:
-        """Bytes that are of use behind: those, and whole gradients, which may have to wait."""
-        return self.total + sum(whole_pages(c.whole) for c in self.chunks if c.trained)
+        """Bytes that are of use behind: those, whole gradients, which may have to wait, and more
+        where frozen parameters may be unfrozen.
+        """
+        waiting = sum(whole_pages(c.whole) for c in self.chunks if c.trained)
+        return self.total + waiting + self.later
 
     def objects(self) -> Iterator[StateObject]:
         """What has a place of its own, in the order in which it is made."""

@@ -8,7 +8,7 @@ file differs from the result, that is told in a line (`differences`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 
 import torch
@@ -18,7 +18,7 @@ from gulliver.booster._model import HALVES, modules_kept, no_optimizer, unwrappe
 from gulliver.booster._replay import StateBytes
 from gulliver.booster._residency import find_residency
 from gulliver.errors import GulliverError, nearest
-from gulliver.memory import moment_size
+from gulliver.memory import ChunkLayout, moment_size
 from gulliver.parallel import is_boosted, named_trainables, needs_whole, state_sizes
 from gulliver.parallel.pipeline import Cut, Stack, cut, deal, names_held, stack_of, style_of
 from gulliver.parallel.tensor import TensorPlan, best_match, plan_tensor
@@ -255,14 +255,15 @@ def tensor_sizes(
         named = names_held(model, *stages, 0)
     sizes = []
     for name, parameter in named.items():
-        trained = parameter in groups and parameter.requires_grad
+        given, trained = parameter in groups, parameter in groups and parameter.requires_grad
         dtype = _dtype_in(plan, name, parameter)
         count = _cut_numel(name, parameter, tensor)
         # An optimizer that looks at shapes is not given slices.
         shape = parameter.shape if count == parameter.numel() else (count,)
-        kept = state_sizes(stepper, groups[parameter], shape) if trained else ()
-        device = parameter.device
-        sizes.append(TensorSize(name, count, dtype, device, trained, kept, whole and trained))
+        kept = state_sizes(stepper, groups[parameter], shape) if given else ()
+        sleeping = given and not trained and not plan.mesh.names_model
+        uncut, device = whole and (trained or sleeping), parameter.device
+        sizes.append(TensorSize(name, count, dtype, device, trained, kept, uncut, sleeping))
     return sizes
 
 
@@ -366,24 +367,37 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
     zero = plan.zero
     assert zero is not None, "there are chunks"
     order = [name for chunk in zero.chunks for name in chunk.tensors]
-    states = {t.name: t.states for t in sizes if t.trained}
-    chunks, moments = list[ChunkBytes](), list[tuple[int, ...]]()
     layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
-    for layout, dtype, is_trained in layouts:
-        home = shard_dtype(dtype, is_trained)
-        whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
-        names = tuple(slot.name for slot in layout.slots)
-        chunks.append(ChunkBytes(names, whole, shard, is_trained, home != dtype))
-        cut = layout.parts > 1 and not layout.whole
-        # Of a piece that was cut each tensor has its size.
-        kept = [
-            (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
-            for piece in (layout.pieces(0) if is_trained else ())
-        ]
-        kinds = itertools.zip_longest(*kept, fillvalue=0)
-        moments.append(tuple(moment_size(kind) * home.itemsize for kind in kinds))
     parts = plan.mesh.replicas if zero.stage else 1
-    return StateBytes(tuple(chunks), tuple(moments), parts, zero.gather_ahead)
+    states = {t.name: t.states for t in sizes}
+
+    def counted(trained: set[str]) -> StateBytes:
+        found = [_chunk_bytes(one, dtype, states, trained) for one, dtype, _ in layouts]
+        chunks, moments = zip(*found, strict=True) if found else ((), ())
+        return StateBytes(chunks, moments, parts, zero.gather_ahead)
+
+    now = counted({t.name for t in sizes if t.trained})
+    unfrozen = counted({t.name for t in sizes if t.trained or t.sleeping})
+    return replace(now, later=unfrozen.reserved - now.reserved)
+
+
+def _chunk_bytes(
+    layout: ChunkLayout, dtype: torch.dtype, states: Mapping[str, Sequence[int]], trained: set[str]
+) -> tuple[ChunkBytes, tuple[int, ...]]:
+    """Bytes of a chunk, and of each tensor that the optimizer keeps of it."""
+    names = tuple(slot.name for slot in layout.slots)
+    is_trained = names[0] in trained
+    home = shard_dtype(dtype, is_trained)
+    whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
+    cut = layout.parts > 1 and not layout.whole
+    # Of a piece that was cut each tensor has its size.
+    kept = [
+        (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
+        for piece in (layout.pieces(0) if is_trained else ())
+    ]
+    kinds = itertools.zip_longest(*kept, fillvalue=0)
+    moments = tuple(moment_size(kind) * home.itemsize for kind in kinds)
+    return ChunkBytes(names, whole, shard, is_trained, home != dtype), moments
 
 
 RESULTS = ("model", "predicted", "reasons")

@@ -38,8 +38,7 @@ def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bo
     shards.watched.check_members()  # the groups are filled anew
     place = {name: number for number, name in enumerate(order)}
     new = []
-    for trained in (True, False):
-        names = shards.names if trained else shards.frozen_names
+    for trained, names in shards.kinds():
         inorder = dict(sorted(names.items(), key=lambda item: place.get(item[1], len(place))))
         new += [(*found, trained) for found in shards.layouts(inorder, chunk_bytes)]
     new.sort(key=lambda found: min(place.get(s.name, len(place)) for s in found[0].slots))

@@ -24,6 +24,7 @@ class TensorSize:
         trained: whether the optimizer steps it.
         states: elements of each tensor that the optimizer keeps for it, before it is sharded.
         whole: whether the optimizer has to have it whole.
+        sleeping: whether it is frozen, and the optimizer steps it once it is unfrozen.
     """
 
     name: str
@@ -33,6 +34,7 @@ class TensorSize:
     trained: bool = True
     states: tuple[int, ...] = ()
     whole: bool = False
+    sleeping: bool = False
 
 
 def shard_dtype(dtype: torch.dtype, trained: bool) -> torch.dtype:
@@ -78,8 +80,9 @@ def ordered_layouts(
     """
     place = {name: number for number, name in enumerate(order)}
     found = []
-    for trained in (True, False) if stage == 3 else (True,):
-        kind = [t for t in tensors if t.trained == trained]
+    kinds = ((True, False), (False, True), (False, False))  # as of `ShardedState.kinds`
+    for trained, sleeping in kinds if stage == 3 else kinds[:1]:
+        kind = [t for t in tensors if (t.trained, t.sleeping) == (trained, sleeping)]
         kind.sort(key=lambda t: place.get(t.name, len(place)))
         layouts = chunk_layouts(kind, chunk_bytes, stage, ranks)
         found += [(layout, dtype, trained) for layout, dtype in layouts]
