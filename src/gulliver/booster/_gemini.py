@@ -45,8 +45,9 @@ class GeminiPlugin(Plugin):
         assume_elementwise: the same as in `LowLevelZeroPlugin`.
         broadcast_buffers: the same as in `LowLevelZeroPlugin`.
         weights: folder of a Hugging Face checkpoint, or a safetensors file, that the model is
-            filled from when it is boosted. A model on meta is filled chunk by chunk, so it may be larger than memory;
-            without a folder its modules initialise themselves, by ``reset_parameters``.
+            filled from when it is boosted. A model on meta is filled chunk by chunk, so it may be
+            larger than memory; without weights its modules initialise themselves, by
+            ``reset_parameters``.
         verbose: print the plan when the model is boosted.
 
     Raises:

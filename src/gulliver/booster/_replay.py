@@ -71,9 +71,7 @@ class StateBytes:
 
     @property
     def reserved(self) -> int:
-        """Bytes that are of use behind: those, whole gradients, which may have to wait, and more
-        where frozen parameters may be unfrozen.
-        """
+        """Bytes that are of use behind: those, whole gradients, which may wait, and `later`."""
         waiting = sum(whole_pages(c.whole) for c in self.chunks if c.trained)
         return self.total + waiting + self.later
 

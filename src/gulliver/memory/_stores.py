@@ -280,7 +280,8 @@ def _engine() -> Engine:
 
 def page_aligned(nbytes: int) -> Tensor:
     """Makes a flat uint8 tensor of memory that begins on a page, and returns to the system."""
-    memory = mmap.mmap(-1, max(nbytes, 1))
+    # Shared pages, the default, would count as a file's: `ProcessGauge` would not see them.
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= 1 << 21 and hasattr(mmap, "MADV_HUGEPAGE"):
         # Fewer page faults when it is first touched, which would cost more than a copy.
         memory.madvise(mmap.MADV_HUGEPAGE)
