@@ -33,11 +33,11 @@ from gulliver._compat import without_torch_functions
 from gulliver.errors import GulliverError
 from gulliver.memory._buffers import BufferPool
 from gulliver.memory._bytes import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
-from gulliver.memory._claims import before_write, is_claimed
 from gulliver.memory._layout import ChunkLayout
 from gulliver.memory._moments import Moment, first_elements, moment_size
 from gulliver.memory._pending import mark_ready
 from gulliver.memory._placed import Placed
+from gulliver.memory._read_locks import any_read_lock, before_write
 from gulliver.memory._reduced import ReducedGradient, reduced_gradient
 
 _form = attrgetter("shape", "dtype")
@@ -223,7 +223,7 @@ class Chunk:
         """Writes what differs to `home` or a run of it; the rest keeps more bits than `values`."""
         rounded = home.to(values.dtype)
         # A device would be waited for; to write what is there already costs it less.
-        if (self.device.type == "cpu" or is_claimed()) and torch.equal(rounded, values):
+        if (self.device.type == "cpu" or any_read_lock()) and torch.equal(rounded, values):
             return
         before_write([self.home])
         self.writes += 1

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.memory._bytes import ACTIVATIONS, KINDS, ByteCounter
-from gulliver.memory._claims import before_write, before_write_at, storage_of
 from gulliver.memory._history import History
 from gulliver.memory._placed import Placed, Where
+from gulliver.memory._read_locks import before_write, before_write_at, storage_of
 from gulliver.memory._stores import Store, whole_pages
 from gulliver.memory._traffic import Traffic
 from gulliver.solve import Action, Move, Replacement

@@ -31,11 +31,11 @@ from gulliver._compat import without_torch_functions
 from gulliver.memory._buffers import BufferPool
 from gulliver.memory._bytes import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, ByteCounter
 from gulliver.memory._chunk import Chunk
-from gulliver.memory._claims import before_write
 from gulliver.memory._layout import ChunkLayout
 from gulliver.memory._manager import Manager
 from gulliver.memory._moments import Moment, first_elements, moment_size
 from gulliver.memory._placed import Placed
+from gulliver.memory._read_locks import before_write
 from gulliver.memory._reduced import ReducedGradient
 
 COLUMNS = 1021

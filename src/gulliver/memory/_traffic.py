@@ -27,8 +27,8 @@ from torch import Tensor
 from gulliver._compat import storage_users
 from gulliver.errors import GulliverError
 from gulliver.memory._bytes import ByteCounter
-from gulliver.memory._claims import before_write
 from gulliver.memory._placed import Placed, Where
+from gulliver.memory._read_locks import before_write
 from gulliver.memory._stores import Store, page_aligned
 
 PATIENCE_S = 1.0

@@ -4,7 +4,7 @@ With stages 0 to 2 a step gathers every chunk once, in the order of use. With st
 come and go in passes, see `gulliver.memory._prefetch`: touching a chunk issues the gathers up to it
 and a few ahead, in one order on all ranks. In a backward, though, gradients are reduced between the
 gathers, when a chunk is complete: ranks that differ in whole chunks would reduce at another time,
-and are told (see `comm/_ledger.py`).
+and are told (see `comm/_flight_recorder.py`).
 
 [Note: reading] Touching is noticed by `gulliver.memory.mark_pending`, not by hooks of modules:
 whoever reads a parameter waits for it, in a forward or not. Outside of passes and of autograd, such

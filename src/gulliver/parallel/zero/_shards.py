@@ -28,7 +28,7 @@ from gulliver.memory import (
     Manager,
     Piece,
     PlacedChunk,
-    is_claimed,
+    any_read_lock,
 )
 from gulliver.parallel._optimizer import is_counter
 from gulliver.parallel.zero._elementwise import steps_by_chunk
@@ -299,7 +299,9 @@ class ShardedState:
         its calls.
         """
         numbers = list(range(len(self.chunks)))
-        apart = (self.stage in (1, 2) and self.size > 1) or is_claimed() or self.tiers is not None
+        apart = (
+            (self.stage in (1, 2) and self.size > 1) or any_read_lock() or self.tiers is not None
+        )
         return [[n] for n in numbers] if self.by_chunk and apart else [numbers]
 
     # Optimizer state.
