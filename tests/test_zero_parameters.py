@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
-from gulliver.comm import World
+from gulliver.comm import World, sent_bytes
 from gulliver.errors import GulliverError
 from gulliver.memory import LEGAL_PRESENCE, Presence
 from tests import parity
@@ -410,3 +410,33 @@ def test_a_model_is_boosted_once(pool: Pool) -> None:
 
 def test_the_cells_know_all_stages() -> None:
     assert [stage for stage in parity.MODES if stage is not None] == list(STAGES)
+
+
+class _Backwards(nn.Module):
+    """Layers that are used in another order than that of their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (1, 0, 3, 2, 5, 4, 7, 6):
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+def _sent(world: World, overlap: bool) -> int:
+    booster = Booster(LowLevelZeroPlugin(3, chunk_mb=0.01, overlap=overlap, verbose=False))
+    model = _Backwards()
+    booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    before = sent_bytes()
+    with torch.no_grad():
+        model(torch.ones(2, 64))
+    return sent_bytes() - before
+
+
+def test_a_forward_gathers_each_chunk_once_with_overlap_and_without(pool: Pool) -> None:
+    whole = 8 * (64 * 64 + 64) * 4
+    for overlap in (True, False):
+        for sent in pool.run(_sent, 2, overlap):
+            assert whole / 2 <= sent < 0.6 * whole, (overlap, sent, whole)

@@ -45,11 +45,17 @@ class GeminiPlugin(Plugin):
         gather_ahead: chunks that are gathered from other ranks ahead of the one in use.
         assume_elementwise: the same as in `LowLevelZeroPlugin`.
         broadcast_buffers: the same as in `LowLevelZeroPlugin`.
+        weights: folder of a Hugging Face checkpoint, or a safetensors file, that the model is
+            filled from when it is boosted. A model on meta is filled chunk by chunk, so it may be
+            larger than memory; without weights its modules initialise themselves, by
+            ``reset_parameters``.
         verbose: print the plan when the model is boosted.
 
     Raises:
         GulliverError: a size, a share or a name of no sense; what would be right is said.
     """
+
+    takes = ("meta",)
 
     def __init__(
         self,
@@ -68,6 +74,7 @@ class GeminiPlugin(Plugin):
         gather_ahead: int = 2,
         assume_elementwise: bool = False,
         broadcast_buffers: bool = True,
+        weights: Path | str | None = None,
         verbose: bool = True,
     ) -> None:
         self.memory = TierOptions(
@@ -97,7 +104,7 @@ class GeminiPlugin(Plugin):
         self.chunk_mb, self._chunk_bytes = chunk_mb, int(size * MIB)
         self.precision, self.max_norm, self.gather_ahead = precision, max_norm, gather_ahead
         self.assume_elementwise, self.broadcast_buffers = assume_elementwise, broadcast_buffers
-        self.verbose = verbose
+        self.weights, self.verbose = None if weights is None else str(weights), verbose
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
         """Shards over all ranks, under the limit."""
@@ -115,6 +122,7 @@ class GeminiPlugin(Plugin):
             ),
             precision=Precision(precision, self.precision or "none"),
             max_norm=float(self.max_norm),
+            weights=self.weights,
         )
 
     def for_model(

@@ -294,6 +294,7 @@ class LowLevelZeroPlugin(Plugin):
             complete: less memory for gradients, and at stages 1 and 2 gathers begin earlier. With
             `max_norm` and with ``fp16`` all gradients are waited for. Clipping by the loop comes
             too late for it and is refused, and `zero_grad` has to follow each step.
+        weights: checkpoint that stage 3 fills the model from, as of `GeminiPlugin`.
 
     Raises:
         GulliverError: another stage or precision, or a size that is not positive.
@@ -319,6 +320,7 @@ class LowLevelZeroPlugin(Plugin):
         assume_per_parameter: bool = False,
         step_in_backward: bool = False,
         activations: str = "keep",
+        weights: Path | str | None = None,
     ) -> None:
         if isinstance(axes, str) and axes != "auto":
             raise GulliverError(f"axes={axes!r} is not known: 'auto', or the size of each axis")
@@ -350,6 +352,13 @@ class LowLevelZeroPlugin(Plugin):
         self.assume_per_parameter = assume_per_parameter
         self.broadcast_buffers, self.cluster = broadcast_buffers, cluster
         self.step_in_backward = step_in_backward
+        if weights is not None and stage != 3:
+            raise GulliverError(
+                f"weights= fills the shards of stage=3, not of stage={stage}: load the model "
+                "before it is boosted"
+            )
+        self.weights = None if weights is None else str(weights)
+        self.takes = ("meta",) if stage == 3 else ()
         self.memory = TierOptions.within(
             stage,
             "LowLevelZeroPlugin(stage=3)",
@@ -390,6 +399,7 @@ class LowLevelZeroPlugin(Plugin):
             ),
             precision=Precision(precision, self.precision or "none"),
             max_norm=float(self.max_norm),
+            weights=self.weights,
         )
 
     def for_model(
@@ -426,7 +436,7 @@ class PlanPlugin(Plugin):
 
     def __init__(self, plan: Plan, verbose: bool = True) -> None:
         self.plan, self.verbose = plan, verbose
-        self.takes = ("meta",) if plan.weights is not None else ()
+        self.takes = ("meta",) if plan.stage == 3 or plan.weights is not None else ()
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
         """The plan."""

@@ -66,6 +66,7 @@ class StateBytes:
         order: names of the parameters in the order of use; a tied one is there at each use.
         beside: whether the first step of a chunk has its new moments beside those that are placed.
         activations: bytes of each activation that leaves, by the chunk that is used before it.
+        later: bytes that there would be more if what the optimizer may step were all unfrozen.
     """
 
     chunks: tuple[ChunkBytes, ...]
@@ -75,6 +76,7 @@ class StateBytes:
     order: tuple[str, ...] = ()
     beside: bool = False
     activations: tuple[tuple[int, ...], ...] = ()
+    later: int = 0
 
     @property
     def total(self) -> int:
@@ -83,8 +85,9 @@ class StateBytes:
 
     @property
     def reserved(self) -> int:
-        """Bytes that are of use behind: those, and whole gradients, which may have to wait."""
-        return self.total + sum(whole_pages(c.whole) for c in self.chunks if c.trained)
+        """Bytes that are of use behind: those, whole gradients, which may wait, and `later`."""
+        waiting = sum(whole_pages(c.whole) for c in self.chunks if c.trained)
+        return self.total + waiting + self.later
 
     def objects(self) -> Iterator[StateObject]:
         """What has a place of its own, in the order in which it is made."""

@@ -19,7 +19,7 @@ from gulliver.booster._model import HALVES, modules_kept, no_optimizer, unwrappe
 from gulliver.booster._replay import StateBytes
 from gulliver.booster._residency import find_residency
 from gulliver.errors import GulliverError, nearest
-from gulliver.memory import moment_size
+from gulliver.memory import ChunkLayout, moment_size
 from gulliver.parallel import is_boosted, named_trainables, needs_whole, state_sizes
 from gulliver.parallel.pipeline import Cut, Stack, cut, deal, names_held, stack_of, style_of
 from gulliver.parallel.tensor import TensorPlan, best_match, plan_tensor
@@ -260,12 +260,13 @@ def tensor_sizes(
         places.setdefault(parameter, []).append(place)
     sizes = []
     for name, parameter in named.items():
-        trained = parameter in groups and parameter.requires_grad
+        given, trained = parameter in groups, parameter in groups and parameter.requires_grad
         dtype = _dtype_in(plan, name, parameter)
         count = _cut_numel(name, parameter, tensor)
         # An optimizer that looks at shapes is not given slices.
         shape = parameter.shape if count == parameter.numel() else (count,)
-        kept = state_sizes(stepper, groups[parameter], shape) if trained else ()
+        kept = state_sizes(stepper, groups[parameter], shape) if given else ()
+        sleeping = given and not trained and not plan.mesh.names_model
         sizes.append(
             TensorSize(
                 name,
@@ -274,7 +275,8 @@ def tensor_sizes(
                 parameter.device,
                 trained,
                 kept,
-                whole and trained,
+                whole and (trained or sleeping),
+                sleeping,
                 beside=makes_beside(stepper),
                 places=tuple(places[parameter]),
             )
@@ -382,40 +384,52 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
     zero = plan.zero
     assert zero is not None, "there are chunks"
     order = [name for chunk in zero.chunks for name in chunk.tensors]
-    states = {t.name: t.states for t in sizes if t.trained}
-    chunks, moments = list[ChunkBytes](), list[tuple[int, ...]]()
     layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
-    for layout, dtype, is_trained in layouts:
-        home = shard_dtype(dtype, is_trained)
-        whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
-        names = tuple(slot.name for slot in layout.slots)
-        chunks.append(ChunkBytes(names, whole, shard, is_trained, home != dtype))
-        cut = layout.parts > 1 and not layout.whole
-        ranks = list[list[int]]()
-        for part in range(layout.parts if is_trained else 0):
-            # Of a piece that was cut each tensor has its size.
-            kept = [
-                (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
-                for piece in layout.pieces(part)
-            ]
-            kinds = itertools.zip_longest(*kept, fillvalue=0)
-            ranks.append([moment_size(kind) * home.itemsize for kind in kinds])
-        most = itertools.zip_longest(*ranks, fillvalue=0)  # all ranks have the same limit
-        moments.append(tuple(map(max, most)))
     parts = plan.mesh.replicas if zero.stage else 1
-    uses = _uses(sizes, [name for chunk in chunks for name in chunk.names])
+    states = {t.name: t.states for t in sizes}
+    uses = _uses(sizes, [slot.name for layout, _, _ in layouts for slot in layout.slots])
     beside = any(tensor.beside for tensor in sizes)
-    taken = _taken(plan, chunks)
-    return StateBytes(tuple(chunks), tuple(moments), parts, zero.gather_ahead, uses, beside, taken)
+
+    def counted(trained: set[str]) -> StateBytes:
+        found = [_chunk_bytes(one, dtype, states, trained) for one, dtype, _ in layouts]
+        chunks, moments = zip(*found, strict=True) if found else ((), ())
+        taken = _taken(plan, chunks)
+        return StateBytes(chunks, moments, parts, zero.gather_ahead, uses, beside, taken)
+
+    now = counted({t.name for t in sizes if t.trained})
+    unfrozen = counted({t.name for t in sizes if t.trained or t.sleeping})
+    return replace(now, later=unfrozen.reserved - now.reserved)
+
+
+def _chunk_bytes(
+    layout: ChunkLayout, dtype: torch.dtype, states: Mapping[str, Sequence[int]], trained: set[str]
+) -> tuple[ChunkBytes, tuple[int, ...]]:
+    """Bytes of a chunk, and of each tensor that the optimizer keeps of it."""
+    names = tuple(slot.name for slot in layout.slots)
+    is_trained = names[0] in trained
+    home = shard_dtype(dtype, is_trained)
+    whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
+    cut = layout.parts > 1 and not layout.whole
+    ranks = list[list[int]]()
+    for part in range(layout.parts if is_trained else 0):
+        # Of a piece that was cut each tensor has its size.
+        kept = [
+            (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
+            for piece in layout.pieces(part)
+        ]
+        kinds = itertools.zip_longest(*kept, fillvalue=0)
+        ranks.append([moment_size(kind) * home.itemsize for kind in kinds])
+    most = itertools.zip_longest(*ranks, fillvalue=0)  # all ranks have the same limit
+    return ChunkBytes(names, whole, shard, is_trained, home != dtype), tuple(map(max, most))
 
 
 def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
     """Names in the order of use: the model's, unless chunks lie in another, which a person gave."""
-    trained = {tensor.name for tensor in sizes if tensor.trained}
+    kinds = {tensor.name: (tensor.trained, tensor.sleeping) for tensor in sizes}
     inside = set(laid_out)
-    for kind in (True, False):
-        given = [name for name in laid_out if (name in trained) is kind]
-        known = [t.name for t in sizes if t.trained is kind and t.name in inside]
+    for kind in set(kinds.values()):
+        given = [name for name in laid_out if kinds[name] == kind]
+        known = [name for name, one in kinds.items() if one == kind and name in inside]
         if given != known:
             return tuple(laid_out)
     places = [(place, t.name) for t in sizes if t.name in inside for place in t.places]

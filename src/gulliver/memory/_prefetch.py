@@ -111,6 +111,7 @@ class Prefetcher:
         self.current = Pass.NONE
         self._order: list[Any] = []
         self._at: dict[int, int] = {}
+        self._used = set[int]()
         self._issued = self._reached = 0
         self._needed: Sequence[Any] = ()
 
@@ -131,6 +132,7 @@ class Prefetcher:
 
     def _set_order(self, order: list[Any]) -> None:
         self._order, self._issued, self._reached = order, 0, 0
+        self._used.clear()
         self._at = {id(resident): place for place, resident in enumerate(order)}
 
     def prefetch(self) -> None:
@@ -180,6 +182,7 @@ class Prefetcher:
         if place is None:
             self.mover.finish(resident)
             return
+        self._used.add(id(resident))
         # Most uses are of what is here, and was reached before.
         if place < self._reached and resident.presence is Presence.WHOLE:
             return
@@ -214,7 +217,9 @@ class Prefetcher:
     def _release_passed(self, place: int) -> None:
         """Lets go of what a pass has used before the resident that precedes a place."""
         for passed in self._order[: max(0, place - 1)]:
-            if passed.presence is Presence.WHOLE:
+            # What was jumped over will be used yet, or come past at the end.
+            gone = id(passed) in self._used or not self.every
+            if passed.presence is Presence.WHOLE and gone:
                 self._release_used(passed)
 
     def _pass_by(self, place: int, end: int) -> None:

@@ -111,6 +111,7 @@ class InBackward:
         self._shards.reducer.use_up(sharded)
         # Its buffer was written behind autograd's back: what still refers to it must not be used.
         increment_version(sharded.chunk.members)
+        self._shards.gatherer.copies.remember()
         sharded.updates += 1
 
     def _begin(self) -> None:
@@ -149,9 +150,10 @@ class InBackward:
             self._begin()
         self._updates.allowed = True
         try:
-            for sharded, number in self._numbers.items():
+            for sharded in self._numbers:
                 self._prepare(sharded)
-                self._updates.step([number], used)
+                # An evaluation since may have let more chunks be trained.
+                self._updates.step([self._shards.chunks.index(sharded)], used)
                 if sharded.gradient_shard is not None:
                     self._shards.reducer.use_up(sharded)
             self._hooks.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from gulliver._compat import step_hooks
 from gulliver.comm import Group, all_gather, all_reduce
@@ -110,6 +110,8 @@ class ZeroOptimizer(BoostedOptimizer):
         sharded = dict(frozen or {}) if stage == 3 else {}
         options = ahead, overlap, manager, needs_whole(inner, assume_elementwise), order
         self.shards = ShardedState(inner, self.names, sharded, stage, chunk_bytes, group, *options)
+        self.names = self.shards.names  # which grow when parameters are unfrozen
+        self._frozen = [p for p in self._frozen if p not in self.shards.sleeping]
         self.max_norm = max_norm
         self.grad_norm: Tensor | None = None
         self.skipped = 0
@@ -206,6 +208,7 @@ class ZeroOptimizer(BoostedOptimizer):
             self._reducer.scale = self.scaler.scale
             loss = loss * self.scaler.scale
         self._mark("backward")
+        self.shards.wake()
         self.gatherer.enter_backward()
         try:
             with self._stepping(), self._reducer.backward(not self._deferred), self._saving():
@@ -303,10 +306,7 @@ class ZeroOptimizer(BoostedOptimizer):
         self._reducer.unsettle()
         if self.buffers is not None:
             self.buffers.sync()
-        self.gatherer.step += 1
-        # The buffers are written behind autograd's back: a graph from before must not be used.
-        increment_version(list(self.names))
-        self.gatherer.prefetch()
+        self.gatherer.end_step()
         if self.shards.manager is not None:
             self.shards.manager.end_step()
         self.shards.end_record()
@@ -468,6 +468,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def group_names(self) -> list[list[str]]:
         """Names of the trained parameters of each group."""
+        self.shards.wake()
         return [list(members) for members in self.shards.members]
 
     def gradient_bytes(self) -> int:

@@ -47,6 +47,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from gulliver.comm import Group, Handle, Purpose, all_reduce, group_size, reduce_scatter
 from gulliver.errors import GulliverError
@@ -78,29 +79,37 @@ class GradientReducer:
     def __init__(
         self, chunks: Sequence[ShardedChunk], stage: int, group: Group, overlap: bool = True
     ) -> None:
-        self.chunks, self.stage, self.group, self.overlap = chunks, stage, group, overlap
+        self.stage, self.group, self.overlap = stage, group, overlap
         self.size = group_size(group)
         self.scale = 1.0
         self.noted: Callable[[str], None] | None = None
         self.sent: Callable[[ShardedChunk], None] | None = None
         # With one rank there is nothing to wait for.
         self._in_flight = IN_FLIGHT if self.size > 1 else 0
-        self._home = {name: c for c in chunks for name in c.chunk.parameters}
-        self._names = list(self._home)
+        self._home: dict[str, ShardedChunk] = {}
         self._used: set[str] = set()
-        self._late: set[ShardedChunk] = set()
-        self._order = list(reversed(chunks))
         self._next = 0
         self._reducing = self._settled = False
         self._flying: deque[ShardedChunk] = deque()
         self.record: Callable[[str, ShardedChunk], None] | None = None
-        self._hooks = []
-        for name, home in self._home.items():
-            parameter = home.chunk.parameters[name]
+        self._hooks = list[RemovableHandle]()
+        self.take(chunks)
+
+    def take(self, chunks: Sequence[ShardedChunk]) -> None:
+        """Reduces these chunks from here on, of which it may know some."""
+        known, self.chunks = self._home, chunks
+        self._home = {name: c for c in chunks for name in c.chunk.parameters}
+        self._names = list(self._home)
+        self._late, self._order = set[ShardedChunk](), list(reversed(chunks))
+        for name in self._home.keys() - known.keys():
+            parameter = self._home[name].chunk.parameters[name]
+            frozen = not parameter.requires_grad
+            parameter.requires_grad_(True)  # hooks are taken then only, and stay
             self._hooks += [
                 parameter.register_hook(self._before_hook(name)),
                 parameter.register_post_accumulate_grad_hook(self._ready_hook(name)),
             ]
+            parameter.requires_grad_(not frozen)
 
     def _before_hook(self, name: str) -> Callable[[object], None]:
         """Makes the hook before autograd adds to a parameter: the gradient must be a view then.

@@ -24,6 +24,7 @@ class TensorSize:
         trained: whether the optimizer steps it.
         states: elements of each tensor that the optimizer keeps for it, before it is sharded.
         whole: whether the optimizer has to have it whole.
+        sleeping: whether it is frozen, and the optimizer steps it once it is unfrozen.
         beside: whether the optimizer has its first state beside what is placed.
         places: places among all names of parameters of the model; a tied one has several.
     """
@@ -35,6 +36,7 @@ class TensorSize:
     trained: bool = True
     states: tuple[int, ...] = ()
     whole: bool = False
+    sleeping: bool = False
     beside: bool = False
     places: tuple[int, ...] = ()
 
@@ -83,8 +85,9 @@ def ordered_layouts(
     """
     place = {name: number for number, name in enumerate(order or [t.name for t in tensors])}
     found = []
-    for trained in (True, False) if stage == 3 else (True,):
-        kind = [t for t in tensors if t.trained == trained]
+    kinds = ((True, False), (False, True), (False, False))  # as of `ShardedState.kinds`
+    for trained, sleeping in kinds if stage == 3 else kinds[:1]:
+        kind = [t for t in tensors if (t.trained, t.sleeping) == (trained, sleeping)]
         kind.sort(key=lambda t: place.get(t.name, len(place)))
         layouts = chunk_layouts(kind, chunk_bytes, stage, ranks)
         found += [(layout, dtype, trained) for layout, dtype in layouts]
