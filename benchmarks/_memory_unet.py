@@ -14,6 +14,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -118,7 +119,7 @@ def variants(job: Job, plain_peak: int) -> dict[str, Job]:
     """
     told = {"told": job.limit - job.options["constant"]}
 
-    def but(disk: int = job.disk, **options: object) -> Job:
+    def but(disk: int = job.disk, **options: Any) -> Job:
         return replace(job, limit=0, disk=disk, options={**job.options, **told, **options})
 
     return {
@@ -126,7 +127,7 @@ def variants(job: Job, plain_peak: int) -> dict[str, Job]:
         "blocks recomputed instead": but(activations="recompute"),
         "activations kept": but(activations="keep"),
         "without a disk, blocks recomputed": but(0, told=plain_peak, activations="recompute"),
-        "with explicit attention": but(**EXPLICIT),
+        "with explicit attention": but(attention="explicit"),
     }
 
 

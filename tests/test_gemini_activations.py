@@ -129,7 +129,7 @@ def _modes(world: World, folder: str) -> dict[str, tuple[bool, int]]:
         ("early", stack, {"activations": "offload", "step_in_backward": True}),
         ("compiled", lambda: flow(compiled=True), {"activations": "offload"}),
     ):
-        booster = Booster(plugin=GeminiPlugin("3MiB", **options, **more))
+        booster = Booster(plugin=GeminiPlugin("8MiB", **options, **more))
         got = trained(booster, make)
         found[name] = same(got, plain(flow if name == "compiled" else make)), held(got)
         if name in ("recompute", "offload"):
@@ -221,8 +221,8 @@ def _work(forward_s: float, unfollowed: str = "") -> Work:
     blocks = [BlockWork(str(n), forward_s, size, 1 << 14, 1 << 20, size, size) for n in range(12)]
     rest = BlockWork("", 0.0, 0, 0, 1 << 20)
     peak = 12 * (size + (1 << 14)) + (1 << 20)
-    sums = {"forward_s": 12 * forward_s, "backward_s": 24 * forward_s}
-    peaks = {"peak": peak, "peak_recomputed": 10 << 20, "peak_offloaded": 2 << 20}
+    sums: dict[str, Any] = {"forward_s": 12 * forward_s, "backward_s": 24 * forward_s}
+    peaks: dict[str, Any] = {"peak": peak, "peak_recomputed": 10 << 20, "peak_offloaded": 2 << 20}
     if unfollowed:
         return Work(samples=8, **sums, activations=peak, unfollowed=unfollowed)
     return Work(samples=8, **sums, **peaks, blocks=(*blocks, rest))
