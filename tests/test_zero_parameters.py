@@ -199,12 +199,13 @@ def test_losses_of_several_calls_and_of_the_parameters_themselves(pool: Pool, st
     pool.run(_two_calls, 2, stage)
 
 
-def _gathered(world: World) -> tuple[int, int, int]:
+def _gathered(world: World) -> tuple[int, int, int, int]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(20)))
     booster = Booster(LowLevelZeroPlugin(3, chunk_mb=0.0011, gather_ahead=2, verbose=False))
     _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-    most = 0
+    most, started, start = 0, [], optimizer.gatherer.start
+    optimizer.gatherer.start = lambda chunk: (started.append(chunk), start(chunk))
 
     def count(*_: object) -> None:
         nonlocal most
@@ -214,16 +215,18 @@ def _gathered(world: World) -> tuple[int, int, int]:
         layer.register_forward_hook(count)
         layer.weight.register_post_accumulate_grad_hook(count)
     for _ in range(2):
+        started.clear()
         booster.backward(model(torch.ones(2, 16)).sum(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     held = sum(c.chunk.home.nbytes for c in optimizer.everything)
-    return len(optimizer.everything), most, held
+    return len(optimizer.everything), most, held, len(started)
 
 
 def test_stage_3_holds_its_shard_and_a_bounded_number_of_chunks(pool: Pool) -> None:
-    for chunks, most, held in pool.run(_gathered, 2):
+    for chunks, most, held, gathers in pool.run(_gathered, 2):
         assert chunks == 20
+        assert gathers == 2 * 20 - 3  # the last of a forward stay for the backward
         assert 3 <= most <= 5
         assert held == 20 * 288 * 4 // 2  # 16 x 16 + 16, and what makes two parts of 16s
 

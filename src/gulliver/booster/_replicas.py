@@ -98,7 +98,8 @@ def tune(plan: Plan, model: nn.Module, boosted: ZeroOptimizer, verbose: bool) ->
     if zero.tuning != "off" and boosted.size > 1 and boosted.names:
         folder = None if zero.report is None else Path(zero.report)
         report = say() if verbose else None
-        boosted.tune(BucketTuner(boosted.shards, model, folder, report, zero.tuning == "again"))
+        again, early = zero.tuning == "again", boosted.steps_in_backward
+        boosted.tune(BucketTuner(boosted.shards, model, folder, report, again, early))
 
 
 class _DDP(DistributedDataParallel):

@@ -10,6 +10,10 @@ pass. So ranks may differ in what they use, and none waits for one that has noth
 called twice) ends the pass and starts it anew, and is kept from then on. Outside of passes whatever
 is used is brought at once.
 
+[Note: from forward to backward] A backward begins with what its forward has used last. So the last
+of a forward stay, as many as there is room for anyway, which is one fewer than a pass has at most;
+they are not brought again, and one more is on its way before backward uses the first.
+
 It does not know what a resident is, nor how it is brought: a `Mover` does. With one that only
 counts, it tells what a recorded step holds at which time.
 """
@@ -109,6 +113,8 @@ class Prefetcher:
         self.residents, self.mover, self.ahead = list(residents), mover, ahead
         self.every, self.tight = every, tight
         self.current = Pass.NONE
+        # From forward to backward; see the note above.
+        self._stay, self._left = ahead + 1 if every and not tight else 1, 0
         self._order: list[Any] = []
         self._at: dict[int, int] = {}
         self._used = set[int]()
@@ -120,15 +126,16 @@ class Prefetcher:
         untouched = self._reached == 0 and self._order == self.residents
         if kind is Pass.FORWARD and untouched and self._issued:
             self.current = kind  # begun by `prefetch`
-            return
-        if kind is Pass.FORWARD:
+        elif kind is Pass.FORWARD:
             self.release_all(held=False)
             self._set_order(self.residents[:])
+            self.current = kind
         else:
-            # The forward has left its last: it is the first that backward uses.
-            skip = self.every and self.residents[-1].presence is not Presence.ABSENT
-            self._set_order(self.residents[-2::-1] if skip else self.residents[::-1])
-        self.current = kind
+            # The forward has left its last: they are the first that backward uses.
+            self._set_order(self.residents[::-1])
+            self.current, self._issued = kind, self._left
+            if self._left > 1:
+                self._issue(self._left + 1)
 
     def _set_order(self, order: list[Any]) -> None:
         self._order, self._issued, self._reached = order, 0, 0
@@ -149,9 +156,10 @@ class Prefetcher:
         """
         self.complete()
         if keep_last:
-            for resident in self.residents[:-1]:
+            for resident in self.residents[: -self._stay]:
                 self.mover.finish(resident)
                 self._release_used(resident)
+            self._left = min(self._stay, len(self.residents)) if self.every else 0
         else:
             self.release_all(held=False)
         self.current = Pass.NONE
@@ -163,7 +171,7 @@ class Prefetcher:
 
     def release_all(self, held: bool = True) -> None:
         """Lets go of everything, with `held` also of what a graph may refer to."""
-        self.current = Pass.NONE
+        self.current, self._left = Pass.NONE, 0
         for resident in self.residents:
             if held or not resident.held:
                 resident.held = False
@@ -216,7 +224,10 @@ class Prefetcher:
 
     def _release_passed(self, place: int) -> None:
         """Lets go of what a pass has used before the resident that precedes a place."""
-        for passed in self._order[: max(0, place - 1)]:
+        end = place - 1
+        if self.current is Pass.FORWARD:
+            end = min(end, len(self._order) - self._stay)
+        for passed in self._order[: max(0, end)]:
             # What was jumped over will be used yet, or come past at the end.
             gone = id(passed) in self._used or not self.every
             if passed.presence is Presence.WHOLE and gone:

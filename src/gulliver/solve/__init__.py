@@ -31,7 +31,7 @@ from gulliver.solve._schedule import (
     schedule_seconds,
 )
 from gulliver.solve._simulation import Moved, count_moves, replay, simulate
-from gulliver.solve._timeline import StepTimes, step_seconds
+from gulliver.solve._timeline import UPDATE_LAG, StepTimes, gathers_in_backward, step_seconds
 from gulliver.solve._unimodal import geometric_sizes
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "INPUTS",
     "PAGE",
     "STATES",
+    "UPDATE_LAG",
     "WEIGHTS",
     "Action",
     "ActivationChoice",
@@ -64,6 +65,7 @@ __all__ = [
     "chain_times",
     "choose_activations",
     "count_moves",
+    "gathers_in_backward",
     "geometric_sizes",
     "least_room",
     "partition_chain",

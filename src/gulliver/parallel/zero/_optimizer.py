@@ -217,13 +217,18 @@ class ZeroOptimizer(BoostedOptimizer):
         finally:
             self.gatherer.leave_backward()
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether chunks are stepped during backward: nothing needs all gradients before."""
+        waits = math.isfinite(self.max_norm) or self.scaler is not None
+        return self.step_in_backward and not waits
+
     def _stepping(self) -> AbstractContextManager[None]:
         """Lets chunks be stepped in a backward, where nothing needs all gradients before."""
         self._begun.check_whole()
         self._begun.refuse("backward was called")
-        waits = math.isfinite(self.max_norm) or self.scaler is not None or self._accumulating
         profiling = self.tuner is not None and self.tuner.profiling
-        if not self.step_in_backward or waits or profiling:
+        if not self.steps_in_backward or self._accumulating or profiling:
             return nullcontext()
         return self._begun.backward()
 

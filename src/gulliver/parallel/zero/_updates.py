@@ -54,12 +54,13 @@ class Updates:
         if not self.allowed:
             raise GulliverError("step the optimizer that boost returned, not the one it was given")
 
-    def step(self, turn: Sequence[int], used: set[str]) -> None:
+    def step(self, turn: Sequence[int], used: set[str], gather: bool = True) -> None:
         """Steps the chunks of some numbers together, once their gradients are there.
 
         Args:
             turn: numbers of chunks.
             used: names of parameters that have a gradient on any rank.
+            gather: whether their gathers are started, below stage 3.
         """
         shards = self._shards
         chunks = [shards.chunks[number] for number in turn]
@@ -72,7 +73,7 @@ class Updates:
         else:
             with shards.opened(*chunks):  # there is one in a turn
                 self._step(chunks, turn, used)
-        if shards.stage < 3:
+        if gather and shards.stage < 3:
             for sharded in chunks:
                 shards.gatherer.start(sharded)
 
