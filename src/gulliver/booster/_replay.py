@@ -22,14 +22,13 @@ from gulliver.memory import (
 )
 from gulliver.parallel.zero import (
     IN_FLIGHT,
-    LAG,
     ChunkBytes,
     ImaginedChunk,
     StepReplay,
     ordinary_step,
 )
 from gulliver.plan import Tiers
-from gulliver.solve import Action, Move, Policy, Replacement
+from gulliver.solve import UPDATE_LAG, Action, Move, Policy, Replacement
 
 BEGIN, FORWARD, BACKWARD, UPDATE = "begin", "forward", "backward", "update"
 WINDOW = 2
@@ -450,6 +449,9 @@ class _SeveralRanks(StepReplay):
             self._phase = what.lower()
             self._visited.clear()
             self._unstepped = [chunk for chunk in self.chunks if chunk.size.trained]
+        elif what == "backward ended":
+            while self._early and self._sent:
+                self._step_sent()
         begins = what == "used" and number not in self._visited
         if begins:
             self._visited.add(number)
@@ -480,10 +482,13 @@ class _SeveralRanks(StepReplay):
     def _reduce(self, chunk: ImaginedChunk) -> None:
         super()._reduce(chunk)
         self._sent.append(chunk)
-        while self._early and len(self._sent) > LAG:
-            sent = self._sent.popleft()
-            self.release(sent)
-            self._update(sent)
+        while self._early and len(self._sent) > UPDATE_LAG:
+            self._step_sent()
+
+    def _step_sent(self) -> None:
+        sent = self._sent.popleft()
+        self.release(sent)
+        self._update(sent)
 
     def lands(self, chunk: ImaginedChunk) -> None:
         self._replay.give(chunk.size.whole, GRADIENTS)

@@ -12,7 +12,6 @@ from gulliver.parallel.zero._elementwise import (
     optimizer_table,
     state_sizes,
 )
-from gulliver.parallel.zero._in_backward import LAG
 from gulliver.parallel.zero._memory import (
     ChunkBytes,
     ImaginedChunk,
@@ -29,7 +28,6 @@ from gulliver.parallel.zero._tuner import BucketTuner, Stage, Tuning
 __all__ = [
     "ELEMENTWISE",
     "IN_FLIGHT",
-    "LAG",
     "OPTIMIZERS",
     "BucketTuner",
     "BufferSync",
