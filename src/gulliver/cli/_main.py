@@ -120,7 +120,7 @@ def _from_file(kind: type, arguments: list[str]) -> tuple[Any, list[str]]:
     if place + 1 == len(arguments):
         raise GulliverError("--config needs a file, such as the config.json of a run")
     from gulliver.checkpoint import read_json
-    from gulliver.video import from_plain
+    from gulliver.options import from_plain
 
     default = from_plain(read_json(Path(arguments[place + 1])), kind)
     return default, arguments[:place] + arguments[place + 2 :]
