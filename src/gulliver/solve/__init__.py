@@ -2,9 +2,9 @@
 
 Each file is an answer to one question: what becomes of activations (`_activations.py`), where to
 cut a pipeline (`_chain.py`), who gets which of several things (`_balance.py`), where a block of
-memory goes (`_extents.py`), what a fast tier of memory keeps (`_replacement.py`; the plan for it:
-`_residency.py`), how long a step of ZeRO takes (`_timeline.py`), which sizes to try
-(`_unimodal.py`).
+memory goes (`_extents.py`), what goes together into bins of one size (`_packing.py`), what a fast
+tier of memory keeps (`_replacement.py`; the plan for it: `_residency.py`), how long a step of ZeRO
+takes (`_timeline.py`), which sizes to try (`_unimodal.py`).
 """
 
 from gulliver.solve._activations import (
@@ -20,6 +20,7 @@ from gulliver.solve._balance import balanced_parts
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._cycle import Cycle, Event
 from gulliver.solve._extents import PAGE, Extents, size_class
+from gulliver.solve._packing import Packing, pack
 from gulliver.solve._replacement import Action, Move, Policy, Replacement
 from gulliver.solve._residency import Gap, Residency, plan_residency
 from gulliver.solve._schedule import (
@@ -51,6 +52,7 @@ __all__ = [
     "Gap",
     "Move",
     "Moved",
+    "Packing",
     "PassCosts",
     "Policy",
     "Prediction",
@@ -64,6 +66,7 @@ __all__ = [
     "count_moves",
     "geometric_sizes",
     "least_room",
+    "pack",
     "partition_chain",
     "plan_residency",
     "replay",
