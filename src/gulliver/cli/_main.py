@@ -25,9 +25,11 @@ class Command(NamedTuple):
 
 
 VIDEO, OPTIONS = "gulliver.video._config", "gulliver.cli._options"
+TEXTS = "gulliver.finetune._job_config"
 COMMANDS = {
     name: Command((place, options), (f"gulliver.cli.{module}", f"{name}_command"), what)
     for name, place, options, module, what in (
+        ("finetune", TEXTS, "FinetuneConfig", "_finetune", "fine-tune a language model on texts"),
         ("train", VIDEO, "TrainConfig", "_commands", "train a text-to-video model"),
         ("generate", OPTIONS, "GenerateConfig", "_commands", "make clips from sentences"),
         ("evaluate", OPTIONS, "EvaluateConfig", "_commands", "judge what a model shows"),
