@@ -3,13 +3,13 @@
 from gulliver.finetune._batches import make_batches
 from gulliver.finetune._config import DataConfig, check_data
 from gulliver.finetune._documents import packing_support
-from gulliver.finetune._encode import Example, load_tokenizer
+from gulliver.finetune._encode import Example, load_tokenizer, split
 from gulliver.finetune._example import make_example
 from gulliver.finetune._finetune import Outcome, finetune
 from gulliver.finetune._forms import Form, recognise
 from gulliver.finetune._job_config import FinetuneConfig, check_finetune
 from gulliver.finetune._rows import BadRow, Row, read_rows
-from gulliver.finetune._texts import TextData, read_text
+from gulliver.finetune._texts import TextData, divide, read_text
 
 __all__ = [
     "BadRow",
@@ -22,6 +22,7 @@ __all__ = [
     "TextData",
     "check_data",
     "check_finetune",
+    "divide",
     "finetune",
     "load_tokenizer",
     "make_batches",
@@ -30,4 +31,5 @@ __all__ = [
     "read_rows",
     "read_text",
     "recognise",
+    "split",
 ]
