@@ -190,8 +190,13 @@ def check_options(options: Any, prefix: str = "--") -> None:
         value, name = getattr(options, field.name), prefix + field.name.replace("_", "-")
         if dataclasses.is_dataclass(value):
             check_options(value, f"{name}.")
-        elif field.name in ranges and value is not None and value not in ranges[field.name]:
+        elif field.name in ranges and _is_number(value) and value not in ranges[field.name]:
             raise GulliverError(f"{name} is {value}: it must be {ranges[field.name]}")
+
+
+def _is_number(value: Any) -> bool:
+    # An option may be something else instead, such as a file.
+    return isinstance(value, int | float)
 
 
 def resolved(config: Any) -> dict[str, Any]:
