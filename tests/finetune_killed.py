@@ -1,6 +1,6 @@
 """Fine-tunes, and ends itself by SIGKILL again and again: in steps, saves and the result.
 
-Started by `tests/test_finetune_run.py`: ``python -m tests.finetune_killed MODEL DATA FOLDER``.
+Started by `tests/test_finetune_run.py`: ``python -m tests.finetune_killed MODEL DATA FOLDER POINT...``.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def _run(config: FinetuneConfig, point: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def main(model: Path, data: Path, folder: Path) -> None:
+def main(model: Path, data: Path, folder: Path, points: list[str]) -> None:
     torch.set_num_threads(1)
     example = model, data
     options = {"steps": STEPS, "lora_rank": 4, "method": "lora", "lora_dropout": 0.1}
     print(_run(small(example, folder / "whole", **options), ""), flush=True)
-    for point in (*POINTS, ""):
+    for point in (*points, ""):
         config = small(example, folder / "killed", resume=True, **options)
         print(_run(config, point), flush=True)
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(*map(Path, sys.argv[1:4]), points=sys.argv[4:])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -51,7 +53,9 @@ def _close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> floa
 
 
 @pytest.mark.parametrize(
-    ("packing", "answers"), [("no", "auto"), ("yes", "auto"), ("yes", "no")], ids=str
+    ("packing", "answers"),
+    [("no", "auto"), ("yes", "auto"), pytest.param("yes", "no", marks=pytest.mark.full)],
+    ids=str,
 )
 def test_losses_and_weights_are_those_of_a_plain_loop(
     pool: Pool, tmp_path: Path, example: Example, packing: str, answers: str
@@ -68,27 +72,38 @@ def test_losses_and_weights_are_those_of_a_plain_loop(
 def test_axes_and_limits_change_nothing(pool: Pool, tmp_path: Path, example: Example) -> None:
     config = small(example, tmp_path / "plain", lora_rank=4, method="lora")
     expected = pool.run(run_in_world, 1, config)[0]
+    limit = {"memory": "1MiB", "disk": f"{tmp_path}:1GiB"}
+    with pytest.raises(GulliverError) as refused:
+        finetune(replace(config, dry_run=True, **limit))
+    least = re.search(r"limit that works is ([0-9.]+)MiB", str(refused.value))
+    assert least
+    limit["memory"] = f"{float(least[1]) + 0.2}MiB"  # so that state comes and goes
     ways: list[tuple[int, dict[str, Any]]] = [
         (2, {"tp": 2}),
         (2, {"pp": 2}),
         (2, {"sp": 2}),
-        (1, {"memory": "80MiB", "disk": f"{tmp_path}:1GiB", "activations": "keep"}),
-        (2, {"memory": "80MiB", "disk": f"{tmp_path}:1GiB", "activations": "keep"}),
+        (1, limit),
+        (1, {**limit, "method": "full", "lora_rank": 16}),
+        (2, {**limit, "memory": "80MiB"}),
     ]
+    full = replace(config, out=tmp_path / "full", method="full", lora_rank=16)
+    of_full = pool.run(run_in_world, 1, full)[0]
     for number, (ranks, way) in enumerate(ways):
         one = replace(config, out=tmp_path / str(number), **way)
         log = pool.run(_limited_run, ranks, one)[0]
+        wanted = of_full if way.get("method") == "full" else expected
         for name in ("loss", "held_out_loss"):
-            assert losses(log, name) == pytest.approx(losses(expected, name), rel=1e-6), way
+            assert losses(log, name) == pytest.approx(losses(wanted, name), rel=1e-6), way
 
 
 @pytest.mark.deadline(240)
-def test_a_run_that_is_killed_five_times_ends_with_the_same_bits(
-    tmp_path: Path, example: Example
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
+    tmp_path: Path, example: Example, full: bool
 ) -> None:
+    points = POINTS if full else ("save 3", "result")
     command = [sys.executable, "-m", "tests.finetune_killed", *map(str, example), str(tmp_path)]
-    ended = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    assert ended == ["0", *[str(-signal.SIGKILL)] * len(POINTS), "0"]
+    ran = subprocess.run([*command, *points], check=True, capture_output=True, text=True)
+    assert ran.stdout.split() == ["0", *[str(-signal.SIGKILL)] * len(points), "0"]
     whole, killed = (saved_tensors(tmp_path / name) for name in ("whole", "killed"))
     assert whole.keys() == killed.keys()
     assert [name for name in whole if not torch.equal(whole[name], killed[name])] == []
@@ -147,6 +162,25 @@ def test_the_best_evaluation_is_kept_and_ends_the_run_in_time(
     assert "step-00000001" in (config.out / "README.md").read_text()
     resumed = finetune(replace(config, resume=True))
     assert (resumed.finished, resumed.step) == (True, 3)
+
+
+def test_a_signal_ends_the_run_after_a_step_and_is_no_end_of_it(
+    tmp_path: Path, example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn, calls = Learner.learn, []
+
+    def learnt(self: Learner, batches: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learn(self, batches)
+
+    monkeypatch.setattr(Learner, "learn", learnt)
+    config = small(example, tmp_path / "run", save_every=100, samples=0)
+    outcome = finetune(config)
+    assert (outcome.finished, outcome.step, outcome.result) == (False, 3, None)
+    resumed = finetune(replace(config, resume=True))
+    assert (resumed.finished, resumed.step, len(calls)) == (True, STEPS, STEPS)
 
 
 def test_a_dry_run_plans_for_all_ranks_and_writes_nothing(
@@ -230,7 +264,7 @@ def test_what_cannot_run_is_refused_before_a_weight_is_read(
 ) -> None:
     def told(**changes: Any) -> str:
         with pytest.raises(GulliverError) as refused:
-            finetune(small(example, tmp_path / "run", **changes))
+            finetune(replace(small(example, tmp_path / "run"), **changes))
         return str(refused.value)
 
     monkeypatch.setattr("gulliver.finetune._base.Base.load", lambda *_: pytest.fail("weights"))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +83,9 @@ def finetune(config: FinetuneConfig) -> Outcome:
     """
     check_finetune(config)
     world = init_world()
-    with guard():
+    with guard(), warnings.catch_warnings():
+        # Of names that transformers has newer ones for: nothing that a user could mend.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
         job = prepare(config, world)
         if config.dry_run:
             return Outcome(0, True)
@@ -336,6 +340,8 @@ class Finetuner:
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: factor(self.config, self.recipe, step)
         )
+        with suppress(ImportError):
+            import torch.utils.tensorboard  # after boost it would count against a memory limit
         self.booster = Booster(plan=plan, verbose=False)
         self.place = self.booster.plugin.data_place()
         boosted = self.booster.boost(self.model, optimizer, lr_scheduler=scheduler)
