@@ -27,6 +27,8 @@ from gulliver.finetune import (
     recognise,
     split,
 )
+from gulliver.finetune._encode import Encoder
+from gulliver.finetune._forms import Sample
 from tests.texts import FORGETFUL, MARKED, PLAIN, STRICT, tokenizer_of
 
 CHAT = [
@@ -317,11 +319,9 @@ def test_the_mask_of_a_conversation_is_the_naive_one(
 
 
 def chat_tokens(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
-    from gulliver.finetune._chat import chat_tokens as made
-    from gulliver.finetune._forms import Sample
-
-    ids, mask = made(tokenizer, Sample("a:1", messages=tuple(messages)), True)
-    return ids, mask.tolist()
+    (found,) = Encoder(tokenizer, 5000, True).encode([Sample("a:1", messages=tuple(messages))])
+    assert isinstance(found, list)
+    return found[0].ids.tolist(), found[0].answer.tolist()
 
 
 def test_a_template_that_rewrites_earlier_answers_is_refused_by_name(tmp_path: Path) -> None:
@@ -366,9 +366,6 @@ def test_a_conversation_that_the_template_refuses_is_a_bad_row(tmp_path: Path) -
 def test_a_prompt_is_read_as_it_is_asked_and_its_completion_is_learnt(
     prompt: str, answer: str, kind: str
 ) -> None:
-    from gulliver.finetune._encode import Encoder
-    from gulliver.finetune._forms import Sample
-
     tokenizer = tokenizer_of(kind)
     encoder = Encoder(tokenizer, 500, answers_only=True)
     (found,) = encoder.encode([Sample("a:1", prompt, answer)])

@@ -14,12 +14,15 @@ model saw in training would not be what it sees when it is asked.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from gulliver.errors import GulliverError
 from gulliver.finetune._forms import Sample
+
+Array = np.ndarray[Any, Any]
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SHOWN = 8
@@ -51,43 +54,65 @@ def check_template(tokenizer: Any) -> None:
         ) from None
 
 
-def chat_tokens(
-    tokenizer: Any, sample: Sample, answers_only: bool
-) -> tuple[list[int], np.ndarray[Any, Any]]:
-    """Returns the tokens [T] of a conversation, and a mask [T] of those that are learnt.
+def marked_tokens(tokenizer: Any, sample: Sample) -> tuple[list[int], list[int]]:
+    """Returns the tokens [T] of a conversation, and 1 for those that the template marks [T].
 
     Raises:
         BadChat: the template does not take the conversation.
-        GulliverError: the template breaks the prefix property.
     """
-    if not answers_only:
-        ids = _tokens(tokenizer, sample, len(sample.messages))
-        return ids, np.ones(len(ids), dtype=bool)
-    if marks_answers(tokenizer):
-        found = _applied(tokenizer, sample, len(sample.messages), return_assistant_tokens_mask=True)
-        return found["input_ids"], np.array(found["assistant_masks"], dtype=bool)
-    return _by_prefixes(tokenizer, sample)
+    found = _applied(
+        tokenizer,
+        sample,
+        len(sample.messages),
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"verbose": False},
+    )
+    return found["input_ids"], found["assistant_masks"]
 
 
-def _by_prefixes(tokenizer: Any, sample: Sample) -> tuple[list[int], np.ndarray[Any, Any]]:
-    whole = _tokens(tokenizer, sample, len(sample.messages))
-    learnt = np.zeros(len(whole), dtype=bool)
-    for number, message in enumerate(sample.messages):
-        if message["role"] != "assistant":
-            continue
+def chat_texts(tokenizer: Any, sample: Sample, answers_only: bool) -> list[str]:
+    """Writes a conversation: the whole, and for each answer what is before it and up to its end.
+
+    Raises:
+        BadChat: the template does not take the conversation.
+    """
+    texts = [_applied(tokenizer, sample, len(sample.messages), tokenize=False)]
+    for number in _answers(sample) if answers_only else ():
         if not number:
             raise BadChat("begins with an answer: nothing was asked")
-        asked = _tokens(tokenizer, sample, number, add_generation_prompt=True)
-        answered = _tokens(tokenizer, sample, number + 1)
+        texts += [
+            _applied(tokenizer, sample, number, tokenize=False, add_generation_prompt=True),
+            _applied(tokenizer, sample, number + 1, tokenize=False),
+        ]
+    return texts
+
+
+def answer_mask(tokenizer: Any, sample: Sample, tokens: Sequence[list[int]]) -> Array:
+    """Finds the answers of a conversation, and checks the prefix property.
+
+    Args:
+        tokenizer: tokenizer, for the message.
+        sample: conversation.
+        tokens: tokens of each text of `chat_texts`.
+
+    Returns:
+        Whether each token of the whole is an answer's, ``[T]``.
+
+    Raises:
+        GulliverError: the template breaks the prefix property.
+    """
+    whole, parts = tokens[0], tokens[1:]
+    learnt = np.zeros(len(whole), dtype=bool)
+    for number, asked, answered in zip(_answers(sample), parts[::2], parts[1::2], strict=True):
         for part in (asked, answered):
             if whole[: len(part)] != part:
                 _refuse_template(tokenizer, sample, number, part, whole)
         learnt[len(asked) : len(answered)] = True
-    return whole, learnt
+    return learnt
 
 
-def _tokens(tokenizer: Any, sample: Sample, messages: int, **options: Any) -> list[int]:
-    return _applied(tokenizer, sample, messages, **options)["input_ids"]
+def _answers(sample: Sample) -> list[int]:
+    return [n for n, message in enumerate(sample.messages) if message["role"] == "assistant"]
 
 
 def _applied(tokenizer: Any, sample: Sample, messages: int, **options: Any) -> Any:
@@ -95,11 +120,7 @@ def _applied(tokenizer: Any, sample: Sample, messages: int, **options: Any) -> A
 
     try:
         return tokenizer.apply_chat_template(
-            list(sample.messages[:messages]),
-            tools=sample.tools,
-            return_dict=True,
-            tokenizer_kwargs={"verbose": False},
-            **options,
+            list(sample.messages[:messages]), tools=sample.tools, **options
         )
     except (TemplateError, TypeError, KeyError) as error:
         raise BadChat(f"the chat template refuses it: {error}") from error

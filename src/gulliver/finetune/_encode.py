@@ -11,13 +11,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gulliver.errors import GulliverError
-from gulliver.finetune._chat import BadChat, chat_tokens, check_template, marks_answers
+from gulliver.finetune._chat import (
+    BadChat,
+    answer_mask,
+    chat_texts,
+    check_template,
+    marked_tokens,
+    marks_answers,
+)
 from gulliver.finetune._forms import Sample
 from gulliver.finetune._rows import BadRow
 
@@ -83,6 +91,7 @@ def load_tokenizer(folder: Path, chat_template: Path | None = None) -> Any:
 
 TOKENIZER_FILES = (
     "tokenizer.json",
+    "tokenizer_config.json",
     "tokenizer.model",
     "vocab.json",
     "vocab.txt",
@@ -114,23 +123,48 @@ class Encoder:
 
     def encode(self, samples: Sequence[Sample]) -> Iterator[list[Example] | BadRow]:
         """Yields the examples of each sample: one, or several windows; or why there are none."""
-        if samples and samples[0].messages:
+        chats = bool(samples and samples[0].messages)
+        if chats:
             check_template(self.tokenizer)
-            yield from map(self._chat, samples)
-            return
+        marked = chats and self.answers_only and marks_answers(self.tokenizer)
+        way = self._marked if marked else self._chats if chats else self._answers
         for start in range(0, len(samples), AT_ONCE):
-            yield from self._answers(samples[start : start + AT_ONCE])
+            yield from way(samples[start : start + AT_ONCE])
 
     @property
     def masks(self) -> str:
         """How the answers of conversations are told apart."""
         return "marks of the template" if marks_answers(self.tokenizer) else "prefixes, checked"
 
-    def _chat(self, sample: Sample) -> list[Example] | BadRow:
-        try:
-            ids, learnt = chat_tokens(self.tokenizer, sample, self.answers_only)
-        except BadChat as error:
-            return BadRow(sample.source, str(error))
+    def _marked(self, samples: Sequence[Sample]) -> Iterator[list[Example] | BadRow]:
+        for sample in samples:
+            try:
+                ids, marks = marked_tokens(self.tokenizer, sample)
+            except BadChat as error:
+                yield BadRow(sample.source, str(error))
+            else:
+                yield self._cut(sample, ids, np.array(marks, dtype=bool))
+
+    def _chats(self, samples: Sequence[Sample]) -> Iterator[list[Example] | BadRow]:
+        written: list[list[str] | BadRow] = []
+        for sample in samples:
+            try:
+                written.append(chat_texts(self.tokenizer, sample, self.answers_only))
+            except BadChat as error:
+                written.append(BadRow(sample.source, str(error)))
+        texts = [text for one in written if isinstance(one, list) for text in one]
+        tokens = iter(self._tokens(texts))
+        for sample, one in zip(samples, written, strict=True):
+            if isinstance(one, BadRow):
+                yield one
+                continue
+            found = list(islice(tokens, len(one)))
+            learnt = np.ones(len(found[0]), dtype=bool)
+            if self.answers_only:
+                learnt = answer_mask(self.tokenizer, sample, found)
+            yield self._cut(sample, found[0], learnt)
+
+    def _cut(self, sample: Sample, ids: list[int], learnt: Array) -> list[Example] | BadRow:
         if len(ids) > self.length:
             if not self.cut:
                 return BadRow(sample.source, f"a conversation too long: {len(ids)} tokens")
@@ -165,6 +199,8 @@ class Encoder:
         return kept or BadRow(sample.source, "nothing to learn: a single token")
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
         return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
 

@@ -201,6 +201,7 @@ def _facts(
         "tokens": sum(map(len, train)),
         "learnt": sum(one.learnt for one in train),
         "longest": max(map(len, train)),
+        "highest": max(int(one.ids.max()) for one in (*train, *held_out)),
         "length": encoder.length,
         "answers_only": encoder.answers_only,
         "masks": encoder.masks if form.name == "messages" and encoder.answers_only else None,
