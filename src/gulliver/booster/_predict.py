@@ -78,6 +78,12 @@ def predict(
         assert plan.zero is not None, "tiers are of ZeRO"
         assert plan.zero.tiers is not None, "there are tiers"
         activations = other_bytes(plan.zero.tiers, plan.work)
+        folder, disk = plan.zero.tiers.disk, cluster.disk
+        if folder is not None and disk is not None and not disk.has(folder):
+            reasons["predicted.moved"] = (
+                f"rates of the disk of {disk.folder or cluster.name}; "
+                f"gulliver probe --folder {folder} measures the one of {folder}"
+            )
     memory = replace(plan.predicted.bytes, activations=activations)
     predicted = Predicted(cluster.name, seconds, int(costs.sent), memory, moved)
     return replace(plan, predicted=predicted, reasons=reasons)

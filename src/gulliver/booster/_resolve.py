@@ -26,6 +26,7 @@ from gulliver.parallel.zero import (
     ChunkBytes,
     TensorSize,
     held_bytes,
+    makes_beside,
     ordered_layouts,
     shard_dtype,
 )
@@ -253,6 +254,9 @@ def tensor_sizes(
         named = {name: p for name, p in model.named_parameters() if not is_boosted(p)}
     else:
         named = names_held(model, *stages, 0)
+    places: dict[nn.Parameter, list[int]] = {}
+    for place, (_, parameter) in enumerate(model.named_parameters(remove_duplicate=False)):
+        places.setdefault(parameter, []).append(place)
     sizes = []
     for name, parameter in named.items():
         trained = parameter in groups and parameter.requires_grad
@@ -261,8 +265,19 @@ def tensor_sizes(
         # An optimizer that looks at shapes is not given slices.
         shape = parameter.shape if count == parameter.numel() else (count,)
         kept = state_sizes(stepper, groups[parameter], shape) if trained else ()
-        device = parameter.device
-        sizes.append(TensorSize(name, count, dtype, device, trained, kept, whole and trained))
+        sizes.append(
+            TensorSize(
+                name,
+                count,
+                dtype,
+                parameter.device,
+                trained,
+                kept,
+                whole and trained,
+                beside=makes_beside(stepper),
+                places=tuple(places[parameter]),
+            )
+        )
     return sizes
 
 
@@ -362,7 +377,7 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
 
 
 def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
-    """Bytes of the first rank's chunks, and of what the optimizer keeps of each."""
+    """Bytes of a rank's chunks, and of what the optimizer keeps of each, at most."""
     zero = plan.zero
     assert zero is not None, "there are chunks"
     order = [name for chunk in zero.chunks for name in chunk.tensors]
@@ -375,15 +390,34 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
         names = tuple(slot.name for slot in layout.slots)
         chunks.append(ChunkBytes(names, whole, shard, is_trained, home != dtype))
         cut = layout.parts > 1 and not layout.whole
-        # Of a piece that was cut each tensor has its size.
-        kept = [
-            (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
-            for piece in (layout.pieces(0) if is_trained else ())
-        ]
-        kinds = itertools.zip_longest(*kept, fillvalue=0)
-        moments.append(tuple(moment_size(kind) * home.itemsize for kind in kinds))
+        ranks = list[list[int]]()
+        for part in range(layout.parts if is_trained else 0):
+            # Of a piece that was cut each tensor has its size.
+            kept = [
+                (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
+                for piece in layout.pieces(part)
+            ]
+            kinds = itertools.zip_longest(*kept, fillvalue=0)
+            ranks.append([moment_size(kind) * home.itemsize for kind in kinds])
+        most = itertools.zip_longest(*ranks, fillvalue=0)  # all ranks have the same limit
+        moments.append(tuple(map(max, most)))
     parts = plan.mesh.replicas if zero.stage else 1
-    return StateBytes(tuple(chunks), tuple(moments), parts, zero.gather_ahead)
+    uses = _uses(sizes, [name for chunk in chunks for name in chunk.names])
+    beside = any(tensor.beside for tensor in sizes)
+    return StateBytes(tuple(chunks), tuple(moments), parts, zero.gather_ahead, uses, beside)
+
+
+def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
+    """Names in the order of use: the model's, unless chunks lie in another, which a person gave."""
+    trained = {tensor.name for tensor in sizes if tensor.trained}
+    inside = set(laid_out)
+    for kind in (True, False):
+        given = [name for name in laid_out if (name in trained) is kind]
+        known = [t.name for t in sizes if t.trained is kind and t.name in inside]
+        if given != known:
+            return tuple(laid_out)
+    places = [(place, t.name) for t in sizes if t.name in inside for place in t.places]
+    return tuple(name for _, name in sorted(places))
 
 
 RESULTS = ("model", "predicted", "reasons")

@@ -79,10 +79,12 @@ class ProbeConfig:
 
     out: Path | None = None
     """File to write; by default the measurement is kept in the cache, one file per machine."""
-    folder: Path = Path(".")
-    """Folder on the disk to measure."""
+    folder: Path | None = None
+    """Folder on the disk to measure, by default this one; a file there is removed again."""
+    mib: Annotated[int, Range(1, 2**20)] = 256
+    """Most MiB of that file."""
     again: bool = False
-    """Measure anew, even if there is a measurement of this machine."""
+    """Measure anew, even if there is a measurement of this machine, and of the folder's disk."""
 
 
 @dataclass(frozen=True)

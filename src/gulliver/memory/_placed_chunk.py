@@ -240,7 +240,7 @@ class PlacedChunk(Chunk):
 
     def rest_gradient(self) -> None:
         """Lets what is being collected leave until more comes."""
-        if self.gradient is None or self.resting or self.parked:
+        if not self.gradient_begun:
             return
         filled = self.gradient is self._filled
         self.resting = self._gradient if filled else self._whole

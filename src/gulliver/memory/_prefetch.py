@@ -184,6 +184,7 @@ class Prefetcher:
         if place < self._reached and resident.presence is Presence.WHOLE:
             return
         self._reached = max(self._reached, place + 1)
+        self._release_passed(place)  # before others come: there is room for them then
         while self._issued <= place:
             self._issue(self._issued + 1)
             if self.tight:
@@ -191,10 +192,8 @@ class Prefetcher:
         if resident.presence is Presence.ABSENT:
             self.mover.bring(resident)
         self.mover.finish(resident)
+        self._release_passed(place)
         self._issue(place + 1 + self.ahead)
-        for passed in self._order[: max(0, place - 1)]:
-            if passed.presence is Presence.WHOLE:
-                self._release_used(passed)
 
     def use_together(self, residents: Sequence[Any]) -> None:
         """Waits for residents that are read all at once."""
@@ -211,6 +210,12 @@ class Prefetcher:
             self._issue(self._issued + 1)
             self._pass_by(self._issued - 2 - self.ahead, len(self._order))
         self._reached = len(self._order)
+
+    def _release_passed(self, place: int) -> None:
+        """Lets go of what a pass has used before the resident that precedes a place."""
+        for passed in self._order[: max(0, place - 1)]:
+            if passed.presence is Presence.WHOLE:
+                self._release_used(passed)
 
     def _pass_by(self, place: int, end: int) -> None:
         """Lets go of the resident at a place of the pass, if that lies before the end."""

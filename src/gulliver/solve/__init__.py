@@ -22,7 +22,7 @@ from gulliver.solve._cycle import Cycle, Event
 from gulliver.solve._extents import PAGE, Extents, size_class
 from gulliver.solve._packing import Packing, pack
 from gulliver.solve._replacement import Action, Move, Policy, Replacement
-from gulliver.solve._residency import Gap, Residency, plan_residency
+from gulliver.solve._residency import STATES, Gap, Residency, plan_residency
 from gulliver.solve._schedule import (
     BACKWARD,
     FORWARD,
@@ -40,6 +40,7 @@ __all__ = [
     "FORWARD",
     "INPUTS",
     "PAGE",
+    "STATES",
     "WEIGHTS",
     "Action",
     "ActivationChoice",

@@ -7,11 +7,19 @@ from gulliver.parallel.zero._elementwise import (
     check_optimizer,
     check_trainable,
     is_boosted,
+    makes_beside,
     needs_whole,
     optimizer_table,
     state_sizes,
 )
-from gulliver.parallel.zero._memory import ChunkBytes, held_bytes
+from gulliver.parallel.zero._in_backward import LAG
+from gulliver.parallel.zero._memory import (
+    ChunkBytes,
+    ImaginedChunk,
+    StepReplay,
+    held_bytes,
+    ordinary_step,
+)
 from gulliver.parallel.zero._optimizer import ZeroOptimizer, export_leaves, import_leaves
 from gulliver.parallel.zero._reducer import IN_FLIGHT
 from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
@@ -21,11 +29,14 @@ from gulliver.parallel.zero._tuner import BucketTuner, Stage, Tuning
 __all__ = [
     "ELEMENTWISE",
     "IN_FLIGHT",
+    "LAG",
     "OPTIMIZERS",
     "BucketTuner",
     "BufferSync",
     "ChunkBytes",
+    "ImaginedChunk",
     "Stage",
+    "StepReplay",
     "TensorSize",
     "Tuning",
     "ZeroOptimizer",
@@ -36,9 +47,11 @@ __all__ = [
     "held_bytes",
     "import_leaves",
     "is_boosted",
+    "makes_beside",
     "needs_whole",
     "optimizer_table",
     "ordered_layouts",
+    "ordinary_step",
     "shard_dtype",
     "state_sizes",
 ]

@@ -72,6 +72,7 @@ class ZeroOptimizer(BoostedOptimizer):
             (stage 3); None keeps all of it here.
         step_in_backward: whether chunks are stepped during backward, as their gradients come. With
             `max_norm`, and with fp16, all gradients are waited for; see `_in_backward.py`.
+        order: names of the parameters in the order of use, in which chunks are cut and gathered.
 
     Raises:
         GulliverError: the optimizer cannot be sharded; a parameter is of a dtype that is not
@@ -95,6 +96,7 @@ class ZeroOptimizer(BoostedOptimizer):
         manager: Manager | None = None,
         step_in_backward: bool = False,
         assume_per_parameter: bool = False,
+        order: Sequence[str] = (),
     ) -> None:
         super().__init__(inner, names)
         check_optimizer(inner, stage, assume_elementwise, assume_per_parameter)
@@ -106,10 +108,8 @@ class ZeroOptimizer(BoostedOptimizer):
         exported = super().export_state()
         state = {n: {k: v for k, v in e.items() if v is not None} for n, e in exported.items()}
         sharded = dict(frozen or {}) if stage == 3 else {}
-        whole = needs_whole(inner, assume_elementwise)
-        self.shards = ShardedState(
-            inner, self.names, sharded, stage, chunk_bytes, group, ahead, overlap, manager, whole
-        )
+        options = ahead, overlap, manager, needs_whole(inner, assume_elementwise), order
+        self.shards = ShardedState(inner, self.names, sharded, stage, chunk_bytes, group, *options)
         self.max_norm = max_norm
         self.grad_norm: Tensor | None = None
         self.skipped = 0

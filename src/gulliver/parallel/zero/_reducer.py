@@ -140,16 +140,22 @@ class GradientReducer:
                 if not waiting:
                     if ordered:
                         self._reduce_complete()
-                        if parks and sharded.phase is Phase.COLLECTING:
+                        if parks and sharded.phase is Phase.COLLECTING:  # it waits for others
+                            sharded.chunk.wake_gradient()
                             self._gather_up(sharded)
-                            sharded.chunk.park_gradient()  # it waits for others
+                            sharded.chunk.park_gradient()
                     else:
                         self._reduce(sharded)
 
         return ready
 
     def relieve(self) -> None:
-        """Lets go of gradients that are being collected, until the next term of each comes."""
+        """Lands what travels, and lets go of gradients that are being collected.
+
+        These come again with their next terms. To wait is safe: what travels has been issued, in
+        one order on all ranks, so none of them waits for what another has yet to issue.
+        """
+        self.land_all()
         for sharded in self.chunks:
             if sharded.phase is Phase.COLLECTING:
                 sharded.chunk.rest_gradient()
@@ -433,7 +439,10 @@ class GradientReducer:
         assert sharded.reduction is not None
         assert sharded.incoming is not None
         sharded.reduction.wait()
+        self._flying.remove(sharded)  # room may have to be made on the way, by landing the others
         incoming, sharded.reduction, sharded.incoming = sharded.incoming, None, None
+        if self.stage != 1:
+            sharded.chunk.free_gradient()
         if self.scale != 1.0:
             incoming /= self.scale
         if sharded.gradient_shard is None:
@@ -442,9 +451,6 @@ class GradientReducer:
             for gradient in sharded.gradients(write=True):
                 gradient += incoming
             sharded.chunk.give_reduced(incoming)
-        if self.stage != 1:
-            sharded.chunk.free_gradient()
-        self._flying.remove(sharded)
         sharded.move(Phase.EMPTY)
         self._zero(sharded, sharded.chunk.cleared_names())
 

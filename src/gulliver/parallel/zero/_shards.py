@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakMethod
 from zlib import crc32
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from gulliver.comm import Group, broadcast, group_rank, group_size
 from gulliver.memory import (
+    OPTIMIZER_STATE,
     BufferPool,
     Chunk,
     ChunkLayout,
@@ -28,9 +30,10 @@ from gulliver.memory import (
     Piece,
     PlacedChunk,
     any_read_lock,
+    moment_size,
 )
 from gulliver.parallel._optimizer import is_counter
-from gulliver.parallel.zero._elementwise import steps_by_chunk
+from gulliver.parallel.zero._elementwise import makes_beside, state_sizes, steps_by_chunk
 from gulliver.parallel.zero._gatherer import Gatherer
 from gulliver.parallel.zero._groups import GroupWatch
 from gulliver.parallel.zero._reducer import GradientReducer
@@ -55,6 +58,7 @@ class ShardedState:
         overlap: False waits for every collective at once.
         manager: memory manager that places chunks in tiers (stage 3); None keeps them here.
         whole: whether no trained parameter may be cut; see the note in `gulliver.memory._layout`.
+        order: names of the parameters in the order of use; without any the trained come first.
 
     Attributes:
         everything: all chunks, in the order of use.
@@ -79,6 +83,7 @@ class ShardedState:
         overlap: bool,
         manager: Manager | None = None,
         whole: bool = False,
+        order: Sequence[str] = (),
     ) -> None:
         self.inner, self.names, self.frozen_names = inner, dict(names), dict(frozen)
         self.whole = whole
@@ -99,12 +104,7 @@ class ShardedState:
         self.everything: list[ShardedChunk] = []
         self.chunks: list[ShardedChunk] = []
         self._engines: tuple[GradientReducer, Gatherer] | None = None
-        chunks = [
-            self._placed(layout, members, trained)
-            for trained, found in ((True, self.names), (False, self.frozen_names))
-            for layout, members in self.layouts(found, chunk_bytes)
-        ]
-        self.adopt(chunks)
+        self.adopt([self._placed(*found) for found in self.ordered(order, chunk_bytes)])
 
     @property
     def parts(self) -> int:
@@ -150,6 +150,23 @@ class ShardedState:
         parameters = {name: parameter for parameter, name in names.items()}
         for layout, _ in chunk_layouts(sizes, chunk_bytes, self.stage, self.size):
             yield layout, parameters
+
+    def ordered(
+        self, order: Sequence[str], chunk_bytes: int
+    ) -> list[tuple[ChunkLayout, dict[str, nn.Parameter], bool]]:
+        """Layout and parameters of all chunks in the order of use, and whether each is trained.
+
+        Args:
+            order: names of the parameters in the order of use; others come last.
+            chunk_bytes: size of a chunk, in bytes.
+        """
+        place = {name: number for number, name in enumerate(order)}
+        found: list[tuple[ChunkLayout, dict[str, nn.Parameter], bool]] = []
+        for trained, names in ((True, self.names), (False, self.frozen_names)):
+            inorder = dict(sorted(names.items(), key=lambda item: place.get(item[1], len(place))))
+            found += [(*chunk, trained) for chunk in self.layouts(inorder, chunk_bytes)]
+        found.sort(key=lambda chunk: min(place.get(s.name, len(place)) for s in chunk[0].slots))
+        return found
 
     def _placed(
         self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], trained: bool
@@ -223,8 +240,10 @@ class ShardedState:
         reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
         reducer.noted, reducer.record = self.on_gradient, gatherer.note
         self._engines = reducer, gatherer
-        if self.manager is not None and alone:
-            self.manager.relieve = _weakly(gatherer.relieve, reducer.relieve)
+        if self.manager is not None:
+            # With others no chunk can come again by itself: they would not take part.
+            methods = (gatherer.relieve, reducer.relieve) if alone else (reducer.relieve,)
+            self.manager.relieve = _weakly(*methods)
         self._list_pieces()
 
     def end_record(self) -> None:
@@ -302,6 +321,45 @@ class ShardedState:
                 if value.is_meta or view.data_ptr() != value.data_ptr():
                     state[key] = view.view(value.shape)
 
+    def making_state(self, sharded: ShardedChunk) -> AbstractContextManager[None]:
+        """Block in which the optimizer steps a chunk, and may make state for the first time."""
+        if self.tiers is None:
+            return _ALWAYS
+        new = {
+            owned: piece
+            for piece, owned in sharded.pieces
+            if owned.grad is not None and not self.inner.state.get(owned)
+        }
+        if not new:
+            return _ALWAYS
+        if not makes_beside(self.inner):
+            return self.tiers.making(new, partial(self._place_first, sharded))
+        assert self.manager is not None
+        groups = self.inner.param_groups
+        nbytes = sum(
+            moment_size(state_sizes(self.inner, groups[self._group_of[piece.name]], owned.shape))
+            * owned.itemsize
+            for owned, piece in new.items()
+        )
+        return self.manager.reserved(nbytes, OPTIMIZER_STATE) if nbytes else _ALWAYS
+
+    def _place_first(
+        self, sharded: ShardedChunk, piece: Piece, key: str, value: Tensor
+    ) -> Tensor | None:
+        """Copies new state of a piece to a buffer of its chunk; None where it has no room."""
+        chunk, groups = sharded.chunk, self.inner.param_groups
+        moment = chunk.moments.get(key)
+        if moment is not None and piece.name not in moment.starts:
+            return None
+        mine = _kept_by(groups[self._group_of[piece.name]])
+        sizes = {
+            p.name: p.numel
+            for p, _ in sharded.pieces
+            if _kept_by(groups[self._group_of[p.name]]) == mine
+        }
+        sharded.placed.add(piece.name)
+        return chunk.place_moment(key, {piece.name: value}, sizes)[piece.name].view(value.shape)
+
     def places(self, key: str, value: Any, owned: Tensor) -> bool:
         """Whether `place_state` moves an entry: it has an element for each, or factors them."""
         if not self.by_chunk or not isinstance(value, Tensor) or is_counter(key, value, owned):
@@ -366,6 +424,11 @@ class ShardedState:
                 self.gatherer.start(sharded)
                 self.gatherer.finish(sharded)
         torch.autograd.graph.increment_version([*self.names, *self.frozen_names])
+
+
+def _kept_by(group: Mapping[str, Any]) -> tuple[bool, ...]:
+    """What of a group decides which state its parameters have."""
+    return tuple(bool(group.get(option)) for option in ("amsgrad", "centered", "momentum"))
 
 
 def _weakly(*methods: Callable[[], None]) -> Callable[[], None]:

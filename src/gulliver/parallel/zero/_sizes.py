@@ -24,6 +24,8 @@ class TensorSize:
         trained: whether the optimizer steps it.
         states: elements of each tensor that the optimizer keeps for it, before it is sharded.
         whole: whether the optimizer has to have it whole.
+        beside: whether the optimizer has its first state beside what is placed.
+        places: places among all names of parameters of the model; a tied one has several.
     """
 
     name: str
@@ -33,6 +35,8 @@ class TensorSize:
     trained: bool = True
     states: tuple[int, ...] = ()
     whole: bool = False
+    beside: bool = False
+    places: tuple[int, ...] = ()
 
 
 def shard_dtype(dtype: torch.dtype, trained: bool) -> torch.dtype:
@@ -71,12 +75,13 @@ def ordered_layouts(
 
     Args:
         tensors: parameters of a rank; frozen ones are in chunks where the stage is 3.
-        order: names in the order of use; those that it leaves out come last.
+        order: names in the order of use; those that it leaves out come last; without any it is
+            that of the tensors.
         chunk_bytes: size of a chunk, in bytes.
         stage: stage of ZeRO.
         ranks: number of ranks that they are shared by.
     """
-    place = {name: number for number, name in enumerate(order)}
+    place = {name: number for number, name in enumerate(order or [t.name for t in tensors])}
     found = []
     for trained in (True, False) if stage == 3 else (True,):
         kind = [t for t in tensors if t.trained == trained]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from gulliver._compat import step_without_hooks
@@ -81,11 +82,14 @@ class Updates:
             sharded.show_gradients(used)
         shards.show_pieces(turn[0] if len(turn) == 1 else None)
         before_write(shards.written(turn))
-        begun = time.perf_counter()
-        step_without_hooks(shards.inner)
-        self.seconds += time.perf_counter() - begun
-        for sharded in chunks:
-            shards.place_new_state(sharded, used)
+        with ExitStack() as making:
+            for sharded in chunks:
+                making.enter_context(shards.making_state(sharded))
+            begun = time.perf_counter()
+            step_without_hooks(shards.inner)
+            self.seconds += time.perf_counter() - begun
+            for sharded in chunks:
+                shards.place_new_state(sharded, used)
 
     def end(self) -> None:
         """Shows all pieces again, and no gradients."""
