@@ -49,11 +49,13 @@ class Resident:
         presence: where its bytes are.
         kept: whether it is needed again in the same pass: it stays once it is there.
         held: whether a graph may refer to it: it stays until it is let go of by name.
+        used: whether it was used in the present pass.
     """
 
     presence: Presence = Presence.WHOLE
     kept: bool = False
     held: bool = False
+    used: bool = False
 
     def enter(self, presence: Presence) -> None:
         """Changes where its bytes are."""
@@ -111,7 +113,6 @@ class Prefetcher:
         self.current = Pass.NONE
         self._order: list[Any] = []
         self._at: dict[int, int] = {}
-        self._used = set[int]()
         self._issued = self._reached = 0
         self._needed: Sequence[Any] = ()
 
@@ -132,7 +133,8 @@ class Prefetcher:
 
     def _set_order(self, order: list[Any]) -> None:
         self._order, self._issued, self._reached = order, 0, 0
-        self._used.clear()
+        for resident in order:
+            resident.used = False
         self._at = {id(resident): place for place, resident in enumerate(order)}
 
     def prefetch(self) -> None:
@@ -182,7 +184,7 @@ class Prefetcher:
         if place is None:
             self.mover.finish(resident)
             return
-        self._used.add(id(resident))
+        resident.used = True
         # Most uses are of what is here, and was reached before.
         if place < self._reached and resident.presence is Presence.WHOLE:
             return
@@ -197,8 +199,7 @@ class Prefetcher:
         self._issue(place + 1 + self.ahead)
         for passed in self._order[: max(0, place - 1)]:
             # What was jumped over will be used yet, or come past at the end.
-            gone = id(passed) in self._used or not self.every
-            if passed.presence is Presence.WHOLE and gone:
+            if passed.presence is Presence.WHOLE and (passed.used or not self.every):
                 self._release_used(passed)
 
     def use_together(self, residents: Sequence[Any]) -> None:
