@@ -53,11 +53,13 @@ class Resident:
         presence: where its bytes are.
         kept: whether it is needed again in the same pass: it stays once it is there.
         held: whether a graph may refer to it: it stays until it is let go of by name.
+        used: whether it was used in the present pass.
     """
 
     presence: Presence = Presence.WHOLE
     kept: bool = False
     held: bool = False
+    used: bool = False
 
     def enter(self, presence: Presence) -> None:
         """Changes where its bytes are."""
@@ -117,7 +119,6 @@ class Prefetcher:
         self._stay, self._left = ahead + 1 if every and not tight else 1, 0
         self._order: list[Any] = []
         self._at: dict[int, int] = {}
-        self._used = set[int]()
         self._issued = self._reached = 0
         self._needed: Sequence[Any] = ()
 
@@ -139,7 +140,8 @@ class Prefetcher:
 
     def _set_order(self, order: list[Any]) -> None:
         self._order, self._issued, self._reached = order, 0, 0
-        self._used.clear()
+        for resident in order:
+            resident.used = False
         self._at = {id(resident): place for place, resident in enumerate(order)}
 
     def prefetch(self) -> None:
@@ -190,7 +192,7 @@ class Prefetcher:
         if place is None:
             self.mover.finish(resident)
             return
-        self._used.add(id(resident))
+        resident.used = True
         # Most uses are of what is here, and was reached before.
         if place < self._reached and resident.presence is Presence.WHOLE:
             return
@@ -229,8 +231,7 @@ class Prefetcher:
             end = min(end, len(self._order) - self._stay)
         for passed in self._order[: max(0, end)]:
             # What was jumped over will be used yet, or come past at the end.
-            gone = id(passed) in self._used or not self.every
-            if passed.presence is Presence.WHOLE and gone:
+            if passed.presence is Presence.WHOLE and (passed.used or not self.every):
                 self._release_used(passed)
 
     def _pass_by(self, place: int, end: int) -> None:

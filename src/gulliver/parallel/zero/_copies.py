@@ -39,6 +39,10 @@ class Copies:
         home: chunks by the ids of their parameters.
         gathered: makes a copy of all of a chunk.
         finish: waits for a chunk that is on its way.
+
+    Attributes:
+        lent: copies that somebody may have views of.
+        left: chunks that were given back while somebody had views, with versions of parameters.
     """
 
     def __init__(
@@ -49,7 +53,7 @@ class Copies:
     ) -> None:
         self._home, self._gathered, self._finish = home, gathered, finish
         self.lent: list[_Copy] = []
-        self._left: dict[ShardedChunk, list[int]] = {}
+        self.left: dict[ShardedChunk, list[int]] = {}
 
     def run(self, func: Callable[..., Any], args: tuple, kwargs: Any, step: int) -> Any:
         """Runs an operation on copies in place of parameters.
@@ -138,23 +142,23 @@ class Copies:
 
     def leave(self, sharded: ShardedChunk, viewed: bool) -> None:
         """Notes a chunk that was given back, and whether somebody has views of its buffer."""
-        if viewed or sharded in self._left:
-            self._left[sharded] = _versions(sharded)
+        if viewed or sharded in self.left:
+            self.left[sharded] = _versions(sharded)
 
     def remember(self) -> None:
         """Notes versions anew: a step has moved them."""
-        for sharded in self._left:
-            self._left[sharded] = _versions(sharded)
+        for sharded in self.left:
+            self.left[sharded] = _versions(sharded)
 
     def _check_left(self) -> None:
-        for sharded, versions in self._left.items():
+        for sharded, versions in self.left.items():
             if sharded.presence is not Presence.ABSENT:
                 continue
             found = _versions(sharded)
             if found != versions:
                 names = list(sharded.chunk.parameters)
                 name = next(n for n, a, b in zip(names, versions, found, strict=True) if a != b)
-                self._left[sharded] = found
+                self.left[sharded] = found
                 raise GulliverError(
                     f"a view of {name!r} was written that was taken in a forward, or while it was "
                     "gathered: stage 3 has given its memory back since, so take the view anew"

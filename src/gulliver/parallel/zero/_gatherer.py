@@ -106,7 +106,8 @@ class Gatherer:
 
     def start(self, sharded: ShardedChunk) -> None:
         """Starts the way of a chunk's parameters to this rank; what `home` holds is sent."""
-        self.settle_writes()
+        if self.copies.lent or self.copies.left:  # a call less for every chunk
+            self.settle_writes()
         chunk = sharded.chunk
         if sharded.presence is Presence.ABSENT:
             chunk.materialise()
@@ -157,7 +158,8 @@ class Gatherer:
         self._forget(sharded)
         viewed = storage_users(sharded.chunk.data) > sharded.users
         sharded.chunk.release()
-        self.copies.leave(sharded, viewed)
+        if viewed or self.copies.left:
+            self.copies.leave(sharded, viewed)
         sharded.enter(Presence.ABSENT)
         mark_pending(sharded.chunk.members, self._touched)
 
@@ -230,7 +232,8 @@ class Gatherer:
         self.step += 1
         # Buffers are written behind autograd's back: a graph from before must not be used.
         increment_version([p for c in self.chunks if c.trained for p in c.chunk.members])
-        self.copies.remember()
+        if self.copies.left:
+            self.copies.remember()
         self.prefetch()
 
     def prefetch(self) -> None:
@@ -320,7 +323,8 @@ class Gatherer:
         Raises:
             GulliverError: what was written is out of date.
         """
-        self.copies.settle(self.step)
+        if self.copies.lent or self.copies.left:
+            self.copies.settle(self.step)
 
     # What autograd saves.
 

@@ -65,7 +65,8 @@ class _Calls:
 
     def _begin(self, gatherer: Gatherer) -> None:
         assert self._shards is not None
-        self._shards.wake()
+        if self._shards.sleeping:
+            self._shards.wake()
         for module in self._modules[1:]:
             _wait_before(module, self._shards)
         gatherer.enter_forward()

@@ -473,8 +473,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def group_names(self) -> list[list[str]]:
         """Names of the trained parameters of each group."""
-        self.shards.wake()
-        return [list(members) for members in self.shards.members]
+        return self.shards.group_names()
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients that this rank holds now: shards and whole buffers."""

@@ -47,7 +47,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from gulliver.comm import Group, Handle, Purpose, all_reduce, group_size, reduce_scatter
 from gulliver.errors import GulliverError
@@ -92,24 +91,22 @@ class GradientReducer:
         self._reducing = self._settled = False
         self._flying: deque[ShardedChunk] = deque()
         self.record: Callable[[str, ShardedChunk], None] | None = None
-        self._hooks = list[RemovableHandle]()
+        self._hooks: list = []
         self.take(chunks)
 
     def take(self, chunks: Sequence[ShardedChunk]) -> None:
         """Reduces these chunks from here on, of which it may know some."""
         known, self.chunks = self._home, chunks
         self._home = {name: c for c in chunks for name in c.chunk.parameters}
-        self._names = list(self._home)
         self._late, self._order = set[ShardedChunk](), list(reversed(chunks))
         for name in self._home.keys() - known.keys():
             parameter = self._home[name].chunk.parameters[name]
-            frozen = not parameter.requires_grad
-            parameter.requires_grad_(True)  # hooks are taken then only, and stay
+            needed = parameter.requires_grad  # hooks are taken then only, and stay
             self._hooks += [
-                parameter.register_hook(self._before_hook(name)),
+                parameter.requires_grad_().register_hook(self._before_hook(name)),
                 parameter.register_post_accumulate_grad_hook(self._ready_hook(name)),
             ]
-            parameter.requires_grad_(not frozen)
+            parameter.requires_grad_(needed)
 
     def _before_hook(self, name: str) -> Callable[[object], None]:
         """Makes the hook before autograd adds to a parameter: the gradient must be a view then.
@@ -213,7 +210,7 @@ class GradientReducer:
         for sharded in self.chunks:
             self._forget_cleared(sharded)
             self._used |= sharded.chunk.placed.keys()
-        names = self._names
+        names = list(self._home)
         collecting = any(c.phase is Phase.COLLECTING for c in self.chunks)
         foreign = [name for c in self.chunks for name in c.chunk.foreign_gradients()]
         # On the CPU: the host waits for the answer, a device need not.
@@ -238,7 +235,7 @@ class GradientReducer:
 
     def _sort(self, used: set[str]) -> None:
         """Lets chunks that are not used as wholes come last: the others would wait for them."""
-        every = self.size == 1 or len(used) == len(self._names)
+        every = self.size == 1 or len(used) == len(self._home)
         unused = (
             [] if every else [c for c in self.chunks if not used.issuperset(c.chunk.parameters)]
         )

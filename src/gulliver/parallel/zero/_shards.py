@@ -292,6 +292,11 @@ class ShardedState:
         """Number of the optimizer's group that a trained parameter is in."""
         return self._group_of[name]
 
+    def group_names(self) -> list[list[str]]:
+        """Names of the trained parameters of each group, what was unfrozen since included."""
+        self.wake()
+        return [list(members) for members in self.members]
+
     def list_pieces(self) -> None:
         """Makes the lists of pieces that the optimizer's groups are given, once for all steps."""
         mine = {piece.name: owned for c in self.chunks for piece, owned in c.pieces}
