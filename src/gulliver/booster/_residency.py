@@ -63,9 +63,12 @@ class Residency:
 
 def other_bytes(tiers: Tiers, work: Work) -> int:
     """Bytes that a step needs besides state; 0 where it is not known."""
-    if tiers.activations == "recompute":
-        return work.peak_recomputed or work.peak
-    return work.peak
+    found = {
+        "recompute": work.peak_recomputed,
+        "offload": work.peak_offloaded,
+        "mixed": work.peak_mixed,
+    }
+    return found.get(tiers.activations) or work.peak
 
 
 @lru_cache(maxsize=4)  # a boost asks for the same several times
@@ -88,19 +91,20 @@ def find_residency(
             f"host_limit={size_text(tiers.host)} and disk={tiers.disk!r} together are not "
             "supported yet: give the one that holds the state, and leave the other out"
         )
-    endless, other = Replay(state, ENDLESS, True, tiers, "farthest"), other_bytes(tiers, work)
-    for _ in range(2):  # the second begins with what the optimizer has made in the first
-        endless.step()
+    endless, other = _endless(state, tiers), other_bytes(tiers, work)
+    # A backward that only adds up steps nothing, and one that clips waits.
+    tightest = max(endless, _endless(state, replace(tiers, step_in_backward=False)), key=_needs)
     behind = tiers.disk_bytes if tiers.disk is not None else tiers.host
-    least, decides = endless.minimum, _named(state, endless.decides)
+    least, decides = tightest.minimum + _again(state), _named(state, tightest.decides)
     if not behind:
         enough = size_at_least(smallest_limit(least, other))
         least = endless.most
         decides = f"all state, as nothing lies behind it (with a disk {enough} would do)"
     rule = BudgetRule(tiers.limit, least)
     budget = rule.begin(ActivationPeak(other), decides)
-    if 0 < behind < state.total and budget < endless.most:
-        _refuse_behind(state, tiers, behind, smallest_limit(endless.most, other))
+    roomy = endless.most + state.reserved - state.total
+    if 0 < behind < state.reserved and budget < roomy:
+        _refuse_behind(state, tiers, behind, smallest_limit(roomy, other))
     replay = Replay(state, budget, bool(behind), tiers, policy)
     left, visits = set(), list[Seen]()
     for _ in range(STEPS):
@@ -122,12 +126,35 @@ def find_residency(
     return Residency(state, visits, replay.counter.fullest, budget, moved)
 
 
+def _endless(state: StateBytes, tiers: Tiers) -> Replay:
+    replay = Replay(state, ENDLESS, True, tiers, "farthest")
+    for _ in range(STEPS):
+        replay.step()
+    return replay
+
+
+def _needs(replay: Replay) -> int:
+    return replay.minimum
+
+
+def _again(state: StateBytes) -> int:
+    """Bytes that several ranks need beside, where modules run in another order than is planned.
+
+    Then a chunk comes again and stays. The rest of what stays so has the room of gradients that
+    would travel, which land early where there is none.
+    """
+    return max((c.whole + c.shard for c in state.chunks), default=0) if state.parts > 1 else 0
+
+
 def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int) -> None:
-    """Refuses a disk, or host memory, without a place for each object: any may have to leave."""
+    """Refuses a disk, or host memory, without a place for each object: any may have to leave.
+
+    So may whole gradients, where those of several backwards are added up.
+    """
     what = f"disk={tiers.disk!r}" if tiers.disk is not None else "host_limit"
     raise GulliverError(
-        f"{what} gives {size_text(behind)}, and {size_text(state.total)} of state do not fit the "
-        f"memory limit: give it {size_at_least(state.total)}, or raise the limit to "
+        f"{what} gives {size_text(behind)}, and {size_text(state.reserved)} of state do not fit "
+        f"the memory limit: give it {size_at_least(state.reserved)}, or raise the limit to "
         f"{size_at_least(roomy)}"
     )
 
@@ -158,7 +185,7 @@ def _visits(visits: Sequence[Seen], work: Work, state: StateBytes) -> list[Visit
         seconds = phases.get(seen.phase, 0.0)
         if seen.phase == BACKWARD and in_backward:
             seconds += phases[UPDATE]
-        moves = tuple(Transfer(m.nbytes, m.write, m.until) for m in seen.moves)
+        moves = tuple(Transfer(m.nbytes, m.write, m.until, m.room) for m in seen.moves)
         found.append(Visit(seconds, moves))
     return found
 

@@ -8,17 +8,18 @@ file differs from the result, that is told in a line (`differences`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 import torch
 from torch import nn
 
+from gulliver.booster._blocks import has_switch, recomputable_blocks
 from gulliver.booster._model import HALVES, modules_kept, no_optimizer, unwrapped
 from gulliver.booster._replay import StateBytes
 from gulliver.booster._residency import find_residency
 from gulliver.errors import GulliverError, nearest
-from gulliver.memory import moment_size
+from gulliver.memory import ChunkLayout, moment_size
 from gulliver.parallel import is_boosted, named_trainables, needs_whole, state_sizes
 from gulliver.parallel.pipeline import Cut, Stack, cut, deal, names_held, stack_of, style_of
 from gulliver.parallel.tensor import TensorPlan, best_match, plan_tensor
@@ -26,6 +27,7 @@ from gulliver.parallel.zero import (
     ChunkBytes,
     TensorSize,
     held_bytes,
+    makes_beside,
     ordered_layouts,
     shard_dtype,
 )
@@ -253,16 +255,32 @@ def tensor_sizes(
         named = {name: p for name, p in model.named_parameters() if not is_boosted(p)}
     else:
         named = names_held(model, *stages, 0)
+    places: dict[nn.Parameter, list[int]] = {}
+    for place, (_, parameter) in enumerate(model.named_parameters(remove_duplicate=False)):
+        places.setdefault(parameter, []).append(place)
     sizes = []
     for name, parameter in named.items():
-        trained = parameter in groups and parameter.requires_grad
+        given, trained = parameter in groups, parameter in groups and parameter.requires_grad
         dtype = _dtype_in(plan, name, parameter)
         count = _cut_numel(name, parameter, tensor)
         # An optimizer that looks at shapes is not given slices.
         shape = parameter.shape if count == parameter.numel() else (count,)
-        kept = state_sizes(stepper, groups[parameter], shape) if trained else ()
-        device = parameter.device
-        sizes.append(TensorSize(name, count, dtype, device, trained, kept, whole and trained))
+        kept = state_sizes(stepper, groups[parameter], shape) if given else ()
+        sleeping = given and not trained and not plan.mesh.names_model
+        sizes.append(
+            TensorSize(
+                name,
+                count,
+                dtype,
+                parameter.device,
+                trained,
+                kept,
+                whole and (trained or sleeping),
+                sleeping,
+                beside=makes_beside(stepper),
+                places=tuple(places[parameter]),
+            )
+        )
     return sizes
 
 
@@ -362,28 +380,60 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
 
 
 def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
-    """Bytes of the first rank's chunks, and of what the optimizer keeps of each."""
+    """Bytes of a rank's chunks, and of what the optimizer keeps of each, at most."""
     zero = plan.zero
     assert zero is not None, "there are chunks"
     order = [name for chunk in zero.chunks for name in chunk.tensors]
-    states = {t.name: t.states for t in sizes if t.trained}
-    chunks, moments = list[ChunkBytes](), list[tuple[int, ...]]()
     layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
-    for layout, dtype, is_trained in layouts:
-        home = shard_dtype(dtype, is_trained)
-        whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
-        names = tuple(slot.name for slot in layout.slots)
-        chunks.append(ChunkBytes(names, whole, shard, is_trained, home != dtype))
-        cut = layout.parts > 1 and not layout.whole
+    parts = plan.mesh.replicas if zero.stage else 1
+    states = {t.name: t.states for t in sizes}
+    uses = _uses(sizes, [slot.name for layout, _, _ in layouts for slot in layout.slots])
+    beside = any(tensor.beside for tensor in sizes)
+
+    def counted(trained: set[str]) -> StateBytes:
+        found = [_chunk_bytes(one, dtype, states, trained) for one, dtype, _ in layouts]
+        chunks, moments = zip(*found, strict=True) if found else ((), ())
+        taken = _taken(plan, chunks)
+        return StateBytes(chunks, moments, parts, zero.gather_ahead, uses, beside, taken)
+
+    now = counted({t.name for t in sizes if t.trained})
+    unfrozen = counted({t.name for t in sizes if t.trained or t.sleeping})
+    return replace(now, later=unfrozen.reserved - now.reserved)
+
+
+def _chunk_bytes(
+    layout: ChunkLayout, dtype: torch.dtype, states: Mapping[str, Sequence[int]], trained: set[str]
+) -> tuple[ChunkBytes, tuple[int, ...]]:
+    """Bytes of a chunk, and of each tensor that the optimizer keeps of it."""
+    names = tuple(slot.name for slot in layout.slots)
+    is_trained = names[0] in trained
+    home = shard_dtype(dtype, is_trained)
+    whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
+    cut = layout.parts > 1 and not layout.whole
+    ranks = list[list[int]]()
+    for part in range(layout.parts if is_trained else 0):
         # Of a piece that was cut each tensor has its size.
         kept = [
             (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
-            for piece in (layout.pieces(0) if is_trained else ())
+            for piece in layout.pieces(part)
         ]
         kinds = itertools.zip_longest(*kept, fillvalue=0)
-        moments.append(tuple(moment_size(kind) * home.itemsize for kind in kinds))
-    parts = plan.mesh.replicas if zero.stage else 1
-    return StateBytes(tuple(chunks), tuple(moments), parts, zero.gather_ahead)
+        ranks.append([moment_size(kind) * home.itemsize for kind in kinds])
+    most = itertools.zip_longest(*ranks, fillvalue=0)  # all ranks have the same limit
+    return ChunkBytes(names, whole, shard, is_trained, home != dtype), tuple(map(max, most))
+
+
+def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
+    """Names in the order of use: the model's, unless chunks lie in another, which a person gave."""
+    kinds = {tensor.name: (tensor.trained, tensor.sleeping) for tensor in sizes}
+    inside = set(laid_out)
+    for kind in set(kinds.values()):
+        given = [name for name in laid_out if kinds[name] == kind]
+        known = [name for name, one in kinds.items() if one == kind and name in inside]
+        if given != known:
+            return tuple(laid_out)
+    places = [(place, t.name) for t in sizes if t.name in inside for place in t.places]
+    return tuple(name for _, name in sorted(places))
 
 
 RESULTS = ("model", "predicted", "reasons")
@@ -421,19 +471,32 @@ def _differ(given: Plan, found: Plan, name: str) -> bool:
 def recomputable(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     """Paths of the blocks that backward can be made to compute again.
 
-    Those of a pipeline, or the innermost ones of transformers that offer it; ``""`` is a model that
-    does by itself what its ``gradient_checkpointing_enable`` says.
+    Those of a pipeline, else of `recomputable_blocks`.
     """
     stages = plan_stages(plan, model)
     if stages is not None:
         return stages[0].blocks
-    offering = [p for p, m in model.named_modules() if hasattr(m, "gradient_checkpointing")]
-    if not offering and hasattr(model, "gradient_checkpointing_enable"):
-        return ("",)
-    return tuple(p for p in offering if not _inside(p, offering))
+    # Of a model that is cut, who recomputes has to know what its ranks exchange, and what it drops.
+    return recomputable_blocks(model) if has_switch(model) or not plan.mesh.names_model else ()
 
 
-def _inside(path: str, others: Iterable[str]) -> bool:
-    """Whether some other path lies inside this one."""
-    start = f"{path}." if path else ""
-    return any(other != path and other.startswith(start) for other in others)
+def _taken(plan: Plan, chunks: Sequence[ChunkBytes]) -> tuple[tuple[int, ...], ...]:
+    """Sizes of the activations that leave, by the last chunk that their block uses.
+
+    A block is known by the size of all its activations and of the largest: they are taken for
+    equal ones of that size.
+    """
+    assert plan.zero is not None, "there are chunks"
+    tiers = plan.zero.tiers
+    if tiers is None or not tiers.takes_activations:
+        return ()
+    found, number = [list[int]() for _ in chunks], 0
+    for block in plan.work.blocks:
+        if tiers.activations != "offload" and block.path not in tiers.offloaded:
+            continue
+        start = f"{block.path}." if block.path else ""
+        inside = [n for n, c in enumerate(chunks) if any(m.startswith(start) for m in c.names)]
+        number = max(inside, default=number)
+        count = -(-block.movable // max(1, block.largest))
+        found[number] += [block.movable // count] * count if count else []
+    return tuple(map(tuple, found))

@@ -50,9 +50,10 @@ def plan_command(config: PlanConfig, arguments: list[str]) -> int:
         verbose=False,
     )
     cluster = current_cluster(options.ranks)
-    again = options.activations in ("recompute", "auto")
     size = options.batch, options.length
-    work = estimate_work(model, optimizer, cluster.device, *size, options.precision, again)
+    work = estimate_work(
+        model, optimizer, cluster.device, *size, options.precision, options.activations
+    )
     plan = plugin.make_plan(model, optimizer, cluster, work=work)
     show(plan, options)
     return 0

@@ -34,7 +34,7 @@ class DataConfig:
     """What becomes of longer conversations; other texts are split into windows."""
     packing: Literal["auto", "yes", "no"] = "auto"
     """Put several texts into a sequence, each on its own; auto: where the model does so exactly."""
-    held_out: float | Path = 0.05
+    held_out: Annotated[float | Path, SHARE] = 0.05
     """Share of the texts that is kept for evaluation, or a file of them."""
     bad_rows: Literal["skip", "refuse"] = "skip"
     """What becomes of rows that cannot be used; they are counted and listed."""

@@ -6,10 +6,12 @@ limit of memory: `_traffic.py` moves them to and from what `_stores.py` and `_ho
 """
 
 from gulliver.memory._activations import ActivationOffload, offload_activations
+from gulliver.memory._around import recompute_modules
 from gulliver.memory._budget import (
     BudgetController,
     BudgetRule,
     Change,
+    room_without_unseen,
     smallest_limit,
     with_unseen,
 )
@@ -126,8 +128,10 @@ __all__ = [
     "page_aligned",
     "part_of",
     "plan_chunks",
+    "recompute_modules",
     "reduced_gradient",
     "region_of",
+    "room_without_unseen",
     "seconds_between",
     "set_region",
     "smallest_limit",

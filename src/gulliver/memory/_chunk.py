@@ -60,6 +60,7 @@ class Chunk:
         blank: parameters that had no gradient when the chunk began to collect.
         parked: whether what was collected has left until it is reduced.
         resting: what is being collected, while it may leave until more comes.
+        writes: number of times that writes to parameters were brought to `home`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Chunk:
         self.buffer: Tensor | None = whole
         self.home = self.shard
         self._separate = False
+        self.writes = 0
         self.gradient: Tensor | None = None
         self.parked = False
         self.resting: Placed | None = None
@@ -146,6 +148,12 @@ class Chunk:
         self.home = self.shard.to(dtype, copy=True) if self._separate else self.shard
         if self._separate:
             self._count_home(self.home.nbytes)
+
+    def widen_home(self, dtype: torch.dtype) -> None:
+        """Keeps `home`, a tensor of its own, in another dtype from here on."""
+        self._count_home(-self.home.nbytes)
+        self.home = self.home.to(dtype)
+        self._count_home(self.home.nbytes)
 
     def _count_home(self, nbytes: int) -> None:
         self.pool.counter.add(OPTIMIZER_STATE if self.has_master else PARAMETERS, nbytes)
@@ -218,6 +226,7 @@ class Chunk:
         if (self.device.type == "cpu" or any_read_lock()) and torch.equal(rounded, values):
             return
         before_write([self.home])
+        self.writes += 1
         home.copy_(torch.where(rounded == values, home, values.to(home.dtype)))
 
     # Optimizer state.

@@ -161,6 +161,16 @@ class Traffic:
         assert found is not None
         return found
 
+    def reserve(self, size: int) -> None:
+        """Counts memory that somebody else takes as held, for which there is room by decision.
+
+        Raises:
+            GulliverError: as for `memory`.
+        """
+        while not self._trim(size):
+            self._make_way(size)
+        self.held += size
+
     def give(self, memory: Tensor, trusted: bool = False) -> None:
         """Takes memory back, to be used again.
 
@@ -362,7 +372,9 @@ class Traffic:
                 if not self._queue or not self._leaving or self._failed:
                     self._worker = None
                     return
-                transfer = self._leaving[0].transfer
+                # What comes again while it leaves has to have left; others need memory.
+                head = self._queue[0]
+                transfer = (head if head in self._leaving else self._leaving[0]).transfer
             assert transfer is not None
             with suppress(GulliverError):
                 transfer.wait()

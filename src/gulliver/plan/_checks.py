@@ -202,6 +202,11 @@ def _tiers(plan: Plan) -> Iterator[str]:
             f"{plan.told('zero.tiers.host')} and {disk}: one of them lies behind the device; take "
             "host: 0, or disk: null"
         )
+    if tiers.offloaded and tiers.activations != "mixed":
+        yield (
+            f"{plan.told('zero.tiers.activations')} and {plan.told('zero.tiers.offloaded')}: it "
+            "names blocks, as activations: mixed does"
+        )
     yield from _shares(plan, tiers)
 
 

@@ -21,8 +21,8 @@ from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._cycle import Cycle, Event
 from gulliver.solve._extents import PAGE, Extents, size_class
 from gulliver.solve._packing import Packing, pack
-from gulliver.solve._replacement import Action, Move, Policy, Replacement
-from gulliver.solve._residency import Gap, Residency, plan_residency
+from gulliver.solve._replacement import Action, Move, NoRoom, Policy, Replacement
+from gulliver.solve._residency import STATES, Gap, Residency, plan_residency
 from gulliver.solve._schedule import (
     BACKWARD,
     FORWARD,
@@ -32,7 +32,7 @@ from gulliver.solve._schedule import (
     schedule_seconds,
 )
 from gulliver.solve._simulation import Moved, count_moves, replay, simulate
-from gulliver.solve._timeline import StepTimes, step_seconds
+from gulliver.solve._timeline import UPDATE_LAG, StepTimes, gathers_in_backward, step_seconds
 from gulliver.solve._unimodal import geometric_sizes
 
 __all__ = [
@@ -40,6 +40,8 @@ __all__ = [
     "FORWARD",
     "INPUTS",
     "PAGE",
+    "STATES",
+    "UPDATE_LAG",
     "WEIGHTS",
     "Action",
     "ActivationChoice",
@@ -52,6 +54,7 @@ __all__ = [
     "Gap",
     "Move",
     "Moved",
+    "NoRoom",
     "Packing",
     "PassCosts",
     "Policy",
@@ -64,6 +67,7 @@ __all__ = [
     "chain_times",
     "choose_activations",
     "count_moves",
+    "gathers_in_backward",
     "geometric_sizes",
     "least_room",
     "pack",

@@ -7,11 +7,18 @@ from gulliver.parallel.zero._elementwise import (
     check_optimizer,
     check_trainable,
     is_boosted,
+    makes_beside,
     needs_whole,
     optimizer_table,
     state_sizes,
 )
-from gulliver.parallel.zero._memory import ChunkBytes, held_bytes
+from gulliver.parallel.zero._memory import (
+    ChunkBytes,
+    ImaginedChunk,
+    StepReplay,
+    held_bytes,
+    ordinary_step,
+)
 from gulliver.parallel.zero._optimizer import ZeroOptimizer, export_leaves, import_leaves
 from gulliver.parallel.zero._reducer import IN_FLIGHT
 from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
@@ -25,7 +32,9 @@ __all__ = [
     "BucketTuner",
     "BufferSync",
     "ChunkBytes",
+    "ImaginedChunk",
     "Stage",
+    "StepReplay",
     "TensorSize",
     "Tuning",
     "ZeroOptimizer",
@@ -36,9 +45,11 @@ __all__ = [
     "held_bytes",
     "import_leaves",
     "is_boosted",
+    "makes_beside",
     "needs_whole",
     "optimizer_table",
     "ordered_layouts",
+    "ordinary_step",
     "shard_dtype",
     "state_sizes",
 ]
