@@ -32,7 +32,7 @@ LOOK_S = 0.05
 CONSTANT = 512 * MIB
 """What the interpreter, torch and transformers need beside tensors, of a group's limit."""
 SPEED_BAR, PEAK_BAR, LOSS_BAR, PREDICTED_BAR = 1.0, 0.5, 1e-6, 0.25
-Shape = dict[str, int]
+Shape = dict[str, Any]
 SMALL: Shape = {
     "hidden_size": 512,
     "intermediate_size": 1408,
@@ -145,7 +145,7 @@ def run(job: Job, limit: int | None, folder: Path) -> Outcome:
         told = "killed by its limit" if kills else (lines or ["it said nothing"])[-1][:200]
         return Outcome(told, peak=peak)
     values = json.loads(found[-1])
-    named = {n: tuple(values[n]) for n in ("seconds", "losses", "tokens")}
+    named: dict[str, Any] = {n: tuple(values[n]) for n in ("seconds", "losses", "tokens")}
     return Outcome(peak=peak, predicted=values["predicted"], **named)
 
 
