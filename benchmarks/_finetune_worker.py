@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.finetune import MARK, Job, Shape
-from gulliver.finetune import FinetuneConfig, finetune, make_example
-from gulliver.finetune import _prepare
+from gulliver.finetune import FinetuneConfig, _prepare, finetune, make_example
 
 RATE = 1e-4
 

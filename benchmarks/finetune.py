@@ -203,7 +203,11 @@ def beside(options: Options, folder: Path) -> Report:
             made.bars.append(at_most(f"losses of {name} beside the Trainer's", apart, LOSS_BAR))
         made.bars.append(at_least("tokens/s, ours / Trainer", ours.rate / trainer.rate, SPEED_BAR))
         made.bars.append(at_most("peak, limited / Trainer", small.peak / trainer.peak, PEAK_BAR))
-    made.notes = ["Peaks are of anonymous memory of the whole process, looked at every 50 ms."]
+    made.notes = [
+        "Peaks are of anonymous memory of the whole process, looked at every 50 ms. Ours saves a "
+        "checkpoint of the last step while it goes on, which the Trainer does not: without a limit "
+        "that is a copy of weights and moments.",
+    ]
     return made
 
 
