@@ -26,7 +26,7 @@ from gulliver.memory import (
     Store,
 )
 from gulliver.parallel import ZeroOptimizer
-from gulliver.plan import Plan, Tiers
+from gulliver.plan import Plan, Tiers, Work
 
 TRIMMED = 16
 """Part of the budget that is added between two times that freed memory is given back."""
@@ -43,7 +43,10 @@ class LimitedManager(Manager):
         shares: objects that never leave; None where the manager finds them.
         controller: sets the budget of the next step.
         step_moved: bytes that the last step has read and written.
+        other: bytes that a step is predicted to need besides; 0 where it is not known.
     """
+
+    other: int = 0
 
     shares: Shares | None = None
     controller: BudgetController | None = None
@@ -92,8 +95,16 @@ class LimitedManager(Manager):
             self.controller.end_step()
 
 
-def manager_of(plan: Plan, state: StateBytes, device: torch.device) -> LimitedManager | None:
+def manager_of(
+    plan: Plan, state: StateBytes, work: Work, device: torch.device
+) -> LimitedManager | None:
     """Makes the manager of a plan's tiers, with the store behind it; None without tiers.
+
+    Args:
+        plan: plan with the limit.
+        state: state of this rank.
+        work: what a batch costs it.
+        device: device that it computes on.
 
     Raises:
         GulliverError: the limit is too small, or there is no such disk.
@@ -101,10 +112,10 @@ def manager_of(plan: Plan, state: StateBytes, device: torch.device) -> LimitedMa
     tiers = None if plan.zero is None else plan.zero.tiers
     if tiers is None:
         return None
-    found = find_residency(state, tiers, plan.work)
+    found = find_residency(state, tiers, work)
     store = _store(tiers, state, device)
     manager = LimitedManager(found.budget, device, store, ahead=tiers.ahead or None)
-    manager.shares = Shares.of(tiers)
+    manager.shares, manager.other = Shares.of(tiers), other_bytes(tiers, work)
     return manager
 
 
@@ -141,7 +152,7 @@ def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager 
         tiers.limit,
         manager,
         footprint,
-        ActivationPeak(other_bytes(tiers, plan.work) or None, reason="no sample was planned with"),
+        ActivationPeak(manager.other or None, reason="no sample was planned with"),
         0 if moved is None else moved.needed,
         "" if moved is None else moved.decides,
     )

@@ -24,9 +24,12 @@ from gulliver.plan import Tiers
 from gulliver.solve import Action, Move, Policy, Replacement
 
 BEGIN, FORWARD, BACKWARD, UPDATE = "begin", "forward", "backward", "update"
+REDUCE = "reduce"
 WINDOW = 2
 """Chunks whose parameters are in use at once at least: the present one, and the one before it."""
 Key = tuple[str, *tuple[int, ...]]
+Passes = tuple[tuple[str, tuple[int, ...]], ...]
+"""Forwards and backwards of micro-batches, with the numbers of the chunks that each uses."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,14 @@ class StateBytes:
         moments: bytes of each tensor that the optimizer keeps of a chunk, by chunk.
         parts: number of shards of a chunk.
         ahead: number of chunks that are gathered from other ranks ahead of use.
+        passes: forwards and backwards of a step, where a pipeline has several of each.
     """
 
     chunks: tuple[ChunkBytes, ...]
     moments: tuple[tuple[int, ...], ...]
     parts: int
     ahead: int
+    passes: Passes = ()
 
     @property
     def total(self) -> int:
@@ -82,6 +87,13 @@ class StateBytes:
                 yield StateObject(("moment", number, moment), OPTIMIZER_STATE, size, number)
             if chunk.trained:
                 yield StateObject(("gradient", number), GRADIENTS, chunk.shard, number)
+            if chunk.trained and self.passes and self.is_gathered(number):
+                # Micro-batches add up in it, until all of them are reduced at once.
+                yield StateObject(("collected", number), GRADIENTS, chunk.whole, number)
+
+    def is_gathered(self, number: int) -> bool:
+        """Whether a chunk is used in a buffer beside its shard."""
+        return self.parts > 1 or self.chunks[number].copied
 
 
 class Shares:
@@ -210,23 +222,90 @@ class Replay:
         self._kept.clear()
         count = range(len(self.state.chunks))
         with self._lend(self._transient):
-            for number in count:
-                self._visit(FORWARD, number)
-                self._enter(number)
-            self._leave(1)  # backward begins with the last
-            for number in reversed(count):
-                self._visit(BACKWARD, number)
-                self._backward(number)
-            while self._collected:
-                self._land(self._collected[0])
-            self._entered = deque(sorted(self._entered))
-            self._leave(0)
+            if self.state.passes:
+                self._micro_batches()
+            else:
+                self._one_batch(count)
         if not self.tiers.step_in_backward:
             for number in count:
                 self._visit(UPDATE, number)
                 self._update(number)
         self._core.end_step()
         return self._seen
+
+    def _one_batch(self, count: range) -> None:
+        for number in count:
+            self._visit(FORWARD, number)
+            self._enter(number)
+        self._leave(1)  # backward begins with the last
+        for number in reversed(count):
+            self._visit(BACKWARD, number)
+            self._backward(number)
+        while self._collected:
+            self._land(self._collected[0])
+        self._entered = deque(sorted(self._entered))
+        self._leave(0)
+
+    # [Note: micro-batches] Every forward and backward of a pipeline uses the parameters anew, and
+    # gradients are reduced after the last. In between each may leave as soon as its micro-batch has
+    # been added, so that no more is in use at once than in a step of one batch.
+
+    def _micro_batches(self) -> None:
+        begun = set[int]()
+        for phase, numbers in self.state.passes:
+            if phase == FORWARD:
+                self._leave(0)
+                for number in numbers:
+                    self._visit(FORWARD, number)
+                    self._enter(number)
+                self._leave(1)
+                continue
+            for number in reversed(numbers):
+                self._visit(BACKWARD, number)
+                self._enter(number)
+                self._add_up(number, begun)
+            for number in [*self._collected]:
+                self._rest(number)
+            self._entered = deque(sorted(self._entered))
+            self._leave(0)
+        for number in reversed(range(len(self.state.chunks))):
+            if self.state.chunks[number].trained:
+                self._visit(REDUCE, number)
+                self._reduce(number, number in begun)
+        while self._collected:
+            self._arrive(self._collected.popleft())
+
+    def _add_up(self, number: int, begun: set[int]) -> None:
+        """Adds the gradient of a micro-batch to those before."""
+        if self.state.chunks[number].trained:
+            self._use(self._sum(number), write=number in begun, fresh=number not in begun)
+            begun.add(number)
+            self._collected.append(number)
+        for landed in [n for n in self._collected if self._together[n][0] >= number]:
+            self._rest(landed)
+
+    def _rest(self, number: int) -> None:
+        self._collected.remove(number)
+        self._done(self._sum(number))
+
+    def _sum(self, number: int) -> Key:
+        """Key of what micro-batches add up in."""
+        return ("collected" if self.state.is_gathered(number) else "gradient", number)
+
+    def _reduce(self, number: int, begun: bool) -> None:
+        """Sends what was added up to the shards."""
+        self._use(self._sum(number), write=begun, fresh=not begun)
+        if self.state.is_gathered(number):
+            self._use(("gradient", number), fresh=True)
+        self._collected.append(number)
+        if len(self._collected) > (IN_FLIGHT if self.state.parts > 1 else 0):
+            self._arrive(self._collected.popleft())
+
+    def _arrive(self, number: int) -> None:
+        self._done(("gradient", number))
+        if self.state.is_gathered(number):
+            self._done(("collected", number))
+            self._run(self._core.discard(("collected", number)))
 
     # [Note: what is in use at once] A rank alone computes with the very objects that hold its
     # parameters, and collects gradients in those that hold them: they are pinned from the first use
@@ -239,7 +318,7 @@ class Replay:
         if number in self._entered:
             return
         self._use(("home", number))
-        if self._is_gathered(number):
+        if self.state.is_gathered(number):
             self._done(("home", number))
         else:
             self._entered.append(number)
@@ -272,9 +351,6 @@ class Replay:
         self._done(("gradient", number))
         if self.tiers.step_in_backward:
             self._run(self._core.discard(("gradient", number)))
-
-    def _is_gathered(self, number: int) -> bool:
-        return self.state.parts > 1 or self.state.chunks[number].copied
 
     def _update(self, number: int) -> None:
         if not self.state.chunks[number].trained:
@@ -361,8 +437,10 @@ def _transient(state: StateBytes) -> int:
 
     What a rank alone uses in its own type lies where it is used, and takes none.
     """
+    # What micro-batches add up in are objects.
+    reduced = not state.passes
     whole = [
-        ChunkBytes(c.names, whole_pages(c.whole), 0, c.trained, True)
+        ChunkBytes(c.names, whole_pages(c.whole), 0, c.trained and reduced, True)
         for c in state.chunks
         if state.parts > 1 or c.copied
     ]

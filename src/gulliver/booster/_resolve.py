@@ -14,25 +14,25 @@ from dataclasses import fields, replace
 import torch
 from torch import nn
 
-from gulliver.booster._model import HALVES, modules_kept, no_optimizer, unwrapped
-from gulliver.booster._replay import StateBytes
-from gulliver.booster._residency import find_residency
+from gulliver.booster._model import modules_kept, no_optimizer, unwrapped
+from gulliver.booster._ranks import (
+    Stages,
+    largest_residency,
+    rank_states,
+    rank_work,
+    state_bytes,
+    tensor_sizes,
+)
 from gulliver.errors import GulliverError, nearest
-from gulliver.memory import moment_size
-from gulliver.parallel import is_boosted, named_trainables, needs_whole, state_sizes
-from gulliver.parallel.pipeline import Cut, Stack, cut, deal, names_held, stack_of, style_of
+from gulliver.parallel import is_boosted, named_trainables
+from gulliver.parallel.pipeline import Stack, cut, deal, stack_of, style_of
 from gulliver.parallel.tensor import TensorPlan, best_match, plan_tensor
 from gulliver.parallel.zero import (
-    ChunkBytes,
     TensorSize,
     held_bytes,
     ordered_layouts,
-    shard_dtype,
 )
 from gulliver.plan import ChunkPlan, MemoryPlan, Model, Plan, join
-
-Stages = tuple[Stack, Cut, tuple[tuple[int, ...], ...]]
-"""Blocks of a model, how they are cut, and the numbers of the stages on each rank."""
 
 
 def resolve(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Plan:
@@ -71,7 +71,9 @@ def resolve(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | Non
             )
     memory, moved = predict_memory(plan, model, sizes), None
     if plan.zero is not None and plan.zero.tiers is not None:
-        found = find_residency(state_bytes(plan, sizes), plan.zero.tiers, plan.work)
+        states = rank_states(plan, model, optimizer, tensor, stages)
+        work = rank_work(plan, model, tensor, stages)
+        found = largest_residency(states, plan.zero.tiers, work)
         memory, moved = MemoryPlan(**found.bytes), found.moved
     predicted = replace(plan.predicted, bytes=memory, moved=moved)
     return replace(plan, predicted=predicted, reasons={**plan.reasons, **reasons})
@@ -238,50 +240,6 @@ def _with_stages(plan: Plan, stages: Stages) -> Plan:
     return replace(plan, pipeline=pipeline)
 
 
-def tensor_sizes(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensor: TensorPlan | None,
-    stages: Stages | None,
-) -> list[TensorSize]:
-    """The parameters that the first rank will have, in the model's order, before any sharding."""
-    stepper = optimizer or no_optimizer()
-    groups = {p: group for group in stepper.param_groups for p in group["params"]}
-    whole = plan.zero is not None and needs_whole(stepper, plan.zero.assume_elementwise)
-    if stages is None:
-        named = {name: p for name, p in model.named_parameters() if not is_boosted(p)}
-    else:
-        named = names_held(model, *stages, 0)
-    sizes = []
-    for name, parameter in named.items():
-        trained = parameter in groups and parameter.requires_grad
-        dtype = _dtype_in(plan, name, parameter)
-        count = _cut_numel(name, parameter, tensor)
-        # An optimizer that looks at shapes is not given slices.
-        shape = parameter.shape if count == parameter.numel() else (count,)
-        kept = state_sizes(stepper, groups[parameter], shape) if trained else ()
-        device = parameter.device
-        sizes.append(TensorSize(name, count, dtype, device, trained, kept, whole and trained))
-    return sizes
-
-
-def _dtype_in(plan: Plan, name: str, parameter: nn.Parameter) -> torch.dtype:
-    half = HALVES.get(plan.precision.parameters)
-    kept = name.rpartition(".")[0] in plan.precision.kept
-    return parameter.dtype if half is None or kept or not parameter.is_floating_point() else half
-
-
-def _cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None) -> int:
-    path, _, own = name.rpartition(".")
-    placed = None if tensor is None else tensor.modules.get(path)
-    if tensor is None or placed is None or own not in placed.dims:
-        return parameter.numel()
-    whole = parameter.shape[placed.dims[own]]
-    part = sum(end - start for start, end in placed.runs(tensor.size, 0, own))
-    return parameter.numel() // whole * part
-
-
 def _with_chunks(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Plan:
     zero = plan.zero
     assert zero is not None, "there are chunks"
@@ -359,31 +317,6 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
         beside = sum(count for name, count in held.items() if name not in inside) + sum(others)
     found["parameters"] += beside
     return MemoryPlan(**found)
-
-
-def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
-    """Bytes of the first rank's chunks, and of what the optimizer keeps of each."""
-    zero = plan.zero
-    assert zero is not None, "there are chunks"
-    order = [name for chunk in zero.chunks for name in chunk.tensors]
-    states = {t.name: t.states for t in sizes if t.trained}
-    chunks, moments = list[ChunkBytes](), list[tuple[int, ...]]()
-    layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
-    for layout, dtype, is_trained in layouts:
-        home = shard_dtype(dtype, is_trained)
-        whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
-        names = tuple(slot.name for slot in layout.slots)
-        chunks.append(ChunkBytes(names, whole, shard, is_trained, home != dtype))
-        cut = layout.parts > 1 and not layout.whole
-        # Of a piece that was cut each tensor has its size.
-        kept = [
-            (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
-            for piece in (layout.pieces(0) if is_trained else ())
-        ]
-        kinds = itertools.zip_longest(*kept, fillvalue=0)
-        moments.append(tuple(moment_size(kind) * home.itemsize for kind in kinds))
-    parts = plan.mesh.replicas if zero.stage else 1
-    return StateBytes(tuple(chunks), tuple(moments), parts, zero.gather_ahead)
 
 
 RESULTS = ("model", "predicted", "reasons")

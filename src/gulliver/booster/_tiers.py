@@ -15,14 +15,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from gulliver.booster._residency import chunk_sizes, find_residency, tier_rates
-from gulliver.booster._resolve import (
-    plan_stages,
-    plan_tensors,
-    recomputable,
-    state_bytes,
-    tensor_sizes,
-)
+from gulliver.booster._ranks import largest_residency, rank_states, rank_work, tensor_sizes
+from gulliver.booster._residency import chunk_sizes, tier_rates
+from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
 from gulliver.booster.hybrid import NO_BLOCKS
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster, current_cluster, memory_bytes, seconds_text
@@ -97,7 +92,9 @@ class TierOptions:
         self.shares = {name: 1.0 if s is None else float(s) for name, s in given.items()}
 
     @classmethod
-    def within(cls, stage: int, right: str, limit: Any, disk: Any, **options: Any) -> Self | None:
+    def within(
+        cls, stage: int, right: str, limit: Any, disk: Any, host: Any = None, **options: Any
+    ) -> Self | None:
         """The limit of a plugin that has other uses; None where none is set.
 
         Raises:
@@ -105,6 +102,8 @@ class TierOptions:
         """
         if limit is None and disk is not None:
             raise GulliverError(f"disk={str(disk)!r} needs a memory_limit: what fits it stays")
+        if limit is None and host is not None:
+            raise GulliverError(f"host_limit={host!r} needs a memory_limit: what fits it stays")
         if limit is None:
             return None
         if stage != 3:
@@ -112,7 +111,7 @@ class TierOptions:
                 f"memory_limit={limit!r} with stage {stage}: what is whole on every rank cannot "
                 f"leave its memory; take {right}"
             )
-        return cls(limit, None, disk, **options)
+        return cls(limit, host, disk, **options)
 
     def tiers(self, device: str) -> Tiers:
         """The section of a plan.
@@ -196,17 +195,19 @@ def plan_tiers(
         return plan
     tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
     sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
+    work = rank_work(plan, model, tensor, stages)
     rates = tier_rates(tiers, cluster or current_cluster(plan.mesh.size))
     tried, errors = list[tuple[float, int, str]](), dict[int, GulliverError]()
     for size in chunk_sizes(sum(t.numel * t.dtype.itemsize for t in sizes)):
         one = replace(plan, zero=replace(plan.zero, chunk_bytes=size, chunks=()))
         try:
-            found = find_residency(state_bytes(one, sizes), tiers, plan.work, "farthest")
+            states = rank_states(one, model, optimizer, tensor, stages)
+            found = largest_residency(states, tiers, work, "farthest")
         except GulliverError as error:
             errors[size] = error
             continue
         moves = found.moved.read + found.moved.written
-        seconds = None if rates is None else found.seconds(plan.work, rates).step
+        seconds = None if rates is None else found.seconds(work, rates).step
         told = f"{len(found.state.chunks)} chunks move {size_text(moves)} in a step"
         told += "" if seconds is None else f", {seconds_text(seconds)}"
         # Of equals the larger: there are fewer of them.

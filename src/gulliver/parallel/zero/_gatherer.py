@@ -36,7 +36,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver._compat import at_end_of_backward, saving_is_hooked, storage_users
+from gulliver._compat import (
+    at_end_of_backward,
+    backward_number,
+    saving_is_hooked,
+    storage_users,
+)
 from gulliver.comm import Group, Handle, Purpose, all_gather, guard
 from gulliver.errors import GulliverError
 from gulliver.memory import (
@@ -225,6 +230,12 @@ class Gatherer:
             self.record.note("backward ended")
             self._engine.end_backward()
 
+    def _follow_backward(self) -> None:
+        """A backward has begun that nobody has announced, such as a micro-batch's."""
+        if self.sharded and self._engine.current is Pass.NONE:
+            self.enter_backward()
+            at_end_of_backward(self.leave_backward)
+
     def prefetch(self) -> None:
         """Starts the next forward's first gathers; its first modules will wait for just those."""
         if self.sharded:
@@ -280,6 +291,8 @@ class Gatherer:
         chunks = {id(c): c for c in (self._home[id(p)] for p in mine)}
         absent = any(c.presence is Presence.ABSENT for c in chunks.values())
         reading = func in _READS or not torch.is_grad_enabled()
+        if not reading and self._depth == 0 and backward_number() >= 0:
+            self._follow_backward()  # what is computed again there begins with its parameters
         if self._engine.current is Pass.NONE and self._depth == 0 and absent and reading:
             return self._outside(func, args, kwargs)
         with self._using(chunks.values()):
@@ -419,9 +432,7 @@ class Gatherer:
                 "one of the variables needed for gradient computation has been modified by an "
                 "inplace operation: the optimizer has stepped since this graph was made"
             )
-        if self._engine.current is Pass.NONE:
-            self.enter_backward()
-            at_end_of_backward(self.leave_backward)
+        self._follow_backward()
         self.use(sharded)
         with torch.no_grad():
             start = saved.parameter.storage_offset() + saved.offset

@@ -141,10 +141,17 @@ class GradientReducer:
                     if ordered:
                         self._reduce_complete()
                         if parks and sharded.phase is Phase.COLLECTING:
+                            sharded.chunk.wake_gradient()
                             self._gather_up(sharded)
                             sharded.chunk.park_gradient()  # it waits for others
                     else:
                         self._reduce(sharded)
+            elif parks:
+                # The next micro-batch adds to it; until then its memory may serve others.
+                waiting.pop(name, None)
+                if not waiting:
+                    sharded.chunk.rest_gradient()
+                    waiting.update(sharded.chunk.parameters)
 
         return ready
 
@@ -168,11 +175,11 @@ class GradientReducer:
         """
         self._settled = False
         self.land_all()
+        for sharded in self.chunks:
+            sharded.waiting.update(sharded.chunk.parameters)
         if not reduce:
             yield
             return
-        for sharded in self.chunks:
-            sharded.waiting.update(sharded.chunk.parameters)
         self._next, self._reducing = 0, True
         try:
             yield
@@ -354,6 +361,7 @@ class GradientReducer:
             self._before_gradient(name)
             parameter.grad = torch.zeros_like(parameter)
             self._ready_hook(name)(None)
+            self._home[name].chunk.wake_gradient()
         assert parameter.grad is not None
         return parameter.grad
 

@@ -223,8 +223,10 @@ class ShardedState:
         reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
         reducer.noted, reducer.record = self.on_gradient, gatherer.note
         self._engines = reducer, gatherer
-        if self.manager is not None and alone:
-            self.manager.relieve = _weakly(gatherer.relieve, reducer.relieve)
+        if self.manager is not None:
+            # What came from other ranks stays: they would have to send it again.
+            given_back = [gatherer.relieve] if alone else []
+            self.manager.relieve = _weakly(*given_back, reducer.relieve)
         self._list_pieces()
 
     def end_record(self) -> None:
