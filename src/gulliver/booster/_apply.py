@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gulliver.booster._checkpoint import agreed
 from gulliver.booster._limited import LimitedManager, manager_of
 from gulliver.booster._model import HALVES, broadcast_all, check_unstepped, convert, no_optimizer
-from gulliver.booster._ranks import Stages, rank_state, rank_work
+from gulliver.booster._ranks import Stages, order_of_use, rank_state, rank_work
 from gulliver.booster._replicas import share_ddp, share_zero, tune
 from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
 from gulliver.booster.hybrid import (
@@ -92,6 +92,7 @@ def apply_plan(
         Vocabulary.of(model),
         recomputable(plan, model),
         drops_by_position(plan, model),
+        order_of_use(model) if plan.limited and plan.mesh.names_model else (),
     )
     mesh = grid(plan) if plan.mesh.names_model else None
 

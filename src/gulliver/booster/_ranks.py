@@ -7,6 +7,7 @@ what is planned of memory is planned for the rank that needs most of it (`larges
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -28,6 +29,11 @@ from gulliver.solve import INPUTS, Policy
 Stages = tuple[Stack, Cut, tuple[tuple[int, ...], ...]]
 """Blocks of a model, how they are cut, and the numbers of the stages on each rank."""
 
+NUMBERED = re.compile(r"(.*\.\d+)\..*")
+"""Path of the innermost module of a list, and what lies in it."""
+TIED = 3
+"""Chunks that stay gathered for a weight that is used at both ends: its own, and those that a pass
+comes past on the way to it."""
 KEPT_WHOLE = 0.5
 """Share of activations, at most, that ranks of a tensor or sequence axis have all of: what passes
 layers by, norms, masks."""
@@ -56,11 +62,57 @@ def rank_state(
     """
     sizes = tensor_sizes(plan, model, optimizer, tensor, stages, place)
     found = state_bytes(plan, sizes)
-    return (
-        found
-        if stages is None
-        else replace(found, passes=_passes(plan, model, found, stages, place[0]))
-    )
+    if plan.mesh.names_model:
+        found = replace(found, blocks=plan.recompute)
+        found = replace(found, kept=_kept_gathered(found, model))
+    if stages is None:
+        return found
+    return replace(found, passes=_passes(plan, model, found, stages, place[0]))
+
+
+def _kept_gathered(state: StateBytes, model: nn.Module) -> int:
+    """Bytes beside what modules use: chunks that stay gathered, and where gradients add up."""
+    if state.parts == 1:
+        return 0
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    count = TIED if len(names) > len(list(model.parameters())) else 0
+    count += max((last - first for first, last in state.together()), default=0)
+    whole = max((chunk.whole for chunk in state.chunks), default=0)
+    # A further backward's gradients arrive beside those that they are added to.
+    return count * whole + max((chunk.shard for chunk in state.chunks), default=0)
+
+
+def order_of_use(model: nn.Module) -> list[str]:
+    """Names of a model's parameters as a forward reads them, as far as their names tell.
+
+    Blocks of transformers have norms that are registered behind the layers before or around which
+    they run. What is gathered from several ranks comes in one order: a chunk that is used again
+    behind others would have to stay.
+    """
+    blocks = dict[str, list[tuple[str, nn.Parameter]]]()
+    for name, parameter in model.named_parameters():
+        inside = NUMBERED.fullmatch(name)
+        blocks.setdefault(inside[1] if inside else name, []).append((name, parameter))
+    return [name for path, found in blocks.items() for name in _within(path, found)]
+
+
+def _within(path: str, found: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+    """Names of a block in order: norms that follow all layers stand before, or around, each."""
+    children = dict[str, list[str]]()
+    small = dict[str, bool]()
+    for name, parameter in found:
+        child = name.removeprefix(f"{path}.").partition(".")[0]
+        children.setdefault(child, []).append(name)
+        small[child] = small.get(child, True) and parameter.ndim < 2
+    layers, norms = ([c for c in children if small[c] is kind] for kind in (False, True))
+    each, rest = divmod(len(norms), max(len(layers), 1))
+    if list(children) != layers + norms or rest or each not in (1, 2):
+        return [name for name, _ in found]
+    order = list[str]()
+    for number, layer in enumerate(layers):
+        before, *after = norms[number * each : (number + 1) * each]
+        order += [before, layer, *after]
+    return [name for child in order for name in children[child]]
 
 
 def rank_states(
@@ -86,7 +138,8 @@ def largest_residency(
             of them can do with is named.
     """
     ordered = sorted(states, key=lambda state: -least_bytes(state, tiers))
-    return [find_residency(state, tiers, work, policy) for state in ordered][0]
+    first, *_ = (find_residency(state, tiers, work, policy) for state in ordered)
+    return first
 
 
 def _passes(plan: Plan, model: nn.Module, state: StateBytes, stages: Stages, place: int) -> Passes:
@@ -164,6 +217,8 @@ def tensor_sizes(
         named = {name: p for name, p in model.named_parameters() if not is_boosted(p)}
     else:
         named = names_held(model, *stages, place[0])
+    if plan.limited and plan.mesh.names_model:
+        named = {name: named[name] for name in order_of_use(model) if name in named}
     sizes = []
     for name, parameter in named.items():
         trained = parameter in groups and parameter.requires_grad
@@ -198,6 +253,8 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
     zero = plan.zero
     assert zero is not None, "there are chunks"
     order = [name for chunk in zero.chunks for name in chunk.tensors]
+    # Stages have other layers than the first, whose chunks those of a plan are.
+    order = list(dict.fromkeys([*order, *(t.name for t in sizes)])) if order else []
     states = {t.name: t.states for t in sizes if t.trained}
     chunks, moments = list[ChunkBytes](), list[tuple[int, ...]]()
     layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)

@@ -8,7 +8,7 @@ meta. Read `Replay.step` first: the order in which training uses state.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -59,6 +59,8 @@ class StateBytes:
         parts: number of shards of a chunk.
         ahead: number of chunks that are gathered from other ranks ahead of use.
         passes: forwards and backwards of a step, where a pipeline has several of each.
+        kept: bytes that stay gathered beside what modules use.
+        blocks: paths of the blocks that backward computes again.
     """
 
     chunks: tuple[ChunkBytes, ...]
@@ -66,6 +68,8 @@ class StateBytes:
     parts: int
     ahead: int
     passes: Passes = ()
+    kept: int = 0
+    blocks: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -94,6 +98,32 @@ class StateBytes:
     def is_gathered(self, number: int) -> bool:
         """Whether a chunk is used in a buffer beside its shard."""
         return self.parts > 1 or self.chunks[number].copied
+
+    def together(self) -> list[tuple[int, int]]:
+        """First and last chunk in use together with each: a module has both, or a recomputed block.
+
+        What a block has computed again looks at its parameters until its gradients are there.
+        """
+        homes: dict[str, list[int]] = {}
+        names = {name for chunk in self.chunks for name in chunk.names}
+        for number, chunk in enumerate(self.chunks):
+            for name in chunk.names:
+                homes.setdefault(self._user(name, names), []).append(number)
+        found = [(number, number) for number in range(len(self.chunks))]
+        for numbers in homes.values():
+            for number in numbers:
+                first, last = found[number]
+                found[number] = min(first, *numbers), max(last, *numbers)
+        return found
+
+    def _user(self, name: str, names: Container[str]) -> str:
+        """Path of what reads a parameter and others with it."""
+        block = next((path for path in self.blocks if name.startswith(f"{path}.")), None)
+        module = name.rpartition(".")[0]
+        outer = module.rpartition(".")[0]
+        # torch's attention reads the weights of its last linear map itself.
+        whole = outer if f"{outer}.in_proj_weight" in names else module
+        return whole if block is None else block
 
 
 class Shares:
@@ -193,7 +223,7 @@ class Replay:
         self._coming: dict[Key, tuple[Coming, int]] = {}
         self._visits = 0
         self._objects = {o.key: o for o in state.objects()}
-        self._transient, self._together = _transient(state), _together(state)
+        self._transient, self._together = _transient(state), state.together()
         self._entered, self._collected = deque[int](), deque[int]()
         self._kept: list[int] = []
         # What a model begins with has no gradient of its input to compute: values are not needed.
@@ -413,25 +443,6 @@ class Replay:
         self.most = max(self.most, self._core.used)
 
 
-def _together(state: StateBytes) -> list[tuple[int, int]]:
-    """First and last chunk that are in use together with each, because a module has both."""
-    homes: dict[str, list[int]] = {}
-    names = {name for chunk in state.chunks for name in chunk.names}
-    for number, chunk in enumerate(state.chunks):
-        for name in chunk.names:
-            module = name.rpartition(".")[0]
-            outer = module.rpartition(".")[0]
-            # torch's attention reads the weights of its last linear map itself.
-            whole = outer if f"{outer}.in_proj_weight" in names else module
-            homes.setdefault(whole, []).append(number)
-    found = [(number, number) for number in range(len(state.chunks))]
-    for numbers in homes.values():
-        for number in numbers:
-            first, last = found[number]
-            found[number] = min(first, *numbers), max(last, *numbers)
-    return found
-
-
 def _transient(state: StateBytes) -> int:
     """Bytes of whole chunks that are gathered, and of gradients that are collected, at once.
 
@@ -445,4 +456,4 @@ def _transient(state: StateBytes) -> int:
         if state.parts > 1 or c.copied
     ]
     held = held_bytes(whole, 3, state.parts, state.ahead, 0)
-    return sum(held.values())
+    return sum(held.values()) + whole_pages(state.kept)

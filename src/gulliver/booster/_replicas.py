@@ -85,6 +85,7 @@ def share_zero(
         group = Torus(torus, order, plan.mesh.device) if torus else None
         boosted = ZeroOptimizer(inner, names, zero.stage, group=group, **options)
     order = [name for chunk in zero.chunks for name in chunk.tensors]
+    order = list(dict.fromkeys([*order, *whole.order]))
     if order and boosted.everything:
         boosted.relayout(order, zero.chunk_bytes)
     keep_to_limit(plan, boosted, manager)

@@ -180,6 +180,8 @@ class Prefetcher:
         if place is None:
             self.mover.finish(resident)
             return
+        if self.tight and resident.kept and resident.presence is Presence.WHOLE:
+            return  # it stays: what lies before it in the pass need not be passed by for it
         # Most uses are of what is here, and was reached before.
         if place < self._reached and resident.presence is Presence.WHOLE:
             return
