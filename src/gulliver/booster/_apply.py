@@ -92,7 +92,7 @@ def apply_plan(
         Vocabulary.of(model),
         recomputable(plan, model),
         drops_by_position(plan, model),
-        order_of_use(model) if plan.limited and plan.mesh.names_model else (),
+        order_of_use(plan, model),
     )
     mesh = grid(plan) if plan.mesh.names_model else None
 

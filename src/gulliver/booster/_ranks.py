@@ -82,13 +82,15 @@ def _kept_gathered(state: StateBytes, model: nn.Module) -> int:
     return count * whole + max((chunk.shard for chunk in state.chunks), default=0)
 
 
-def order_of_use(model: nn.Module) -> list[str]:
-    """Names of a model's parameters as a forward reads them, as far as their names tell.
+def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
+    """Names of a model's parameters as a forward reads them, where chunks are to lie so.
 
-    Blocks of transformers have norms that are registered behind the layers before or around which
-    they run. What is gathered from several ranks comes in one order: a chunk that is used again
-    behind others would have to stay.
+    That is where a cut model's are gathered under a limit. Blocks of transformers have norms that
+    are registered behind the layers before or around which they run. What is gathered from several
+    ranks comes in one order: a chunk that is used again behind others would have to stay.
     """
+    if not (plan.limited and plan.mesh.names_model and plan.mesh.replicas > 1):
+        return []
     blocks = dict[str, list[tuple[str, nn.Parameter]]]()
     for name, parameter in model.named_parameters():
         inside = NUMBERED.fullmatch(name)
@@ -123,7 +125,7 @@ def rank_states(
     stages: Stages | None,
 ) -> list[StateBytes]:
     """States of all ranks that differ; arguments as of `rank_state`."""
-    places = itertools.product(*(range(plan.mesh.of(name)) for name in ("pipeline", "tensor")))
+    places = itertools.product(range(plan.mesh.of("pipeline")), range(plan.mesh.of("tensor")))
     found = (rank_state(plan, model, optimizer, tensor, stages, place) for place in places)
     return list(dict.fromkeys(found))
 
@@ -217,8 +219,7 @@ def tensor_sizes(
         named = {name: p for name, p in model.named_parameters() if not is_boosted(p)}
     else:
         named = names_held(model, *stages, place[0])
-    if plan.limited and plan.mesh.names_model:
-        named = {name: named[name] for name in order_of_use(model) if name in named}
+    named = {name: named[name] for name in order_of_use(plan, model) if name in named} or named
     sizes = []
     for name, parameter in named.items():
         trained = parameter in groups and parameter.requires_grad

@@ -79,7 +79,9 @@ class StateBytes:
     @property
     def reserved(self) -> int:
         """Bytes that are of use behind: those, and whole gradients, which may have to wait."""
-        return self.total + sum(whole_pages(c.whole) for c in self.chunks if c.trained)
+        found = self.total + sum(whole_pages(c.whole) for c in self.chunks if c.trained)
+        # Micro-batches let all of it come and go: places of one size do not serve another.
+        return found + found // 4 if self.passes else found
 
     def objects(self) -> Iterator[StateObject]:
         """What has a place of its own, in the order in which it is made."""

@@ -115,8 +115,9 @@ def find_residency(
         decides = f"all state, as nothing lies behind it (with a disk {enough} would do)"
     rule = BudgetRule(tiers.limit, least)
     budget = rule.begin(ActivationPeak(other), decides)
-    if 0 < behind < state.total and budget < most:
-        _refuse_behind(state, tiers, behind, smallest_limit(most, other))
+    needed = state.reserved if state.passes else state.total
+    if 0 < behind < needed and budget < most:
+        _refuse_behind(needed, tiers, behind, smallest_limit(most, other))
     replay = Replay(state, budget, bool(behind), tiers, policy)
     left, visits = set(), list[Seen]()
     for _ in range(STEPS):
@@ -138,12 +139,12 @@ def find_residency(
     return Residency(state, visits, replay.counter.fullest, budget, moved)
 
 
-def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int) -> None:
+def _refuse_behind(needed: int, tiers: Tiers, behind: int, roomy: int) -> None:
     """Refuses a disk, or host memory, without a place for each object: any may have to leave."""
     what = f"disk={tiers.disk!r}" if tiers.disk is not None else "host_limit"
     raise GulliverError(
-        f"{what} gives {size_text(behind)}, and {size_text(state.total)} of state do not fit the "
-        f"memory limit: give it {size_at_least(state.total)}, or raise the limit to "
+        f"{what} gives {size_text(behind)}, and {size_text(needed)} of state do not fit the "
+        f"memory limit: give it {size_at_least(needed)}, or raise the limit to "
         f"{size_at_least(roomy)}"
     )
 
