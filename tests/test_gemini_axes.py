@@ -159,10 +159,12 @@ def _cases(
     return {name: _case(sizes, EVERYTHING, disk) for name, sizes in grids.items()}
 
 
-def _assert_exact(found: list[dict[str, tuple[float, int, int]]], bar: float) -> None:
+def _assert_exact(found: list[dict[str, tuple[float, int, int]]], grids: dict[str, Any]) -> None:
+    """To the bit where no replicas gather chunks; else a norm is added up in another order."""
+    alone = len(found) == 2
     for rank in found:
         for name, (error, over, evictions) in rank.items():
-            assert error <= bar, name
+            assert error <= (0 if alone and "sp_size" not in grids[name] else 1e-6), name
             assert over <= 0, name
             assert evictions > 0, name
 
@@ -175,16 +177,16 @@ def _assert_exact(found: list[dict[str, tuple[float, int, int]]], bar: float) ->
     ],
     ids=["usual", "others"],
 )
-def test_a_cut_model_trains_at_its_least_limit_to_the_bit(
+def test_a_cut_model_trains_at_its_least_limit_as_without_one(
     pool: Pool, tmp_path: Path, names: list[str]
 ) -> None:
     grids = {name: TWO[name] for name in names}
-    _assert_exact(pool.run(_cases, 2, grids, str(tmp_path)), 0.0)
+    _assert_exact(pool.run(_cases, 2, grids, str(tmp_path)), grids)
 
 
 @pytest.mark.full
 def test_with_data_ranks_or_another_axis_beside_it(pool: Pool, tmp_path: Path) -> None:
-    _assert_exact(pool.run(_cases, 4, FOUR, str(tmp_path)), 1e-6)
+    _assert_exact(pool.run(_cases, 4, FOUR, str(tmp_path)), FOUR)
 
 
 def _boosted(sizes: dict[str, Any] | None, disk: str) -> tuple[Booster, Any, Any]:
