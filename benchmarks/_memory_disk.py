@@ -93,8 +93,10 @@ def report(grid: Grid, folder: Path, ledger: Ledger, say: Callable[[str], None])
     if chosen:
         made.bars.append(at_most("chosen setting / fastest, worst", max(chosen), CHOICE_BAR))
     made.notes = [
-        "Rates are those of the kernel's throttle, for reads and writes each. This machine's disk "
-        "does about 1.5 to 2 GB/s: the throttle of 2 GB/s hardly binds.",
+        "Rates are those of the kernel's throttle, for reads and writes each, so that below the "
+        "disk's own both go on at once. This machine's disk does about 1.5 to 2 GB/s in all, which "
+        "reads and writes share: the throttle of 2 GB/s hardly binds. So reading, writing and both "
+        "at once are measured before each prediction.",
         "Chosen: of the settings with and without the optimizer's step in backward, at the same "
         "limit, tokens and rate, the one that is predicted to be faster.",
     ]
@@ -114,8 +116,7 @@ def predictions(
         }
         options = {
             "settings": list(settings.values()),
-            "read_bps": rates.read_bps,
-            "write_bps": rates.write_bps,
+            **vars(rates),
         }
         asked = replace(alike[0], contestant=PREDICT, limit=0, steps=0, warm_up=0, options=options)
         facts = run(asked, ledger, say).facts

@@ -29,15 +29,14 @@ from benchmarks._peers import Contestant, boosted, deepspeed, fsdp2, plain
 from benchmarks.limits import disk_bytes
 from gulliver.booster import GeminiPlugin
 from gulliver.errors import GulliverError
-from gulliver.hardware import Disk, current_cluster
+from gulliver.hardware import Disk, current_cluster, probe_disk
 from gulliver.memory import activation_peak
 from gulliver.plan import Work
 
 BEGAN = time.monotonic()
-DISK_FILE, DISK_BLOCK = 512 << 20, 16 << 20
-"""Bytes of the file that the disk is measured with, and of a request."""
-DISK_TURNS = 3
-OWN_OPTIONS = ("constant", "attention")
+DISK_FILE = 512 << 20
+"""Bytes of the file that the disk is measured with."""
+OWN_OPTIONS = ("constant", "attention", "told")
 """Options that are not the plugin's."""
 
 
@@ -101,7 +100,7 @@ def contestant_of(job: Job) -> Contestant:
 
 def gemini(job: Job, task: Task) -> Contestant:
     """Ours, under a limit that leaves room for the interpreter and torch."""
-    limit = job.limit - job.options.get("constant", 0)
+    limit = job.options.get("told", job.limit - job.options.get("constant", 0))
     known = {n: v for n, v in job.options.items() if n not in OWN_OPTIONS}
     work = peak_of(job, task) if job.model == "gpt" else None
     return boosted(job.contestant, task, _plugin(job, limit, **known), work)
@@ -126,9 +125,9 @@ def predict(job: Job) -> None:
     task = task_of(job)
     model = task.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    read, write = job.options["read_bps"], job.options["write_bps"]
-    # The rates go past the page cache, as the manager does.
-    cluster = replace(current_cluster(1), disk=Disk(write, read))
+    write, read, both = (job.options[f"{name}_bps"] for name in ("write", "read", "both"))
+    disk = Disk(write, read, both_rate=both, folder=job.folder)
+    cluster = replace(current_cluster(1), disk=disk)
     sample = torch.randint(VOCABULARY, (job.batch, job.length))
     work: Work | None = None
     for limit, early in job.options["settings"]:
@@ -189,35 +188,9 @@ def _world_of_one() -> None:
 
 def measure_disk(job: Job) -> None:
     """Bytes per second of reading, of writing, and of as much of both at once, past the cache."""
-    from gulliver.io import BLOCK, default_engine
-
-    # About a second's worth of a slow disk.
-    size = min(DISK_FILE, max(1, job.rate // DISK_BLOCK) * DISK_BLOCK) if job.rate else DISK_FILE
-    memory = torch.empty(2 * DISK_BLOCK + BLOCK, dtype=torch.uint8).fill_(1)
-    address = -(-memory.data_ptr() // BLOCK) * BLOCK
-    path = Path(job.folder) / "disk"
-    offsets = range(0, size, DISK_BLOCK)
-    with default_engine() as engine:
-        file = engine.create(path, size)
-
-        def move(reads: bool, writes: bool) -> float:
-            started = time.perf_counter()
-            tickets = []
-            for offset in offsets:
-                if writes:
-                    tickets.append(engine.write(file, offset, address, DISK_BLOCK))
-                if reads:
-                    tickets.append(engine.read(file, offset, address + DISK_BLOCK, DISK_BLOCK))
-            for ticket in tickets:
-                ticket.wait()
-            return size * (reads + writes) / (time.perf_counter() - started)
-
-        move(False, True)  # the first write of a block is slower: the file system maps it
-        kinds = {"read": (True, False), "write": (False, True), "both": (True, True)}
-        found = {name: max(move(*kind) for _ in range(DISK_TURNS)) for name, kind in kinds.items()}
-        engine.close_file(file)
-    path.unlink()
-    say("facts", facts={f"{name}_bps": rate for name, rate in found.items()})
+    disk = probe_disk(Path(job.folder), DISK_FILE)
+    rates = {"read": disk.read_rate, "write": disk.write_rate, "both": disk.both_rate}
+    say("facts", facts={f"{name}_bps": rate for name, rate in rates.items()})
 
 
 def main(text: str) -> int:

@@ -3,7 +3,9 @@
 `slept(task, seconds)` has the same parameters in the same blocks and the same gradients to reduce,
 of each rank its own, so all collectives are the same; but the core is free meanwhile. The optimizer
 still computes. A layer sleeps in proportion to its parameters, twice as long backward as forward;
-embeddings, which only look up, do not. The loss is a sum over what the layers hold, so that losses
+embeddings, which only look up, do not. As with real layers, backward needs the parameters, and its
+time includes that gradients are written: fresh tensors, which autograd takes as they are. The loss
+is a sum over what the layers hold, so that losses
 of all contestants agree only if all of them reduce and update alike.
 """
 
@@ -91,12 +93,17 @@ class _Sleep(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: SleptLayer, *parameters: Tensor) -> Tensor:
         time.sleep(FORWARD * layer.seconds)
         ctx.layer = layer
+        ctx.save_for_backward(*parameters)
         return x + sum(float(p.reshape(-1)[0]) for p in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        time.sleep((1 - FORWARD) * ctx.layer.seconds)
-        return grad_outputs[0], None, *ctx.layer.gradients
+        assert all(p.numel() for p in ctx.saved_tensors)  # waits for those that are elsewhere
+        begun = time.perf_counter()
+        gradients = [gradient.clone() for gradient in ctx.layer.gradients]
+        took = time.perf_counter() - begun
+        time.sleep(max(0.0, (1 - FORWARD) * ctx.layer.seconds - took))
+        return grad_outputs[0], None, *gradients
 
 
 def _work(module: nn.Module) -> int:

@@ -27,7 +27,7 @@ import tyro
 
 from benchmarks._harness import Report, at_most, finish
 from benchmarks.netlab import Net, run
-from gulliver.cli._probe import measured_cluster
+from gulliver.cli._probe import measured_cluster, measured_disk
 from gulliver.comm import (
     all_gather,
     all_reduce,
@@ -87,7 +87,7 @@ def alone() -> list[Row]:
     world = init_world()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        cluster = measured_cluster(world, folder)
+        cluster = measured_cluster(world, measured_disk(world, folder))
         device, disk = cluster.device, cluster.disk
         assert disk is not None
         size = 48 * 2**20
@@ -118,7 +118,7 @@ def together() -> list[Row]:
     """Links and collectives, one rank's part."""
     world = init_world()
     with tempfile.TemporaryDirectory() as name:
-        cluster = measured_cluster(world, Path(name))
+        cluster = measured_cluster(world, measured_disk(world, Path(name)))
     links, bare = cluster.links(), _without_curves(cluster).links()
     operations: dict[str, tuple[float, Callable[[], object]]] = {}
     by_links: dict[str, float] = {}

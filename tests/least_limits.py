@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import torch
@@ -32,6 +32,8 @@ class LeastCase:
         max_norm: global norm that is clipped to; 0 for none.
         passes: backwards in a step, all but the last of them accumulated.
         later: whether steps after the first differ from it: other lengths, evaluation between.
+        ranks: number of ranks, each with a batch of its own.
+        frozen: share of the modules, the first of them, that are not trained.
     """
 
     seed: int
@@ -43,6 +45,8 @@ class LeastCase:
     max_norm: float
     passes: int
     later: bool
+    ranks: int = 1
+    frozen: float = 0.0
 
     def made(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(self.seed)
@@ -52,20 +56,25 @@ class LeastCase:
             widths = [self.width * (1 + (self.seed + i) % 3) for i in range(self.depth)]
             pairs = itertools.pairwise([self.width, *widths, self.width])
             model = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in pairs))
+        modules = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
+        for module in modules[: int(self.frozen * len(modules))]:
+            for parameter in module.parameters(recurse=False):
+                parameter.requires_grad_(False)
         options = {"momentum": 0.9} if self.optimizer == "SGD" else {}
-        return model, getattr(torch.optim, self.optimizer)(model.parameters(), lr=1e-3, **options)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return model, getattr(torch.optim, self.optimizer)(trained, lr=1e-3, **options)
 
-    def batch(self, number: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed + number)
+    def batch(self, number: int, rank: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + number + 1000 * rank)
         rows = 2 + 3 * (self.later and number > 0)
         if self.kind == "gpt":
             return torch.randint(VOCABULARY, (rows, 8), generator=generator)
         return torch.randn(rows, self.width, generator=generator)
 
 
-def least_case(seed: int) -> LeastCase:
+def least_case(seed: int, ranks: int = 1) -> LeastCase:
     draw = random.Random(seed)
-    return LeastCase(
+    case = LeastCase(
         seed,
         draw.choice(("gpt", "layers")),
         8 * draw.randint(2, 12),
@@ -76,24 +85,31 @@ def least_case(seed: int) -> LeastCase:
         draw.choice((1, 1, 2)),
         draw.random() < 0.5,
     )
+    frozen = draw.choice((0.0, 0.3, 0.7)) if ranks > 1 else 0.0
+    return replace(case, ranks=ranks, frozen=frozen)
 
 
 Backward = Callable[[Tensor, int], None]
 
 
-def _train(case: LeastCase, model: nn.Module, optimizer, backward: Backward) -> list[Tensor]:
+def _train(
+    case: LeastCase, model: nn.Module, optimizer, backward: Backward, ranks: range
+) -> list[Tensor]:
+    def loss_of(number: int) -> Tensor:
+        outs = [model(case.batch(number, rank)) for rank in ranks]
+        return sum((out - 1).square().mean() for out in outs) / len(ranks)  # type: ignore[return-value]
+
     found = []
     for step in range(STEPS):
         if step and case.later:
             model.eval()
             with torch.no_grad():
-                found.append(model(case.batch(99)))
+                found.append(model(case.batch(99)))  # a rank of several sees the same
             model.train()
         for number in range(case.passes if step or not case.later else 1):
-            out = model(case.batch(step + number))
-            loss = (out - 1).square().mean()
+            loss = loss_of(step + number)
             backward(loss, case.passes - 1 - number if step or not case.later else 0)
-            found.append(loss.detach())
+            found += [loss.detach()] if case.ranks == 1 else []
         optimizer.step()
         optimizer.zero_grad()
     return [*found, *(value.clone() for value in model.state_dict().values())]
@@ -102,10 +118,11 @@ def _train(case: LeastCase, model: nn.Module, optimizer, backward: Backward) -> 
 def plain(case: LeastCase) -> list[Tensor]:
     """Losses and values without a limit."""
     model, optimizer = case.made()
-    return _train(case, model, optimizer, lambda loss, _: loss.backward())
+    ranks = range(case.ranks)
+    return _train(case, model, optimizer, lambda loss, _: loss.backward(), ranks)
 
 
-def at_least_limit(case: LeastCase, folder: str) -> list[Tensor]:
+def at_least_limit(case: LeastCase, folder: str, rank: int = 0) -> list[Tensor]:
     """The same at exactly the least limit that the plan of a roomy run states."""
 
     def plugin(limit: int | str) -> GeminiPlugin:
@@ -137,4 +154,6 @@ def at_least_limit(case: LeastCase, folder: str) -> list[Tensor]:
         else:
             booster.backward(loss, optimizer)
 
-    return _train(case, model, optimizer, backward)
+    found = _train(case, model, optimizer, backward, range(rank, rank + 1))
+    booster.close()
+    return found

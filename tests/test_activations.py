@@ -456,6 +456,24 @@ def test_blocks_are_taken_from_a_predicted_step_and_add_up_to_its_peak() -> None
     assert wanted == pytest.approx(again.bytes, rel=0.1)
 
 
+def test_what_will_be_off_loaded_is_predicted_to_the_byte(manager: Recording) -> None:
+    model, tokens = Gpt(width=64, layers=3).eval(), torch.randint(64, (8, 64))
+    found = activation_peak(model, (tokens,), offloaded=("blocks.0", "blocks.2", ""))
+    kept = activation_peak(model, (tokens,))
+    assert found.bytes is not None
+    assert kept.bytes is not None
+    assert found.bytes < kept.bytes / 2
+    manager.set_budget(32 << 20)
+    takers = {path: ActivationOffload(manager) for path in found.taken}
+    for path, taker in takers.items():
+        taker.wrap(model, [path])
+    F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    assert {path: taker.moved for path, taker in takers.items()} == {
+        path: sum(taken) for path, taken in found.taken.items()
+    }
+    assert found.taken["blocks.0"] == found.taken["blocks.2"]
+
+
 @pytest.mark.gpu
 def test_activations_of_a_device_have_the_bits_of_plain_torch() -> None:
     manager = Manager(1 << 20, "cuda", None)

@@ -37,9 +37,9 @@ from gulliver.memory import (
     DiskStore,
     Manager,
     Part,
-    add_claim,
+    add_read_lock,
     before_write,
-    drop_claim,
+    drop_read_lock,
     storage_of,
 )
 from tests.covering import some
@@ -212,12 +212,12 @@ def test_what_the_owner_writes_to_its_file_waits_until_it_has_been_copied(
         AsyncCheckpointer(tmp_path / "run", mode=mode, engine=engine) as checkpointer,
     ):
         engine.hold(True)
-        add_claim(asked)
+        add_read_lock(asked)
         checkpointer.save(1, {"model": dict(parts(shelf))})
         writer = threading.Thread(target=rewrite)
         writer.start()
         assert asked.event.wait(patient(20))
-        drop_claim(asked)
+        drop_read_lock(asked)
         engine.hold(False)
         writer.join()
         checkpointer.wait()
@@ -359,13 +359,13 @@ def test_what_a_manager_moves_while_it_is_saved_is_saved_as_it_was(tmp_path: Pat
     ):
         for number in (0, 1):
             engine.hold(True)
-            add_claim(asked)
+            add_read_lock(asked)
             views = {name: manager.view(placed) for name, placed in objects.items()}
             checkpointer.save(number, {"model": {n: Part(v, v.shape) for n, v in views.items()}})
             del views
             training = trainer.submit(step, number + 1.0)
             assert asked.event.wait(patient(20))
-            drop_claim(asked)
+            drop_read_lock(asked)
             engine.hold(False)
             training.result()
             checkpointer.wait()
@@ -403,13 +403,13 @@ def test_memory_that_a_snapshot_holds_is_asked_for_before_a_limit_is_too_small(
     other = manager.add("other", PARAMETERS, 120_000, torch.float32)
     with manager.using(one, write=True) as tensor:
         tensor.fill_(1.0)
-    add_claim(holder := Holder(manager.view(one)))
+    add_read_lock(holder := Holder(manager.view(one)))
     del tensor
     try:
         with manager.using(other, write=True):  # the memory of the first is of another size
             assert not holder.held
     finally:
-        drop_claim(holder)
+        drop_read_lock(holder)
     for placed, value in ((one, 1.0), (two, 0.0)):
         with manager.using(placed) as tensor:
             assert torch.equal(tensor, torch.full_like(tensor, value))

@@ -43,8 +43,8 @@ from gulliver.checkpoint import _publishing as publishing
 from gulliver.checkpoint._copy_stream import CopyStream
 from gulliver.checkpoint._folder import FolderLock, lock_file, unlock
 from gulliver.checkpoint._image import CODES, Image
+from gulliver.checkpoint._liveness import LivenessLock, Watch, make_signs
 from gulliver.checkpoint._manifest import MANIFEST, STATE
-from gulliver.checkpoint._presence import Presence, Watch, make_signs
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.io import Engine, PythonEngine, named_errors, native_problem
@@ -1201,9 +1201,9 @@ def test_a_rank_is_seen_to_write_though_it_was_looked_for_as_it_began(tmp_path: 
     looking = lock_file(tmp_path / "rank-00001.alive")
     assert looking is not None
     threading.Timer(0.05, unlock, [looking]).start()
-    presence, watch = Presence(tmp_path, 1), Watch(tmp_path, 1, silence_s=0)
+    alive, watch = LivenessLock(tmp_path, 1), Watch(tmp_path, 1, silence_s=0)
     watch.check()  # it writes, however long
-    presence.end(done=False)
+    alive.end(done=False)
     with pytest.raises(GulliverError, match="rank 1 ended, or failed"):
         watch.check()
 

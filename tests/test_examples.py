@@ -71,6 +71,15 @@ def test_a_fine_tuned_model_is_saved_for_transformers(pool: Pool, tmp_path: Path
     assert 0 < (before - after).abs().max() < 0.1
 
 
+def test_packed_conversations_train_as_in_one_process(pool: Pool, tmp_path: Path) -> None:
+    one, two = (
+        _losses(pool, "packed_chats", ranks, steps=4, folder=tmp_path / str(ranks))
+        for ranks in (1, 2)
+    )
+    assert two == pytest.approx(one, rel=1e-5)
+    assert two[-1] < two[0]
+
+
 def test_a_run_resumed_on_other_ranks_goes_on_as_if_it_had_not_stopped(
     pool: Pool, tmp_path: Path
 ) -> None:

@@ -21,10 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 from gulliver.errors import GulliverError
 from gulliver.memory import (
+    GRADIENTS,
     ActivationPeak,
     BudgetController,
     BudgetRule,
     Footprint,
+    Manager,
     MemoryPoint,
     ProcessGauge,
     StorageCounter,
@@ -382,6 +384,15 @@ def test_positions_are_the_forwards_and_backwards_of_blocks() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_gauge_of_the_process_sees_what_a_manager_holds() -> None:
+    manager, gauge = Manager(64 * MIB, "cpu", None), ProcessGauge()
+    before = gauge.used()
+    manager.lend(48 * MIB, torch.uint8, GRADIENTS).fill_(1)
+    assert gauge.used() - before > 40 * MIB
+    gauge.close()
+    manager.close()
+
+
 def test_the_gauge_of_the_process_sees_memory_that_is_touched() -> None:
     gauge = ProcessGauge()
     before = gauge.used()

@@ -283,10 +283,15 @@ def test_micro_batches_read_state_again_and_the_plan_counts_them() -> None:
 def test_what_is_not_possible_together_is_refused_by_name(tmp_path: Path) -> None:
     text = _plan(TENSOR, 2).to_yaml()
     zero, inside, tiers = text.partition("tiers:")
-    begun = zero + inside + tiers.replace("step_in_backward: false", "step_in_backward: true", 1)
-    assert begun != text
-    with pytest.raises(GulliverError, match=r"mesh.axes.* and zero.tiers.step_in_backward: True"):
-        check_plan(Plan.from_yaml(begun), 2)
+    for before, after, told in (
+        ("step_in_backward: false", "step_in_backward: true", "step_in_backward: True"),
+        ('activations: "keep"', 'activations: "offload"', "activations: offload"),
+        ('activations: "keep"', 'activations: "auto"', "activations: auto"),
+    ):
+        changed = zero + inside + tiers.replace(before, after, 1)
+        assert changed != text
+        with pytest.raises(GulliverError, match=rf"mesh.axes.* and zero.tiers.{told}"):
+            check_plan(Plan.from_yaml(changed), 2)
     for options, message in (
         ({"zero_stage": 1, "memory_limit": "1GiB"}, "take zero_stage=3"),
         ({"disk": "/tmp:1GiB"}, "needs a memory_limit"),

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gulliver import Booster, GeminiPlugin, GulliverError
 from gulliver.booster import _limited
@@ -86,6 +87,54 @@ def _run(world: World, folder: str, kind: str, early: bool) -> list[tuple[Tensor
     state = model.state_dict()
     booster.close()
     return [(state[name], value) for name, value in reference.state_dict().items()]
+
+
+class Scaled(nn.Module):
+    """A frozen scale, which autograd saves as it is, beside what learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH, dtype=torch.float64), requires_grad=False)
+        self.map = Adapted(nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
+        nn.init.normal_(self.map.up, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map((x * self.scale).tanh()).tanh()
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.blocks = nn.ModuleList(nn.Sequential(Scaled(), Scaled()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+        return x
+
+
+def _recomputed(world: World, folder: str) -> list[tuple[Tensor, Tensor]]:
+    """Gradients of blocks that are recomputed under a limit, and those of plain PyTorch."""
+    model = Recomputed()
+    reference = copy.deepcopy(model)
+    plugin = GeminiPlugin("6MiB", disk=f"{folder}:1GiB", chunk_mb=0.3, verbose=False)
+    booster = Booster(plugin=plugin)
+    with patch.object(_limited, "Footprint", side_effect=OSError):
+        model, optimizer, *_ = booster.boost(model, _optimizer(model))
+    booster.backward(_loss(model, 0, slice(None)), optimizer)
+    found = optimizer.full_gradients()
+    _loss(reference, 0, slice(None)).backward()
+    trained = [(n, p.grad) for n, p in reference.named_parameters() if p.grad is not None]
+    return [(found[name], grad) for name, grad in trained]
+
+
+def test_frozen_parameters_of_recomputed_blocks_are_what_they_were(
+    pool: Pool, tmp_path: Path
+) -> None:
+    (found,) = pool.run(_recomputed, 1, str(tmp_path))
+    assert len(found) == 16
+    assert all(torch.equal(value, wanted) for value, wanted in found)
 
 
 def test_frozen_parts_train_at_the_least_limit_and_on_the_least_disk_that_are_named(

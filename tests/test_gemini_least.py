@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.least_limits import at_least_limit, least_case, plain
+from tests.random_limits import RandomCase, problem
 
 CASES, FULL_CASES = 12, 250
 
@@ -28,3 +29,15 @@ def test_the_least_limit_serves_every_step_of_whatever_model(tmp_path: Path) -> 
 @pytest.mark.deadline(1800)
 def test_the_least_limit_serves_hundreds_of_models(tmp_path: Path) -> None:
     check(range(CASES, FULL_CASES), tmp_path)
+
+
+def test_random_models_under_random_limits_keep_to_them(tmp_path: Path) -> None:
+    for seed in (*range(6), 21):  # one whose state grows when a layer is first used
+        assert not problem(RandomCase(seed), str(tmp_path)), seed
+
+
+@pytest.mark.full
+@pytest.mark.deadline(3600)
+def test_thousands_of_random_models_keep_to_their_limits(tmp_path: Path) -> None:
+    for seed in range(3000):
+        assert not problem(RandomCase(seed), str(tmp_path)), seed

@@ -32,8 +32,8 @@ from gulliver.memory import (
     Manager,
     Placed,
     Where,
-    add_claim,
-    drop_claim,
+    add_read_lock,
+    drop_read_lock,
     storage_of,
 )
 from gulliver.solve import Event, simulate
@@ -397,13 +397,13 @@ def test_a_snapshot_is_asked_before_its_memory_is_used_again(tmp_path: Path):
     shown = {n: manager.view(placed) for n, placed in enumerate(objects)}
     places = {n: storage_of(tensor) for n, tensor in shown.items()}
     snapshot = Snapshot()
-    add_claim(snapshot)
+    add_read_lock(snapshot)
     try:
         for placed in objects:
             with manager.using(placed, write=True) as tensor:
                 tensor.add_(1)
     finally:
-        drop_claim(snapshot)
+        drop_read_lock(snapshot)
     assert set(places.values()) <= snapshot.asked
     manager.close()
 

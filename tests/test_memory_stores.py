@@ -54,6 +54,26 @@ def pages(count: int, value: int) -> Tensor:
     return page_aligned(count * PAGE).fill_(value)
 
 
+def shared_memory() -> str:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(line for line in lines if line.startswith("RssShmem"))
+
+
+def test_a_forked_process_shares_no_memory_and_copies_none(tmp_path: Path):
+    # Large enough for huge pages, which have to begin on a page all the same.
+    shared = shared_memory()
+    mine = pages(1024, 3)
+    assert mine.data_ptr() % PAGE == 0
+    child = os.fork()
+    if child == 0:
+        wiped = not mine.any()
+        mine.fill_(7)
+        os._exit(0 if wiped and mine[-1] == 7 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bool((mine == 3).all())
+    assert shared_memory() == shared, "a gauge of the process counts private memory only"
+
+
 def test_what_is_written_is_read_and_mapped_and_nothing_has_a_name(tmp_path: Path):
     store = DiskStore(tmp_path, 64 * PAGE)
     assert os.listdir(tmp_path) == []

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,10 +21,12 @@ from gulliver.errors import GulliverError
 from gulliver.hardware import (
     Cluster,
     Curve,
+    Disk,
     Link,
     _links,
     _probe,
     current_cluster,
+    described,
     fit_line,
     group_into_nodes,
     kept_path,
@@ -46,7 +49,7 @@ def small_sizes() -> Iterator[None]:
     with (
         patch.multiple(_probe, SIDES=(8, 16), TENSOR_BYTES=(1 << 10, 1 << 12), BLOCK_BYTES=1 << 16),
         patch.multiple(_links, MESSAGE_BYTES=(1 << 8, 1 << 12), COLLECTIVE_BYTES=(1 << 8, 1 << 12)),
-        patch.object(command, "probe_disk", lambda folder: probe_disk(folder, 1 << 16)),
+        patch.object(command, "probe_disk", lambda folder, *_, **__: probe_disk(folder, 1 << 16)),
     ):
         yield
 
@@ -173,11 +176,35 @@ def test_a_gpu_is_measured_with_its_copies() -> None:
 
 
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    disk = probe_disk(tmp_path, 1 << 22)
+    said: list[tuple[str, float]] = []
+    with patch.object(_probe, "TURN_S", 0.001):
+        disk = probe_disk(tmp_path, 1 << 22, progress=lambda *what: said.append(what))
     assert disk.write_rate > 0
     assert disk.read_rate > 0
+    assert disk.both_rate
     assert disk.latency_s >= 0
+    assert disk.has(tmp_path)
+    assert not disk.has("/proc")
     assert list(tmp_path.iterdir()) == []
+    assert [share for _, share in said] == sorted(share for _, share in said)
+    with pytest.raises(GulliverError, match="no space"):
+        probe_disk(tmp_path, 1 << 60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_on_another_disk_is_measured_anew_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    kept = replace(described("cpu-loopback"), disk=Disk(1.0, 2.0, folder="/proc"), measured=True)
+    kept.save(path)
+    with small_sizes(), patch.object(command, "probe_device", side_effect=AssertionError("device")):
+        command.probe(path, None, again=False)
+        assert Cluster.load(path) == kept
+        command.probe(path, tmp_path, again=False)
+    found = Cluster.load(path)
+    assert found.disk is not None
+    assert found.disk.has(tmp_path)
+    assert found.disk.both_rate
+    assert replace(found, disk=kept.disk) == kept
 
 
 def _links_of(world: World) -> dict[tuple[int, int], Link]:
@@ -301,7 +328,7 @@ def test_a_measurement_is_kept_and_shown_until_it_is_asked_for_again(
         assert command.probe(path, tmp_path, again=False) == 0
         assert "matrix product, float32" in capsys.readouterr().out
         with pytest.raises(AssertionError, match="measured"):
-            command.probe(path, tmp_path, again=True)
+            command.probe(path, tmp_path, again=True, mib=1)
     assert path.read_text() == kept
 
 

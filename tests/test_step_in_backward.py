@@ -90,6 +90,33 @@ def test_chunks_are_stepped_while_backward_goes_on() -> None:
         optimizer.step()
 
 
+def _gathered(world: World, stage: int) -> None:
+    model = model_of()
+    optimizer = boosted(model, stage=stage, step_in_backward=True)
+    count, started = len(optimizer.chunks), []
+    start, gatherer = optimizer.gatherer.start, optimizer.gatherer
+
+    def noted(sharded: Any) -> None:
+        started.append(optimizer.chunks.index(sharded))
+        start(sharded)
+
+    gatherer.start = noted  # type: ignore[method-assign]
+    backward(optimizer, loss_of(model, 1, world.rank))
+    early = list(range(count - 1, 2, -3))
+    assert started == early
+    assert early
+    with pytest.raises(GulliverError, match="read between backward and step"):
+        optimizer.chunks[0].chunk.members[0].sum()
+    optimizer.step()
+    assert started[len(early) :] == [n for n in range(count) if n not in early]
+    assert optimizer.chunks[0].chunk.members[0].sum().isfinite()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_third_of_gathers_goes_in_backward_and_the_rest_in_order(pool: Pool, stage: int) -> None:
+    pool.run(_gathered, 2, stage)
+
+
 def test_gradients_live_until_their_update_only() -> None:
     def most(**options: Any) -> int:
         model = model_of()

@@ -36,16 +36,37 @@ def test_one_chunk_overlaps_with_nothing() -> None:
     assert took == pytest.approx(12.5 + 3.0 + 2.0 - 0.5)
 
 
+@pytest.mark.parametrize("count", [12, 24])
+def test_updates_in_backward_let_a_link_work_all_the_time(count: int) -> None:
+    forward = tuple(n / count for n in range(count))
+    times = StepTimes(forward, tuple(2.0 - 2 * since for since in forward), 1.0, 2.0, 0.0)
+
+    def took(link_s: float, **options: bool) -> float:
+        each, cost = [[n] for n in range(count)], link_s / (2 * count)
+        return step_seconds(
+            times, [1] * count, each, lambda _: cost, lambda _: cost, repeats=9, **options
+        )
+
+    for link_s in (1.0, 2.0, 3.0, 4.0, 6.0):
+        # The reduction and the gather of the first chunk show, and hardly more.
+        assert took(link_s, in_backward=True) <= max(3.0, link_s) + 3.51 * link_s / (2 * count)
+    assert took(3.0) >= 1.15 * 3.0
+
+
 @given(
     st.lists(st.integers(1, 100), min_size=4, max_size=4),
     st.floats(0.001, 1.0),
     st.booleans(),
+    st.booleans(),
 )
 def test_a_step_is_never_faster_than_its_computation_or_its_transfers(
-    sizes: list[int], rate: float, sharded: bool
+    sizes: list[int], rate: float, sharded: bool, early: bool
 ) -> None:
-    took = step_seconds(TIMES, sizes, EACH, lambda n: rate * n, lambda n: rate * n, sharded=sharded)
-    gathers = 2 * sum(sizes) - sizes[-1] if sharded else sum(sizes)
+    def cost(count: int) -> float:
+        return rate * count
+
+    took = step_seconds(TIMES, sizes, EACH, cost, cost, sharded=sharded, in_backward=early)
+    gathers = 2 * sum(sizes) - sum(sizes[-3:]) if sharded else sum(sizes)
     assert took >= 12.5 - 1e-9
     assert took >= rate * (sum(sizes) + gathers) - 1e-6
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
-from gulliver.comm import World
+from gulliver.comm import World, sent_bytes
 from gulliver.errors import GulliverError
 from gulliver.memory import LEGAL_PRESENCE, Presence
 from tests import parity
@@ -199,12 +199,13 @@ def test_losses_of_several_calls_and_of_the_parameters_themselves(pool: Pool, st
     pool.run(_two_calls, 2, stage)
 
 
-def _gathered(world: World) -> tuple[int, int, int]:
+def _gathered(world: World) -> tuple[int, int, int, int]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(20)))
     booster = Booster(LowLevelZeroPlugin(3, chunk_mb=0.0011, gather_ahead=2, verbose=False))
     _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-    most = 0
+    most, started, start = 0, [], optimizer.gatherer.start
+    optimizer.gatherer.start = lambda chunk: (started.append(chunk), start(chunk))
 
     def count(*_: object) -> None:
         nonlocal most
@@ -214,16 +215,18 @@ def _gathered(world: World) -> tuple[int, int, int]:
         layer.register_forward_hook(count)
         layer.weight.register_post_accumulate_grad_hook(count)
     for _ in range(2):
+        started.clear()
         booster.backward(model(torch.ones(2, 16)).sum(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     held = sum(c.chunk.home.nbytes for c in optimizer.everything)
-    return len(optimizer.everything), most, held
+    return len(optimizer.everything), most, held, len(started)
 
 
 def test_stage_3_holds_its_shard_and_a_bounded_number_of_chunks(pool: Pool) -> None:
-    for chunks, most, held in pool.run(_gathered, 2):
+    for chunks, most, held, gathers in pool.run(_gathered, 2):
         assert chunks == 20
+        assert gathers == 2 * 20 - 3  # the last of a forward stay for the backward
         assert 3 <= most <= 5
         assert held == 20 * 288 * 4 // 2  # 16 x 16 + 16, and what makes two parts of 16s
 
@@ -410,3 +413,33 @@ def test_a_model_is_boosted_once(pool: Pool) -> None:
 
 def test_the_cells_know_all_stages() -> None:
     assert [stage for stage in parity.MODES if stage is not None] == list(STAGES)
+
+
+class _Backwards(nn.Module):
+    """Layers that are used in another order than that of their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (1, 0, 3, 2, 5, 4, 7, 6):
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+def _sent(world: World, overlap: bool) -> int:
+    booster = Booster(LowLevelZeroPlugin(3, chunk_mb=0.01, overlap=overlap, verbose=False))
+    model = _Backwards()
+    booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    before = sent_bytes()
+    with torch.no_grad():
+        model(torch.ones(2, 64))
+    return sent_bytes() - before
+
+
+def test_a_forward_gathers_each_chunk_once_with_overlap_and_without(pool: Pool) -> None:
+    whole = 8 * (64 * 64 + 64) * 4
+    for overlap in (True, False):
+        for sent in pool.run(_sent, 2, overlap):
+            assert whole / 2 <= sent < 0.6 * whole, (overlap, sent, whole)

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from gulliver._compat import step_without_hooks
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import World
 from gulliver.errors import GulliverError
+from gulliver.memory import OPTIMIZER_STATE, Manager
 from gulliver.parallel import ZeroOptimizer
-from gulliver.parallel.zero import ELEMENTWISE
+from gulliver.parallel.zero import ELEMENTWISE, _updates
 from tests.pool import Pool
 from tests.tiers import (
     CHUNK,
@@ -87,6 +89,31 @@ def test_every_elementwise_optimizer_gives_the_bits_of_torch(name: str) -> None:
     make = partial(getattr(torch.optim, name), lr=1e-2, **VARIANTS.get(name, {}))
     found = _trained(make=make, step_in_backward=name < "B")
     assert not differing(found, plain(make))
+
+
+def test_first_steps_make_their_moments_inside_the_budget() -> None:
+    for make in (adamw, partial(torch.optim.SGD, lr=1e-2, momentum=0.9)):
+        model = model_of()
+        with manager_of(model, 0.25) as manager:
+            optimizer = boosted(model, make, manager)
+
+            def stepped(inner: torch.optim.Optimizer, manager: Manager = manager) -> None:
+                before = manager.counter.live[OPTIMIZER_STATE]
+                places = {tensor.untyped_storage().data_ptr() for tensor in _held(manager)}
+                step_without_hooks(inner)
+                places |= {tensor.untyped_storage().data_ptr() for tensor in _held(manager)}
+                for group in inner.param_groups:
+                    for owned in group["params"]:
+                        made = [v for v in inner.state[owned].values() if v.ndim]
+                        outside = [v for v in made if v.untyped_storage().data_ptr() not in places]
+                        assert sum(v.nbytes for v in outside) <= before
+
+            with patch.object(_updates, "step_without_hooks", stepped):
+                steps(model, optimizer, 0, 1)
+
+
+def _held(manager: Manager) -> list[Tensor]:
+    return [p.memory for p in manager._placed.values() if p.memory is not None]
 
 
 def test_what_looks_at_all_parameters_is_refused_by_name() -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DispatchMode = TorchDispatchMode
@@ -150,6 +152,13 @@ def fake_mode() -> AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def fake_kind() -> type[Tensor]:
+    """Class of the tensors that are made under `fake_mode`."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
 FORWARD_HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -222,6 +231,25 @@ def saving_is_hooked() -> bool:
     """Whether `torch.autograd.graph.saved_tensors_hooks` of somebody are in force."""
     autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     return autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@cache
+def detach_recomputed() -> None:
+    """Lets non-reentrant checkpointing keep detached tensors of what it recomputes, once for all.
+
+    It keeps a frozen parameter as the very object that it is. Its data are another's once its
+    memory is given back, which a backward that comes later would read; a detached tensor goes on
+    looking at the memory that it was made of.
+    """
+    hook: Any = checkpoint._recomputation_hook
+    begin = hook.__init__
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
+        pack = self.pack_hook
+        self.pack_hook = lambda x: pack(x.detach() if isinstance(x, torch.nn.Parameter) else x)
+
+    hook.__init__ = init
 
 
 def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:

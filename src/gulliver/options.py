@@ -1,8 +1,10 @@
-"""Numbers and sizes that users give, and the ranges that they must lie in.
+"""Numbers and sizes that users give, the ranges that they must lie in, and options in files.
 
 An option says its range beside its type, ``steps: Annotated[int, AT_LEAST_1]``, and `check_options`
 looks at all of them, whoever has filled them in: a command line, a file, or a program. Sizes in
 bytes may be text, ``6GiB``, ``500 MB`` or ``70%``: `byte_size` reads all of them.
+`resolved` turns options into plain JSON for a file and `from_plain` turns them back; `differences`
+tells what has changed since.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ import dataclasses
 import math
 import operator
 import re
+import types
 import typing
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from gulliver.errors import GulliverError, nearest
 
@@ -185,5 +190,107 @@ def check_options(options: Any, prefix: str = "--") -> None:
         value, name = getattr(options, field.name), prefix + field.name.replace("_", "-")
         if dataclasses.is_dataclass(value):
             check_options(value, f"{name}.")
-        elif field.name in ranges and value is not None and value not in ranges[field.name]:
+        elif field.name in ranges and _is_number(value) and value not in ranges[field.name]:
             raise GulliverError(f"{name} is {value}: it must be {ranges[field.name]}")
+
+
+def _is_number(value: Any) -> bool:
+    # An option may be something else instead, such as a file.
+    return isinstance(value, int | float)
+
+
+def resolved(config: Any) -> dict[str, Any]:
+    """Converts options to plain JSON values."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return plain(dataclasses.asdict(config))
+
+
+def from_plain(values: dict[str, Any], kind: type, prefix: str = "") -> Any:
+    """Builds a configuration from plain values.
+
+    Raises:
+        GulliverError: for a key that `kind` does not have, naming the nearest.
+    """
+    if not isinstance(values, dict):
+        raise GulliverError(f"config key {prefix.rstrip('.')!r} must hold a table of values")
+    hints = typing.get_type_hints(kind)
+    for key in values:
+        if key not in hints:
+            raise GulliverError(f"unknown config key {prefix + key!r}: {nearest(key, hints)}")
+    built = {}
+    for key, value in values.items():
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            built[key] = from_plain(value, typing.cast(type, hint), f"{prefix}{key}.")
+        else:
+            built[key] = _typed(value, hint, prefix + key)
+    return kind(**built)
+
+
+def _typed(value: Any, hint: Any, name: str) -> Any:
+    """Returns `value` as the annotated type, or raises an error that names the key."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value not in arguments:
+            choices = ", ".join(repr(choice) for choice in arguments)
+            raise GulliverError(f"config key {name!r} is {value!r}: choose from {choices}")
+        return value
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_typed(item, arguments[0], name) for item in value)
+    if origin in (types.UnionType, typing.Union):
+        return _typed_as_any(value, arguments, name)
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if (
+        isinstance(hint, type)
+        and isinstance(value, hint)
+        and (hint is bool) == (value in (True, False) and isinstance(value, bool))
+    ):
+        return value
+    kind = getattr(hint, "__name__", str(hint))
+    raise GulliverError(f"config key {name!r} is {value!r}: it must be of type {kind}")
+
+
+def _typed_as_any(value: Any, hints: tuple[Any, ...], name: str) -> Any:
+    """Returns `value` as the first of several types that it is of."""
+    if value is None and type(None) in hints:
+        return None
+    problem: GulliverError | None = None
+    for hint in (hint for hint in hints if hint is not type(None)):
+        try:
+            return _typed(value, hint, name)
+        except GulliverError as error:
+            problem = problem or error
+    assert problem is not None, "a union has types besides None"
+    raise problem
+
+
+def differences(
+    old: dict[str, Any], new: dict[str, Any], may_change: Collection[str] = (), prefix: str = ""
+) -> list[str]:
+    """Lists the keys in which two resolved configurations differ.
+
+    Args:
+        old: values that a run was begun with.
+        new: values that it is to go on with.
+        may_change: keys that may differ, with the parts of their path.
+        prefix: path of the values, with a dot at its end.
+    """
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        name = prefix + key
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += differences(before, after, may_change, name + ".")
+        elif before != after and name not in may_change:
+            found.append(f"{name} was {before!r}, is {after!r}")
+    return found

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gulliver.booster._activations import take_activations
 from gulliver.booster._checkpoint import agreed
 from gulliver.booster._limited import LimitedManager, manager_of
+from gulliver.booster._meta import check_meta, fill_boosted, lend_shapes
 from gulliver.booster._model import HALVES, broadcast_all, check_unstepped, convert, no_optimizer
 from gulliver.booster._ranks import Stages, order_of_use, rank_state, rank_work
 from gulliver.booster._replicas import share_ddp, share_zero, tune
@@ -103,11 +105,16 @@ def apply_plan(
     recompute(plan, model, stage, whole.recomputable)
     if mesh is not None:
         hooks.restore()
-    if plan.weights is not None:
+    streamed = _is_streamed(plan)
+    empty = lend_shapes(model, world.device) if streamed else []
+    if plan.weights is not None and not streamed:
         fill(model, Path(plan.weights), whole.aliases, world.device)
     names = rewrite_groups(inner, model, whole) if mesh is not None else whole.trained
 
     boosted = share_zero(plan, model, inner, names, whole, mesh, stage, managers[0])
+    take_activations(plan, model, boosted, managers[0])
+    if streamed:
+        fill_boosted(boosted, model, empty, plan.weights)
     finish(plan, model, boosted, mesh, tensor, stage, whole)
     tune(plan, model, boosted, verbose)
     return model, boosted
@@ -161,6 +168,11 @@ def _manager(
     return manager_of(plan, state, rank_work(plan, model, tensor, stages), world.device)
 
 
+def _is_streamed(plan: Plan) -> bool:
+    """Whether a model may be on meta, and is filled when it is sharded."""
+    return plan.stage == 3 and not plan.mesh.names_model
+
+
 def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Refuses a second optimizer where the first one has all of the model."""
     half = plan.precision.parameters
@@ -184,6 +196,8 @@ def _check_whole(
 ) -> None:
     if plan.mesh.names_model:
         check_cut(plan, model, optimizer, tensor, stages)
+    elif _is_streamed(plan):
+        check_meta(model, plan.weights)
     check_recompute(plan, model)
 
 

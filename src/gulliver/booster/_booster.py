@@ -76,6 +76,11 @@ class Booster(FileKeeper):
         """The plan that runs now, tuning included; there once a model is boosted."""
         return self._running().plan
 
+    @property
+    def moved(self) -> tuple[int, int] | None:
+        """Bytes that the last step read and wrote behind a memory limit; None without one."""
+        return self._running().moved
+
     def compare(self) -> Comparison:
         """Lays what was measured beside what the plan predicts: seconds and bytes of this rank.
 

@@ -53,6 +53,7 @@ def boosted_state(
     holder: BoostedOptimizer | None,
     lr_scheduler: Any,
     state: Mapping[str, Any] | None,
+    frozen: bool = True,
 ) -> dict[str, Any]:
     """All that is saved of a training run, by entry.
 
@@ -62,6 +63,7 @@ def boosted_state(
         holder: the optimizer that the model was boosted with, whether it is saved or not.
         lr_scheduler: scheduler to save, or None.
         state: what else is saved, by entry.
+        frozen: whether parameters that are not trained are saved, too.
 
     Raises:
         GulliverError: an entry of `state` has a name that is taken, or something cannot be saved.
@@ -69,7 +71,7 @@ def boosted_state(
     found: dict[str, Any] = {}
     plain = unwrapped(model)
     if holder is not None:
-        found[MODEL] = holder.model_leaves(plain)
+        found[MODEL] = _trained(plain, holder.model_leaves(plain), frozen)
     else:
         refuse_boosted(plain, "save")
         found[MODEL] = plain
@@ -84,6 +86,17 @@ def boosted_state(
             raise GulliverError(f"state[{entry!r}] is taken: the booster saves that itself")
         found[entry] = value
     return found
+
+
+def _trained(
+    model: nn.Module, leaves: dict[str, Tensor | Part], frozen: bool
+) -> dict[str, Tensor | Part]:
+    """Leaves of a model by name, without its frozen parameters where these are not wanted."""
+    if frozen:
+        return leaves
+    every = model.named_parameters(remove_duplicate=False)
+    left = {name for name, parameter in every if not parameter.requires_grad}
+    return {name: leaf for name, leaf in leaves.items() if name not in left}
 
 
 def optimizer_entry(
@@ -123,6 +136,7 @@ def load_boosted(
     strict: bool,
     prefix: str,
     state: Mapping[str, Any] | None = None,
+    frozen: bool = True,
 ) -> Loaded:
     """Loads a step in place, at any number of ranks; every rank calls it.
 
@@ -135,6 +149,7 @@ def load_boosted(
         strict: refuse what does not match, before anything is changed.
         prefix: what the checkpoint's names have before the model's.
         state: what else to load, by entry.
+        frozen: whether parameters that are not trained are loaded, too.
 
     Raises:
         GulliverError: something does not match, or a file is broken, on any rank.
@@ -155,6 +170,7 @@ def load_boosted(
             rest.update(plan_all(reader, {MODEL: unwrapped(model)}, strict, prefix, loaded))
         elif model is not None and holder is not None:
             leaves = _tied(reader, unwrapped(model), holder, prefix)
+            leaves = _trained(unwrapped(model), leaves, frozen)
             _check_model(reader, leaves, elsewhere, strict, prefix, loaded)
             odd = loaded.mismatches.get(MODEL, Mismatch())
             wanted.update((n, leaf) for n, leaf in leaves.items() if n not in odd.missing)

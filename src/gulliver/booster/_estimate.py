@@ -28,7 +28,7 @@ def estimate_work(
     batch: int,
     length: int,
     precision: str = "fp32",
-    recompute: bool = False,
+    activations: str = "keep",
 ) -> Work:
     """Estimates what a step of a model computes.
 
@@ -39,7 +39,7 @@ def estimate_work(
         batch: number of samples.
         length: tokens of a sample.
         precision: ``fp32``, ``bf16`` or ``fp16``, of the products.
-        recompute: whether backward may compute blocks again.
+        activations: what may become of activations, as `GeminiPlugin` takes it.
     """
     tokens = batch * length
     config = getattr(model, "config", None)
@@ -64,7 +64,7 @@ def estimate_work(
         return work
     ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
     computing = copy.deepcopy(model).to(getattr(torch, NAMES[precision]))
-    return with_peaks(work, computing, {"input_ids": ids, "labels": ids}, None, recompute)
+    return with_peaks(work, computing, {"input_ids": ids, "labels": ids}, None, activations)
 
 
 def _multiplied(model: nn.Module) -> int:

@@ -76,6 +76,7 @@ class FileKeeper:
         lr_scheduler: Any = None,
         state: Mapping[str, Any] | None = None,
         use_async: bool = True,
+        frozen: bool = True,
         **options: Any,
     ) -> bool:
         """Saves everything of a step as one checkpoint while training goes on; every rank calls it.
@@ -92,6 +93,8 @@ class FileKeeper:
             state: what else belongs to the run, by entry: the average of the weights, the loader's
                 position, numbers; see `gulliver.checkpoint.AsyncCheckpointer.save`.
             use_async: False returns when the step is complete.
+            frozen: whether parameters that are not trained are saved, too; without them it loads
+                with ``frozen=False``, into a model that has them.
             options: arguments of `gulliver.checkpoint.AsyncCheckpointer`, for this folder; the
                 first save settles them.
 
@@ -107,7 +110,7 @@ class FileKeeper:
         holder = self._optimizers.get(model, optimizer)
         if model not in self._optimizers:
             check_whole(model)
-        content = boosted_state(model, optimizer, holder, lr_scheduler, state)
+        content = boosted_state(model, optimizer, holder, lr_scheduler, state, frozen)
         limit = None if holder is None else holder.copy_limit
         checkpointer = self._checkpointer(Path(folder), options, limit)
         if self._last is not None:
@@ -131,6 +134,7 @@ class FileKeeper:
         strict: bool = True,
         prefix: str = "",
         random: bool = True,
+        frozen: bool = True,
     ) -> Loaded:
         """Loads what `save` saved, at any number of ranks; every rank calls it.
 
@@ -146,6 +150,7 @@ class FileKeeper:
             prefix: prefix of the model's names in the checkpoint.
             random: take up the random generators too, where an optimizer is loaded and this rank
                 has them in the checkpoint.
+            frozen: whether parameters that are not trained are loaded, too.
 
         Returns:
             The step, the values of `state`, and what did not match.
@@ -157,7 +162,7 @@ class FileKeeper:
         holder = optimizer if model is None else self._optimizers.get(model, optimizer)
         with self._open_step(Path(folder), step) as reader:
             loaded = load_boosted(
-                reader, model, optimizer, holder, lr_scheduler, strict, prefix, state
+                reader, model, optimizer, holder, lr_scheduler, strict, prefix, state, frozen
             )
             if random and optimizer is not None and not restore_random(reader):
                 loaded.absent.append(RANDOM)

@@ -39,16 +39,23 @@ class GeminiPlugin(Plugin):
         max_norm: clip gradients to this global norm at every step; 0 leaves that to the loop.
         step_in_backward: step each chunk inside `Booster.backward`, as soon as its gradient is
             complete, so that gradients take no memory.
-        activations: what forward keeps for backward: ``keep`` it, ``recompute`` blocks,
-            or ``auto``, which recomputes where they would take most of the limit.
+        activations: what forward keeps for backward: ``keep`` it, ``recompute`` blocks, or
+            ``offload`` it to the disk or the host, where it shares the budget of the state;
+            ``auto`` chooses for each block by the predicted step.
         gather_ahead: chunks that are gathered from other ranks ahead of the one in use.
         assume_elementwise: the same as in `LowLevelZeroPlugin`.
         broadcast_buffers: the same as in `LowLevelZeroPlugin`.
+        weights: folder of a Hugging Face checkpoint, or a safetensors file, that the model is
+            filled from when it is boosted. A model on meta is filled chunk by chunk, so it may be
+            larger than memory; without weights its modules initialise themselves, by
+            ``reset_parameters``.
         verbose: print the plan when the model is boosted.
 
     Raises:
         GulliverError: a size, a share or a name of no sense; what would be right is said.
     """
+
+    takes = ("meta",)
 
     def __init__(
         self,
@@ -67,6 +74,7 @@ class GeminiPlugin(Plugin):
         gather_ahead: int = 2,
         assume_elementwise: bool = False,
         broadcast_buffers: bool = True,
+        weights: Path | str | None = None,
         verbose: bool = True,
     ) -> None:
         self.memory = TierOptions(
@@ -96,7 +104,7 @@ class GeminiPlugin(Plugin):
         self.chunk_mb, self._chunk_bytes = chunk_mb, int(size * MIB)
         self.precision, self.max_norm, self.gather_ahead = precision, max_norm, gather_ahead
         self.assume_elementwise, self.broadcast_buffers = assume_elementwise, broadcast_buffers
-        self.verbose = verbose
+        self.weights, self.verbose = None if weights is None else str(weights), verbose
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
         """Shards over all ranks, under the limit."""
@@ -114,6 +122,7 @@ class GeminiPlugin(Plugin):
             ),
             precision=Precision(precision, self.precision or "none"),
             max_norm=float(self.max_norm),
+            weights=self.weights,
         )
 
     def for_model(

@@ -7,14 +7,17 @@ with what lies behind it, and its budget follows what the steps really need besi
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gulliver.booster._replay import Shares, StateBytes
 from gulliver.booster._residency import find_residency, other_bytes
+from gulliver.booster._state_bytes import Shares, StateBytes
 from gulliver.memory import (
+    ACTIVATIONS,
     ActivationPeak,
     BudgetController,
     DiskStore,
@@ -26,7 +29,8 @@ from gulliver.memory import (
     Store,
 )
 from gulliver.parallel import ZeroOptimizer
-from gulliver.plan import Plan, Tiers, Work
+from gulliver.plan import Plan, Work
+from gulliver.solve import Action, NoRoom
 
 TRIMMED = 16
 """Part of the budget that is added between two times that freed memory is given back."""
@@ -44,10 +48,11 @@ class LimitedManager(Manager):
         controller: sets the budget of the next step.
         step_moved: bytes that the last step has read and written.
         other: bytes that a step is predicted to need besides; 0 where it is not known.
+        spare: bytes behind that state leaves for activations.
     """
 
-    other: int = 0
-
+    other = 0
+    spare = 0
     shares: Shares | None = None
     controller: BudgetController | None = None
 
@@ -60,8 +65,18 @@ class LimitedManager(Manager):
         self.step_moved = self._before = (0, 0)
 
     def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> Placed:
-        """Takes an object, and pins it where the shares say that it stays."""
+        """Takes an object, and pins it where the shares say that it stays.
+
+        Raises:
+            GulliverError: it does not fit, or is an activation and all that is left is for state.
+        """
         placed = super().add(name, kind, *arguments, **options)
+        if kind == ACTIVATIONS:
+            self.spare -= placed.size
+            if self.spare < 0:
+                self.remove(placed)
+                raise NoRoom(f"{name}: what is left of store is for state")
+            return placed
         self._added += placed.nbytes
         if self._added > self.budget // TRIMMED:
             self._freed.trim()
@@ -76,6 +91,7 @@ class LimitedManager(Manager):
         if placed in self._kept:
             self._kept.remove(placed)
             self.done(placed)
+        self.spare += placed.size if placed.kind == ACTIVATIONS else 0
         super().remove(placed)
 
     def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
@@ -83,6 +99,15 @@ class LimitedManager(Manager):
         if self.controller is not None:
             self.controller.check(placed.name)
         return super().use(placed, write, fresh)
+
+    def _decided(self, decide: Callable[[], list[Action]]) -> list[Action]:
+        """Decides; where activations that come back are more than was planned, with more budget."""
+        try:
+            return super()._decided(decide)
+        except NoRoom as error:
+            if self.controller is None or not self.controller.grow(error.budget):
+                raise
+        return super()._decided(decide)
 
     def end_step(self) -> None:
         """Ends a step."""
@@ -113,17 +138,23 @@ def manager_of(
     if tiers is None:
         return None
     found = find_residency(state, tiers, work)
-    store = _store(tiers, state, device)
+    store = _store(plan, state, device)
     manager = LimitedManager(found.budget, device, store, ahead=tiers.ahead or None)
     manager.shares, manager.other = Shares.of(tiers), other_bytes(tiers, work)
+    manager.spare = 0 if store is None else store.capacity - replace(state, activations=()).reserved
     return manager
 
 
-def _store(tiers: Tiers, state: StateBytes, device: torch.device) -> Store | None:
-    # What is reserved is reserved at once: no more than can be needed.
+def _store(plan: Plan, state: StateBytes, device: torch.device) -> Store | None:
+    assert plan.zero is not None, "tiers are of ZeRO"
+    tiers = plan.zero.tiers
+    assert tiers is not None, "there are tiers"
+    # What is reserved is reserved at once: no more than can be needed, as far as that is known.
+    unknown = tiers.takes_activations and not plan.work.blocks
     if tiers.disk is not None:
-        return DiskStore(tiers.disk, min(tiers.disk_bytes, state.reserved))
-    needed = state.reserved + state.reserved // SLACK
+        needed = tiers.disk_bytes if unknown else state.reserved
+        return DiskStore(tiers.disk, min(tiers.disk_bytes, needed))
+    needed = tiers.host if unknown else state.reserved + state.reserved // SLACK
     return HostStore(min(tiers.host, needed), device) if tiers.host else None
 
 

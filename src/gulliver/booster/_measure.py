@@ -7,9 +7,9 @@ know how the model will be cut.
 from __future__ import annotations
 
 import inspect
+import math
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from gulliver.booster._blocks import offloadable_blocks, recomputable_blocks, recompute_blocks
 from gulliver.errors import GulliverError
-from gulliver.memory import activation_peak
+from gulliver.memory import ActivationPeak, activation_peak, block_activations
 from gulliver.parallel.tensor import TensorPlan
-from gulliver.plan import Work
+from gulliver.plan import BlockWork, Work
 
 TURNS = 3
 UPDATED = 1 << 22
@@ -38,6 +39,7 @@ def measure_work(
     tensor: TensorPlan | None,
     blocks: tuple[str, ...],
     autocast: torch.dtype | None,
+    each: bool = False,
 ) -> Work:
     """Runs a batch a few times.
 
@@ -48,6 +50,7 @@ def measure_work(
         tensor: how it will be cut over tensor ranks.
         blocks: paths of its blocks, of which the first tells the size of a hidden state.
         autocast: dtype of autocast.
+        each: whether to say the seconds of each block.
 
     Raises:
         GulliverError: the model is on meta.
@@ -61,8 +64,12 @@ def measure_work(
         _timed(model, sample, autocast)
     with _put_back(model):
         turns = [_timed(model, sample, autocast) for _ in range(TURNS)]
-    with _put_back(model), _seconds_in(model, {"blocks": blocks, "cut": _cut(tensor)}) as inside:
-        whole, _ = _timed(model, sample, autocast)
+    parts = {"blocks": blocks, "cut": _cut(tensor)} | {f"block {path}": [path] for path in blocks}
+    whole, inside = math.inf, dict[str, float]()
+    for _ in range(TURNS if each else 1):
+        with _put_back(model), _seconds_in(model, parts) as found:
+            took, _ = _timed(model, sample, autocast)
+        whole, inside = min((whole, inside), (took, found), key=lambda turn: turn[0])
     tensors = [t for t in _tensors(sample) if t.ndim]
     return Work(
         samples=tensors[0].shape[0] if tensors else 1,
@@ -77,38 +84,76 @@ def measure_work(
         reduced_again=tuple(sizes["again"]),
         share_blocks=min(1.0, inside["blocks"] / whole),
         share_cut=min(1.0, inside["cut"] / whole),
+        blocks=tuple(BlockWork(path, inside[f"block {path}"]) for path in blocks if each),
     )
 
 
 def with_peaks(
-    work: Work, model: nn.Module, sample: Any, autocast: torch.dtype | None, again: bool
+    work: Work, model: nn.Module, sample: Any, autocast: torch.dtype | None, activations: str
 ) -> Work:
     """What a batch costs, with the most bytes of a step that are no state.
 
     The step is followed with shapes alone; 0 is what cannot be followed, or not recomputed.
 
     Args:
-        work: what it costs besides.
+        work: what it costs besides, with the seconds of blocks if they were measured.
         model: whole model, perhaps on meta.
         sample: batch, as of `measure_work`, perhaps on meta.
         autocast: dtype of autocast.
-        again: whether to follow a step that recomputes blocks, too.
+        activations: what may become of activations, as `GeminiPlugin` takes it.
     """
+    plain = follow_sample(model, sample, autocast)
+    seconds = {block.path: block.forward_s for block in work.blocks}
+    work = replace(work, peak=plain.bytes or 0, unfollowed=plain.reason, blocks=())
+    if activations == "keep" or plain.bytes is None:
+        return work
+    again = recomputable_blocks(model)
+    if getattr(model, "is_gradient_checkpointing", False):
+        work, again = replace(work, peak_recomputed=plain.bytes), ()
+    if activations != "offload" and again:
+        found = follow_sample(model, sample, autocast, again)
+        work = replace(work, peak_recomputed=found.bytes or 0)
+    if activations == "recompute":
+        return work
+    ordered = [path for path in plain.kept if path in offloadable_blocks(model)]
+    # What is inside of a block its own taker gets, and the model's all else.
+    found = follow_sample(model, sample, autocast, offloaded=(*ordered, ""))
+    work = replace(work, peak_offloaded=found.bytes or 0)
+    if not any(seconds.values()):
+        seconds = _shared_out(work.forward_s, model, ordered)
+    blocks = []
+    for path, one in zip((*ordered, ""), block_activations(plain, ordered), strict=True):
+        taken = found.taken.get(path, ())
+        sizes = one.saved, one.output, one.working, sum(taken), max(taken, default=0)
+        blocks.append(BlockWork(path, seconds.get(path, 0.0), *sizes))
+    return replace(work, blocks=tuple(blocks))
+
+
+def follow_sample(
+    model: nn.Module,
+    sample: Any,
+    autocast: torch.dtype | None,
+    again: Sequence[str] = (),
+    offloaded: Sequence[str] = (),
+) -> ActivationPeak:
+    """Follows a step of a sample with shapes alone, blocks recomputed and off-loaded as named."""
     args = () if isinstance(sample, Mapping) else sample if isinstance(sample, tuple) else (sample,)
     kwargs = sample if isinstance(sample, Mapping) else {}
-    plain = activation_peak(model, args, kwargs, autocast=autocast).bytes or 0
-    work = replace(work, peak=plain)
-    if not again or not hasattr(model, "gradient_checkpointing_enable"):
-        return work
-    with warnings.catch_warnings(action="ignore"):  # names that transformers has newer ones for
-        if getattr(model, "is_gradient_checkpointing", False):
-            return replace(work, peak_recomputed=plain)
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        try:
-            found = activation_peak(model, args, kwargs, autocast=autocast).bytes or 0
-        finally:
-            model.gradient_checkpointing_disable()  # type: ignore[operator]
-    return replace(work, peak_recomputed=found)
+    offering = recomputable_blocks(model)
+
+    def prepare(model: nn.Module) -> None:
+        if again:
+            recompute_blocks(model, again, offering)
+
+    options = {"autocast": autocast, "prepare": prepare, "offloaded": offloaded}
+    return activation_peak(model, args, kwargs, **options)  # type: ignore[arg-type]
+
+
+def _shared_out(seconds: float, model: nn.Module, paths: Sequence[str]) -> dict[str, float]:
+    """Seconds of a forward by the parameters of its blocks."""
+    counts = {p: sum(t.numel() for t in model.get_submodule(p).parameters()) for p in paths}
+    whole = max(1, sum(p.numel() for p in model.parameters()))
+    return {path: seconds * count / whole for path, count in counts.items()}
 
 
 def _timed(model: nn.Module, sample: Any, autocast: torch.dtype | None) -> tuple[float, float]:

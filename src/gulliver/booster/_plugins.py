@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from gulliver.booster._apply import apply_plan, check_choices
 from gulliver.booster._checkpoint import agreed
 from gulliver.booster._model import HALVES, unwrapped
-from gulliver.booster._predict import predict, with_work
+from gulliver.booster._predict import predict, with_mixed, with_work
 from gulliver.booster._resolve import differences, resolve
 from gulliver.booster._tiers import TierOptions, plan_tiers
 from gulliver.comm import World, broadcast_object, choose_axes, current_world
@@ -116,6 +116,8 @@ class Plugin(ABC, metaclass=_NamedArguments):
             check_choices(choices, model, optimizer)
             choices = with_work(choices, model, optimizer, sample)
         choices = self.for_model(choices, model, optimizer, cluster)
+        if sample is not None:
+            choices = with_mixed(choices, model, sample)
         check_plan(choices, ranks)
         check_choices(choices, model, optimizer)
         plan = resolve(choices, model, optimizer)
@@ -286,10 +288,13 @@ class LowLevelZeroPlugin(Plugin):
         memory_limit: memory for state and activations on each rank, under stage 3, as
             `GeminiPlugin` takes it; None for no limit.
         disk: folder and bytes for what does not fit, as of `GeminiPlugin`.
+        activations: under a limit what forward keeps for backward: ``keep``, ``recompute``,
+            ``offload`` or ``auto``, as `GeminiPlugin` takes it.
         step_in_backward: step each chunk inside `Booster.backward`, as soon as its gradient is
             complete: less memory for gradients, and at stages 1 and 2 gathers begin earlier. With
             `max_norm` and with ``fp16`` all gradients are waited for. Clipping by the loop comes
             too late for it and is refused, and `zero_grad` has to follow each step.
+        weights: checkpoint that stage 3 fills the model from, as of `GeminiPlugin`.
 
     Raises:
         GulliverError: another stage or precision, or a size that is not positive.
@@ -314,6 +319,8 @@ class LowLevelZeroPlugin(Plugin):
         disk: Path | str | None = None,
         assume_per_parameter: bool = False,
         step_in_backward: bool = False,
+        activations: str = "keep",
+        weights: Path | str | None = None,
     ) -> None:
         if isinstance(axes, str) and axes != "auto":
             raise GulliverError(f"axes={axes!r} is not known: 'auto', or the size of each axis")
@@ -345,8 +352,23 @@ class LowLevelZeroPlugin(Plugin):
         self.assume_per_parameter = assume_per_parameter
         self.broadcast_buffers, self.cluster = broadcast_buffers, cluster
         self.step_in_backward = step_in_backward
-        right, early = "LowLevelZeroPlugin(stage=3)", step_in_backward
-        self.memory = TierOptions.within(stage, right, memory_limit, disk, step_in_backward=early)
+        if weights is not None and stage != 3:
+            raise GulliverError(
+                f"weights= fills the shards of stage=3, not of stage={stage}: load the model "
+                "before it is boosted"
+            )
+        self.weights = None if weights is None else str(weights)
+        self.takes = ("meta",) if stage == 3 else ()
+        self.memory = TierOptions.within(
+            stage,
+            "LowLevelZeroPlugin(stage=3)",
+            memory_limit,
+            disk,
+            step_in_backward=step_in_backward,
+            activations=activations,
+        )
+        if self.memory is None and activations != "keep":
+            raise GulliverError(f"activations={activations!r} needs a memory_limit to keep to")
         if self.memory is not None and chunk_mb == "again":
             raise GulliverError(
                 "chunk_mb='again' tunes in the first steps: with a memory_limit 'auto' plans the "
@@ -377,6 +399,7 @@ class LowLevelZeroPlugin(Plugin):
             ),
             precision=Precision(precision, self.precision or "none"),
             max_norm=float(self.max_norm),
+            weights=self.weights,
         )
 
     def for_model(
@@ -413,7 +436,7 @@ class PlanPlugin(Plugin):
 
     def __init__(self, plan: Plan, verbose: bool = True) -> None:
         self.plan, self.verbose = plan, verbose
-        self.takes = ("meta",) if plan.weights is not None else ()
+        self.takes = ("meta",) if plan.stage == 3 or plan.weights is not None else ()
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
         """The plan."""

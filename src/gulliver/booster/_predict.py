@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from gulliver.booster._autocast import PRECISIONS
-from gulliver.booster._measure import measure_work, with_peaks
+from gulliver.booster._blocks import offloadable_blocks
+from gulliver.booster._measure import follow_sample, measure_work, with_peaks
 from gulliver.booster._ranks import largest_residency, rank_states, rank_work
 from gulliver.booster._residency import other_bytes, priced
 from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
@@ -69,7 +70,16 @@ def predict(
     activations = _activations(plan, share, len(blocks))
     seconds, moved = _by_kind(costs), plan.predicted.moved
     if moved is not None:
-        moved, seconds, activations = _tiered(plan, model, optimizer, cluster, seconds)
+        assert plan.zero is not None, "tiers are of ZeRO"
+        assert plan.zero.tiers is not None, "there are tiers"
+        moved, seconds, other = _tiered(plan, model, optimizer, cluster, seconds)
+        activations = other + plan.memory.activations
+        folder, disk = plan.zero.tiers.disk, cluster.disk
+        if folder is not None and disk is not None and not disk.has(folder):
+            reasons["predicted.moved"] = (
+                f"rates of the disk of {disk.folder or cluster.name}; "
+                f"gulliver probe --folder {folder} measures the one of {folder}"
+            )
     memory = replace(plan.predicted.bytes, activations=activations)
     predicted = Predicted(cluster.name, seconds, int(costs.sent), memory, moved)
     return replace(plan, predicted=predicted, reasons=reasons)
@@ -81,11 +91,26 @@ def with_work(
     """A plan with what a sample costs, measured here."""
     autocast = PRECISIONS.get(plan.precision.autocast)
     tensor, blocks = plan_tensors(plan, model), _blocks(plan, model)
-    work = measure_work(model, optimizer, sample, tensor, blocks, autocast)
+    chosen = (
+        plan.zero is not None
+        and plan.zero.tiers is not None
+        and plan.zero.tiers.activations == "auto"
+    )
+    blocks = offloadable_blocks(model) if chosen else blocks
+    work = measure_work(model, optimizer, sample, tensor, blocks, autocast, chosen)
     if plan.zero is not None and plan.zero.tiers is not None:
-        again = plan.zero.tiers.activations in ("recompute", "auto")
-        work = with_peaks(work, model, sample, autocast, again)
+        work = with_peaks(work, model, sample, autocast, plan.zero.tiers.activations)
     return replace(plan, work=work)
+
+
+def with_mixed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
+    """A plan with the most bytes of a step that does with each block what was chosen for it."""
+    tiers = None if plan.zero is None else plan.zero.tiers
+    if tiers is None or tiers.activations != "mixed":
+        return plan
+    autocast = PRECISIONS.get(plan.precision.autocast)
+    found = follow_sample(model, sample, autocast, plan.recompute, tiers.offloaded).bytes
+    return replace(plan, work=replace(plan.work, peak_mixed=found or plan.work.peak_mixed))
 
 
 def _tiered(

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from gulliver.booster._model import HALVES, no_optimizer
-from gulliver.booster._replay import BACKWARD, FORWARD, Passes, StateBytes
 from gulliver.booster._residency import Residency, find_residency, least_bytes
-from gulliver.memory import moment_size
+from gulliver.booster._state_bytes import BACKWARD, FORWARD, Passes, StateBytes
+from gulliver.memory import ChunkLayout, moment_size
 from gulliver.parallel import is_boosted, needs_whole, state_sizes
-from gulliver.parallel.pipeline import Cut, Stack, check_counts, computations, names_held
+from gulliver.parallel.pipeline import Cut, Stack, check_counts, computations, names_held, uses_held
 from gulliver.parallel.tensor import TensorPlan
-from gulliver.parallel.zero import ChunkBytes, TensorSize, ordered_layouts, shard_dtype
+from gulliver.parallel.zero import (
+    ChunkBytes,
+    TensorSize,
+    makes_beside,
+    ordered_layouts,
+    shard_dtype,
+)
 from gulliver.plan import Plan, Tiers, Work
 from gulliver.solve import FORWARD as FIRST
 from gulliver.solve import INPUTS, Policy
@@ -31,9 +37,6 @@ Stages = tuple[Stack, Cut, tuple[tuple[int, ...], ...]]
 
 NUMBERED = re.compile(r"(.*\.\d+)\..*")
 """Path of the innermost module of a list, and what lies in it."""
-TIED = 3
-"""Chunks that stay gathered for a weight that is used at both ends: its own, and those that a pass
-comes past on the way to it."""
 KEPT_WHOLE = 0.5
 """Share of activations, at most, that ranks of a tensor or sequence axis have all of: what passes
 layers by, norms, masks."""
@@ -64,35 +67,26 @@ def rank_state(
     found = state_bytes(plan, sizes)
     if plan.mesh.names_model:
         found = replace(found, blocks=plan.recompute)
-        found = replace(found, kept=_kept_gathered(found, model))
     if stages is None:
         return found
-    return replace(found, passes=_passes(plan, model, found, stages, place[0]))
-
-
-def _kept_gathered(state: StateBytes, model: nn.Module) -> int:
-    """Bytes beside what modules use: chunks that stay gathered, and where gradients add up."""
-    if state.parts == 1:
-        return 0
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    count = TIED if len(names) > len(list(model.parameters())) else 0
-    count += max((last - first for first, last in state.together()), default=0)
-    whole = max((chunk.whole for chunk in state.chunks), default=0)
-    # A further backward's gradients arrive beside those that they are added to.
-    return count * whole + max((chunk.shard for chunk in state.chunks), default=0)
+    return replace(found, passes=_passes(plan, model, stages, place[0]))
 
 
 def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
-    """Names of a model's parameters as a forward reads them, where chunks are to lie so.
+    """Names of a cut model's parameters as a forward reads them, where chunks are to lie so.
 
-    That is where a cut model's are gathered under a limit. Blocks of transformers have norms that
-    are registered behind the layers before or around which they run. What is gathered from several
-    ranks comes in one order: a chunk that is used again behind others would have to stay.
+    A tied one is there at each of its names. That is under a limit, where they are gathered from
+    several ranks: these come in one order, and a chunk that is used again behind others would have
+    to stay. Blocks of transformers have norms that are registered behind the layers before or
+    around which they run.
     """
-    if not (plan.limited and plan.mesh.names_model and plan.mesh.replicas > 1):
+    if not (plan.limited and plan.mesh.names_model):
         return []
+    named = list(model.named_parameters(remove_duplicate=False))
+    if plan.mesh.replicas == 1:
+        return [name for name, _ in named]
     blocks = dict[str, list[tuple[str, nn.Parameter]]]()
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         inside = NUMBERED.fullmatch(name)
         blocks.setdefault(inside[1] if inside else name, []).append((name, parameter))
     return [name for path, found in blocks.items() for name in _within(path, found)]
@@ -144,20 +138,16 @@ def largest_residency(
     return first
 
 
-def _passes(plan: Plan, model: nn.Module, state: StateBytes, stages: Stages, place: int) -> Passes:
-    """Chunks of each forward and backward of a micro-batch, in the order of a rank's schedule."""
+def _passes(plan: Plan, model: nn.Module, stages: Stages, place: int) -> Passes:
+    """Names that each forward and backward of a micro-batch uses, in the order of the schedule."""
     stack, cut, numbers = stages
     schedule, count = plan.pipeline.schedule, plan.pipeline.micro_batches or 2 * cut.stages
     check_counts(schedule, cut.stages, len(numbers), count)
-    used = dict[int, tuple[int, ...]]()
+    turn = {name: place for place, name in enumerate(order_of_use(plan, model))}
+    used = dict[int, tuple[str, ...]]()
     for stage in numbers[place]:
-        names = names_held(model, stack, cut, [(stage,)], 0)
-        # Of several ranks all bring every chunk in each pass: they wait for each other.
-        used[stage] = tuple(
-            number
-            for number, chunk in enumerate(state.chunks)
-            if state.parts > 1 or any(name in names for name in chunk.names)
-        )
+        names = uses_held(model, stack, cut, [(stage,)], 0)
+        used[stage] = tuple(names[name] for name in sorted(names, key=lambda name: turn[name]))
     return tuple(
         (FORWARD if kind == FIRST else BACKWARD, used[stage])
         for kind, stage, _ in computations(schedule, place, numbers, count)
@@ -220,17 +210,39 @@ def tensor_sizes(
     else:
         named = names_held(model, *stages, place[0])
     named = {name: named[name] for name in order_of_use(plan, model) if name in named} or named
-    sizes = []
+    turns, sizes = _turns(plan, model), list[TensorSize]()
     for name, parameter in named.items():
-        trained = parameter in groups and parameter.requires_grad
+        given, trained = parameter in groups, parameter in groups and parameter.requires_grad
         dtype = _dtype_in(plan, name, parameter)
         count = _cut_numel(name, parameter, tensor, place[1])
         # An optimizer that looks at shapes is not given slices.
         shape = parameter.shape if count == parameter.numel() else (count,)
-        kept = state_sizes(stepper, groups[parameter], shape) if trained else ()
-        device = parameter.device
-        sizes.append(TensorSize(name, count, dtype, device, trained, kept, whole and trained))
+        kept = state_sizes(stepper, groups[parameter], shape) if given else ()
+        sleeping = given and not trained and not plan.mesh.names_model
+        sizes.append(
+            TensorSize(
+                name,
+                count,
+                dtype,
+                parameter.device,
+                trained,
+                kept,
+                whole and (trained or sleeping),
+                sleeping,
+                beside=makes_beside(stepper),
+                places=tuple(turns[parameter]),
+            )
+        )
     return sizes
+
+
+def _turns(plan: Plan, model: nn.Module) -> dict[nn.Parameter, list[int]]:
+    """Places of parameters in the order of use, where a tied one has several."""
+    known = dict(model.named_parameters(remove_duplicate=False))
+    turns: dict[nn.Parameter, list[int]] = {}
+    for turn, name in enumerate(order_of_use(plan, model) or known):
+        turns.setdefault(known[name], []).append(turn)
+    return turns
 
 
 def _dtype_in(plan: Plan, name: str, parameter: nn.Parameter) -> torch.dtype:
@@ -250,27 +262,81 @@ def _cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None, ra
 
 
 def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
-    """Bytes of the first rank's chunks, and of what the optimizer keeps of each."""
+    """Bytes of a rank's chunks, and of what the optimizer keeps of each, at most."""
     zero = plan.zero
     assert zero is not None, "there are chunks"
     order = [name for chunk in zero.chunks for name in chunk.tensors]
     # Stages have other layers than the first, whose chunks those of a plan are.
     order = list(dict.fromkeys([*order, *(t.name for t in sizes)])) if order else []
-    states = {t.name: t.states for t in sizes if t.trained}
-    chunks, moments = list[ChunkBytes](), list[tuple[int, ...]]()
     layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
-    for layout, dtype, is_trained in layouts:
-        home = shard_dtype(dtype, is_trained)
-        whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
-        names = tuple(slot.name for slot in layout.slots)
-        chunks.append(ChunkBytes(names, whole, shard, is_trained, home != dtype))
-        cut = layout.parts > 1 and not layout.whole
+    parts = plan.mesh.replicas if zero.stage else 1
+    states = {t.name: t.states for t in sizes}
+    uses = _uses(sizes, [slot.name for layout, _, _ in layouts for slot in layout.slots])
+    beside = any(tensor.beside for tensor in sizes)
+
+    def counted(trained: set[str]) -> StateBytes:
+        found = [_chunk_bytes(one, dtype, states, trained) for one, dtype, _ in layouts]
+        chunks, moments = zip(*found, strict=True) if found else ((), ())
+        taken = _taken(plan, chunks)
+        return StateBytes(chunks, moments, parts, zero.gather_ahead, uses, beside, taken)
+
+    now = counted({t.name for t in sizes if t.trained})
+    unfrozen = counted({t.name for t in sizes if t.trained or t.sleeping})
+    return replace(now, later=unfrozen.reserved - now.reserved)
+
+
+def _chunk_bytes(
+    layout: ChunkLayout, dtype: torch.dtype, states: Mapping[str, Sequence[int]], trained: set[str]
+) -> tuple[ChunkBytes, tuple[int, ...]]:
+    """Bytes of a chunk, and of each tensor that the optimizer keeps of it."""
+    names = tuple(slot.name for slot in layout.slots)
+    is_trained = names[0] in trained
+    home = shard_dtype(dtype, is_trained)
+    whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
+    cut = layout.parts > 1 and not layout.whole
+    ranks = list[list[int]]()
+    for part in range(layout.parts if is_trained else 0):
         # Of a piece that was cut each tensor has its size.
         kept = [
             (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
-            for piece in (layout.pieces(0) if is_trained else ())
+            for piece in layout.pieces(part)
         ]
         kinds = itertools.zip_longest(*kept, fillvalue=0)
-        moments.append(tuple(moment_size(kind) * home.itemsize for kind in kinds))
-    parts = plan.mesh.replicas if zero.stage else 1
-    return StateBytes(tuple(chunks), tuple(moments), parts, zero.gather_ahead)
+        ranks.append([moment_size(kind) * home.itemsize for kind in kinds])
+    most = itertools.zip_longest(*ranks, fillvalue=0)  # all ranks have the same limit
+    return ChunkBytes(names, whole, shard, is_trained, home != dtype), tuple(map(max, most))
+
+
+def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
+    """Names in the order of use: the model's, unless chunks lie in another, which a person gave."""
+    kinds = {tensor.name: (tensor.trained, tensor.sleeping) for tensor in sizes}
+    inside = set(laid_out)
+    for kind in set(kinds.values()):
+        given = [name for name in laid_out if kinds[name] == kind]
+        known = [name for name, one in kinds.items() if one == kind and name in inside]
+        if given != known:
+            return tuple(laid_out)
+    places = [(place, t.name) for t in sizes if t.name in inside for place in t.places]
+    return tuple(name for _, name in sorted(places))
+
+
+def _taken(plan: Plan, chunks: Sequence[ChunkBytes]) -> tuple[tuple[int, ...], ...]:
+    """Sizes of the activations that leave, by the last chunk that their block uses.
+
+    A block is known by the size of all its activations and of the largest: they are taken for
+    equal ones of that size.
+    """
+    assert plan.zero is not None, "there are chunks"
+    tiers = plan.zero.tiers
+    if tiers is None or not tiers.takes_activations:
+        return ()
+    found, number = [list[int]() for _ in chunks], 0
+    for block in plan.work.blocks:
+        if tiers.activations != "offload" and block.path not in tiers.offloaded:
+            continue
+        start = f"{block.path}." if block.path else ""
+        inside = [n for n, c in enumerate(chunks) if any(m.startswith(start) for m in c.names)]
+        number = max(inside, default=number)
+        count = -(-block.movable // max(1, block.largest))
+        found[number] += [block.movable // count] * count if count else []
+    return tuple(map(tuple, found))

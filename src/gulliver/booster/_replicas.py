@@ -64,6 +64,7 @@ def share_zero(
     zero = plan.zero
     assert zero is not None, "the plan is of ZeRO"
     rest = {p: n for n, p in model.named_parameters() if p not in names and not is_boosted(p)}
+    order = [name for chunk in zero.chunks for name in chunk.tensors]
     options: dict[str, Any] = {
         "chunk_bytes": zero.chunk_bytes,
         "max_norm": plan.max_norm or math.inf,
@@ -74,6 +75,7 @@ def share_zero(
         "overlap": zero.overlap,
         "manager": manager,
         "step_in_backward": zero.steps_in_backward,
+        "order": list(dict.fromkeys([*order, *whole.order])),
     }
     if mesh is not None:
         frozen = [p for p, name in rest.items() if whole.aliases[name] in whole.frozen]
@@ -84,10 +86,6 @@ def share_zero(
         torus, order = plan.mesh.torus, plan.mesh.rank_order or None
         group = Torus(torus, order, plan.mesh.device) if torus else None
         boosted = ZeroOptimizer(inner, names, zero.stage, group=group, **options)
-    order = [name for chunk in zero.chunks for name in chunk.tensors]
-    order = list(dict.fromkeys([*order, *whole.order]))
-    if order and boosted.everything:
-        boosted.relayout(order, zero.chunk_bytes)
     keep_to_limit(plan, boosted, manager)
     return boosted
 
@@ -101,7 +99,8 @@ def tune(plan: Plan, model: nn.Module, boosted: ZeroOptimizer, verbose: bool) ->
     if zero.tuning != "off" and boosted.size > 1 and boosted.names:
         folder = None if zero.report is None else Path(zero.report)
         report = say() if verbose else None
-        boosted.tune(BucketTuner(boosted.shards, model, folder, report, zero.tuning == "again"))
+        again, early = zero.tuning == "again", boosted.steps_in_backward
+        boosted.tune(BucketTuner(boosted.shards, model, folder, report, again, early))
 
 
 class _DDP(DistributedDataParallel):

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from gulliver.booster._replay import BACKWARD, FORWARD, UPDATE, Replay, Seen, StateBytes
+from gulliver.booster._replay import Replay, Seen
+from gulliver.booster._state_bytes import BACKWARD, FORWARD, UPDATE, StateBytes
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
     Cluster,
@@ -65,9 +66,12 @@ class Residency:
 
 def other_bytes(tiers: Tiers, work: Work) -> int:
     """Bytes that a step needs besides state; 0 where it is not known."""
-    if tiers.activations == "recompute":
-        return work.peak_recomputed or work.peak
-    return work.peak
+    found = {
+        "recompute": work.peak_recomputed,
+        "offload": work.peak_offloaded,
+        "mixed": work.peak_mixed,
+    }
+    return found.get(tiers.activations) or work.peak
 
 
 def least_bytes(state: StateBytes, tiers: Tiers) -> int:
@@ -79,10 +83,11 @@ def least_bytes(state: StateBytes, tiers: Tiers) -> int:
 @lru_cache(maxsize=KNOWN)
 def _least(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
     """Bytes in use at once at least, the number of the chunk that decides, and bytes of all."""
-    endless = Replay(state, ENDLESS, True, tiers, "farthest")
-    for _ in range(2):  # the second begins with what the optimizer has made in the first
-        endless.step()
-    return endless.minimum, endless.decides, endless.most
+    endless = _endless(state, tiers)
+    # A backward that only adds up steps nothing, and one that clips waits.
+    waiting = replace(tiers, step_in_backward=False)
+    tightest = endless if tiers == waiting else max(endless, _endless(state, waiting), key=_needs)
+    return tightest.minimum + _again(state), tightest.decides, endless.most
 
 
 @lru_cache(maxsize=KNOWN)
@@ -115,9 +120,9 @@ def find_residency(
         decides = f"all state, as nothing lies behind it (with a disk {enough} would do)"
     rule = BudgetRule(tiers.limit, least)
     budget = rule.begin(ActivationPeak(other), decides)
-    needed = state.reserved if state.passes else state.total
-    if 0 < behind < needed and budget < most:
-        _refuse_behind(needed, tiers, behind, smallest_limit(most, other))
+    roomy = most + state.reserved - state.total
+    if 0 < behind < state.reserved and budget < roomy:
+        _refuse_behind(state, tiers, behind, smallest_limit(roomy, other))
     replay = Replay(state, budget, bool(behind), tiers, policy)
     left, visits = set(), list[Seen]()
     for _ in range(STEPS):
@@ -139,12 +144,35 @@ def find_residency(
     return Residency(state, visits, replay.counter.fullest, budget, moved)
 
 
-def _refuse_behind(needed: int, tiers: Tiers, behind: int, roomy: int) -> None:
-    """Refuses a disk, or host memory, without a place for each object: any may have to leave."""
+def _endless(state: StateBytes, tiers: Tiers) -> Replay:
+    replay = Replay(state, ENDLESS, True, tiers, "farthest")
+    for _ in range(STEPS):
+        replay.step()
+    return replay
+
+
+def _needs(replay: Replay) -> int:
+    return replay.minimum
+
+
+def _again(state: StateBytes) -> int:
+    """Bytes that several ranks need beside, where modules run in another order than is planned.
+
+    Then a chunk comes again and stays. The rest of what stays so has the room of gradients that
+    would travel, which land early where there is none.
+    """
+    return max((c.whole + c.shard for c in state.chunks), default=0) if state.parts > 1 else 0
+
+
+def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int) -> None:
+    """Refuses a disk, or host memory, without a place for each object: any may have to leave.
+
+    So may whole gradients, where those of several backwards are added up.
+    """
     what = f"disk={tiers.disk!r}" if tiers.disk is not None else "host_limit"
     raise GulliverError(
-        f"{what} gives {size_text(behind)}, and {size_text(needed)} of state do not fit the "
-        f"memory limit: give it {size_at_least(needed)}, or raise the limit to "
+        f"{what} gives {size_text(behind)}, and {size_text(state.reserved)} of state do not fit "
+        f"the memory limit: give it {size_at_least(state.reserved)}, or raise the limit to "
         f"{size_at_least(roomy)}"
     )
 
@@ -178,7 +206,7 @@ def _visits(visits: Sequence[Seen], work: Work, state: StateBytes) -> list[Visit
         seconds = phases.get(seen.phase, 0.0)
         if seen.phase == BACKWARD and in_backward:
             seconds += phases[UPDATE]
-        moves = tuple(Transfer(m.nbytes, m.write, m.until) for m in seen.moves)
+        moves = tuple(Transfer(m.nbytes, m.write, m.until, m.room) for m in seen.moves)
         found.append(Visit(seconds, moves))
     return found
 

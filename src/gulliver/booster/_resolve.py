@@ -8,12 +8,13 @@ file differs from the result, that is told in a line (`differences`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 
 import torch
 from torch import nn
 
+from gulliver.booster._blocks import has_switch, recomputable_blocks
 from gulliver.booster._model import modules_kept, no_optimizer, unwrapped
 from gulliver.booster._ranks import (
     Stages,
@@ -354,19 +355,10 @@ def _differ(given: Plan, found: Plan, name: str) -> bool:
 def recomputable(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     """Paths of the blocks that backward can be made to compute again.
 
-    Those of a pipeline, or the innermost ones of transformers that offer it; ``""`` is a model that
-    does by itself what its ``gradient_checkpointing_enable`` says.
+    Those of a pipeline, else of `recomputable_blocks`.
     """
     stages = plan_stages(plan, model)
     if stages is not None:
         return stages[0].blocks
-    offering = [p for p, m in model.named_modules() if hasattr(m, "gradient_checkpointing")]
-    if not offering and hasattr(model, "gradient_checkpointing_enable"):
-        return ("",)
-    return tuple(p for p in offering if not _inside(p, offering))
-
-
-def _inside(path: str, others: Iterable[str]) -> bool:
-    """Whether some other path lies inside this one."""
-    start = f"{path}." if path else ""
-    return any(other != path and other.startswith(start) for other in others)
+    # Of a model that is cut, who recomputes has to know what its ranks exchange, and what it drops.
+    return recomputable_blocks(model) if has_switch(model) or not plan.mesh.names_model else ()

@@ -72,6 +72,12 @@ class Running:
         found["optimizer_state"] = max(planned.optimizer_state, found["optimizer_state"])
         return found
 
+    @property
+    def moved(self) -> tuple[int, int] | None:
+        """Bytes that the last step read and wrote; None without a memory limit."""
+        manager = getattr(getattr(self.optimizer, "shards", None), "manager", None)
+        return manager.step_moved if isinstance(manager, LimitedManager) else None
+
     def compare(self) -> Comparison:
         """Predicted and measured seconds of a step, and bytes that this rank sends and holds."""
         predicted, rows = self.plan.predicted, list[Row]()
@@ -87,9 +93,8 @@ class Running:
         held = self._held()
         rows += [Row(k, "bytes", getattr(predicted.bytes, k), held[k]) for k in KINDS]
         rows.append(Row("total", "bytes", predicted.bytes.total, sum(held.values())))
-        manager = getattr(getattr(self.optimizer, "shards", None), "manager", None)
-        if isinstance(manager, LimitedManager) and predicted.moved is not None:
-            read, written = manager.step_moved
+        if self.moved is not None and predicted.moved is not None:
+            read, written = self.moved
             rows.append(Row("read", "bytes", predicted.moved.read, read))
             rows.append(Row("written", "bytes", predicted.moved.written, written))
         return Comparison(tuple(rows))

@@ -15,19 +15,23 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from gulliver.booster._ranks import largest_residency, rank_states, rank_work, tensor_sizes
+from gulliver.booster._activations import plan_activations
+from gulliver.booster._ranks import (
+    largest_residency,
+    rank_states,
+    rank_work,
+    state_bytes,
+    tensor_sizes,
+)
 from gulliver.booster._residency import chunk_sizes, tier_rates
-from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
-from gulliver.booster.hybrid import NO_BLOCKS
+from gulliver.booster._resolve import plan_stages, plan_tensors
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster, current_cluster, memory_bytes, seconds_text
 from gulliver.options import byte_size, size_text
 from gulliver.plan import Plan, Tiers
 
 POLICIES = ("auto", "static")
-ACTIVATIONS = ("keep", "recompute", "auto")
-MOSTLY = 0.5
-"""Share of a limit from which activations are rather computed again than kept."""
+ACTIVATIONS = ("keep", "recompute", "offload", "auto")
 _ANY = 2**60
 """Memory that a share is of while only its text is checked."""
 
@@ -175,7 +179,7 @@ def plan_tiers(
     cluster: Cluster | None,
     chosen: bool,
 ) -> Plan:
-    """The blocks that are recomputed, and the size of chunks, chosen by what a step takes.
+    """What becomes of activations, and the size of chunks, chosen by what a step takes.
 
     Args:
         plan: choices, with tiers.
@@ -187,16 +191,18 @@ def plan_tiers(
     Raises:
         GulliverError: no size of chunks fits the limit; the least limit is named.
     """
-    plan = _with_activations(plan, model)
     assert plan.zero is not None, "tiers are of ZeRO"
+    assert plan.zero.tiers is not None, "there are tiers"
+    given, tensor, stages = plan, plan_tensors(plan, model), plan_stages(plan, model)
+    sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
+    rates = tier_rates(plan.zero.tiers, cluster or current_cluster(plan.mesh.size))
+    plan = plan_activations(plan, model, lambda: state_bytes(given, sizes), rates)
+    assert plan.zero is not None, "it has been all along"
     tiers = plan.zero.tiers
-    assert tiers is not None, "there are tiers"
+    assert tiers is not None, "they have been all along"
     if not chosen:
         return plan
-    tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
-    sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
     work = rank_work(plan, model, tensor, stages)
-    rates = tier_rates(tiers, cluster or current_cluster(plan.mesh.size))
     tried, errors = list[tuple[float, int, str]](), dict[int, GulliverError]()
     for size in chunk_sizes(sum(t.numel * t.dtype.itemsize for t in sizes)):
         one = replace(plan, zero=replace(plan.zero, chunk_bytes=size, chunks=()))
@@ -219,30 +225,3 @@ def plan_tiers(
     why = f"{size_text(size)}: {told}" + (f"; at worst {worst}" if len(tried) > 1 else "")
     reasons = {**plan.reasons, "zero.chunk_bytes": why}
     return replace(plan, zero=replace(plan.zero, chunk_bytes=size), reasons=reasons)
-
-
-def _with_activations(plan: Plan, model: nn.Module) -> Plan:
-    """What is done with what forward keeps, where that is left open, and the blocks it is done to.
-
-    Raises:
-        GulliverError: blocks are to be recomputed, and none can be.
-    """
-    assert plan.zero is not None, "tiers are of ZeRO"
-    zero, tiers, work = plan.zero, plan.zero.tiers, plan.work
-    assert tiers is not None, "there are tiers"
-    mode, reasons = tiers.activations, dict(plan.reasons)
-    if mode == "auto":
-        again = work.peak_recomputed and work.peak > tiers.limit * MOSTLY
-        mode = "recompute" if again else "keep"
-        shown = f"{size_text(work.peak)} of {size_text(tiers.limit)}"
-        shown += f", {size_text(work.peak_recomputed)} recomputed" if again else ""
-        reasons["zero.tiers.activations"] = (
-            f"{mode}: {shown if work.peak else 'no sample was given'}"
-        )
-    if mode == "recompute" and not plan.recompute:
-        blocks = recomputable(plan, model)
-        if not blocks:
-            raise GulliverError(NO_BLOCKS)
-        plan = replace(plan, recompute=blocks)
-    zero = replace(zero, tiers=replace(tiers, activations=mode))
-    return replace(plan, zero=zero, reasons=reasons)

@@ -34,6 +34,7 @@ from gulliver.checkpoint._interchange import (
     gather_huggingface,
     import_huggingface,
     save_huggingface,
+    write_untied,
 )
 from gulliver.checkpoint._loading import Loaded, fill_all, load, plan_all, step_folder
 from gulliver.checkpoint._manifest import Manifest, read_manifest
@@ -104,4 +105,5 @@ __all__ = [
     "write_json",
     "write_single",
     "write_tensors",
+    "write_untied",
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gulliver.checkpoint._copy_stream import CopyStream
-from gulliver.checkpoint._presence import Presence
+from gulliver.checkpoint._liveness import LivenessLock
 from gulliver.checkpoint._snapshot import Snapshot
 from gulliver.errors import GulliverError
 from gulliver.io import Engine
@@ -77,7 +77,7 @@ class Save:
     copy_stream: CopyStream | None = None
     skeletons: dict[str, Any] = field(default_factory=dict)
     problem: Exception | None = None
-    presence: Presence | None = None
+    alive: LivenessLock | None = None
 
     def told(self) -> Saved:
         """Returns the report, once the step is complete."""

@@ -82,12 +82,14 @@ def match_huggingface(
 ) -> Mismatch:
     """Returns what `load_huggingface` would of these arguments; changes nothing.
 
+    The model may be on meta.
+
     Headers are read, and values that are to go to a narrower dtype.
 
     Raises:
         GulliverError: in the cases of `load_huggingface`, but for other broken values.
     """
-    targets = _targets(model)
+    targets = _targets(model, filled=False)
     with open_weights(path) as weights:
         odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
         _check_fits(weights, _sources(weights, targets, prefix))
@@ -165,14 +167,14 @@ def _add_aliases(
             weights.add_alias(prefix + name, prefix + kept)
 
 
-def _targets(model: nn.Module | Mapping[str, Leaf]) -> dict[str, Leaf]:
+def _targets(model: nn.Module | Mapping[str, Leaf], filled: bool = True) -> dict[str, Leaf]:
     # The parameters themselves: what ZeRO shards is only written through these.
     state: Mapping[str, Any] = (
         model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     )
     targets: dict[str, Leaf] = {n: v for n, v in state.items() if isinstance(v, Tensor | Part)}
     for name, leaf in targets.items():
-        if _value(leaf).is_meta:
+        if filled and _value(leaf).is_meta:
             raise GulliverError(f"{name} is on the meta device: call to_empty() on the model first")
         if hasattr(leaf, "device_mesh"):
             raise GulliverError(f"{name} is a DTensor: load the model before it is distributed")
@@ -189,7 +191,7 @@ def _is_plain(leaf: Leaf) -> bool:
 
 
 def _same_memory(leaf: Leaf) -> Any:
-    return identity(_value(leaf)) if _is_plain(leaf) else id(leaf)
+    return identity(_value(leaf)) if _is_plain(leaf) and not _value(leaf).is_meta else id(leaf)
 
 
 def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:

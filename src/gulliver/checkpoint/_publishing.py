@@ -2,7 +2,7 @@
 
 Until a step is complete, every rank's word is a small file in its temporary folder: what the rank
 wrote and where it belongs, or why it could not. These are files and no collective, for one that
-fails does not say which rank has ended (`_presence.py`).
+fails does not say which rank has ended (`_liveness.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from gulliver.checkpoint._files import read_json, write_json
 from gulliver.checkpoint._folder import CheckpointFolder
 from gulliver.checkpoint._image import DTYPES
+from gulliver.checkpoint._liveness import Watch, remove_signs
 from gulliver.checkpoint._manifest import STATE, format_of, is_short, write_manifest
 from gulliver.checkpoint._matching import merge_parts
-from gulliver.checkpoint._presence import Watch, remove_signs
 from gulliver.checkpoint._tree import merge_skeletons
 from gulliver.errors import GulliverError
 

@@ -30,14 +30,14 @@ from gulliver.checkpoint._collect import Collected, collect
 from gulliver.checkpoint._copy_stream import CopyStream, CudaCopyStream
 from gulliver.checkpoint._folder import CheckpointFolder, FolderLock
 from gulliver.checkpoint._guard import install_hooks
+from gulliver.checkpoint._liveness import LivenessLock, make_signs
 from gulliver.checkpoint._manifest import checked_about, file_to_json
-from gulliver.checkpoint._presence import Presence, make_signs
 from gulliver.checkpoint._publishing import leave_word, publish
 from gulliver.checkpoint._snapshot import Restless, Snapshot
 from gulliver.comm import gather_objects, host_rank_group, return_rank_group
 from gulliver.errors import GulliverError, nearest
 from gulliver.io import Engine, IoError, default_engine, lacks_inodes
-from gulliver.memory import Part, add_claim, drop_claim
+from gulliver.memory import Part, add_read_lock, drop_read_lock
 from gulliver.options import positive_number, whole_number
 
 MODES = ("auto", "shadow", "ring")
@@ -267,14 +267,14 @@ class AsyncCheckpointer:
         """Hands everything over; other ranks learn afterwards what fails from here on."""
         self._stalled, self.saves = self.stall_s, self.saves + 1
         self._snapshot = None
-        save.presence = Presence(self.folder.partial(save.step), self.rank)
+        save.alive = LivenessLock(self.folder.partial(save.step), self.rank)
         try:
             snapshot = Snapshot(collected, self.rank, self.world_size, self._restless)
             self._snapshot = save.snapshot = snapshot
             save.is_ring = self._choose(snapshot)
             save.engine = self._ready_engine()
             save.copy_stream = self._ready_copy_stream(snapshot)
-            add_claim(snapshot)
+            add_read_lock(snapshot)
         except Exception as error:
             save.problem = error
         save.skeletons = {
@@ -346,7 +346,7 @@ class AsyncCheckpointer:
             self.last = save.told()
             return
         if save.snapshot is not None:
-            drop_claim(save.snapshot)
+            drop_read_lock(save.snapshot)
             self._restless.catch(save.snapshot.violations)
         self._failure = self._named(save.step, save.problem)
         if self.rank == 0:
@@ -363,8 +363,8 @@ class AsyncCheckpointer:
                 leave_word(partial, self.rank, save.mark, {"error": str(save.problem)})
             told = True
         finally:
-            if save.presence is not None:
-                save.presence.end(told)
+            if save.alive is not None:
+                save.alive.end(told)
 
     def _warn_of_space(self, nbytes: int) -> None:
         """Logs it, once, where the next steps will find no room."""
@@ -395,7 +395,7 @@ class AsyncCheckpointer:
                 save.copy_stream.prepare(engine.regions)
                 snapshot.pump(engine)
             snapshot.wait_copied()
-            drop_claim(snapshot)
+            drop_read_lock(snapshot)
             files = snapshot.finish(engine)
             word = {
                 **save.skeletons,

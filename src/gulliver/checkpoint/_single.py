@@ -16,7 +16,7 @@ from gulliver.checkpoint._saving import PAGE
 from gulliver.checkpoint._snapshot import Snapshot
 from gulliver.errors import GulliverError
 from gulliver.io import PARTIAL, check_process, default_engine, named_errors, sync
-from gulliver.memory import add_claim, drop_claim
+from gulliver.memory import add_read_lock, drop_read_lock
 
 
 class FileSaver:
@@ -50,7 +50,7 @@ class FileSaver:
         with named_errors(self.path, needed=self._snapshot.nbytes):
             self._partial.mkdir(parents=True)
         self._engine = default_engine(page_bytes=PAGE, pages=min(8, pages), queue=pages + 8)
-        add_claim(self._snapshot)
+        add_read_lock(self._snapshot)
         try:
             self._snapshot.submit(self._engine, self._partial)
         except GulliverError:
@@ -71,14 +71,14 @@ class FileSaver:
                 os.replace(self._partial / written, self.path)
                 self._partial.rmdir()
                 sync(self.path.parent)
-            drop_claim(self._snapshot)
+            drop_read_lock(self._snapshot)
             self._engine.close()
         except Exception as error:
             self._failure = error
             self._abandon()
 
     def _abandon(self) -> None:
-        drop_claim(self._snapshot)
+        drop_read_lock(self._snapshot)
         self._snapshot.close_files(self._engine)
         self._engine.close()
         shutil.rmtree(self._partial, ignore_errors=True)

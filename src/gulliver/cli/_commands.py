@@ -178,7 +178,7 @@ def probe_command(config: ProbeConfig, arguments: list[str]) -> int:
     """Probes, or shows what was measured before."""
     from gulliver.cli._probe import probe
 
-    return probe(config.out, config.folder, config.again)
+    return probe(config.out, config.folder, config.again, config.mib)
 
 
 def doctor_command(config: DoctorConfig, arguments: list[str]) -> int:

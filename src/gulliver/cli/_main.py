@@ -25,9 +25,11 @@ class Command(NamedTuple):
 
 
 VIDEO, OPTIONS = "gulliver.video._config", "gulliver.cli._options"
+TEXTS = "gulliver.finetune._job_config"
 COMMANDS = {
     name: Command((place, options), (f"gulliver.cli.{module}", f"{name}_command"), what)
     for name, place, options, module, what in (
+        ("finetune", TEXTS, "FinetuneConfig", "_finetune", "fine-tune a language model on texts"),
         ("train", VIDEO, "TrainConfig", "_commands", "train a text-to-video model"),
         ("generate", OPTIONS, "GenerateConfig", "_commands", "make clips from sentences"),
         ("evaluate", OPTIONS, "EvaluateConfig", "_commands", "judge what a model shows"),
@@ -120,7 +122,7 @@ def _from_file(kind: type, arguments: list[str]) -> tuple[Any, list[str]]:
     if place + 1 == len(arguments):
         raise GulliverError("--config needs a file, such as the config.json of a run")
     from gulliver.checkpoint import read_json
-    from gulliver.video import from_plain
+    from gulliver.options import from_plain
 
     default = from_plain(read_json(Path(arguments[place + 1])), kind)
     return default, arguments[:place] + arguments[place + 2 :]

@@ -79,10 +79,12 @@ class ProbeConfig:
 
     out: Path | None = None
     """File to write; by default the measurement is kept in the cache, one file per machine."""
-    folder: Path = Path(".")
-    """Folder on the disk to measure."""
+    folder: Path | None = None
+    """Folder on the disk to measure, by default this one; a file there is removed again."""
+    mib: Annotated[int, Range(1, 2**20)] = 256
+    """Most MiB of that file."""
     again: bool = False
-    """Measure anew, even if there is a measurement of this machine."""
+    """Measure anew, even if there is a measurement of this machine, and of the folder's disk."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ class Memory:
     """Stages of a pipeline."""
     step_in_backward: bool = False
     """Step each chunk as soon as its gradient is complete; not with tp, sp or pp."""
-    activations: Literal["keep", "recompute", "auto"] = "keep"
+    activations: Literal["keep", "recompute", "offload", "auto"] = "keep"
     """What is done with what forward keeps for backward."""
 
 

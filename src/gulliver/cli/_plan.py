@@ -41,9 +41,10 @@ def plan_command(config: PlanConfig, arguments: list[str]) -> int:
     model = model_of(options.model)
     optimizer = OPTIMIZERS[options.optimizer](model.parameters())
     cluster = current_cluster(max(options.ranks, options.tp * options.sp * options.pp))
-    again = options.activations in ("recompute", "auto")
     size = options.batch, options.length
-    work = estimate_work(model, optimizer, cluster.device, *size, options.precision, again)
+    work = estimate_work(
+        model, optimizer, cluster.device, *size, options.precision, options.activations
+    )
     plan = plugin_of(options).make_plan(model, optimizer, cluster, work=work)
     show(plan, options)
     return 0
@@ -65,10 +66,10 @@ def plugin_of(options: Memory) -> Plugin:
             activations=options.activations,
             verbose=False,
         )
-    if options.step_in_backward or options.activations == "auto":
+    if options.step_in_backward or options.activations not in ("keep", "recompute"):
         raise GulliverError(
-            "--step-in-backward and --activations auto are of whole models: with --tp, --sp or "
-            "--pp leave the first out, and say keep or recompute"
+            f"--step-in-backward and --activations {options.activations} are of whole models: with "
+            "--tp, --sp or --pp leave the first out, and take --activations keep, or recompute"
         )
     return HybridParallelPlugin(
         options.tp,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Protocol
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as ProgressBars
 from rich.table import Table
 
 from gulliver.comm import (
@@ -33,6 +37,7 @@ from gulliver.hardware import (
     Cluster,
     Curve,
     Device,
+    Disk,
     kept_path,
     probe_collectives,
     probe_device,
@@ -43,46 +48,81 @@ from gulliver.hardware import (
 
 BUSY = 0.5
 """Relative spread above which the machine was busy."""
-Progress = Callable[[str], None]
 ONE_RANK = "link probing needs several ranks: torchrun --nproc-per-node 4 -m gulliver.cli probe"
 
 
-def probe(out: Path | None, folder: Path, again: bool) -> int:
+class Progress(Protocol):
+    """Is told what is measured, and which share of that is done, where it is known."""
+
+    def __call__(self, what: str, share: float | None = None) -> None: ...
+
+
+def probe(out: Path | None, folder: Path | None, again: bool, mib: int = 256) -> int:
     """Runs the command; every rank calls it."""
     world = init_world()
     path = out or kept_path(world.size)
     console = Console(stderr=True, quiet=not world.is_main, markup=False, emoji=False)
     # Rank 0 looks for all: the ranks may see different file systems.
-    kept, refusal = broadcast_object(_looked_up(path, again) if world.is_main else None)
+    kept, refusal = broadcast_object(_looked_up(path, again, folder) if world.is_main else None)
     if refusal is not None:
         raise GulliverError(refusal)
-    cluster = kept
-    if cluster is None:
-        with console.status("probing") as status:
-            cluster = measured_cluster(world, folder, lambda what: status.update(f"probing {what}"))
+    cluster, anew = kept or (None, True)
+    if anew:
+        with _bars(console) as progress:
+            disk = measured_disk(world, folder or Path(), mib, progress)
+            cluster = measured_cluster(world, disk, progress) if cluster is None else cluster
+        cluster = replace(cluster, disk=disk)
         if world.is_main:
             cluster.save(path)
+    assert cluster is not None
     if world.is_main:
         show(cluster)
         done = f"measured {cluster.date}, kept in {path}; --again measures anew"
-        console.print(f"kept in {path}" if kept is None else done)
+        console.print(done if anew else f"kept in {path}")
         if world.size == 1:
             console.print(ONE_RANK)
     return 0
 
 
-def measured_cluster(world: World, folder: Path, progress: Progress = lambda _: None) -> Cluster:
-    """Measures device, disk and links; every rank calls it and gets the same.
+@contextmanager
+def _bars(console: Console) -> Iterator[Progress]:
+    """Shows what is measured, as a bar where it is known how much of it is done."""
+    text = TextColumn("probing {task.description}")
+    with ProgressBars(text, BarColumn(), console=console, transient=True) as bars:
+        task = bars.add_task("", total=None)
+
+        def progress(what: str, share: float | None = None) -> None:
+            bars.update(task, description=what, total=share and 1.0, completed=share or 0.0)
+
+        yield progress
+
+
+def measured_disk(
+    world: World, folder: Path, mib: int = 256, progress: Progress = lambda what, share=None: None
+) -> Disk:
+    """Measures the disk of a folder on rank 0; every rank calls it and gets the same.
 
     Raises:
         GulliverError: nothing can be written to the folder.
     """
-    # All ranks at once: as in a step, they share the machine.
-    devices: list[Device] = gather_objects(probe_device(world.device, progress))
-    progress(f"disk of {folder}")
-    disk, refusal = broadcast_object(_disk(folder) if world.is_main else None)
+    disk, refusal = broadcast_object(_disk(folder, mib, progress) if world.is_main else None)
     if refusal is not None:
         raise GulliverError(refusal)
+    return disk
+
+
+def measured_cluster(
+    world: World, disk: Disk | None = None, progress: Progress = lambda what, share=None: None
+) -> Cluster:
+    """Measures device and links; every rank calls it and gets the same.
+
+    Args:
+        world: ranks that take part.
+        disk: disk, as it was measured.
+        progress: told what is measured.
+    """
+    # All ranks at once: as in a step, they share the machine.
+    devices: list[Device] = gather_objects(probe_device(world.device, progress))
     axes, order = (), None
     if world.size > 1:
         axes, order = proposed_axes(world.size, probe_links(progress))
@@ -121,6 +161,7 @@ def show(cluster: Cluster) -> None:
         ("copy to the host", device.to_host_rate),
         ("disk, writing", disk and disk.write_rate),
         ("disk, reading", disk and disk.read_rate),
+        ("disk, both at once", disk and disk.both_rate),
     ):
         if rate:
             table.add_row(name, f"{rate / 1e9:,.2f} GB/s")
@@ -220,11 +261,15 @@ def _operations(
     return found | ({"ring_all_reduce": ring} if device.type == "cpu" and torus.size > 2 else {})
 
 
-def _looked_up(path: Path, again: bool) -> tuple[Cluster | None, str | None]:
-    """Returns what is kept, or else why nothing could be kept there."""
+def _looked_up(
+    path: Path, again: bool, folder: Path | None
+) -> tuple[tuple[Cluster, bool] | None, str | None]:
+    """Returns what is kept and whether its disk is another one, or why nothing could be kept."""
     try:
         if path.exists() and not again:
-            return Cluster.load(path), None
+            kept = Cluster.load(path)
+            known = folder is None or (kept.disk is not None and kept.disk.has(folder))
+            return (kept, not known), None
         path.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=path.parent):
             pass
@@ -238,9 +283,12 @@ def _looked_up(path: Path, again: bool) -> tuple[Cluster | None, str | None]:
     return None, None
 
 
-def _disk(folder: Path) -> tuple[object, str | None]:
+def _disk(folder: Path, mib: int, progress: Progress) -> tuple[Disk | None, str | None]:
+    def said(what: str, share: float) -> None:
+        progress(f"disk of {folder}, {what}", share)
+
     try:
-        return probe_disk(folder), None
+        return probe_disk(folder, mib << 20, progress=said), None
     except GulliverError as error:
         return None, str(error)
 

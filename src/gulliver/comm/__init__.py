@@ -25,6 +25,7 @@ from gulliver.comm._collectives import (
     group_size,
     reduce_scatter,
 )
+from gulliver.comm._flight_recorder import Purpose
 from gulliver.comm._groups import (
     host_rank_group,
     release_groups,
@@ -33,7 +34,6 @@ from gulliver.comm._groups import (
 )
 from gulliver.comm._launch import default_ranks, launch, under_launcher
 from gulliver.comm._layout import ChosenAxes, choose_axes
-from gulliver.comm._ledger import Purpose
 from gulliver.comm._messages import Messages, sent_bytes
 from gulliver.comm._point_to_point import (
     Flight,

@@ -19,7 +19,7 @@ from gulliver.comm import _chained, _steps
 from gulliver.comm._axes import Torus
 from gulliver.comm._choice import choose_all_reduce
 from gulliver.comm._exchange import direct_all_gather, direct_reduce_scatter, sends_directly
-from gulliver.comm._ledger import ANY, Purpose
+from gulliver.comm._flight_recorder import ANY, Purpose
 from gulliver.comm._messages import count_sent, next_tag
 from gulliver.comm._progress import Exchange, Steps, start
 from gulliver.comm._rank_group import rank_group_of

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gulliver._compat import is_gloo
-from gulliver.comm._ledger import ANY, Purpose
+from gulliver.comm._flight_recorder import ANY, Purpose
 from gulliver.comm._messages import exchange_parts, give_buffer, next_tag, others, take_buffer
 from gulliver.comm._progress import Steps
 from gulliver.comm._steps import add_up

@@ -1,9 +1,9 @@
 """Point-to-point messages: how they are posted and told apart, and the buffers they arrive in.
 
 [Note: tags] Messages are told apart by tags that every operation takes from a counter of its group
-when it is handed in, and by what the operation is for, where that is known (see `_ledger.py`). All
-ranks must hand in the operations of a group in one order; after that, nothing depends on the order
-in which they are posted.
+when it is handed in, and by what the operation is for, where that is known (see
+`_flight_recorder.py`). All ranks must hand in the operations of a group in one order; after that,
+nothing depends on the order in which they are posted.
 
 It does not know what the messages are for.
 """
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gulliver.comm._ledger import ANY, Purpose, ledger
+from gulliver.comm._flight_recorder import ANY, Purpose, flight_recorder
 from gulliver.comm._wire import as_bytes
 
 _TAGS = 1 << 20
@@ -104,7 +104,7 @@ def next_tag(group: dist.ProcessGroup | None, count: int = 1, purpose: Purpose =
         if number + count > _TAGS:
             number = 0
         _counters[key] = number + count
-    ledger.note(key, number, purpose)
+    flight_recorder.note(key, number, purpose)
     return (1 + purpose.code) * _TAGS + number
 
 

@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from gulliver.comm._ledger import wait_for
+from gulliver.comm._flight_recorder import wait_for
 
 THREADS = 8
 """Collectives that go apart at once; more wait for their turn."""

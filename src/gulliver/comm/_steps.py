@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gulliver.comm._ledger import ANY, Purpose
+from gulliver.comm._flight_recorder import ANY, Purpose
 from gulliver.comm._messages import (
     Messages,
     give_buffer,

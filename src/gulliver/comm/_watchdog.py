@@ -10,8 +10,8 @@ sends. So it writes beside its count which passage failed, and why. Those that a
 passage by their own count, and do not come out of it by themselves, are ended as above. gloo has
 no call that would wake a thread which waits for a message.
 
-Ranks that do different things wait for each other for ever; see the note at `_ledger.py`. All raise
-one line about it, told beside the counts, too.
+Ranks that do different things wait for each other for ever; see the note at
+`_flight_recorder.py`. All raise one line about it, told beside the counts, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from gulliver.comm._ledger import Entries, difference, ledger, standing_in
+from gulliver.comm._flight_recorder import Entries, difference, flight_recorder, standing_in
 
 GRACE_S = 5.0
 """Time for the main thread to end by itself once a rank is known to be lost."""
@@ -87,7 +87,7 @@ class Watchdog:
         self._others = [other for other in range(size) if other != rank]
         self._heard = {other: (_Word(), time.monotonic()) for other in self._others}
         self._passages, self._inside = 0, False
-        self._ledger = _Position()
+        self._position = _Position()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def start(self) -> None:
@@ -121,7 +121,7 @@ class Watchdog:
     def leave(self, error: BaseException | None) -> None:
         """Leaves the passage; an error is told to the others, unless it was one of theirs."""
         self._inside = False
-        if error is None or self._failure() is not None or ledger.told:
+        if error is None or self._failure() is not None or flight_recorder.told:
             return
         lines = str(error).strip().splitlines() or [""]
         self._word.passage = self._passages
@@ -139,7 +139,7 @@ class Watchdog:
         while time.monotonic() < until and not self._known.wait(0.1):
             if failure := self._failure():
                 return failure
-            ledger.check()
+            flight_recorder.check()
         if failure := self._failure():
             return failure  # a rank that failed may have ended meanwhile: why it failed is why
         return None if self.lost is None else f"rank {self.lost} is gone: it {self.reason}"
@@ -164,7 +164,7 @@ class Watchdog:
             if lost := self._lost() or self._silent():
                 self._declare(*lost)
                 return
-            differs = ledger.difference if not ledger.told else ""
+            differs = flight_recorder.difference if not flight_recorder.told else ""
             if not (differs or self._same_passage_failed()):
                 stuck_since = None
                 continue
@@ -174,25 +174,25 @@ class Watchdog:
 
     def _compare(self) -> None:
         """Compares what the ranks handed in, while this one hands in nothing."""
-        if ledger.difference:
+        if flight_recorder.difference:
             return
         told = [word.differs for word, _ in self._heard.values() if word.differs]
-        mine = self._ledger.look()
+        mine = self._position.look()
         if mine is not None and not told:
-            self._store.set(f"{self.rank}/ledger", json.dumps((*mine, self._word.beat)))
+            self._store.set(f"{self.rank}/handed-in", json.dumps((*mine, self._word.beat)))
             sides, standing = {self.rank: mine[0]}, {}
             for other in self._others:
-                if not self._store.check([f"{other}/ledger"]):
+                if not self._store.check([f"{other}/handed-in"]):
                     continue
-                sides[other], call, beat = json.loads(self._store.get(f"{other}/ledger"))
+                sides[other], call, beat = json.loads(self._store.get(f"{other}/handed-in"))
                 # It may have gone on since; what it handed in stays true.
-                if call and ledger.waiting and beat >= self._heard[other][0].beat - 1:
+                if call and flight_recorder.waiting and beat >= self._heard[other][0].beat - 1:
                     standing[other] = call
             told = [difference(sides, standing)]
         if told and told[0]:
             self._word.differs = told[0]
             self._tell()
-            ledger.difference = told[0]
+            flight_recorder.difference = told[0]
             if standing_in():
                 self._end(told[0])  # nothing wakes it there but a connection that is closed
 
@@ -255,9 +255,9 @@ class _Position:
     def look(self) -> tuple[Entries, str] | None:
         """Entries, and a call that the main thread stands in for long; None while it goes on."""
         call = standing_in()
-        same = (ledger.count, call) == (self._count, self._call)
+        same = (flight_recorder.count, call) == (self._count, self._call)
         self._beats = self._beats + 1 if same else 0
-        self._count, self._call = ledger.count, call
-        if not self._beats or not ledger.count:
+        self._count, self._call = flight_recorder.count, call
+        if not self._beats or not flight_recorder.count:
             return None
-        return ledger.entries(), call if self._beats >= STANDING_BEATS else ""
+        return flight_recorder.entries(), call if self._beats >= STANDING_BEATS else ""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gulliver.comm import _progress
-from gulliver.comm._ledger import READING_S, ledger
+from gulliver.comm._flight_recorder import READING_S, flight_recorder
 from gulliver.comm._watchdog import Watchdog
 from gulliver.errors import GulliverError
 
@@ -95,7 +95,7 @@ def adopt_world(world: World | None, watchdog: Watchdog | None = None) -> None:
     """Makes an already joined world the present one: for pools of workers."""
     global _world, _watchdog
     _world, _watchdog = world, watchdog
-    ledger.clear()
+    flight_recorder.clear()
 
 
 def current_world() -> World:
@@ -111,7 +111,7 @@ def shutdown() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _world = _watchdog = None
-    ledger.clear()
+    flight_recorder.clear()
 
 
 def _leave() -> None:

@@ -5,7 +5,7 @@ from gulliver.data._clips import BrokenClip, Bucket, Clip, ClipBatch, ClipDatase
 from gulliver.data._frames import stacked, upright_frames
 from gulliver.data._loader import DataLoader, LoaderStatistics
 from gulliver.data._records import read_utf8
-from gulliver.data._sampler import BucketSampler, Step
+from gulliver.data._sampler import BucketSampler, ResumableSampler, Step
 from gulliver.data._table import (
     ClipTable,
     Probe,
@@ -27,6 +27,7 @@ __all__ = [
     "LoaderStatistics",
     "PinnedArena",
     "Probe",
+    "ResumableSampler",
     "Step",
     "choose_bucket",
     "collate",

@@ -9,6 +9,7 @@ therefore just (epoch, batches done): a run resumes exactly, on as many ranks as
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,86 +41,50 @@ class Step:
     number: int
 
 
-class BucketSampler:
-    """Batches of equal shape from a data set of many shapes.
+class ResumableSampler(ABC):
+    """Batches in an order that depends on the epoch, never on the number of ranks.
 
-    Iterating yields the rest of the present epoch; the next iteration begins the next epoch.
+    Iterating yields this rank's share of the rest of the present epoch; the next iteration begins
+    the next epoch. The state is the position, and resumes on any number of ranks.
 
     Args:
-        buckets: bucket of every sample; None where a sample fits none and is never used.
-        batch_size: samples of a batch over all ranks, one number or one for each bucket.
         rank: rank of this process.
         world_size: number of ranks.
         seed: seed of the order.
 
     Raises:
-        GulliverError: no sample has a bucket; a bucket has no batch size; a rank beyond the world.
+        GulliverError: a rank beyond the world.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket | None],
-        batch_size: int | Mapping[Bucket, int],
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, rank: int = 0, world_size: int = 1, seed: int = 0) -> None:
         if not 0 <= rank < world_size:
             raise GulliverError(f"rank {rank} is not one of {world_size} ranks")
-        members: dict[Bucket, list[int]] = {}
-        for index, bucket in enumerate(buckets):
-            if bucket is not None:
-                members.setdefault(bucket, []).append(index)
-        if not members:
-            raise GulliverError("no sample fits any bucket: nothing to train on")
-        # Sorted, so that the order of an epoch does not hang on which bucket was seen first.
-        self._members = {b: np.array(members[b], dtype=np.int64) for b in sorted(members)}
-        self._sizes = {b: _batch_size(batch_size, b) for b in self._members}
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.epoch, self.done = 0, 0
 
-    @property
-    def samples(self) -> int:
-        """Samples of an epoch, all ranks together."""
-        return sum(map(len, self._members.values()))
+    fingerprint: str | cached_property[str]
+    """Digest of what an order depends on: data, sizes of batches and seed, not the ranks."""
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Digest of what an order depends on: data, batch sizes and seed, not the ranks."""
-        digest = hashlib.blake2b(str(self.seed).encode(), digest_size=8)
-        for bucket, members in self._members.items():
-            digest.update(f"{bucket}:{self._sizes[bucket]}:{len(members)}".encode())
-            digest.update(members.tobytes())
-        return digest.hexdigest()
+    @abstractmethod
+    def batches(self, epoch: int) -> Sequence[Any]:
+        """Draws the global batches of an epoch, in order."""
 
-    def batches(self, epoch: int) -> list[tuple[Bucket, np.ndarray]]:
-        """Draws the global batches of an epoch: the bucket and indices of each, in order."""
-        draw = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
-        found = []
-        for bucket, members in self._members.items():
-            shuffled, size = draw.permutation(members), self._sizes[bucket]
-            found += [
-                (bucket, shuffled[start : start + size]) for start in range(0, len(members), size)
-            ]
-        return [found[place] for place in draw.permutation(len(found))]
-
+    @abstractmethod
     def __len__(self) -> int:
         """Batches of an epoch."""
-        return sum(-(-len(m) // self._sizes[b]) for b, m in self._members.items())
 
-    def __iter__(self) -> Iterator[Step]:
+    @abstractmethod
+    def _share(self, batch: Any, epoch: int, number: int) -> Any:
+        """This rank's share of a batch."""
+
+    def __iter__(self) -> Iterator[Any]:
         epoch, order = self.epoch, self.batches(self.epoch)
         for number in range(self.done, len(order)):
             # Counted before the step is given out: a state taken with it says that it is done.
             self.epoch, self.done = (
                 (epoch, number + 1) if number + 1 < len(order) else (epoch + 1, 0)
             )
-            yield self._share(*order[number], epoch, number)
-
-    def _share(self, bucket: Bucket, batch: np.ndarray, epoch: int, number: int) -> Step:
-        start = len(batch) * self.rank // self.world_size
-        end = len(batch) * (self.rank + 1) // self.world_size
-        return Step(bucket, batch[start:end].tolist(), start, len(batch), epoch, number)
+            yield self._share(order[number], epoch, number)
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of an epoch."""
@@ -146,13 +111,87 @@ class BucketSampler:
             GulliverError: the same errors as there.
         """
         if not isinstance(state, Mapping) or not {"epoch", "done", "fingerprint"} <= set(state):
-            raise GulliverError("this is not the state of a bucket sampler: it has no position")
+            raise GulliverError(f"this is not the state of a {self.kind}: it has no position")
         if state["fingerprint"] != self.fingerprint:
             raise GulliverError(
                 "the saved data position belongs to other data, batch sizes or another seed: "
                 "resume with what the run was started with"
             )
         check_position(state["epoch"], state["done"], len(self))
+
+    kind = "sampler"
+    """Name of such samplers in messages."""
+
+
+class BucketSampler(ResumableSampler):
+    """Batches of equal shape from a data set of many shapes.
+
+    Args:
+        buckets: bucket of every sample; None where a sample fits none and is never used.
+        batch_size: samples of a batch over all ranks, one number or one for each bucket.
+        rank: rank of this process.
+        world_size: number of ranks.
+        seed: seed of the order.
+
+    Raises:
+        GulliverError: no sample has a bucket; a bucket has no batch size; a rank beyond the world.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket | None],
+        batch_size: int | Mapping[Bucket, int],
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(rank, world_size, seed)
+        members: dict[Bucket, list[int]] = {}
+        for index, bucket in enumerate(buckets):
+            if bucket is not None:
+                members.setdefault(bucket, []).append(index)
+        if not members:
+            raise GulliverError("no sample fits any bucket: nothing to train on")
+        # Sorted, so that the order of an epoch does not hang on which bucket was seen first.
+        self._members = {b: np.array(members[b], dtype=np.int64) for b in sorted(members)}
+        self._sizes = {b: _batch_size(batch_size, b) for b in self._members}
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch, all ranks together."""
+        return sum(map(len, self._members.values()))
+
+    kind = "bucket sampler"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of what an order depends on: data, batch sizes and seed, not the ranks."""
+        digest = hashlib.blake2b(str(self.seed).encode(), digest_size=8)
+        for bucket, members in self._members.items():
+            digest.update(f"{bucket}:{self._sizes[bucket]}:{len(members)}".encode())
+            digest.update(members.tobytes())
+        return digest.hexdigest()
+
+    def batches(self, epoch: int) -> list[tuple[Bucket, np.ndarray]]:
+        """Draws the global batches of an epoch: the bucket and indices of each, in order."""
+        draw = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
+        found = []
+        for bucket, members in self._members.items():
+            shuffled, size = draw.permutation(members), self._sizes[bucket]
+            found += [
+                (bucket, shuffled[start : start + size]) for start in range(0, len(members), size)
+            ]
+        return [found[place] for place in draw.permutation(len(found))]
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return sum(-(-len(m) // self._sizes[b]) for b, m in self._members.items())
+
+    def _share(self, batch: tuple[Bucket, np.ndarray], epoch: int, number: int) -> Step:
+        bucket, members = batch
+        start = len(members) * self.rank // self.world_size
+        end = len(members) * (self.rank + 1) // self.world_size
+        return Step(bucket, members[start:end].tolist(), start, len(members), epoch, number)
 
     def describe(self) -> str:
         """Says in one line how many samples and batches there are, and of which buckets."""

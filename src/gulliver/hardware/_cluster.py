@@ -8,6 +8,7 @@ is not there yet. How a file is checked stands in `_reading.py`.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
@@ -87,11 +88,29 @@ class Link:
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder's file system: bytes/s with writes synchronised, and seconds for an empty file."""
+    """A folder's disk, past the page cache where the system has a way.
+
+    Attributes:
+        write_rate: bytes/s written, until they are on the disk.
+        read_rate: bytes/s read.
+        latency_s: seconds for an empty file.
+        both_rate: bytes/s of reading and writing as much at once, both counted; None where that is
+            not known: they share the disk then.
+        folder: folder that was measured; empty where it is not known.
+    """
 
     write_rate: float
     read_rate: float
     latency_s: float = 0.0
+    both_rate: float | None = None
+    folder: str = ""
+
+    def has(self, folder: Path | str) -> bool:
+        """Whether a folder lies in the file system that was measured, as far as one can see."""
+        try:
+            return os.stat(self.folder).st_dev == os.stat(folder).st_dev
+        except OSError:
+            return False
 
 
 @dataclass(frozen=True)
@@ -111,7 +130,7 @@ class Cluster:
         name: name of the whole.
         device: what every rank computes on.
         axes: outer to inner; their sizes' product is the number of ranks.
-        disk: where checkpoints go.
+        disk: where checkpoints go, and what a memory limit leaves no room for.
         measured: False for descriptions from published figures.
         source: where the figures come from.
         date: day of the measurement.

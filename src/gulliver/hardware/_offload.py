@@ -5,10 +5,16 @@ chunk's forward, its backward, its update. One unit computes, visit after visit;
 what visits need, and takes away what must make room. Nothing else is assumed; which bytes move,
 and when they are sent on their way, is decided by whoever plans (`gulliver.solve` knows the rules
 of replacement), not here.
+
+[Note: reads and writes at once] Each direction is a queue of its own. While both have something to
+do, both go on, slower by what was measured of moving as much of both at once: a disk that both
+share does each at half its rate, a bus with two directions each at its own. Memory that is written
+is not free until its write has ended, so what comes may have to wait for what leaves.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,19 +34,32 @@ class TierRates:
         read_rate: bytes/s from there.
         write_rate: bytes/s to there.
         latency_s: seconds of a transfer beside its bytes.
-        duplex: whether reads and writes go on at the same time.
+        both_rate: bytes/s of reading and writing as much at once, both counted; None where they
+            share the link.
     """
 
     name: str
     read_rate: float
     write_rate: float
     latency_s: float = 0.0
-    duplex: bool = False
+    both_rate: float | None = None
 
     def seconds(self, transfer: Transfer) -> float:
-        """Seconds of a transfer."""
+        """Seconds of a transfer that has the link to itself."""
         rate = self.write_rate if transfer.write else self.read_rate
-        return self.latency_s + transfer.bytes / rate
+        return self.latency_s + transfer.bytes / rate if transfer.bytes else 0.0
+
+    @property
+    def at_once(self) -> float:
+        """Share of its rate that each direction has while the other is busy, too."""
+        if self.both_rate is None:
+            return 0.5
+        return min(max(self.both_rate / (2 * min(self.read_rate, self.write_rate)), 0.5), 1.0)
+
+    def busy(self, reads: float, writes: float) -> float:
+        """Seconds of so many seconds of reads and of writes, where neither ever waits."""
+        both = min(reads, writes)
+        return both / self.at_once + max(reads, writes) - both
 
 
 @dataclass(frozen=True)
@@ -51,11 +70,13 @@ class Transfer:
         bytes: number of bytes.
         write: whether they leave the first memory, rather than come.
         until: number of visits until they are needed; 0 for the visit itself.
+        room: bytes of writes under way beside which there is memory for what comes; None for any.
     """
 
     bytes: int
     write: bool = False
     until: int = 0
+    room: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +102,7 @@ class TieredSeconds:
         reads: seconds of reads.
         writes: seconds of writes.
         link: name of the link that is busier than others.
+        busy: seconds for which it is busy.
     """
 
     step: float
@@ -88,12 +110,7 @@ class TieredSeconds:
     reads: float
     writes: float
     link: str
-    duplex: bool = False
-
-    @property
-    def busy(self) -> float:
-        """Seconds for which the link is busy."""
-        return max(self.reads, self.writes) if self.duplex else self.reads + self.writes
+    busy: float
 
     @property
     def exposed(self) -> float:
@@ -111,8 +128,8 @@ def tiered_seconds(visits: Sequence[Visit], rates: TierRates) -> TieredSeconds:
     """Seconds of a step that repeats.
 
     A visit begins when the one before it has ended; then its transfers are queued, and it computes
-    as soon as all that it needs is there. The link takes transfers in their order; with `duplex`
-    there is one for each direction.
+    as soon as all that it needs is there. The link takes the transfers of each direction in their
+    order.
 
     Args:
         visits: uses of state in their order.
@@ -122,27 +139,82 @@ def tiered_seconds(visits: Sequence[Visit], rates: TierRates) -> TieredSeconds:
     reads = sum(took for moves in seconds for t, took in moves if not t.write)
     writes = sum(took for moves in seconds for t, took in moves if t.write)
     compute = sum(v.seconds for v in visits)
-    step = _repeated(visits, seconds, rates.duplex)
-    return TieredSeconds(step, compute, reads, writes, rates.name, rates.duplex)
+    step, busy = _repeated(visits, seconds, rates.at_once), rates.busy(reads, writes)
+    return TieredSeconds(step, compute, reads, writes, rates.name, busy)
 
 
 def _repeated(
-    visits: Sequence[Visit], transfers: Sequence[Sequence[tuple[Transfer, float]]], duplex: bool
+    visits: Sequence[Visit], transfers: Sequence[Sequence[tuple[Transfer, float]]], at_once: float
 ) -> float:
-    clock = begun = 0.0
-    free = {False: 0.0, True: 0.0}
-    there = [0.0] * len(visits)
+    link, clock, begun = _Link(at_once), 0.0, 0.0
+    needed = [0] * len(visits)
     for _ in range(REPEATS):
         begun = clock
         for number, visit in enumerate(visits):
+            link.run(clock)
             for transfer, seconds in transfers[number]:
-                way = transfer.write and duplex
-                free[way] = max(free[way], clock) + seconds
+                link.send(transfer, seconds)
                 if not transfer.write:
-                    place = (number + transfer.until) % len(visits)
-                    there[place] = max(there[place], free[way])
-            clock = max(clock, there[number]) + visit.seconds
+                    needed[(number + transfer.until) % len(visits)] = link.sent
+            link.run(clock, needed[number])
+            clock = max(clock, link.clock) + visit.seconds
     return clock - begun
+
+
+@dataclass
+class _Moving:
+    transfer: Transfer
+    left: float
+
+
+class _Link:
+    """Transfers under way, each direction in its order.
+
+    Args:
+        at_once: share of its rate that each direction has while both are busy.
+
+    Attributes:
+        clock: seconds since it began.
+        sent: number of reads that were queued so far.
+    """
+
+    def __init__(self, at_once: float) -> None:
+        self._at_once = at_once
+        self.clock, self.sent, self._read, self._writing = 0.0, 0, 0, 0
+        self._reads, self._writes = deque[_Moving](), deque[_Moving]()
+
+    def send(self, transfer: Transfer, seconds: float) -> None:
+        """Queues a transfer."""
+        queue = self._writes if transfer.write else self._reads
+        queue.append(_Moving(transfer, seconds))
+        self._writing += transfer.bytes * transfer.write
+        self.sent += not transfer.write
+
+    def run(self, until: float, reads: int = 0) -> None:
+        """Goes on until a time, and then until so many reads have ended."""
+        while self.clock < until or self._read < reads:
+            moving = [queue for queue in (self._reads, self._writes) if self._moves(queue)]
+            speed = self._at_once if len(moving) > 1 else 1.0
+            took = min((queue[0].left / speed for queue in moving), default=until - self.clock)
+            if self._read >= reads:
+                took = min(took, until - self.clock)
+            self.clock += took
+            for queue in moving:
+                queue[0].left -= took * speed
+                if queue[0].left <= 1e-12:
+                    self._end(queue.popleft().transfer)
+
+    def _moves(self, queue: deque[_Moving]) -> bool:
+        """Whether the first of a queue is under way: there is memory for it."""
+        if not queue:
+            return False
+        first = queue[0].transfer
+        free = first.write or first.room is None or self._writing <= first.room
+        return free or not self._writes
+
+    def _end(self, transfer: Transfer) -> None:
+        self._writing -= transfer.bytes * transfer.write
+        self._read += not transfer.write
 
 
 def disk_rates(cluster: Cluster) -> TierRates | None:
@@ -150,14 +222,16 @@ def disk_rates(cluster: Cluster) -> TierRates | None:
     disk = cluster.disk
     if disk is None:
         return None
-    return TierRates(DISK, disk.read_rate, disk.write_rate, disk.latency_s)
+    # Its latency is that of a new file: what moves here lies in one that is open.
+    return TierRates(DISK, disk.read_rate, disk.write_rate, both_rate=disk.both_rate)
 
 
 def host_rates(device: Device) -> TierRates | None:
     """Page-locked host memory as the tier behind a device; None where the device is the host."""
     if device.to_device_rate is None or device.to_host_rate is None:
         return None
-    return TierRates(HOST, device.to_device_rate, device.to_host_rate, device.launch_s, True)
+    rates = device.to_device_rate, device.to_host_rate
+    return TierRates(HOST, *rates, device.launch_s, 2 * min(rates))
 
 
 def seconds_text(seconds: float) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import Self
 
 import torch
 
@@ -22,6 +23,7 @@ from gulliver.errors import GulliverError
 from gulliver.hardware._cluster import Device, Disk
 from gulliver.hardware._curve import Curve
 from gulliver.hardware._timing import curve_of, in_turns, once
+from gulliver.io import BLOCK, PARTIAL, IoError, default_engine, require_space
 
 Progress = Callable[[str], None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -30,7 +32,13 @@ SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 LONGEST_S = 0.02
 TENSOR_BYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23, 1 << 25, 1 << 27)
 """Sizes of tensors of an element-wise operation; it reads two and writes one."""
-BLOCK_BYTES = 1 << 22
+BLOCK_BYTES = 1 << 24
+"""Bytes of a request to a disk."""
+DISK_BYTES = 1 << 28
+"""Bytes of the file that a disk is measured with."""
+TURN_S = 0.5
+"""Seconds of a turn on a disk that is not slower than a block in this time."""
+WAYS = {"reading": (True, False), "writing": (False, True), "both at once": (True, True)}
 
 
 def probe_device(device: torch.device, progress: Progress = lambda _: None) -> Device:
@@ -58,30 +66,35 @@ def probe_device(device: torch.device, progress: Progress = lambda _: None) -> D
     return Device(kind, rates, rate, size, launch_s, up, down, curves, memory)
 
 
-def probe_disk(folder: Path, count: int = 1 << 27, turns: int = 3) -> Disk:
-    """Measures a folder's file system with a file of `count` bytes, which is removed again.
+def probe_disk(
+    folder: Path,
+    count: int = DISK_BYTES,
+    turns: int = 3,
+    progress: Callable[[str, float], None] = lambda what, share: None,
+) -> Disk:
+    """Measures a folder's disk by a file without a name, past the page cache where there is a way.
+
+    Args:
+        folder: folder on the disk.
+        count: most bytes of the file; less where writing them takes long.
+        turns: number of turns that rates are the medians of.
+        progress: told what is measured, and which share of all is done.
 
     Raises:
         GulliverError: nothing can be written there, or there is no room.
     """
-    writes, reads, empty = [], [], []
     try:
-        for _ in range(turns):
-            with tempfile.NamedTemporaryFile(dir=folder) as file:
-                empty.append(_written(file, 1))
-                writes.append(_written(file, count))
-                reads.append(_read_back(file))
-    except OSError as error:
+        require_space(folder, count)
+        empty = statistics.median(_empty_file_seconds(folder) for _ in range(turns))
+        with _DiskFile(folder, count) as file:
+            rates = file.rates(turns, progress)
+    except (OSError, IoError) as error:
+        why = os.strerror(error.errno or 0)
         raise GulliverError(
-            f"cannot measure the disk in {folder}: {error.strerror}; name a folder that can be "
-            "written"
+            f"cannot measure the disk in {folder}: {why}; name a folder that can be written"
         ) from error
-    latency = statistics.median(empty)
-    # What is written after an empty file's time; a disk too fast to tell keeps half of it.
-    took = statistics.median(writes)
-    return Disk(
-        count / max(took - latency, took / 2), count / statistics.median(reads), min(latency, took)
-    )
+    read, write, both = (rates[way] for way in WAYS)
+    return Disk(write, read, empty, both, str(folder.absolute()))
 
 
 def processor() -> str:
@@ -130,22 +143,81 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
     return up, down
 
 
-def _written(file: IO[bytes], count: int) -> float:
-    """Seconds until `count` bytes are on the disk."""
-    block = os.urandom(min(count, BLOCK_BYTES))
+def _empty_file_seconds(folder: Path) -> float:
+    """Seconds until a file of a byte is on the disk."""
     begun = time.perf_counter()
-    for _ in range(-(-count // len(block))):
-        file.write(block)
-    file.flush()
-    os.fsync(file.fileno())
-    return time.perf_counter() - begun
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.write(b"0")
+        file.flush()
+        os.fsync(file.fileno())
+        return time.perf_counter() - begun
 
 
-def _read_back(file: IO[bytes]) -> float:
-    """Seconds to read a file that the system's cache was asked to forget."""
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    file.seek(0)
-    begun = time.perf_counter()
-    while file.read(BLOCK_BYTES):
-        pass
-    return time.perf_counter() - begun
+class _DiskFile:
+    """A file without a name that is read and written as those of a memory manager are.
+
+    Each direction has an engine of its own. Blocks are written once before anything is timed: the
+    file system gives them their places then.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        # What is read is of no interest: all blocks come to the same place, beside what is written.
+        self._block = min(BLOCK_BYTES, max(count // BLOCK, 1) * BLOCK)
+        self._memory = torch.empty(2 * self._block + BLOCK, dtype=torch.uint8).random_()
+        self._address = -(-self._memory.data_ptr() // BLOCK) * BLOCK
+        options = {"page_bytes": BLOCK, "pages": 1, "copiers": 1}
+        self._reader, self._writer = (default_engine(**options) for _ in range(2))
+        self.count = self._whole(count)
+        path = folder / f".gulliver-probe-{os.getpid()}-{secrets.token_hex(6)}{PARTIAL}"
+        try:
+            self._target = self._writer.create(path, self.count)
+            self._source = self._reader.open(path)
+            self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except BaseException:
+            self._close_engines()
+            raise
+        finally:
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._handle)
+        self._close_engines()
+
+    def rates(self, turns: int, progress: Callable[[str, float], None]) -> dict[str, float]:
+        """Bytes/s by way, of a file that a turn takes about `TURN_S` for."""
+        progress("first writes", 0.0)
+        took = self._moved((False, True))
+        self.count = self._whole(int(self.count * min(TURN_S / took, 1.0)))
+        found: dict[str, list[float]] = {way: [] for way in WAYS}
+        for number, (way, kinds) in enumerate(list(WAYS.items()) * turns, 1):
+            progress(way, number / (len(WAYS) * turns + 1))
+            found[way].append(sum(kinds) * self.count / self._moved(kinds))
+        return {way: statistics.median(rates) for way, rates in found.items()}
+
+    def _moved(self, kinds: tuple[bool, bool]) -> float:
+        """Seconds of reading, of writing, or of both, block after block."""
+        os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        reads, writes = kinds
+        begun, tickets = time.perf_counter(), []
+        for offset in range(0, self.count, self._block):
+            if writes:
+                place = offset, self._address, self._block
+                tickets.append(self._writer.write(self._target, *place))
+            if reads:
+                place = offset, self._address + self._block, self._block
+                tickets.append(self._reader.read(self._source, *place))
+        if writes:
+            tickets.append(self._writer.sync(self._target))
+        for ticket in tickets:
+            ticket.wait()
+        return time.perf_counter() - begun
+
+    def _whole(self, count: int) -> int:
+        return max(count // self._block, 1) * self._block
+
+    def _close_engines(self) -> None:
+        self._reader.close()
+        self._writer.close()

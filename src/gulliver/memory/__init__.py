@@ -6,10 +6,12 @@ limit of memory: `_traffic.py` moves them to and from what `_stores.py` and `_ho
 """
 
 from gulliver.memory._activations import ActivationOffload, offload_activations
+from gulliver.memory._around import recompute_modules
 from gulliver.memory._budget import (
     BudgetController,
     BudgetRule,
     Change,
+    room_without_unseen,
     smallest_limit,
     with_unseen,
 )
@@ -23,16 +25,6 @@ from gulliver.memory._bytes import (
     ByteCounter,
 )
 from gulliver.memory._chunk import Chunk
-from gulliver.memory._claims import (
-    ASKS,
-    Claim,
-    add_claim,
-    before_any_write,
-    before_write,
-    drop_claim,
-    is_claimed,
-    storage_of,
-)
 from gulliver.memory._footprint import CudaGauge, Footprint, Gauge, ProcessGauge, StepFootprint
 from gulliver.memory._host import Copier, HostStore
 from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
@@ -44,6 +36,16 @@ from gulliver.memory._pending import hide_from_compilers, mark_pending, mark_rea
 from gulliver.memory._placed import HELD, Placed, Where
 from gulliver.memory._placed_chunk import LentBuffers, PlacedChunk
 from gulliver.memory._prefetch import LEGAL_PRESENCE, Mover, Pass, Prefetcher, Presence, Resident
+from gulliver.memory._read_locks import (
+    ASKS,
+    ReadLock,
+    add_read_lock,
+    any_read_lock,
+    before_any_write,
+    before_write,
+    drop_read_lock,
+    storage_of,
+)
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
 from gulliver.memory._stores import DiskStore, Store, Transfer, page_aligned, whole_pages
@@ -78,7 +80,6 @@ __all__ = [
     "Change",
     "Chunk",
     "ChunkLayout",
-    "Claim",
     "Copier",
     "CudaGauge",
     "DiskStore",
@@ -100,6 +101,7 @@ __all__ = [
     "Prefetcher",
     "Presence",
     "ProcessGauge",
+    "ReadLock",
     "ReducedGradient",
     "Region",
     "Resident",
@@ -111,14 +113,14 @@ __all__ = [
     "UseRecorder",
     "Where",
     "activation_peak",
-    "add_claim",
+    "add_read_lock",
+    "any_read_lock",
     "before_any_write",
     "before_write",
     "block_activations",
-    "drop_claim",
+    "drop_read_lock",
     "follow_step",
     "hide_from_compilers",
-    "is_claimed",
     "mark_pending",
     "mark_ready",
     "moment_size",
@@ -126,8 +128,10 @@ __all__ = [
     "page_aligned",
     "part_of",
     "plan_chunks",
+    "recompute_modules",
     "reduced_gradient",
     "region_of",
+    "room_without_unseen",
     "seconds_between",
     "set_region",
     "smallest_limit",

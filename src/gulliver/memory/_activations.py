@@ -8,6 +8,8 @@ strides and shared memory are as they were.
 of it are saved. Two saves share a copy as long as the memory lives and nobody wrote into it in
 between. Kept as they are: parameters and their views, what is small, what is no plain tensor.
 Autograd does not compare versions where hooks are in force, so that is done here, with its words.
+Nor does it call hooks that were in force before these: who has some that matter, such as those that
+give parameters back between forward and backward, names them (`outer`).
 
 [Note: lifetimes] A copy lives as long as autograd refers to it: until its node has run, or until
 the graph is freed without a backward. Its object is then discarded, which neither writes nor reads,
@@ -24,27 +26,56 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gulliver._compat import (
-    at_end_of_backward,
-    backward_number,
-    compiled_call,
-    replace_compiled_call,
-    storage_users,
-)
+from gulliver._compat import at_end_of_backward, backward_number, storage_users
 from gulliver.errors import GulliverError
+from gulliver.memory._around import wrap_call
 from gulliver.memory._bytes import ACTIVATIONS
 from gulliver.memory._manager import Manager
 from gulliver.memory._placed import Placed
+from gulliver.solve import NoRoom
 
 LEAST_BYTES = 1 << 16
 """Size of memory from which moving it away is worth its bookkeeping."""
+
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What is called with what autograd saves, and with that to have it back."""
+
+
+class Keeper(Protocol):
+    """What is needed of a manager."""
+
+    device: torch.device
+
+    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> Placed:
+        """Takes a new object."""
+        ...
+
+    def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
+        """Brings an object, and keeps it there until `done`."""
+        ...
+
+    def done(self, placed: Placed) -> None:
+        """Ends a use."""
+        ...
+
+    def discard(self, placed: Placed) -> None:
+        """Forgets the content of an object."""
+        ...
+
+    def remove(self, placed: Placed) -> None:
+        """Forgets an object."""
+        ...
+
+    def view(self, placed: Placed) -> Tensor:
+        """Shows the content of an object wherever it lies."""
+        ...
 
 
 class _Copy:
@@ -77,20 +108,30 @@ class _Kept:
     version: int
 
 
+@dataclass(frozen=True)
+class _Outer:
+    """What other hooks have saved in the place of a tensor."""
+
+    saved: Any
+
+
 class ActivationOffload:
     """Gives what forward saves for backward to a manager.
 
     Args:
         manager: manager whose objects the activations become.
         least: size of memory from which it is taken, in bytes.
+        outer: hooks that are asked first; a tensor that they return as it is, is not theirs.
 
     Attributes:
         moved: bytes that were taken so far.
         kept: bytes that were too small, no plain tensors, or did not fit the budget.
     """
 
-    def __init__(self, manager: Manager, least: int = LEAST_BYTES) -> None:
-        self.manager, self.least = manager, least
+    def __init__(
+        self, manager: Keeper, least: int = LEAST_BYTES, outer: Hooks | None = None
+    ) -> None:
+        self.manager, self.least, self._outer = manager, least, outer
         self.moved = self.kept = 0
         self._copies: dict[int, weakref.ref[_Copy]] = {}
         self._free: dict[int, list[tuple[int, Placed]]] = {}
@@ -121,11 +162,7 @@ class ActivationOffload:
         """
         for path in paths:
             module = model.get_submodule(path)
-            compiled = compiled_call(module)
-            if compiled is not None:
-                replace_compiled_call(module, self._around(module, compiled))
-            else:
-                module.forward = self._around(module, module.forward)
+            wrap_call(module, self._around(module))
 
     def sweep(self) -> None:
         """Discards what died, and lets go of what no node uses any more."""
@@ -140,9 +177,8 @@ class ActivationOffload:
                 del self._used[placed.number]
                 self.manager.done(placed)
 
-    def _around(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(call)
-        def run(*args: Any, **kwargs: Any) -> Any:
+    def _around(self, module: nn.Module) -> Callable[..., Any]:
+        def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return call(*args, **kwargs)
             with self.saving(module):
@@ -150,8 +186,10 @@ class ActivationOffload:
 
         return run
 
-    def _pack(self, tensor: Tensor, outside: set[int]) -> _Saved | _Kept:
+    def _pack(self, tensor: Tensor, outside: set[int]) -> _Saved | _Kept | _Outer:
         self.sweep()
+        if self._outer is not None and (saved := self._outer[0](tensor)) is not tensor:
+            return _Outer(saved)
         if _is_own(tensor):
             # The leaf itself: its data may be exchanged, and other data be there in backward.
             return _Kept(tensor, tensor._version)
@@ -171,8 +209,11 @@ class ActivationOffload:
             tensor._version,
         )
 
-    def _unpack(self, saved: _Saved | _Kept) -> Tensor:
+    def _unpack(self, saved: _Saved | _Kept | _Outer) -> Tensor:
         self.sweep()
+        if isinstance(saved, _Outer):
+            assert self._outer is not None
+            return self._outer[1](saved.saved)
         tensor = saved.tensor if isinstance(saved, _Kept) else saved.tensor()
         if tensor is not None and tensor._version != saved.version:
             raise RuntimeError(_modified(tensor, saved.version))
@@ -182,18 +223,25 @@ class ActivationOffload:
         if number not in (-1, self._backward):
             self._backward = number
             at_end_of_backward(self.sweep)
-        placed = saved.copy.placed
-        if placed.number not in self._used:
-            memory = self.manager.use(placed)
-            self._used[placed.number] = (placed, storage_users(memory))
-        memory = placed.tensor
-        assert memory is not None
+        memory = self._brought(saved.copy.placed)
         whole = memory.numel() // saved.dtype.itemsize * saved.dtype.itemsize
         flat = memory[:whole].view(saved.dtype)
         return flat.as_strided(saved.size, saved.stride, saved.offset)
 
+    def _brought(self, placed: Placed) -> Tensor:
+        """Memory of an object, which stays until no node looks at it any more."""
+        if placed.number not in self._used:
+            try:
+                memory = self.manager.use(placed)
+            except NoRoom:
+                # Backward has to go on: a copy beside the budget, which measurements then lower.
+                return self.manager.view(placed).to(self.manager.device, copy=True)
+            self._used[placed.number] = (placed, storage_users(memory))
+        assert placed.tensor is not None
+        return placed.tensor
+
     def _wanted(self, tensor: Tensor, outside: set[int]) -> bool:
-        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        if not self._is_plain(tensor) or tensor.layout != torch.strided:
             return False
         if tensor.device != self.manager.device or tensor.is_conj() or tensor.is_neg():
             return False
@@ -201,6 +249,14 @@ class ActivationOffload:
         if (base is not None and _is_own(base)) or _key(tensor) in outside:
             return False
         return tensor.untyped_storage().nbytes() >= self.least
+
+    def _is_plain(self, tensor: Tensor) -> bool:
+        return type(tensor) is Tensor
+
+    def _fill(self, memory: Tensor, tensor: Tensor) -> None:
+        """Copies all memory behind a tensor."""
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        memory.copy_(source.set_(tensor.untyped_storage()))
 
     def _copy(self, tensor: Tensor) -> _Copy | None:
         """The copy of a tensor's memory; None where it does not fit the budget."""
@@ -210,15 +266,17 @@ class ActivationOffload:
         # Memory that is gone may have been given out again, at the same address.
         if copy is not None and copy.source() is storage and copy.version == tensor._version:
             return copy
-        placed = self._take(storage.nbytes())
+        try:
+            placed = self._take(storage.nbytes())
+        except GulliverError:  # nor is there room behind
+            return None
         try:
             memory = self.manager.use(placed, write=True, fresh=True)
         except GulliverError:
             heapq.heappush(self._free[placed.nbytes], (placed.number, placed))
             return None
         try:
-            source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            memory.copy_(source)
+            self._fill(memory, tensor)
         finally:
             self.manager.done(placed)
         self.moved += placed.nbytes
@@ -239,7 +297,15 @@ class ActivationOffload:
         free = self._free.setdefault(nbytes, [])
         if free:
             return heapq.heappop(free)[1]
-        return self.manager.add(f"activation of {nbytes} bytes", ACTIVATIONS, nbytes, torch.uint8)
+        new = f"activation of {nbytes} bytes", ACTIVATIONS, nbytes, torch.uint8
+        try:
+            return self.manager.add(*new)
+        except GulliverError:
+            # Those of a batch of another size are in the way.
+            for unused in self._free.values():
+                while unused:
+                    self.manager.remove(unused.pop()[1])
+            return self.manager.add(*new)
 
 
 @contextmanager

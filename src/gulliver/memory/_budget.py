@@ -135,6 +135,21 @@ class BudgetRule:
         why = f"{_mib(total)} of {_mib(self.limit)} used, {_mib(other)} by other memory"
         return self._set(room, at, why)
 
+    def grow(self, needed: int, other: int) -> int:
+        """Raises the budget inside a step for what is in use at once, where the limit has room.
+
+        Args:
+            needed: least budget that would do.
+            other: bytes that no manager holds now.
+        """
+        room = self.limit - self.margin - other
+        if needed > room:
+            return self.budget
+        self.minimum = max(self.minimum, needed)
+        # With some to spare: what is given back may be looked at a little longer.
+        wanted = needed + (room - needed) // RISE_SHARE
+        return self._set(max(self.budget, wanted), "", "more is in use at once")
+
     def hold_minimum(self) -> int:
         """Sets the budget to the minimum, which the manager cannot go below."""
         return self._set(max(self.budget, self.minimum), "", "as much is in use at once")
@@ -190,6 +205,7 @@ class BudgetController:
         self._least, self._warned = minimum or manager.minimum, False
         self.steps: list[StepFootprint] = []
         self._manager, self._footprint = manager, footprint
+        self._predicted = 0 if predicted is None else predicted.bytes or 0
         manager.set_budget(self.rule.begin(predicted, decides))
         self._freed = FreedMemory()
         if footprint is not None:
@@ -209,6 +225,19 @@ class BudgetController:
         other, total = footprint.now()
         self._apply(self.rule.press(other, total, at))
         footprint.alarmed = False
+
+    def grow(self, needed: int) -> bool:
+        """Raises the budget for what does not fit it, if it fits the limit; says whether it did.
+
+        Args:
+            needed: least budget that would do.
+        """
+        other = self._predicted if self._footprint is None else self._footprint.now()[0]
+        budget = self.rule.grow(needed, other)
+        if budget < needed:
+            return False
+        self._manager.set_budget(budget)
+        return True
 
     def end_step(self) -> None:
         """Takes the measurements of the step that ends, and sets the budget of the next."""
@@ -257,6 +286,13 @@ class BudgetController:
 def with_unseen(nbytes: int) -> int:
     """Adds to a prediction what kernels use inside, and threads and libraries at first use."""
     return nbytes + nbytes // UNSEEN_SHARE + min(nbytes, UNSEEN_BYTES)
+
+
+def room_without_unseen(nbytes: int) -> int:
+    """Most bytes that fit with what `with_unseen` adds to them."""
+    small = nbytes * UNSEEN_SHARE // (2 * UNSEEN_SHARE + 1)
+    large = (nbytes - UNSEEN_BYTES) * UNSEEN_SHARE // (UNSEEN_SHARE + 1)
+    return max(small, large) if large >= UNSEEN_BYTES else min(small, UNSEEN_BYTES)
 
 
 def smallest_limit(minimum: int, predicted: int) -> int:

@@ -33,11 +33,11 @@ from gulliver._compat import without_torch_functions
 from gulliver.errors import GulliverError
 from gulliver.memory._buffers import BufferPool
 from gulliver.memory._bytes import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
-from gulliver.memory._claims import before_write, is_claimed
 from gulliver.memory._layout import ChunkLayout
 from gulliver.memory._moments import Moment, first_elements, moment_size
 from gulliver.memory._pending import mark_ready
 from gulliver.memory._placed import Placed
+from gulliver.memory._read_locks import any_read_lock, before_write
 from gulliver.memory._reduced import ReducedGradient, reduced_gradient
 
 _form = attrgetter("shape", "dtype")
@@ -60,6 +60,7 @@ class Chunk:
         blank: parameters that had no gradient when the chunk began to collect.
         parked: whether what was collected has left until it is reduced.
         resting: what is being collected, while it may leave until more comes.
+        writes: number of times that writes to parameters were brought to `home`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Chunk:
         self.buffer: Tensor | None = whole
         self.home = self.shard
         self._separate = False
+        self.writes = 0
         self.gradient: Tensor | None = None
         self.parked = False
         self.resting: Placed | None = None
@@ -147,6 +149,12 @@ class Chunk:
         if self._separate:
             self._count_home(self.home.nbytes)
 
+    def widen_home(self, dtype: torch.dtype) -> None:
+        """Keeps `home`, a tensor of its own, in another dtype from here on."""
+        self._count_home(-self.home.nbytes)
+        self.home = self.home.to(dtype)
+        self._count_home(self.home.nbytes)
+
     def _count_home(self, nbytes: int) -> None:
         self.pool.counter.add(OPTIMIZER_STATE if self.has_master else PARAMETERS, nbytes)
 
@@ -215,9 +223,10 @@ class Chunk:
         """Writes what differs to `home` or a run of it; the rest keeps more bits than `values`."""
         rounded = home.to(values.dtype)
         # A device would be waited for; to write what is there already costs it less.
-        if (self.device.type == "cpu" or is_claimed()) and torch.equal(rounded, values):
+        if (self.device.type == "cpu" or any_read_lock()) and torch.equal(rounded, values):
             return
         before_write([self.home])
+        self.writes += 1
         home.copy_(torch.where(rounded == values, home, values.to(home.dtype)))
 
     # Optimizer state.

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.memory._bytes import ACTIVATIONS, KINDS, ByteCounter
-from gulliver.memory._claims import before_write, before_write_at, storage_of
 from gulliver.memory._history import History
 from gulliver.memory._placed import Placed, Where
+from gulliver.memory._read_locks import before_write, before_write_at, storage_of
 from gulliver.memory._stores import Store, whole_pages
 from gulliver.memory._traffic import Traffic
 from gulliver.solve import Action, Move, Replacement
@@ -269,6 +269,34 @@ class Manager:
             self._history.event(f"give {kind}", memory.numel())
             self._run(actions)
 
+    @contextmanager
+    def reserved(self, nbytes: int, kind: str) -> Iterator[None]:
+        """Leaves room for memory that somebody else takes, for a block, and counts it.
+
+        Raises:
+            GulliverError: as for `use`.
+        """
+        size = whole_pages(nbytes)
+        with self._entered():
+            self._tell()
+            actions = self._decided(lambda: self._core.lend(size, f"new {kind}"))
+            self._history.event(f"lend {kind}", size)
+            self._run(actions)
+            try:
+                self._traffic.reserve(size)
+            except BaseException:
+                self._run(self._core.give(size))
+                raise
+            self.counter.add(kind, nbytes)
+        try:
+            yield
+        finally:
+            with self._entered():
+                self.counter.add(kind, -nbytes)
+                self._traffic.held -= size
+                self._history.event(f"give {kind}", size)
+                self._run(self._core.give(size))
+
     def set_budget(self, nbytes: int) -> None:
         """Changes the size of the fast tier, and waits until no more than that is held.
 
@@ -302,9 +330,9 @@ class Manager:
         """
         text = self._history.explain(step)
         cycle = self._core.cycle
-        if cycle is None or not cycle.residency.cost:
+        if cycle is None or not cycle.cost:
             return text
-        cost, bound = cycle.residency.cost, cycle.residency.bound
+        cost, bound = cycle.cost, cycle.bound
         return (
             f"{text}\nplan for the next: {cost / 2**20:.1f} MiB read and written; with loads this "
             f"far ahead ({cycle.margin / 2**20:.1f} MiB) none needs less than {bound / 2**20:.1f}"

@@ -42,5 +42,5 @@ class Moment:
         start = self.starts[name]
         run = self.buffer[start : start + value.numel()]
         if run.data_ptr() != value.data_ptr() and not value.is_meta:
-            run.copy_(value.reshape(-1))
+            run.view(value.shape).copy_(value)
         return run

@@ -31,11 +31,11 @@ from gulliver._compat import without_torch_functions
 from gulliver.memory._buffers import BufferPool
 from gulliver.memory._bytes import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, ByteCounter
 from gulliver.memory._chunk import Chunk
-from gulliver.memory._claims import before_write
 from gulliver.memory._layout import ChunkLayout
 from gulliver.memory._manager import Manager
 from gulliver.memory._moments import Moment, first_elements, moment_size
 from gulliver.memory._placed import Placed
+from gulliver.memory._read_locks import before_write
 from gulliver.memory._reduced import ReducedGradient
 
 COLUMNS = 1021
@@ -102,14 +102,27 @@ class PlacedChunk(Chunk):
     def settle_home(self, dtype: torch.dtype, separate: bool, trained: bool = True) -> None:
         """Makes `home` an object of the manager."""
         self._separate = True
+        self._place_home(dtype, self.shard)
+        self.release()
+        self._in_place = self.layout.parts == 1 and dtype == self.dtype
+
+    def _place_home(self, dtype: torch.dtype, values: Tensor) -> None:
         name, size = self.layout.slots[0].name, self.layout.part_size
         kind = PARAMETERS if dtype == self.dtype else OPTIMIZER_STATE
         self._shard = self._manager.add(f"parameters from {name}", kind, size, dtype)
         with self._manager.using(self._shard, fresh=True) as home:
-            home.copy_(self.shard)
+            home.copy_(values)
         self.home = self._elsewhere = _on_meta(self._shard)
-        self.release()
-        self._in_place = self.layout.parts == 1 and dtype == self.dtype
+
+    def widen_home(self, dtype: torch.dtype) -> None:
+        """Keeps `home` in another dtype from here on."""
+        narrow = self._shard
+        if dtype == narrow.dtype:
+            return
+        with self._manager.using(narrow) as values:
+            self._place_home(dtype, values)
+        self._manager.remove(narrow)
+        self._in_place, self._sums = False, None
 
     def _take_buffer(self) -> Tensor:
         if not self._in_place:
@@ -144,7 +157,9 @@ class PlacedChunk(Chunk):
         if self._sums is None or torch.equal(self._sums, _sums(self.shard)):
             return
         with self.opened(write=True):
-            if not self._in_place:
+            if self._in_place:
+                self.writes += 1
+            else:
                 self.merge(self.home, self.shard)
 
     @contextmanager
@@ -240,7 +255,7 @@ class PlacedChunk(Chunk):
 
     def rest_gradient(self) -> None:
         """Lets what is being collected leave until more comes; what is on its way stays."""
-        if self.resting or not self.gradient_begun:
+        if not self.gradient_begun:
             return
         assert self.gradient is not None, "something is being collected"
         filled = self.gradient is self._filled

@@ -10,6 +10,10 @@ pass. So ranks may differ in what they use, and none waits for one that has noth
 called twice) ends the pass and starts it anew, and is kept from then on. Outside of passes whatever
 is used is brought at once.
 
+[Note: from forward to backward] A backward begins with what its forward has used last. So the last
+of a forward stay, as many as there is room for anyway, which is one fewer than a pass has at most;
+they are not brought again, and one more is on its way before backward uses the first.
+
 It does not know what a resident is, nor how it is brought: a `Mover` does. With one that only
 counts, it tells what a recorded step holds at which time.
 """
@@ -49,11 +53,13 @@ class Resident:
         presence: where its bytes are.
         kept: whether it is needed again in the same pass: it stays once it is there.
         held: whether a graph may refer to it: it stays until it is let go of by name.
+        used: whether it was used in the present pass.
     """
 
     presence: Presence = Presence.WHOLE
     kept: bool = False
     held: bool = False
+    used: bool = False
 
     def enter(self, presence: Presence) -> None:
         """Changes where its bytes are."""
@@ -109,6 +115,8 @@ class Prefetcher:
         self.residents, self.mover, self.ahead = list(residents), mover, ahead
         self.every, self.tight = every, tight
         self.current = Pass.NONE
+        # From forward to backward; see the note above.
+        self._stay, self._left = ahead + 1 if every and not tight else 1, 0
         self._order: list[Any] = []
         self._at: dict[int, int] = {}
         self._issued = self._reached = 0
@@ -119,18 +127,21 @@ class Prefetcher:
         untouched = self._reached == 0 and self._order == self.residents
         if kind is Pass.FORWARD and untouched and self._issued:
             self.current = kind  # begun by `prefetch`
-            return
-        if kind is Pass.FORWARD:
+        elif kind is Pass.FORWARD:
             self.release_all(held=False)
             self._set_order(self.residents[:])
+            self.current = kind
         else:
-            # The forward has left its last: it is the first that backward uses.
-            skip = self.every and self.residents[-1].presence is not Presence.ABSENT
-            self._set_order(self.residents[-2::-1] if skip else self.residents[::-1])
-        self.current = kind
+            # The forward has left its last: they are the first that backward uses.
+            self._set_order(self.residents[::-1])
+            self.current, self._issued = kind, self._left
+            if self._left > 1:
+                self._issue(self._left + 1)
 
     def _set_order(self, order: list[Any]) -> None:
         self._order, self._issued, self._reached = order, 0, 0
+        for resident in order:
+            resident.used = False
         self._at = {id(resident): place for place, resident in enumerate(order)}
 
     def prefetch(self) -> None:
@@ -147,9 +158,10 @@ class Prefetcher:
         """
         self.complete()
         if keep_last:
-            for resident in self.residents[:-1]:
+            for resident in self.residents[: -self._stay]:
                 self.mover.finish(resident)
                 self._release_used(resident)
+            self._left = min(self._stay, len(self.residents)) if self.every else 0
         else:
             self.release_all(held=False)
         self.current = Pass.NONE
@@ -161,7 +173,7 @@ class Prefetcher:
 
     def release_all(self, held: bool = True) -> None:
         """Lets go of everything, with `held` also of what a graph may refer to."""
-        self.current = Pass.NONE
+        self.current, self._left = Pass.NONE, 0
         for resident in self.residents:
             if held or not resident.held:
                 resident.held = False
@@ -180,12 +192,14 @@ class Prefetcher:
         if place is None:
             self.mover.finish(resident)
             return
+        resident.used = True
         if self.tight and resident.kept and resident.presence is Presence.WHOLE:
             return  # it stays: what lies before it in the pass need not be passed by for it
         # Most uses are of what is here, and was reached before.
         if place < self._reached and resident.presence is Presence.WHOLE:
             return
         self._reached = max(self._reached, place + 1)
+        self._release_passed(place)  # before others come: there is room for them then
         while self._issued <= place:
             self._issue(self._issued + 1)
             if self.tight:
@@ -193,10 +207,8 @@ class Prefetcher:
         if resident.presence is Presence.ABSENT:
             self.mover.bring(resident)
         self.mover.finish(resident)
+        self._release_passed(place)
         self._issue(place + 1 + self.ahead)
-        for passed in self._order[: max(0, place - 1)]:
-            if passed.presence is Presence.WHOLE:
-                self._release_used(passed)
 
     def use_together(self, residents: Sequence[Any]) -> None:
         """Waits for residents that are read all at once."""
@@ -213,6 +225,16 @@ class Prefetcher:
             self._issue(self._issued + 1)
             self._pass_by(self._issued - 2 - self.ahead, len(self._order))
         self._reached = len(self._order)
+
+    def _release_passed(self, place: int) -> None:
+        """Lets go of what a pass has used before the resident that precedes a place."""
+        end = place - 1
+        if self.current is Pass.FORWARD:
+            end = min(end, len(self._order) - self._stay)
+        for passed in self._order[: max(0, end)]:
+            # What was jumped over will be used yet, or come past at the end.
+            if passed.presence is Presence.WHOLE and (passed.used or not self.every):
+                self._release_used(passed)
 
     def _pass_by(self, place: int, end: int) -> None:
         """Lets go of the resident at a place of the pass, if that lies before the end."""

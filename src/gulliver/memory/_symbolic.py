@@ -7,6 +7,7 @@ ones, only the bytes are not. What is recomputed in backward runs there again, a
 
 Parameters and buffers are not counted, nor gradients from the moment at which they are accumulated.
 Nor is what kernels use inside and give back before they return: nobody sees that from Python.
+Where activations are off-loaded, the very code that does it runs with a manager that only counts.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from torch.nn.modules.module import (
 )
 from torch.utils import _pytree as pytree
 
-from gulliver._compat import DispatchMode, fake_mode, private_tables, replace_tensors
+from gulliver._compat import DispatchMode, fake_kind, fake_mode, private_tables, replace_tensors
 from gulliver.errors import GulliverError
+from gulliver.memory._activations import ActivationOffload
+from gulliver.memory._placed import Placed
 from gulliver.solve import BlockActivations
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -76,6 +79,7 @@ class ActivationPeak:
         curve: memory over the calls of modules.
         kept: what the last call of each module in forward left for backward, by path.
         reason: why the step cannot be followed; empty where it can.
+        taken: sizes of the memories that were off-loaded, by the path that was off-loaded.
     """
 
     bytes: int | None
@@ -83,6 +87,7 @@ class ActivationPeak:
     curve: tuple[MemoryPoint, ...] = ()
     kept: Mapping[str, Kept] = field(default_factory=dict)
     reason: str = ""
+    taken: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -101,6 +106,8 @@ def activation_peak(
     criterion: Callable[[Any], Tensor] | None = None,
     autocast: torch.dtype | None = None,
     hooks: bool = False,
+    prepare: Callable[[nn.Module], None] = lambda _: None,
+    offloaded: Sequence[str] = (),
 ) -> ActivationPeak:
     """Predicts the memory of a step that is no parameter, gradient or optimizer state.
 
@@ -115,6 +122,8 @@ def activation_peak(
             its floating-point tensors, the dearest of the usual losses.
         autocast: dtype of autocast.
         hooks: whether the modules' hooks run; such as move chunks must not.
+        prepare: called with the model before it runs; what it changes of modules is put back.
+        offloaded: paths of modules whose activations a manager takes; they are not counted then.
 
     Returns:
         The peak; where control flow depends on data, the reason why there is none.
@@ -124,8 +133,11 @@ def activation_peak(
             fakes = _Fakes()
             for module in model.modules():
                 replace_tensors(module, fakes.of)
+            prepare(model)
             batch = pytree.tree_map_only(Tensor, fakes.of, (tuple(args), dict(kwargs or {})))
-            return follow_step(model, *batch, criterion=criterion, autocast=autocast)
+            return follow_step(
+                model, *batch, criterion=criterion, autocast=autocast, offloaded=offloaded
+            )
     except Exception as error:
         line = str(error).strip().split("\n")[0]
         return ActivationPeak(None, reason=f"{type(error).__name__}: {line}")
@@ -138,14 +150,19 @@ def follow_step(
     *,
     criterion: Callable[[Any], Tensor] | None = None,
     autocast: torch.dtype | None = None,
+    offloaded: Sequence[str] = (),
 ) -> ActivationPeak:
     """Counts the memory of a forward and a backward that runs now, with whatever tensors there are.
 
-    Gradients are accumulated into the parameters as in any step.
+    Gradients are accumulated into the parameters as in any step. Modules at the paths of
+    `offloaded` stay wrapped; the tensors have to be fake then.
     """
-    device = next((p.device.type for p in model.parameters()), "cpu")
-    context = torch.autocast(device, autocast) if autocast is not None else nullcontext()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    context = torch.autocast(device.type, autocast) if autocast is not None else nullcontext()
     with StorageCounter() as counter, _Watch(model, counter) as watch:
+        takers = {path: _CountingManager(device, counter) for path in offloaded}
+        for path, taker in takers.items():
+            _FakeOffload(taker).wrap(model, [path])
         leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         inputs = counter.add(leaves)
         with context:
@@ -156,7 +173,51 @@ def follow_step(
         if loss.requires_grad:
             loss.backward()
         del output, loss
-    return ActivationPeak(counter.peak, inputs, tuple(watch.curve()), watch.kept)
+    taken = {path: tuple(taker.taken) for path, taker in takers.items()}
+    return ActivationPeak(counter.peak, inputs, tuple(watch.curve()), watch.kept, taken=taken)
+
+
+class _CountingManager:
+    """A manager of fake activations: they are somebody else's bytes.
+
+    Attributes:
+        taken: bytes of each memory that was taken.
+    """
+
+    def __init__(self, device: torch.device, counter: StorageCounter) -> None:
+        self.device, self.taken, self._counter = device, list[int](), counter
+
+    def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> Placed:
+        """Makes an object."""
+        return Placed(name, kind, numel, dtype, number=len(self.taken))
+
+    def use(self, placed: Placed, write: bool = False, fresh: bool = False) -> Tensor:
+        """Makes memory that does not count."""
+        if fresh:
+            self.taken.append(placed.nbytes)
+        placed.tensor = torch.empty(placed.numel, dtype=placed.dtype, device=self.device)
+        self._counter.drop_tensor(placed.tensor)
+        return placed.tensor
+
+    def done(self, placed: Placed) -> None:
+        """Forgets that memory."""
+        placed.tensor = None
+
+    discard = remove = done
+
+    def view(self, placed: Placed) -> Tensor:
+        """Is never asked: there is room for everything."""
+        raise NotImplementedError
+
+
+class _FakeOffload(ActivationOffload):
+    """Off-load of tensors that have no memory."""
+
+    def _is_plain(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, fake_kind())
+
+    def _fill(self, memory: Tensor, tensor: Tensor) -> None:
+        pass
 
 
 def stand_in_loss(output: Any) -> Tensor:

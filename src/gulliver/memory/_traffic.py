@@ -27,8 +27,8 @@ from torch import Tensor
 from gulliver._compat import storage_users
 from gulliver.errors import GulliverError
 from gulliver.memory._bytes import ByteCounter
-from gulliver.memory._claims import before_write
 from gulliver.memory._placed import Placed, Where
+from gulliver.memory._read_locks import before_write
 from gulliver.memory._stores import Store, page_aligned
 
 PATIENCE_S = 1.0
@@ -160,6 +160,16 @@ class Traffic:
         found = self._memory(size, wait=True)
         assert found is not None
         return found
+
+    def reserve(self, size: int) -> None:
+        """Counts memory that somebody else takes as held, for which there is room by decision.
+
+        Raises:
+            GulliverError: as for `memory`.
+        """
+        while not self._trim(size):
+            self._make_way(size)
+        self.held += size
 
     def give(self, memory: Tensor, trusted: bool = False) -> None:
         """Takes memory back, to be used again.
@@ -362,7 +372,9 @@ class Traffic:
                 if not self._queue or not self._leaving or self._failed:
                     self._worker = None
                     return
-                transfer = self._leaving[0].transfer
+                # What comes again while it leaves has to have left; others need memory.
+                head = self._queue[0]
+                transfer = (head if head in self._leaving else self._leaving[0]).transfer
             assert transfer is not None
             with suppress(GulliverError):
                 transfer.wait()

@@ -196,6 +196,18 @@ def _tiers(plan: Plan) -> Iterator[str]:
             f"{plan.told('zero.tiers.host')} and {disk}: one of them lies behind the device; take "
             "host: 0, or disk: null"
         )
+    if tiers.offloaded and tiers.activations != "mixed":
+        yield (
+            f"{plan.told('zero.tiers.activations')} and {plan.told('zero.tiers.offloaded')}: it "
+            "names blocks, as activations: mixed does"
+        )
+    for name in MODEL_AXES:
+        if name in plan.mesh.axes and tiers.activations not in ("keep", "recompute"):
+            yield (
+                f"{plan.told(f'mesh.axes.{name}')} and {plan.told('zero.tiers.activations')}: "
+                "activations of whole models can leave, and those of a cut one not yet; take "
+                f"activations: keep, or recompute, or leave the axis {name} out"
+            )
     yield from _shares(plan, tiers)
 
 

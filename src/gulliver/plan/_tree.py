@@ -113,7 +113,9 @@ class Tiers:
         ahead: bytes that are read ahead of use at most; 0 for as many as fit.
         step_in_backward: whether a chunk is stepped as soon as its gradient is complete.
         activations: what forward keeps for backward: ``keep`` it, ``recompute`` blocks,
-            or ``auto``.
+            ``offload`` all of it to what lies behind, ``auto`` to have it chosen by block;
+            ``mixed``: blocks are named by `recompute` and `offloaded`, others keep theirs.
+        offloaded: paths of the blocks whose activations leave.
     """
 
     limit: int = choice(MISSING, least=1, size=True)
@@ -126,7 +128,13 @@ class Tiers:
     offload_param: float = choice(1.0, least=0, most=1)
     ahead: int = choice(0, least=0, size=True)
     step_in_backward: bool = False
-    activations: str = choice("keep", "keep", "recompute", "auto")
+    activations: str = choice("keep", "keep", "recompute", "offload", "mixed", "auto")
+    offloaded: tuple[str, ...] = ()
+
+    @property
+    def takes_activations(self) -> bool:
+        """Whether activations leave, of all modules or of some blocks."""
+        return self.activations == "offload" or bool(self.offloaded)
 
 
 @dataclass(frozen=True)
@@ -283,6 +291,29 @@ class Model:
 
 
 @dataclass(frozen=True)
+class BlockWork:
+    """What a block computes and keeps for one batch.
+
+    Attributes:
+        path: path of the block; empty for what is outside of all blocks.
+        forward_s: seconds of its forward.
+        saved: size of what its forward keeps for backward, its output aside.
+        output: size of its output.
+        working: bytes that a pass of it needs besides.
+        movable: size of what leaves where activations are off-loaded, its input included.
+        largest: size of the largest tensor of that.
+    """
+
+    path: str
+    forward_s: float = choice(0.0, least=0)
+    saved: int = choice(0, least=0)
+    output: int = choice(0, least=0)
+    working: int = choice(0, least=0)
+    movable: int = choice(0, least=0)
+    largest: int = choice(0, least=0)
+
+
+@dataclass(frozen=True)
 class Work:
     """What one model computes for one batch in one process, from which seconds are predicted.
 
@@ -296,6 +327,10 @@ class Work:
         activations: size of what forward keeps for backward.
         peak: most bytes at once that are no state: activations, what operations need, the batch.
         peak_recomputed: the same where backward computes blocks again; 0 where it cannot.
+        peak_offloaded: the same where activations are off-loaded, without those that came back.
+        peak_mixed: the same with blocks as the plan has chosen for each.
+        unfollowed: why the step could not be followed before it ran; empty where it could.
+        blocks: blocks in the order of forward, and last what is outside of them.
         reduced_forward: sizes of outputs that tensor ranks add up in a forward.
         reduced_backward: sizes of gradients of inputs that they add up in a backward.
         reduced_again: sizes of those outputs that a recomputed block adds up again, of all blocks.
@@ -312,6 +347,10 @@ class Work:
     activations: int = choice(0, least=0)
     peak: int = choice(0, least=0)
     peak_recomputed: int = choice(0, least=0)
+    peak_offloaded: int = choice(0, least=0)
+    peak_mixed: int = choice(0, least=0)
+    unfollowed: str = ""
+    blocks: tuple[BlockWork, ...] = ()
     reduced_forward: tuple[int, ...] = ()
     reduced_backward: tuple[int, ...] = ()
     reduced_again: tuple[int, ...] = ()

@@ -2,9 +2,9 @@
 
 Each file is an answer to one question: what becomes of activations (`_activations.py`), where to
 cut a pipeline (`_chain.py`), who gets which of several things (`_balance.py`), where a block of
-memory goes (`_extents.py`), what a fast tier of memory keeps (`_replacement.py`; the plan for it:
-`_residency.py`), how long a step of ZeRO takes (`_timeline.py`), which sizes to try
-(`_unimodal.py`).
+memory goes (`_extents.py`), what goes together into bins of one size (`_packing.py`), what a fast
+tier of memory keeps (`_replacement.py`; the plan for it: `_residency.py`), how long a step of ZeRO
+takes (`_timeline.py`), which sizes to try (`_unimodal.py`).
 """
 
 from gulliver.solve._activations import (
@@ -20,8 +20,9 @@ from gulliver.solve._balance import balanced_parts
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._cycle import Cycle, Event
 from gulliver.solve._extents import PAGE, Extents, size_class
-from gulliver.solve._replacement import Action, Move, Policy, Replacement
-from gulliver.solve._residency import Gap, Residency, plan_residency
+from gulliver.solve._packing import Packing, pack
+from gulliver.solve._replacement import Action, Move, NoRoom, Policy, Replacement
+from gulliver.solve._residency import STATES, Gap, Residency, plan_residency
 from gulliver.solve._schedule import (
     BACKWARD,
     FORWARD,
@@ -31,7 +32,7 @@ from gulliver.solve._schedule import (
     schedule_seconds,
 )
 from gulliver.solve._simulation import Moved, count_moves, replay, simulate
-from gulliver.solve._timeline import StepTimes, step_seconds
+from gulliver.solve._timeline import UPDATE_LAG, StepTimes, gathers_in_backward, step_seconds
 from gulliver.solve._unimodal import geometric_sizes
 
 __all__ = [
@@ -39,6 +40,8 @@ __all__ = [
     "FORWARD",
     "INPUTS",
     "PAGE",
+    "STATES",
+    "UPDATE_LAG",
     "WEIGHTS",
     "Action",
     "ActivationChoice",
@@ -51,6 +54,8 @@ __all__ = [
     "Gap",
     "Move",
     "Moved",
+    "NoRoom",
+    "Packing",
     "PassCosts",
     "Policy",
     "Prediction",
@@ -62,8 +67,10 @@ __all__ = [
     "chain_times",
     "choose_activations",
     "count_moves",
+    "gathers_in_backward",
     "geometric_sizes",
     "least_room",
+    "pack",
     "partition_chain",
     "plan_residency",
     "replay",

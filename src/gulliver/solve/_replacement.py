@@ -22,13 +22,23 @@ from enum import Enum
 from typing import Literal, get_args
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.solve._cycle import NEVER, Cycle, Event, Span
+from gulliver.solve._cycle import NEVER, Cycle, Event, Span, plan_cycle
 
 Policy = Literal["planned", "farthest", "recent"]
 LONGEST = 1 << 16
 """Events after which a step that nobody ends is ended."""
 FARTHEST_JUMP = 4
 """The cursor skips at most this part of a step at once."""
+
+
+class NoRoom(GulliverError):
+    """What is needed does not fit beside what is in use.
+
+    Attributes:
+        budget: least budget that would do; 0 where it is not known.
+    """
+
+    budget = 0
 
 
 class Move(Enum):
@@ -107,7 +117,7 @@ class Replacement:
         self.cycle: Cycle | None = None
         self._objects: dict[Hashable, _Object] = {}
         self._record: list[Event] = []
-        self._clock = self._cursor = self._head = self._early = 0
+        self._clock = self._cursor = self._head = self._early = self._phase = 0
         self._anchor: tuple[int, Hashable] | None = None
         self._begun: tuple[int, int, dict[Hashable, int]] = (budget, 0, {})
 
@@ -258,27 +268,29 @@ class Replacement:
             raise
         cycle = self.cycle
         # Between steps it holds for all of the next; within one it may come back every time.
-        expected = cycle is not None and cycle.after(Event("budget", 0), 0) is not None
+        expected = cycle is not None and any(event.what == "budget" for event in cycle.events)
         if self._record:
             self._note(Event("budget", nbytes))
         else:
             expected = False
         if nbytes != before and cycle is not None and not expected:
             self._begun = nbytes, *self._begun[1:]  # for good, as far as one can know
-            self._plan(cycle.events)
+            self._plan(cycle.events[: cycle.step])
         return actions + self._look_ahead()
 
     def end_step(self) -> None:
         """Makes the events since the last call the schedule."""
         record, self._record = self._record, []
-        cycle, self._cursor, self._anchor = self.cycle, 0, None
-        begun = self._state()
-        if cycle is not None and record == cycle.events and begun == self._begun:
-            self._head = max(self._head - cycle.length, 0)
-            cycle.slack[:] = [*cycle.slack[cycle.length :], *cycle.base[: cycle.length]]
+        cycle, self._anchor, begun = self.cycle, None, self._state()
+        if cycle is not None and record == cycle.events[: cycle.step] and begun == self._begun:
+            self._phase = (self._phase + 1) % cycle.repeats
+            if not self._phase:
+                self._head = max(self._head - cycle.length, 0)
+                cycle.slack[:] = [*cycle.slack[cycle.length :], *cycle.base[: cycle.length]]
         elif record:
-            self._begun = begun
+            self._begun, self._cursor, self._phase = begun, 0, 0
             self._plan(record)
+        self._cursor = self._phase * cycle.step if cycle is not None else 0
 
     # What there is
 
@@ -299,8 +311,13 @@ class Replacement:
         if self.policy == "recent" or not self.backed:
             return
         sizes = {key: found.nbytes for key, found in self._objects.items()}
-        budget, held, pins = self._begun
-        self.cycle = Cycle(events, sizes, budget, held, pins, self.ahead)
+        if self.cycle is not None:
+            self._cursor -= self._phase * self.cycle.step
+        self._phase = 0
+        if self.policy == "planned":
+            self.cycle = plan_cycle(events, sizes, *self._begun, self.ahead)
+        else:
+            self.cycle = Cycle(events, sizes, *self._begun, rounds=0)
         self._restart()
 
     def _planned(self) -> Cycle | None:
@@ -323,17 +340,18 @@ class Replacement:
         cycle = self.cycle
         if cycle is None:
             return
-        if cycle.matches(self._cursor, event):
+        end = (self._phase + 1) * cycle.step
+        if self._cursor < end and cycle.matches(self._cursor, event):
             self._cursor += 1
             if self._anchor is not None and self._anchor[1] != event.key:
                 self._anchor = None
             return
         back, self._anchor = self._anchor, None
-        if back is not None and cycle.matches(back[0], event):
+        if back is not None and back[0] < end and cycle.matches(back[0], event):
             self._jump(back[0] + 1)
             return
-        place = cycle.after(event, self._cursor) if event.what == "use" else None
-        if place is not None and place - self._cursor <= max(cycle.length // FARTHEST_JUMP, 16):
+        place = cycle.after(event, self._cursor, end) if event.what == "use" else None
+        if place is not None and place - self._cursor <= max(cycle.step // FARTHEST_JUMP, 16):
             self._anchor = self._cursor, event.key
             self._jump(place + 1)
 
@@ -413,10 +431,12 @@ class Replacement:
         held = self.pinned + self.lent if self.backed else self.used
         if held + nbytes > self.budget:
             why = "" if self.backed else " and there is no disk or host memory behind it"
-            raise GulliverError(
+            error = NoRoom(
                 f"the memory budget of {self.budget} bytes is too small: {name} needs {nbytes} "
                 f"bytes beside {held} in use{why}: give at least {max(self.minimum, held + nbytes)}"
             )
+            error.budget = max(self.minimum, held + nbytes)
+            raise error
         idle = self._idle()
         left = [victim for victim in idle if self._is_left(*victim)]
         if self._planned() and sum(victim.nbytes for _, victim in left) >= short:

@@ -15,10 +15,14 @@ left falls apart into periods, and is solved exactly. The best prices (subgradie
 give the linear relaxation's value, below which no policy comes in the long run, however it moves.
 The same prices rank what to keep. Of the plans made by them, and by a sweep that lets go of the
 farthest next use (Belady's rule, exact for equal sizes and costs on a line), the cheapest is taken.
+What is left between it and the bound is searched in depth: gap after gap stays or leaves, as long
+as what is decided fits and the prices leave something to win. Where that ends before `STATES`
+states were looked at, the plan is the best that there is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +33,10 @@ ROUNDS = 200
 """Steps of the subgradient method."""
 SNAPSHOTS = 10
 """Rounds between the plans that are made from its prices."""
+STATES = 4000
+"""Most states that the search in depth looks at."""
+LONGEST = 200
+"""Most gaps of a problem that is searched in depth."""
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -62,15 +70,23 @@ class Residency:
         keep: whether the object stays in each gap.
         cost: cost of a cycle.
         bound: no policy has a lower cost per cycle in the long run.
+        states: states that the search in depth looked at.
+        prices: prices of each position's room that give the bound.
     """
 
     keep: tuple[bool, ...]
     cost: float
     bound: float
+    states: int = 0
+    prices: tuple[float, ...] = ()
 
 
 def plan_residency(
-    gaps: Sequence[Gap], writes: Sequence[float], room: Sequence[int], rounds: int = ROUNDS
+    gaps: Sequence[Gap],
+    writes: Sequence[float],
+    room: Sequence[int],
+    rounds: int = ROUNDS,
+    prices: Floats | None = None,
 ) -> Residency:
     """Chooses the gaps in which objects stay.
 
@@ -79,6 +95,7 @@ def plan_residency(
         writes: cost of writing back, by period; 0 for one in which nothing was changed.
         room: bytes at each position of the cycle that are not in use.
         rounds: steps towards the bound; without any only the quick plans are made.
+        prices: prices of each position's room that are known to give a good bound.
 
     Returns:
         The best plan that was found.
@@ -88,17 +105,17 @@ def plan_residency(
     problem = _Problem(gaps, writes, room)
     best = problem.sweep()
     cost = problem.cost(best)
-    prices = np.full(problem.length, 1.0)
-    for plan in (problem.pack(prices), problem.refill(best)):
+    even = np.full(problem.length, 1.0)
+    for plan in (problem.pack(even), problem.refill(best)):
         if problem.cost(plan) < cost:
             best, cost = plan, problem.cost(plan)
     bound, scale, since = 0.0, 1.0, 0
-    prices = np.zeros(problem.length)
+    prices = dearest = np.zeros(problem.length) if prices is None else prices
     for number in range(rounds):
         value, wanted = problem.relaxed(prices)
         since += 1
         if value > bound:
-            bound, since = value, 0
+            bound, since, dearest = value, 0, prices
         if since >= 10:
             scale, since = scale / 2, 0
         excess = problem.usage(wanted) - problem.room
@@ -110,7 +127,13 @@ def plan_residency(
             if problem.cost(plan) < cost:
                 best, cost = plan, problem.cost(plan)
         prices = np.maximum(0.0, prices + scale * max(cost - value, 0.0) / square * excess)
-    return Residency(tuple(best.tolist()), cost, min(bound, cost))
+    states = 0
+    if rounds and len(gaps) <= LONGEST:
+        search = _Search(problem, dearest, best, cost)
+        search.run()
+        best, cost, states = search.best, search.cost, search.states
+    kept, dearest = tuple(best.tolist()), tuple(dearest.tolist())
+    return Residency(kept, cost, min(bound, cost), states, dearest)
 
 
 class _Problem:
@@ -146,7 +169,7 @@ class _Problem:
 
     def relaxed(self, prices: Floats) -> tuple[float, Flags]:
         """Returns the bound that prices give, and what would be kept at these prices."""
-        paid = self._paid(prices)
+        paid = self.paid(prices)
         kinds = len(self.writes)
         staying = np.bincount(self.period, paid, kinds)
         cheaper = np.minimum(self.read, paid)
@@ -173,25 +196,27 @@ class _Problem:
             while usage[now] > self.room[now]:
                 victim = self._farthest(keep, now)
                 keep[victim] = False
-                self._change(usage, victim, -float(self.size[victim]))
+                self.change(usage, victim, -float(self.size[victim]))
         return keep
 
     def _farthest(self, keep: Flags, now: int) -> int:
         """Returns the kept gap over a position that costs least for the time it covers."""
         over = np.where(self.begin <= now, now, now + self.length)
         rest = np.where(keep & (self.begin <= over) & (over < self.end), self.end - over, 0)
-        return int(np.argmax(rest * self.size / (self._values() + 1e-30) * (rest > 0)))
+        return int(np.argmax(rest * self.size / (self.values() + 1e-30) * (rest > 0)))
 
-    def _values(self) -> Floats:
+    def values(self) -> Floats:
+        """Returns what leaving in each gap alone would cost."""
         return self.read + self.writes[self.period]
 
-    def _paid(self, prices: Floats) -> Floats:
+    def paid(self, prices: Floats) -> Floats:
+        """Returns what staying in each gap costs at these prices."""
         total = np.concatenate(([0.0], np.cumsum(np.concatenate((prices, prices)))))
         return self.size * (total[self.end] - total[self.begin])
 
     def _fill(self, keep: Flags, prices: Floats) -> Flags:
         slack = self.room - self.usage(keep)
-        paid = self._paid(prices)
+        paid = self.paid(prices)
         singles = len(self.size)
         worth = [self.read[n] / (paid[n] + 1e-30) for n in range(singles)]
         for many in self.items[singles:]:
@@ -200,7 +225,7 @@ class _Problem:
         alone = np.bincount(self.period, minlength=len(self.writes)) == 1
         for number in range(singles):
             if alone[self.period[number]]:
-                worth[number] = self._values()[number] / (paid[number] + 1e-30)
+                worth[number] = self.values()[number] / (paid[number] + 1e-30)
         for number in np.argsort(-np.array(worth), kind="stable").tolist():
             self._take(keep, slack, [n for n in self.items[number] if not keep[n]])
         return keep
@@ -209,11 +234,11 @@ class _Problem:
         """Keeps all of some gaps, or none."""
         taken = []
         for number in wanted:
-            self._change(slack, number, -float(self.size[number]))
+            self.change(slack, number, -float(self.size[number]))
             taken.append(number)
-            if self._least(slack, number) < 0:
+            if self.least(slack, number) < 0:
                 for undone in taken:
-                    self._change(slack, undone, float(self.size[undone]))
+                    self.change(slack, undone, float(self.size[undone]))
                 return
         keep[wanted] = True
 
@@ -225,12 +250,83 @@ class _Problem:
             return [slice(begin - self.length, end - self.length)]
         return [slice(begin, self.length), slice(0, end - self.length)]
 
-    def _change(self, held: Floats, number: int, nbytes: float) -> None:
+    def change(self, held: Floats, number: int, nbytes: float) -> None:
+        """Adds bytes at all positions of a gap."""
         for span in self._spans(number):
             held[span] += nbytes
 
-    def _least(self, held: Floats, number: int) -> float:
+    def least(self, held: Floats, number: int) -> float:
+        """Returns the least of a gap's positions, or 0."""
         return min(
             (float(held[span].min()) for span in self._spans(number) if held[span].size),
             default=0.0,
         )
+
+
+class _Search:
+    """Looks for a cheaper plan in depth, gap after gap.
+
+    Args:
+        problem: problem to solve.
+        prices: prices of the room that give a good bound.
+        best: plan that is known.
+        cost: cost of it.
+
+    Attributes:
+        best: cheapest plan that was found.
+        cost: cost of it.
+        states: states that were looked at.
+    """
+
+    def __init__(self, problem: _Problem, prices: Floats, best: Flags, cost: float) -> None:
+        self.best, self.cost, self.states = best, cost, 0
+        self._problem, self._keep = problem, best.copy()
+        paid = problem.paid(prices)
+        self._paid, self._read = paid.tolist(), problem.read.tolist()
+        self._cheaper = np.minimum(paid, problem.read).tolist()
+        self._period, self._slack = problem.period.tolist(), problem.room.copy()
+        # Cost of each period if all of its gaps stay, and if one leaves.
+        self._stays = np.bincount(problem.period, paid, len(problem.writes)).tolist()
+        leaves = np.bincount(problem.period, self._cheaper, len(problem.writes))
+        self._leaves = (problem.writes + leaves).tolist()
+        self._offset = float(prices @ problem.room)
+        # What weighs most first: the least is left open where a bound can decide.
+        self._order = np.argsort(-problem.values() * paid, kind="stable").tolist()
+        costs = [*problem.read.tolist(), *problem.writes.tolist()]
+        self._grain = float(math.gcd(*(int(value) for value in costs))) if costs else 0.0
+
+    def run(self) -> None:
+        """Looks at `STATES` states at most."""
+        pairs = zip(self._stays, self._leaves, strict=True)
+        self._go(0, sum(min(pair) for pair in pairs) - self._offset)
+
+    def _go(self, depth: int, bound: float) -> None:
+        # Costs are sums of whole sizes: less than the grain is nothing.
+        if bound > self.cost - max(self._grain, 1.0) + 1e-6 * self.cost or self.states >= STATES:
+            return
+        self.states += 1
+        if depth == len(self._order):
+            cost = self._problem.cost(self._keep)
+            if cost < self.cost:
+                self.best, self.cost = self._keep.copy(), cost
+            return
+        gap = self._order[depth]
+        first = self._paid[gap] <= self._read[gap] or bool(self.best[gap])
+        for stays in (first, not first):
+            self._choose(gap, stays, depth, bound)
+
+    def _choose(self, gap: int, stays: bool, depth: int, bound: float) -> None:
+        """Goes on with a gap that stays or leaves, if there is room."""
+        period, nbytes = self._period[gap], float(self._problem.size[gap])
+        before = self._stays[period], self._leaves[period]
+        own = self._paid[gap] if stays else self._read[gap]
+        after = before[0] if stays else math.inf, before[1] + own - self._cheaper[gap]
+        if stays:
+            self._problem.change(self._slack, gap, -nbytes)
+        if not stays or self._problem.least(self._slack, gap) >= 0:
+            self._stays[period], self._leaves[period] = after
+            self._keep[gap] = stays
+            self._go(depth + 1, bound + min(after) - min(before))
+            self._stays[period], self._leaves[period] = before
+        if stays:
+            self._problem.change(self._slack, gap, nbytes)

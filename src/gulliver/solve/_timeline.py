@@ -4,6 +4,16 @@ The computing unit does forward, backward and update in their order and waits wh
 link does one transfer at a time, in the order in which they are handed in. Steps repeat until the
 time from one to the next is that of a step; nothing else is assumed.
 
+[Note: which gathers during backward] With updates during backward a chunk can be gathered as soon
+as it is updated. If every chunk was, gathers that nobody waits for yet would be sent before the
+last reductions, which the next forward waits for first; if none was, the link would have nothing
+but reductions to do in backward, and forward would wait for gathers. The link is as busy in forward
+as in backward if of the gathers a share (B - F) / (B + F) goes during backward, where F and B are
+the times of both, so a third if backward takes twice as long: that is right for slow links, which
+are busy all the time then, as for fast ones. So every third chunk is gathered during backward, and
+none of the last, which would delay what forward waits for first. It is a rule of numbers, and not
+of clocks, because gathers are collectives, which all ranks have to begin in one order.
+
 [Note: why a simulation] No formula such as max(compute, transfer) holds here: what a transfer hides
 behind depends on the order of the chunks, and what one step's gathers leave over delays the next
 step's first use. Going through a few steps event by event costs microseconds for each chunk.
@@ -42,6 +52,20 @@ class StepTimes:
 
 Cost = Callable[[int], float]
 """Seconds of the link for a number of bytes."""
+UPDATE_LAG = 2
+"""Chunks that are reduced after one before it is updated during backward."""
+EVERY = 3
+"""During backward one of so many chunks is gathered."""
+
+
+def gathers_in_backward(number: int, count: int) -> bool:
+    """Whether a chunk is gathered during backward, or else after it; see the note above.
+
+    Args:
+        number: index of the chunk in the order of use.
+        count: number of chunks.
+    """
+    return number > UPDATE_LAG and (count - 1 - number) % EVERY == 0
 
 
 @dataclass
@@ -65,6 +89,7 @@ def step_seconds(
     sharded: bool = False,
     ahead: int = 2,
     repeats: int = 4,
+    in_backward: bool = False,
 ) -> float:
     """Returns the seconds from one step to the next.
 
@@ -80,15 +105,17 @@ def step_seconds(
             update (ZeRO-1 and 2).
         ahead: chunks that are prefetched, with `sharded`.
         repeats: steps to simulate; the last one counts.
+        in_backward: whether chunks are updated during backward.
     """
     found = [_chunk(times, sizes, members, reduce, gather) for members in chunks]
     if not found:
         return times.forward_s + times.backward_s + times.rest_s
     clock = link = begun = 0.0
+    lag = UPDATE_LAG if in_backward else len(found)
     for _ in range(repeats):
         begun = clock
         run = _sharded_step if sharded else _step
-        clock, link = run(times, found, clock, link, ahead, latency_s)
+        clock, link = run(times, found, clock, link, ahead, latency_s, lag)
     return clock - begun
 
 
@@ -112,24 +139,43 @@ def _step(
     link: float,
     ahead: int,
     latency_s: float,
+    lag: int,
 ) -> tuple[float, float]:
     done = 0.0
     for chunk in chunks:
         clock = max(clock + chunk.first_use - done, chunk.there)
         done = chunk.first_use
-    begun = clock + times.forward_s - done
-    issued = begun
-    for chunk in reversed(chunks):
-        issued = max(issued, begun + chunk.ready)  # strictly from the last to the first
-        link = max(link, issued) + chunk.reduce_s
+    clock += times.forward_s - done
+    done, count = 0.0, len(chunks)
+    left = dict(enumerate(chunks))  # to be updated after backward, or to be gathered
+    for number in reversed(range(count)):  # strictly from the last to the first
+        chunk, behind = chunks[number], number + lag
+        clock, done = clock + max(0.0, chunk.ready - done), max(done, chunk.ready)
+        link = max(link, clock) + chunk.reduce_s
         chunk.reduced = link + latency_s
-    clock = begun + times.backward_s
-    for chunk in chunks:
-        clock = max(clock, chunk.reduced) + chunk.update_s
+        if behind < count:
+            clock = _updated(chunks[behind], clock)
+            if gathers_in_backward(behind, count):
+                link = _gathered(left.pop(behind), clock, link, latency_s)
+    clock += times.backward_s - done
+    if lag < count:
+        for chunk in reversed(chunks[:lag]):
+            clock = _updated(chunk, clock)
+    for chunk in left.values():
         # Gathered under the other chunks' updates and the next step's forward.
-        link = max(link, clock) + chunk.gather_s
-        chunk.there = link + latency_s
+        clock = clock if lag < count else _updated(chunk, clock)
+        link = _gathered(chunk, clock, link, latency_s)
     return clock + times.rest_s, link
+
+
+def _updated(chunk: _Chunk, clock: float) -> float:
+    return max(clock, chunk.reduced) + chunk.update_s
+
+
+def _gathered(chunk: _Chunk, clock: float, link: float, latency_s: float) -> float:
+    link = max(link, clock) + chunk.gather_s
+    chunk.there = link + latency_s
+    return link
 
 
 def _sharded_step(
@@ -139,28 +185,29 @@ def _sharded_step(
     link: float,
     ahead: int,
     latency_s: float,
+    lag: int,
 ) -> tuple[float, float]:
-    issued, done = 0, 0.0
+    issued, done, count = 0, 0.0, len(chunks)
     for number, chunk in enumerate(chunks):
         clock += chunk.first_use - done
-        while issued < min(len(chunks), number + 1 + ahead):
-            link = max(link, clock) + chunks[issued].gather_s
-            chunks[issued].there = link + latency_s
+        while issued < min(count, number + 1 + ahead):
+            link = _gathered(chunks[issued], clock, link, latency_s)
             issued += 1
         clock, done = max(clock, chunk.there), chunk.first_use
     clock += times.forward_s - done
-    issued, done = 1, 0.0  # the last chunk is still there
+    issued, done = ahead + 1, 0.0  # the last chunks are still there
     order = chunks[::-1]
     for number, chunk in enumerate(order):
-        while issued < min(len(order), number + 1 + ahead):
-            link = max(link, clock) + order[issued].gather_s
-            order[issued].there = link + latency_s
+        while issued < min(count, max(number + 1, 2) + ahead):
+            link = _gathered(order[issued], clock, link, latency_s)
             issued += 1
         clock = max(clock, chunk.there) + max(0.0, chunk.ready - done)
         done = max(done, chunk.ready)
         link = max(link, clock) + chunk.reduce_s
         chunk.reduced = link + latency_s
+        if number >= lag:
+            clock = _updated(order[number - lag], clock)
     clock += times.backward_s - done
-    for chunk in chunks:
-        clock = max(clock, chunk.reduced) + chunk.update_s
+    for chunk in chunks if lag >= count else order[count - lag :]:
+        clock = _updated(chunk, clock)
     return clock + times.rest_s, link

@@ -22,11 +22,10 @@ from gulliver.checkpoint import read_metadata, read_tensors, write_tensors
 from gulliver.comm import World, all_reduce, gather_objects
 from gulliver.data import BucketSampler, Step, collate
 from gulliver.errors import GulliverError
+from gulliver.jobs import console, derive
 from gulliver.models import VideoAutoencoder
 from gulliver.video._config import AutoencoderConfig
 from gulliver.video._digits import MovingDigits
-from gulliver.video._display import console
-from gulliver.video._seeds import derive
 from gulliver.video._skipped import SkippedClips, listing
 
 LATENT_NOISE = 0.15

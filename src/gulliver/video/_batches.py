@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gulliver.data import BucketSampler, ClipBatch, DataLoader, Step, collate
+from gulliver.jobs import derive
 from gulliver.models import VideoAutoencoder
 from gulliver.video._config import FlowConfig
 from gulliver.video._rectified_flow import RectifiedFlow
-from gulliver.video._seeds import derive
 from gulliver.video._words import WordEncoder
 
 

@@ -1,20 +1,17 @@
 """Options of a training run: frozen dataclasses, one per part, which are also the command line.
 
-`TrainConfig` holds all of them. `resolved` turns it into plain JSON for the run folder,
-`from_plain` turns that back and refuses keys it does not know. What a checkpoint depends on, and
-what may change between a run and its resumption, is told apart by `differences`.
+`TrainConfig` holds all of them. What a checkpoint depends on, and what may change between a run and
+its resumption, is told apart by `differences`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from gulliver.errors import GulliverError, nearest
+from gulliver import options
+from gulliver.errors import GulliverError
 from gulliver.options import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -338,75 +335,11 @@ def check_clip(frames: int, height: int, width: int, scale: int = 1) -> None:
         )
 
 
-def resolved(config: Any) -> dict[str, Any]:
-    """Converts a configuration to plain JSON values."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        return str(value) if isinstance(value, Path) else value
-
-    return plain(dataclasses.asdict(config))
+def from_plain(values: dict[str, Any], kind: type = TrainConfig) -> Any:
+    """Builds a configuration from plain values; see `gulliver.options.from_plain`."""
+    return options.from_plain(values, kind)
 
 
-def from_plain(values: dict[str, Any], kind: type = TrainConfig, prefix: str = "") -> Any:
-    """Builds a configuration from plain values.
-
-    Raises:
-        GulliverError: for a key that `kind` does not have, naming the nearest.
-    """
-    if not isinstance(values, dict):
-        raise GulliverError(f"config key {prefix.rstrip('.')!r} must hold a table of values")
-    hints = typing.get_type_hints(kind)
-    for key in values:
-        if key not in hints:
-            raise GulliverError(f"unknown config key {prefix + key!r}: {nearest(key, hints)}")
-    built = {}
-    for key, value in values.items():
-        hint = hints[key]
-        if dataclasses.is_dataclass(hint):
-            built[key] = from_plain(value, typing.cast(type, hint), f"{prefix}{key}.")
-        else:
-            built[key] = _typed(value, hint, prefix + key)
-    return kind(**built)
-
-
-def _typed(value: Any, hint: Any, name: str) -> Any:
-    """Returns `value` as the annotated type, or raises an error that names the key."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        if value not in arguments:
-            choices = ", ".join(repr(choice) for choice in arguments)
-            raise GulliverError(f"config key {name!r} is {value!r}: choose from {choices}")
-        return value
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_typed(item, arguments[0], name) for item in value)
-    if origin in (types.UnionType, typing.Union):
-        return None if value is None else _typed(value, arguments[0], name)
-    if hint is Path and isinstance(value, str):
-        return Path(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if (
-        isinstance(hint, type)
-        and isinstance(value, hint)
-        and (hint is bool) == (value in (True, False) and isinstance(value, bool))
-    ):
-        return value
-    kind = getattr(hint, "__name__", str(hint))
-    raise GulliverError(f"config key {name!r} is {value!r}: it must be of type {kind}")
-
-
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Lists the keys in which two resolved configurations differ, without `MAY_CHANGE`."""
-    found = []
-    for key in sorted(old.keys() | new.keys()):
-        name = prefix + key
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            found += differences(before, after, name + ".")
-        elif before != after and name not in MAY_CHANGE:
-            found.append(f"{name} was {before!r}, is {after!r}")
-    return found
+    return options.differences(old, new, MAY_CHANGE)

@@ -25,6 +25,7 @@ from gulliver.comm import launch
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.io import write_text
+from gulliver.jobs import console
 from gulliver.options import check_options
 from gulliver.video._autoencoder_training import autoencoder_figures
 from gulliver.video._config import (
@@ -35,7 +36,6 @@ from gulliver.video._config import (
     parse_shapes,
 )
 from gulliver.video._digits import MovingDigits, sentence
-from gulliver.video._display import console
 from gulliver.video._evaluate import Evaluation, evaluate
 from gulliver.video._generate import Request, VideoModel, extend
 from gulliver.video._judges import Scores

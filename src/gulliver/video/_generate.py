@@ -19,8 +19,9 @@ from torch import Tensor
 from gulliver.checkpoint import StepReader, load
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
+from gulliver.jobs import Display, derive
 from gulliver.models import STDiT3, VideoAutoencoder
-from gulliver.options import check_options
+from gulliver.options import check_options, resolved
 from gulliver.video._autoencoder_training import load_autoencoder
 from gulliver.video._config import (
     SamplingConfig,
@@ -29,13 +30,10 @@ from gulliver.video._config import (
     differences,
     from_plain,
     parse_shapes,
-    resolved,
 )
-from gulliver.video._display import Display
 from gulliver.video._media import fit
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
-from gulliver.video._seeds import derive
 from gulliver.video._shared import Shared, share, split_ranks
 from gulliver.video._sources import vocabulary
 from gulliver.video._training import build_model

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gulliver.data import Bucket
+from gulliver.jobs import derive
 from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits
-from gulliver.video._seeds import derive
 
 WINDOW = 16
 """Side of the window that is cut out around the ink, in pixels."""

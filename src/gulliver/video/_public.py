@@ -1,5 +1,7 @@
 """The public names of `gulliver.video`, imported when one of them is asked for."""
 
+from gulliver.jobs import console
+from gulliver.options import resolved
 from gulliver.video._autoencoder_training import (
     load_autoencoder,
     save_autoencoder,
@@ -17,11 +19,9 @@ from gulliver.video._config import (
     check_clip,
     check_config,
     from_plain,
-    resolved,
 )
 from gulliver.video._demo import demonstrate
 from gulliver.video._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, sentence
-from gulliver.video._display import console
 from gulliver.video._evaluate import Evaluation, evaluate
 from gulliver.video._generate import Request, VideoModel, extend
 from gulliver.video._judges import Judges, Scores, train_judges

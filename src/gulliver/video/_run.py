@@ -11,16 +11,15 @@ run/
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gulliver.checkpoint import CheckpointFolder, read_json, step_folder, write_json
 from gulliver.errors import GulliverError
-from gulliver.io import named_errors, write_text
-from gulliver.video._config import TrainConfig, differences, from_plain, resolved
+from gulliver.jobs import Log
+from gulliver.options import resolved
+from gulliver.video._config import TrainConfig, differences, from_plain
 
 
 @dataclass(frozen=True)
@@ -110,36 +109,13 @@ class Run:
         return newest
 
     def read_log(self) -> list[dict[str, Any]]:
-        """The log, a mapping for each logged step.
-
-        What is no line of a log is left out: the last one of a run that was killed may be torn.
-        """
-        if not self.log_path.is_file():
-            return []
-        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return [line for line in map(_parsed, lines) if line is not None]
+        """Reads the log, a mapping for each logged step."""
+        return Log(self.log_path).read()
 
     def cut_log(self, step: int) -> None:
         """Drops log lines after `step`: a resumed run writes them again."""
-        if self.log_path.is_file():
-            lines = [line for line in self.read_log() if line["step"] <= step]
-            write_text(self.log_path, "".join(json.dumps(line) + "\n" for line in lines))
+        Log(self.log_path).cut(step)
 
     def append_log(self, line: dict[str, Any]) -> None:
-        """Adds a line to the log.
-
-        Raises:
-            GulliverError: the log cannot be written, or is a link.
-        """
-        with named_errors(self.log_path):
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-            with os.fdopen(os.open(self.log_path, flags, 0o666), "w") as file:
-                file.write(json.dumps(line) + "\n")
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
+        """Adds a line to the log."""
+        Log(self.log_path).append(line)

@@ -8,6 +8,7 @@ from typing import Any
 from gulliver.comm import World, barrier
 from gulliver.data import Bucket, BucketSampler, ClipTable
 from gulliver.errors import GulliverError
+from gulliver.jobs import Display, console, derive
 from gulliver.models import VideoAutoencoder
 from gulliver.video._autoencoder_training import (
     load_autoencoder,
@@ -16,9 +17,7 @@ from gulliver.video._autoencoder_training import (
 )
 from gulliver.video._config import DataConfig, TrainConfig, parse_shapes
 from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits
-from gulliver.video._display import Display, console
 from gulliver.video._run import Run
-from gulliver.video._seeds import derive
 from gulliver.video._words import words_of
 
 

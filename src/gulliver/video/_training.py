@@ -8,10 +8,9 @@ gradients travel (`gulliver.booster`), and how a batch was made (`_batches.py`).
 from __future__ import annotations
 
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,14 +39,21 @@ from gulliver.comm import (
 )
 from gulliver.data import ClipTable
 from gulliver.errors import GulliverError
+from gulliver.jobs import (
+    Display,
+    StopRequest,
+    console,
+    derive,
+    memory_in_use,
+    tensorboard,
+)
 from gulliver.models import STDiT3, VideoAutoencoder, stdit3
+from gulliver.options import resolved
 from gulliver.video._batches import Batch, BatchMaker
-from gulliver.video._config import TrainConfig, check_config, resolved
-from gulliver.video._display import Display, console, memory_in_use, tensorboard
+from gulliver.video._config import TrainConfig, check_config
 from gulliver.video._ema import ExponentialAverage
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
-from gulliver.video._seeds import derive
 from gulliver.video._skipped import SkippedClips, listing
 from gulliver.video._sources import make_dataset, make_sampler, ready_autoencoder
 from gulliver.video._stages import hide_targets, run_stages
@@ -64,29 +70,6 @@ class Outcome:
     finished: bool
     seconds: float
     """Wall time of the model's training, over all resumptions."""
-
-
-class StopRequest:
-    """Turns SIGTERM and SIGINT into a wish to stop at the next step's end."""
-
-    def __init__(self) -> None:
-        self.wanted = False
-
-    @contextmanager
-    def listening(self) -> Iterator[StopRequest]:
-        """Listens while the block runs; a second SIGINT interrupts at once."""
-        signals = (signal.SIGTERM, signal.SIGINT)
-        before = {number: signal.signal(number, self._note) for number in signals}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _note(self, number: int, frame: object) -> None:
-        if self.wanted and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.wanted = True
 
 
 def train(config: TrainConfig) -> Outcome:

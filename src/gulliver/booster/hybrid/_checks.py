@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from gulliver.booster._blocks import check_uncompiled
 from gulliver.booster._resolve import Stages, recomputable
 from gulliver.booster._states import CUT
 from gulliver.booster.hybrid._capability import Wanted, check, family_of
@@ -33,8 +34,10 @@ from gulliver.plan import Plan
 LEAST_SHARE = 0.5
 """Least share of the parameters of the blocks that is cut without a warning."""
 NO_BLOCKS = (
-    "checkpoint_activations needs a model with gradient_checkpointing_enable, or a pipeline: wrap "
-    "the blocks with torch.utils.checkpoint before boost"
+    "there are no blocks to compute again: they are those of a pipeline, or of "
+    "gradient_checkpointing_enable, or modules of several layers each, without batch norms, in a "
+    "Sequential or ModuleList; group single layers, or wrap the blocks with torch.utils.checkpoint "
+    "before boost"
 )
 
 
@@ -116,6 +119,8 @@ def check_recompute(plan: Plan, model: nn.Module) -> None:
                 f"recompute names {path!r}{f' (line {line})' if line else ''}, which is no block "
                 f"of the model: {nearest(path, known)}"
             )
+    if plan.mesh.of("pipeline") == 1:
+        check_uncompiled(model, plan.recompute)
 
 
 def _check_share(plan: Plan, model: nn.Module, tensor: TensorPlan) -> None:

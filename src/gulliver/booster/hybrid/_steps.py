@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gulliver.booster._blocks import recompute_blocks
 from gulliver.booster._resolve import Stages
 from gulliver.booster._states import CUT
 from gulliver.booster.hybrid._batches import Vocabulary, watch_batches
@@ -99,9 +100,7 @@ def recompute(plan: Plan, model: nn.Module, stage: Stage | None, offering: Seque
     if stage is not None:
         checkpoint_blocks(stage, plan.recompute)
         return
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    for path in set(offering) - set(plan.recompute):
-        vars(model.get_submodule(path))["gradient_checkpointing"] = False
+    recompute_blocks(model, plan.recompute, offering)
 
 
 def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:

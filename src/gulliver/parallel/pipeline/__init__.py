@@ -19,6 +19,7 @@ from gulliver.parallel.pipeline._stage import (
     idle_places,
     make_stage,
     names_held,
+    uses_held,
 )
 from gulliver.solve import Prediction
 
@@ -45,4 +46,5 @@ __all__ = [
     "split",
     "stack_of",
     "style_of",
+    "uses_held",
 ]

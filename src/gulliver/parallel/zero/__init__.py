@@ -7,11 +7,20 @@ from gulliver.parallel.zero._elementwise import (
     check_optimizer,
     check_trainable,
     is_boosted,
+    makes_beside,
     needs_whole,
     optimizer_table,
     state_sizes,
 )
-from gulliver.parallel.zero._memory import ChunkBytes, held_bytes
+from gulliver.parallel.zero._memory import (
+    ChunkBytes,
+    Event,
+    ImaginedChunk,
+    StepReplay,
+    backward_uses,
+    held_bytes,
+    ordinary_step,
+)
 from gulliver.parallel.zero._optimizer import ZeroOptimizer, export_leaves, import_leaves
 from gulliver.parallel.zero._reducer import IN_FLIGHT
 from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
@@ -25,10 +34,14 @@ __all__ = [
     "BucketTuner",
     "BufferSync",
     "ChunkBytes",
+    "Event",
+    "ImaginedChunk",
     "Stage",
+    "StepReplay",
     "TensorSize",
     "Tuning",
     "ZeroOptimizer",
+    "backward_uses",
     "check_by_chunk",
     "check_optimizer",
     "check_trainable",
@@ -36,9 +49,11 @@ __all__ = [
     "held_bytes",
     "import_leaves",
     "is_boosted",
+    "makes_beside",
     "needs_whole",
     "optimizer_table",
     "ordered_layouts",
+    "ordinary_step",
     "shard_dtype",
     "state_sizes",
 ]

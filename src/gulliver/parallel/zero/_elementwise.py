@@ -193,6 +193,15 @@ def state_sizes(optimizer: torch.optim.Optimizer, group: Group, shape: Shape) ->
     return (prod(shape),) * (2 if count is None else count(group))
 
 
+def makes_beside(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its first step has new state as a whole before any of it can be placed.
+
+    Others put a constant there for one parameter after the other; SGD copies all gradients, and of
+    those that look at whole parameters the sizes are not known before.
+    """
+    return not is_elementwise(optimizer) or type(optimizer).__name__ == "SGD"
+
+
 def is_boosted(parameter: Tensor) -> bool:
     """Whether a boosted optimizer trains a parameter."""
     return "_boosted" in vars(parameter)

@@ -4,13 +4,11 @@ With stages 0 to 2 a step gathers every chunk once, in the order of use. With st
 come and go in passes, see `gulliver.memory._prefetch`: touching a chunk issues the gathers up to it
 and a few ahead, in one order on all ranks. In a backward, though, gradients are reduced between the
 gathers, when a chunk is complete: ranks that differ in whole chunks would reduce at another time,
-and are told (see `comm/_ledger.py`).
+and are told (see `comm/_flight_recorder.py`).
 
 [Note: reading] Touching is noticed by `gulliver.memory.mark_pending`, not by hooks of modules:
 whoever reads a parameter waits for it, in a forward or not. Outside of passes and of autograd, such
-as for a state dict, it is a copy that is read, so that nothing has to be given back; what is
-written there is written to the shards. ``parameter.data`` may be written later; its version
-counter tells, which is looked at before anything is gathered.
+as for a state dict, it is a copy that is read, and written (`_copies.py`).
 
 [Note: writes through .data] A write through ``parameter.data`` does not move the version counter of
 the parameter, and no hook sees it. Below stage 3, without float32 copies, it needs no notice: the
@@ -19,8 +17,7 @@ tensor of its own, and the written buffer is about to be given back. So values a
 a chunk is given back, gathered over or stepped, each rank looks at its own part of the buffer, and
 takes what differs from the shard (`Chunk.take_writes`). Only what differs, because a float32 copy
 has more bits than the parameters. As every rank looks at its own part only, a write has to be made
-on all ranks alike. Where the chunk is absent, ``parameter.data`` is a copy that nothing lies in to
-be compared; the copy's own version counter is asked instead (`settle_lent`).
+on all ranks alike.
 
 It does not know of gradients.
 """
@@ -28,13 +25,13 @@ It does not know of gradients.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from gulliver._compat import (
     at_end_of_backward,
@@ -43,7 +40,6 @@ from gulliver._compat import (
     storage_users,
 )
 from gulliver.comm import Group, Handle, Purpose, all_gather, guard
-from gulliver.errors import GulliverError
 from gulliver.memory import (
     AccessRecord,
     Pass,
@@ -52,8 +48,8 @@ from gulliver.memory import (
     before_write,
     mark_pending,
     mark_ready,
-    storage_of,
 )
+from gulliver.parallel.zero._copies import READS, Copies
 from gulliver.parallel.zero._sharded import ShardedChunk
 
 _WHY = {
@@ -100,8 +96,7 @@ class Gatherer:
         self._now: list[ShardedChunk] = []
         self._at: list[tuple[int, ShardedChunk]] = []
         self._begins: list[int] = []
-        self._peeked: tuple[ShardedChunk, dict[str, Tensor]] | None = None
-        self.lent: list[_Lent] = []
+        self.copies = Copies(self._home, self._copied, self.finish)
         for released in chunks:
             if released.chunk.buffer is None:
                 released.presence = Presence.ABSENT
@@ -116,7 +111,8 @@ class Gatherer:
 
     def start(self, sharded: ShardedChunk) -> None:
         """Starts the way of a chunk's parameters to this rank; what `home` holds is sent."""
-        self.settle_lent()
+        if self.copies.lent or self.copies.left:  # a call less for every chunk
+            self.settle_writes()
         chunk = sharded.chunk
         if sharded.presence is Presence.ABSENT:
             chunk.materialise()
@@ -165,7 +161,10 @@ class Gatherer:
             return
         sharded.chunk.take_writes()
         self._forget(sharded)
+        viewed = storage_users(sharded.chunk.data) > sharded.users
         sharded.chunk.release()
+        if viewed or self.copies.left:
+            self.copies.leave(sharded, viewed)
         sharded.enter(Presence.ABSENT)
         mark_pending(sharded.chunk.members, self._touched)
 
@@ -183,15 +182,14 @@ class Gatherer:
 
     def finish_all(self) -> None:
         """Waits for everything under way."""
-        self.settle_lent()
+        self.settle_writes()
         for sharded in self.chunks:
             self.finish(sharded)
 
     def release_all(self) -> None:
         """Gives everything back; with stages below 3 it only waits."""
-        self._peeked = None
         if self.sharded:
-            self.settle_lent()
+            self.settle_writes()
             self.record.note("released")
             self._engine.release_all()
         else:
@@ -225,8 +223,7 @@ class Gatherer:
     def leave_backward(self) -> None:
         """A backward ends."""
         if self.sharded and self._engine.current is Pass.BACKWARD:
-            self._peeked = None
-            self.settle_lent()
+            self.settle_writes()
             self.record.note("backward ended")
             self._engine.end_backward()
 
@@ -236,17 +233,29 @@ class Gatherer:
             self.enter_backward()
             at_end_of_backward(self.leave_backward)
 
+    @property
+    def idle(self) -> bool:
+        """Whether the model is not being run."""
+        return self._depth == 0 and self._engine.current is Pass.NONE
+
+    def end_step(self) -> None:
+        """The parameters were stepped; starts to gather those that are used first."""
+        self.step += 1
+        # Buffers are written behind autograd's back: a graph from before must not be used.
+        increment_version([p for c in self.chunks if c.trained for p in c.chunk.members])
+        if self.copies.left:
+            self.copies.remember()
+        self.prefetch()
+
     def prefetch(self) -> None:
         """Starts the next forward's first gathers; its first modules will wait for just those."""
         if self.sharded:
-            self._peeked = None
-            self.settle_lent()
+            self.settle_writes()
             self.record.note("prefetched")
             self._engine.prefetch()
 
     def _begin(self, kind: Pass) -> None:
-        self._peeked = None
-        self.settle_lent()
+        self.settle_writes()
         self.record.note(kind.name)
         self._engine.begin(kind)
 
@@ -290,11 +299,11 @@ class Gatherer:
         mine = [p for p in parameters if id(p) in self._home]
         chunks = {id(c): c for c in (self._home[id(p)] for p in mine)}
         absent = any(c.presence is Presence.ABSENT for c in chunks.values())
-        reading = func in _READS or not torch.is_grad_enabled()
+        reading = func in READS or not torch.is_grad_enabled() or _initialises(func)
         if not reading and self._depth == 0 and backward_number() >= 0:
             self._follow_backward()  # what is computed again there begins with its parameters
         if self._engine.current is Pass.NONE and self._depth == 0 and absent and reading:
-            return self._outside(func, args, kwargs)
+            return self.copies.run(func, args, kwargs, self.step)
         with self._using(chunks.values()):
             for sharded in chunks.values():
                 self.use(sharded)
@@ -309,95 +318,26 @@ class Gatherer:
         finally:
             self._now = before
 
-    def _outside(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs an operation on copies of the parameters, and writes back what it wrote."""
-        copies: dict[int, tuple[nn.Parameter, Tensor, int]] = {}
+    def _copied(self, sharded: ShardedChunk) -> Tensor:
+        """A copy of a whole chunk; every rank calls it, to send its part."""
+        chunk = sharded.chunk
+        with chunk.opened():
+            part = chunk.home.to(chunk.dtype, copy=True)
+        if chunk.layout.parts == 1:
+            return part
+        whole = torch.empty(chunk.layout.size, dtype=chunk.dtype, device=chunk.device)
+        with guard():
+            all_gather(whole, part, self.group, purpose=self._purpose(sharded))
+        return whole
 
-        def replaced(value: Any) -> Any:
-            if isinstance(value, nn.Parameter) and id(value) in self._home:
-                copy = self._peek(value)
-                copies[id(copy)] = (value, copy, copy._version)
-                return copy
-            if isinstance(value, list | tuple):
-                return type(value)(replaced(v) for v in value)
-            return value
-
-        result = func(*replaced(args), **{k: replaced(v) for k, v in kwargs.items()})
-        if func == _DATA:
-            return self._lend(args[0], result)
-        for parameter, copy, version in copies.values():
-            if copy._version != version:
-                self._write_back(parameter, copy)
-        return copies[id(result)][0] if id(result) in copies else result
-
-    def _peek(self, parameter: nn.Parameter) -> Tensor:
-        sharded = self._home[id(parameter)]
-        if sharded.presence is not Presence.ABSENT:
-            self.finish(sharded)
-            return parameter.detach()
-        if self._peeked is None or self._peeked[0] is not sharded:
-            self._peeked = None
-            self.settle_lent()
-            chunk = sharded.chunk
-            with chunk.opened():
-                part = chunk.home.to(chunk.dtype, copy=True)
-            whole = torch.empty(chunk.layout.size, dtype=chunk.dtype, device=chunk.device)
-            if chunk.layout.parts == 1:
-                whole.copy_(part)
-            else:
-                with guard():
-                    all_gather(whole, part, self.group, purpose=self._purpose(sharded))
-            self._peeked = (sharded, chunk.named_views(whole))
-        name = next(n for n, p in sharded.chunk.parameters.items() if p is parameter)
-        return self._peeked[1][name]
-
-    def _write_back(self, parameter: nn.Parameter, copy: Tensor) -> None:
-        chunk = self._home[id(parameter)].chunk
-        for piece in chunk.layout.pieces(chunk.part):
-            if chunk.parameters[piece.name] is parameter:
-                part = copy.reshape(-1)[piece.offset : piece.offset + piece.numel]
-                with chunk.opened(write=True):
-                    chunk.merge(chunk.home[piece.start : piece.end], part)
-
-    def _lend(self, parameter: nn.Parameter, data: Tensor) -> Tensor:
-        """A view of ``parameter.data`` of which writes can be noticed later."""
-        if self._home[id(parameter)].presence is not Presence.ABSENT:
-            return data
-        self.lent.append(_Lent(parameter, data, self.step))
-        return data.view(data.shape)
-
-    def settle_lent(self) -> None:
-        """Brings what was written to ``parameter.data`` to the shards.
+    def settle_writes(self) -> None:
+        """Brings what was written between passes to the shards; see `_copies.py`.
 
         Raises:
-            GulliverError: such a copy was written after a step that changed the parameter.
+            GulliverError: what was written is out of date.
         """
-        if not self.lent:
-            return
-        for lent in self.lent:
-            if lent.data._version == lent.version:
-                continue
-            if lent.step != self.step:
-                raise GulliverError(
-                    "parameter.data that was taken before a step was written after it: stage 3 "
-                    "gives a copy there, so take parameter.data anew in every step"
-                )
-            lent.version = lent.data._version
-            sharded = self._home[id(lent.parameter)]
-            if sharded.presence is Presence.ABSENT:
-                self._write_back(lent.parameter, lent.data)
-            else:
-                self.finish(sharded)
-                lent.parameter.detach().copy_(lent.data)
-        self._forget_lent()
-
-    def _forget_lent(self) -> None:
-        """Forgets what nobody else has any more."""
-        mine = Counter(storage_of(lent.data) for lent in self.lent)
-        if self._peeked is not None:
-            views = list(self._peeked[1].values())
-            mine[storage_of(views[0])] += len(views) + 1  # and the tensor that they are views of
-        self.lent = [v for v in self.lent if storage_users(v.data) > mine[storage_of(v.data)]]
+        if self.copies.lent or self.copies.left:
+            self.copies.settle(self.step)
 
     # What autograd saves.
 
@@ -439,16 +379,6 @@ class Gatherer:
             return saved.parameter.detach().as_strided(saved.size, saved.stride, start)
 
 
-class _Lent:
-    """A copy that was given out as ``parameter.data``, while somebody has it."""
-
-    __slots__ = ("data", "parameter", "step", "version")
-
-    def __init__(self, parameter: nn.Parameter, data: Tensor, step: int) -> None:
-        self.parameter, self.data, self.step = parameter, data, step
-        self.version = data._version
-
-
 class _Saved:
     """A parameter, or a view of one, as autograd keeps it."""
 
@@ -459,5 +389,6 @@ class _Saved:
         self.size, self.stride, self.offset = size, stride, offset
 
 
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_READS = frozenset({Tensor.detach, _DATA, Tensor.numpy, Tensor.tolist, Tensor.item})  # type: ignore[attr-defined]
+def _initialises(func: Callable[..., Any]) -> bool:
+    """Whether a function of `torch.nn.init` is called, which records nothing for autograd."""
+    return getattr(func, "__module__", None) == nn.init.__name__

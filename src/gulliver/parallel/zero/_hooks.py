@@ -18,7 +18,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gulliver._compat import compiled_call, is_compiled, replace_compiled_call
+from gulliver._compat import (
+    compiled_call,
+    detach_recomputed,
+    is_compiled,
+    replace_compiled_call,
+)
 from gulliver.errors import GulliverError
 from gulliver.memory import hide_from_compilers
 from gulliver.parallel.zero._gatherer import Gatherer
@@ -60,6 +65,8 @@ class _Calls:
 
     def _begin(self, gatherer: Gatherer) -> None:
         assert self._shards is not None
+        if self._shards.sleeping:
+            self._shards.wake()
         for module in self._modules[1:]:
             _wait_before(module, self._shards)
         gatherer.enter_forward()
@@ -94,6 +101,7 @@ def watch_calls(model: nn.Module, shards: ShardedState) -> None:
     calls = _Calls(shards, model)
     model.register_forward_pre_hook(calls.enter, prepend=True)
     if shards.stage == 3:
+        detach_recomputed()
         model.register_forward_hook(calls.leave, always_call=True)
 
 

@@ -1,12 +1,14 @@
 """Steps each chunk inside of backward, as soon as its reduced gradient is there.
 
 Read `InBackward.reduced` first: the reducer calls it for every chunk that it has sent. Updates, and
-with stages 1 and 2 gathers, then overlap with the backward of earlier layers, and a gradient lives
-from its first term to its update only.
+with stages 1 and 2 some gathers, then overlap with the backward of earlier layers, and a gradient
+lives from its first term to its update only.
 
 [Note: which chunk when] Gathers are collectives, so all ranks must step chunks at the same place
-among them: a chunk is stepped when `LAG` later ones have been sent, whatever has arrived. What is
-not stepped when backward ends, `step` does.
+among them: a chunk is stepped when `UPDATE_LAG` later ones have been sent, whatever has arrived,
+and the last ones when backward ends. With stages 1 and 2 it is gathered right then, or in the step,
+in the order of use: which of both is told by `gathers_in_backward`, and why. Until then its
+parameters are neither old nor new, and whoever reads them is refused.
 
 [Note: used anywhere] Whether a parameter has a gradient on any rank is voted on before a step, see
 `_reducer.py`. Here every chunk has a vote of its own, which travels beside its gradients; with the
@@ -25,21 +27,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from gulliver._compat import step_hooks
-from gulliver.comm import Handle, all_reduce
+from gulliver.comm import Handle, all_gather
 from gulliver.errors import GulliverError
+from gulliver.memory import mark_pending, mark_ready
 from gulliver.parallel.zero._groups import first_change
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._shards import ShardedState
 from gulliver.parallel.zero._updates import Updates
-
-LAG = 2
-"""Chunks that are sent after one before it is stepped; on one rank there is nothing to wait for."""
+from gulliver.solve import UPDATE_LAG, gathers_in_backward
 
 
 class InBackward:
@@ -59,6 +61,7 @@ class InBackward:
         self._torn = ""
         self._numbers: dict[ShardedChunk, int] = {}
         self._sent: deque[tuple[ShardedChunk, Tensor, Handle]] = deque()
+        self._stepped: dict[int, ShardedChunk] = {}
         self._options: dict[str, str] = {}
         self._hooks = ExitStack()
 
@@ -77,6 +80,8 @@ class InBackward:
         reducer.sent = self.reduced
         try:
             yield
+            while self._sent:
+                self._step(*self._sent.popleft())
         except BaseException:
             if len(self._numbers) < count:
                 self._torn = f"{count - len(self._numbers)} of {count} chunks"
@@ -93,25 +98,40 @@ class InBackward:
         votes = torch.tensor([*used, *self._shards.watched.votes()] if first else used)
         votes = votes.to(torch.uint8)
         why = sharded.purpose("votes on", "in a backward")
-        handle = all_reduce(votes, "max", self._shards.group, async_op=True, purpose=why)
-        self._sent.append((sharded, votes, handle))
-        while len(self._sent) > (LAG if self._shards.size > 1 else 0):
+        # One exchange, where an all-reduce takes two, and the second would wait for what follows.
+        every = votes.new_empty(self._shards.size * len(votes))
+        handle = all_gather(every, votes, self._shards.group, async_op=True, purpose=why)
+        self._sent.append((sharded, every.view(self._shards.size, -1), handle))
+        # On one rank there is nothing to wait for.
+        while len(self._sent) > (UPDATE_LAG if self._shards.size > 1 else 0):
             self._step(*self._sent.popleft())
 
     def _step(self, sharded: ShardedChunk, votes: Tensor, handle: Handle) -> None:
         handle.wait()
-        names, answer = list(sharded.chunk.parameters), votes.tolist()
+        names, answer = list(sharded.chunk.parameters), votes.amax(0).tolist()
         if len(answer) > len(names):
             self._shards.watched.check_votes(answer[len(names) :])
             self._begin()
         self._prepare(sharded)
         used = {name for name, vote in zip(names, answer, strict=False) if vote}
         self._updates.allowed = True
-        self._updates.step([self._numbers.pop(sharded)], used)
+        number = self._numbers.pop(sharded)
+        later = self._is_gathered_later(number)
+        self._updates.step([number], used, gather=not later)
+        if later:
+            self._stepped[number] = sharded
+            mark_pending(sharded.chunk.members, _refuse_to_read)
         self._shards.reducer.use_up(sharded)
         # Its buffer was written behind autograd's back: what still refers to it must not be used.
         increment_version(sharded.chunk.members)
+        self._shards.gatherer.copies.remember()
         sharded.updates += 1
+
+    def _is_gathered_later(self, number: int) -> bool:
+        """Whether a chunk of a number is gathered in the step, and not when it is stepped."""
+        shards = self._shards
+        gathered = shards.stage in (1, 2) and shards.size > 1
+        return gathered and not gathers_in_backward(number, len(shards.chunks))
 
     def _begin(self) -> None:
         """The first chunk is about to be stepped."""
@@ -132,7 +152,7 @@ class InBackward:
     # The step after it.
 
     def finish(self, used: set[str]) -> None:
-        """Steps what backward has not, and ends the step that it has begun; every rank calls it.
+        """Gathers what backward has stepped, steps what it has not; every rank calls it.
 
         Args:
             used: names of parameters that have a gradient on any rank.
@@ -141,17 +161,19 @@ class InBackward:
             GulliverError: an option of a group was changed since.
         """
         self._check_options()
-        while self._sent:
-            self._sent.popleft()[2].wait()  # the vote of the step says the same
         if self._shards.stage == 3:
             self._shards.gatherer.release_all()
         if not self._options:
             self._begin()
         self._updates.allowed = True
         try:
-            for sharded, number in self._numbers.items():
+            for _, sharded in sorted(self._stepped.items()):
+                self._shards.gatherer.start(sharded)
+            self._stepped.clear()
+            for sharded in self._numbers:
                 self._prepare(sharded)
-                self._updates.step([number], used)
+                # An evaluation since may have let more chunks be trained.
+                self._updates.step([self._shards.chunks.index(sharded)], used)
                 if sharded.gradient_shard is not None:
                     self._shards.reducer.use_up(sharded)
             self._hooks.close()
@@ -201,5 +223,15 @@ class InBackward:
     def _forget(self) -> None:
         self.begun = False
         self._numbers, self._options = {}, {}
+        for sharded in self._stepped.values():
+            mark_ready(sharded.chunk.members)
+        self._stepped.clear()
         self._sent.clear()
         self._hooks.pop_all()
+
+
+def _refuse_to_read(*_: Any) -> Any:
+    raise GulliverError(
+        "parameters were read between backward and step: step_in_backward has begun the step, and "
+        "they are neither old nor new: read them after step"
+    )

@@ -10,7 +10,7 @@ their order, and backward through them, the gradients of a module together.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -104,65 +104,67 @@ def held_bytes(
         state: bytes that the optimizer itself keeps.
         events: record of a step; None for one in the order of the parameters.
     """
-    replay = _Replay(chunks, stage, parts, ahead, state)
+    replay = _Counted(chunks, stage, parts, ahead, state)
     for _ in range(2):  # the second begins with what the first has gathered ahead
-        replay.run(list(_ordinary(chunks)) if events is None else events)
+        replay.run(ordinary_step(chunks) if events is None else events)
+        replay.forget()
     return replay.counter.fullest
 
 
 @dataclass(eq=False, kw_only=True)
-class _Imagined(Resident):
+class ImaginedChunk(Resident):
     """A chunk as numbers of bytes.
 
     Attributes:
-        nbytes: size of the whole chunk.
-        shard: size of its reduced gradient.
-        handed: whether the reduced gradient is the buffer itself.
-        buffer: bytes of its gradient buffer that are there.
-        reduced: bytes of its reduced gradient that are there.
+        number: index in the order of use.
+        size: its sizes.
     """
 
-    nbytes: int
-    shard: int
-    handed: bool
-    buffer: int = 0
-    reduced: int = 0
+    number: int
+    size: ChunkBytes
 
 
-class _Replay:
-    """Replays events and counts."""
+class StepReplay:
+    """Replays events of a step by the rules of the engines; subclasses say what each does.
+
+    Args:
+        chunks: chunks in the order of use.
+        stage: stage of ZeRO.
+        ahead: number of chunks that stage 3 gathers ahead.
+        in_flight: number of chunks whose gradients travel at once.
+        tight: whether what a pass jumps over is given back at once, see `Prefetcher`.
+
+    Attributes:
+        flying: chunks whose gradients travel.
+    """
 
     def __init__(
-        self, chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int, state: int
+        self,
+        chunks: Sequence[ChunkBytes],
+        stage: int,
+        ahead: int,
+        in_flight: int,
+        tight: bool = False,
     ) -> None:
-        self.stage, self.counter = stage, ByteCounter()
-        self.in_flight = IN_FLIGHT if parts > 1 else 0
+        self.stage, self.in_flight = stage, in_flight
         presence = Presence.ABSENT if stage == 3 else Presence.WHOLE
         self.chunks = [
-            _Imagined(
-                presence=presence,
-                nbytes=chunk.whole,
-                shard=chunk.shard,
-                handed=parts == 1 and not chunk.copied,
-            )
-            for chunk in chunks
+            ImaginedChunk(presence=presence, number=number, size=size)
+            for number, size in enumerate(chunks)
         ]
-        self.engine = Prefetcher(self.chunks, self, ahead)
-        self.flying: deque[_Imagined] = deque()
-        self.counter.add(OPTIMIZER_STATE, state + sum(c.shard for c in chunks if c.copied))
-        held = [c.shard * (not c.copied) if stage == 3 else c.whole for c in chunks]
-        self.counter.add(PARAMETERS, sum(held))
+        self.engine = Prefetcher(self.chunks, self, ahead, tight=tight)
+        self.flying: deque[ImaginedChunk] = deque()
 
-    def run(self, events: Sequence[Event]) -> None:
-        """Replays one step, and what is forgotten after it."""
+    def run(self, events: Iterable[Event]) -> None:
+        """Replays one step; all gradients have landed when it ends."""
         for what, number in events:
-            if what in ("collecting", "reduced"):
-                getattr(self, what)(self.chunks[number])
+            if what == "collecting":
+                self._collect(self.chunks[number])
+            elif what == "reduced":
+                self._reduce(self.chunks[number])
             elif self.stage == 3:
                 self.passes(what, number)
         self.land_all()
-        for chunk in self.chunks:
-            self.drop(chunk)
 
     def passes(self, what: str, number: int) -> None:
         """What moves parameters."""
@@ -182,90 +184,180 @@ class _Replay:
 
     # What the prefetcher asks for.
 
-    def bring(self, chunk: _Imagined) -> None:
+    def bring(self, chunk: ImaginedChunk) -> None:
         """Makes a buffer, where there is none."""
         self.finish(chunk)
-        if chunk.presence is Presence.ABSENT:
-            self.counter.add(PARAMETERS, chunk.nbytes)
+        self.gathers(chunk, fresh=chunk.presence is Presence.ABSENT)
         chunk.enter(Presence.ARRIVING)
 
-    def finish(self, chunk: _Imagined) -> None:
+    def finish(self, chunk: ImaginedChunk) -> None:
         """Everything is there when it is asked for."""
         if chunk.presence is Presence.ARRIVING:
             chunk.enter(Presence.WHOLE)
 
-    def release(self, chunk: _Imagined) -> None:
+    def release(self, chunk: ImaginedChunk) -> None:
         """Gives the buffer back."""
         self.finish(chunk)
         if chunk.presence is Presence.WHOLE:
-            self.counter.add(PARAMETERS, -chunk.nbytes)
+            self.gives_back(chunk)
             chunk.enter(Presence.ABSENT)
 
     # What `GradientReducer` does.
 
-    def collecting(self, chunk: _Imagined) -> None:
-        """The first gradient arrives."""
+    def _collect(self, chunk: ImaginedChunk) -> None:
         if chunk in self.flying:
             self.land_all()
-        self.counter.add(GRADIENTS, chunk.nbytes - chunk.buffer)
-        chunk.buffer = chunk.nbytes
+        self.collects(chunk)
 
-    def reduced(self, chunk: _Imagined) -> None:
-        """All have arrived."""
-        if not chunk.handed:
-            self.counter.add(GRADIENTS, chunk.shard)
+    def _reduce(self, chunk: ImaginedChunk) -> None:
+        self.sends(chunk)
         self.flying.append(chunk)
         if self.stage >= 2 and len(self.flying) > self.in_flight:
-            self.land(self.flying.popleft())
+            self.land(self.flying[0])
 
-    def land(self, chunk: _Imagined) -> None:
-        """The shard has its part."""
-        if chunk.reduced:
-            self.counter.add(GRADIENTS, -chunk.shard)  # it was added to what there was
-        chunk.reduced = chunk.shard
-        if chunk.handed:
-            chunk.buffer = 0
-        elif self.stage != 1:
-            self.counter.add(GRADIENTS, -chunk.buffer)
-            chunk.buffer = 0
+    def land(self, chunk: ImaginedChunk) -> None:
+        """Lets the gradients of a chunk arrive, if they travel."""
+        if chunk in self.flying:
+            self.flying.remove(chunk)
+            self.lands(chunk)
 
     def land_all(self) -> None:
-        """Every shard has its part."""
+        """Lets all gradients arrive."""
         while self.flying:
-            self.land(self.flying.popleft())
+            self.land(self.flying[0])
 
-    def drop(self, chunk: _Imagined) -> None:
-        """The gradient is forgotten."""
-        self.counter.add(GRADIENTS, -chunk.reduced)
-        chunk.reduced = 0
+    # What that means.
+
+    def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
+        """The way of its parameters to all ranks begins, `fresh` into a new buffer."""
+        raise NotImplementedError
+
+    def gives_back(self, chunk: ImaginedChunk) -> None:
+        """The buffer of its parameters goes."""
+        raise NotImplementedError
+
+    def collects(self, chunk: ImaginedChunk) -> None:
+        """The first gradient arrives."""
+        raise NotImplementedError
+
+    def sends(self, chunk: ImaginedChunk) -> None:
+        """All gradients have arrived, and their way to the shards begins."""
+        raise NotImplementedError
+
+    def lands(self, chunk: ImaginedChunk) -> None:
+        """The shard has its part."""
+        raise NotImplementedError
 
 
-def _ordinary(chunks: Sequence[ChunkBytes]) -> Iterator[Event]:
-    """A step of a model whose modules are used in the order of their parameters."""
+class _Counted(StepReplay):
+    """Counts the bytes that are held."""
+
+    def __init__(
+        self, chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int, state: int
+    ) -> None:
+        super().__init__(chunks, stage, ahead, IN_FLIGHT if parts > 1 else 0)
+        self.counter = ByteCounter()
+        self._parts, self._buffers, self._reduced = parts, dict[int, int](), dict[int, int]()
+        self.counter.add(OPTIMIZER_STATE, state + sum(c.shard for c in chunks if c.copied))
+        held = [c.shard * (not c.copied) if stage == 3 else c.whole for c in chunks]
+        self.counter.add(PARAMETERS, sum(held))
+
+    def _is_handed(self, chunk: ImaginedChunk) -> bool:
+        """Whether the reduced gradient is the buffer itself."""
+        return self._parts == 1 and not chunk.size.copied
+
+    def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
+        self.counter.add(PARAMETERS, chunk.size.whole if fresh else 0)
+
+    def gives_back(self, chunk: ImaginedChunk) -> None:
+        self.counter.add(PARAMETERS, -chunk.size.whole)
+
+    def collects(self, chunk: ImaginedChunk) -> None:
+        self.counter.add(GRADIENTS, chunk.size.whole - self._buffers.get(chunk.number, 0))
+        self._buffers[chunk.number] = chunk.size.whole
+
+    def sends(self, chunk: ImaginedChunk) -> None:
+        if not self._is_handed(chunk):
+            self.counter.add(GRADIENTS, chunk.size.shard)
+
+    def lands(self, chunk: ImaginedChunk) -> None:
+        # It was added to what there was.
+        self.counter.add(GRADIENTS, -self._reduced.get(chunk.number, 0))
+        self._reduced[chunk.number] = chunk.size.shard
+        if self._is_handed(chunk):
+            self._buffers.pop(chunk.number, 0)
+        elif self.stage != 1:
+            self.counter.add(GRADIENTS, -self._buffers.pop(chunk.number, 0))
+
+    def forget(self) -> None:
+        """Forgets the reduced gradients."""
+        self.counter.add(GRADIENTS, -sum(self._reduced.values()))
+        self._reduced.clear()
+
+
+def ordinary_step(
+    chunks: Sequence[ChunkBytes], order: Sequence[str] = (), again: Sequence[str] = ()
+) -> Iterator[Event]:
+    """A step of a model whose modules are used in the order of their parameters.
+
+    Args:
+        chunks: chunks in the order of use.
+        order: names of the parameters in the order of use, one that is used again also there; none
+            for the order of the chunks.
+        again: paths of the blocks that backward computes again.
+    """
     if not chunks:
         return
-    names = [(name, number) for number, chunk in enumerate(chunks) for name in chunk.names]
+    homes = {name: number for number, chunk in enumerate(chunks) for name in chunk.names}
+    names = list(order or homes)
     yield Pass.FORWARD.name, -1
-    for _, number in names:
-        yield "used", number
+    for name in names:
+        yield "used", homes[name]
     yield "forward ended", -1
     yield Pass.BACKWARD.name, -1
-    missing = [len(chunk.names) for chunk in chunks]
+    first = {name: place for place, name in reversed(list(enumerate(names)))}
+    missing = [set(chunk.names) for chunk in chunks]
     following = deque(n for n in range(len(chunks) - 1, -1, -1) if chunks[n].trained)
     begun: set[int] = set()
-    for _, module in groupby(reversed(names), key=lambda entry: entry[0].rpartition(".")[0]):
-        members = [number for _, number in module]
-        yield from (("used", number) for number in members)
-        for number in members:
-            missing[number] -= 1
+    for uses, members in backward_uses(names, again):
+        yield from (("used", homes[name]) for name in uses)
+        for place, name in members:
+            number = homes[name]
+            if place != first[name]:
+                continue  # autograd adds up what all uses make, and hands it over once
+            missing[number].discard(name)
             if chunks[number].trained and number not in begun:
                 begun.add(number)
                 yield "collecting", number
-            while following and missing[following[0]] == 0:
+            while following and not missing[following[0]]:
                 yield "reduced", following.popleft()
     yield "backward ended", -1
     yield "released", -1
     yield "prefetched", -1
+
+
+def backward_uses(
+    names: Sequence[str], again: Sequence[str] = ()
+) -> Iterator[tuple[list[str], list[tuple[int, str]]]]:
+    """Goes backward through the modules that use parameters.
+
+    Args:
+        names: names of the parameters in the order of use.
+        again: paths of the blocks that backward computes again.
+
+    Yields:
+        Names that are read, and those of the module that then have gradients, with their places.
+    """
+    entered = None
+    backwards = reversed(list(enumerate(names)))
+    for module, found in groupby(backwards, key=lambda entry: entry[1].rpartition(".")[0]):
+        members = list(found)
+        uses = [name for _, name in members]
+        block = next((path for path in again if f"{module}.".startswith(f"{path}.")), None)
+        if block is not None and block != entered:
+            uses = [name for name in names if name.startswith(f"{block}.")] + uses
+        entered = block
+        yield uses, members
 
 
 def _state_bytes(shards: ShardedState) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from gulliver._compat import step_hooks
 from gulliver.comm import Group, all_gather, all_reduce
@@ -72,6 +72,7 @@ class ZeroOptimizer(BoostedOptimizer):
             (stage 3); None keeps all of it here.
         step_in_backward: whether chunks are stepped during backward, as their gradients come. With
             `max_norm`, and with fp16, all gradients are waited for; see `_in_backward.py`.
+        order: names of the parameters in the order of use, in which chunks are cut and gathered.
 
     Raises:
         GulliverError: the optimizer cannot be sharded; a parameter is of a dtype that is not
@@ -95,6 +96,7 @@ class ZeroOptimizer(BoostedOptimizer):
         manager: Manager | None = None,
         step_in_backward: bool = False,
         assume_per_parameter: bool = False,
+        order: Sequence[str] = (),
     ) -> None:
         super().__init__(inner, names)
         check_optimizer(inner, stage, assume_elementwise, assume_per_parameter)
@@ -106,10 +108,10 @@ class ZeroOptimizer(BoostedOptimizer):
         exported = super().export_state()
         state = {n: {k: v for k, v in e.items() if v is not None} for n, e in exported.items()}
         sharded = dict(frozen or {}) if stage == 3 else {}
-        whole = needs_whole(inner, assume_elementwise)
-        self.shards = ShardedState(
-            inner, self.names, sharded, stage, chunk_bytes, group, ahead, overlap, manager, whole
-        )
+        options = ahead, overlap, manager, needs_whole(inner, assume_elementwise), order
+        self.shards = ShardedState(inner, self.names, sharded, stage, chunk_bytes, group, *options)
+        self.names = self.shards.names  # which grow when parameters are unfrozen
+        self._frozen = [p for p in self._frozen if p not in self.shards.sleeping]
         self.max_norm = max_norm
         self.grad_norm: Tensor | None = None
         self.skipped = 0
@@ -206,6 +208,7 @@ class ZeroOptimizer(BoostedOptimizer):
             self._reducer.scale = self.scaler.scale
             loss = loss * self.scaler.scale
         self._mark("backward")
+        self.shards.wake()
         self.gatherer.enter_backward()
         try:
             with self._stepping(), self._reducer.backward(not self._deferred), self._saving():
@@ -214,13 +217,18 @@ class ZeroOptimizer(BoostedOptimizer):
         finally:
             self.gatherer.leave_backward()
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether chunks are stepped during backward: nothing needs all gradients before."""
+        waits = math.isfinite(self.max_norm) or self.scaler is not None
+        return self.step_in_backward and not waits
+
     def _stepping(self) -> AbstractContextManager[None]:
         """Lets chunks be stepped in a backward, where nothing needs all gradients before."""
         self._begun.check_whole()
         self._begun.refuse("backward was called")
-        waits = math.isfinite(self.max_norm) or self.scaler is not None or self._accumulating
         profiling = self.tuner is not None and self.tuner.profiling
-        if not self.step_in_backward or waits or profiling:
+        if not self.steps_in_backward or self._accumulating or profiling:
             return nullcontext()
         return self._begun.backward()
 
@@ -303,10 +311,7 @@ class ZeroOptimizer(BoostedOptimizer):
         self._reducer.unsettle()
         if self.buffers is not None:
             self.buffers.sync()
-        self.gatherer.step += 1
-        # The buffers are written behind autograd's back: a graph from before must not be used.
-        increment_version(list(self.names))
-        self.gatherer.prefetch()
+        self.gatherer.end_step()
         if self.shards.manager is not None:
             self.shards.manager.end_step()
         self.shards.end_record()
@@ -468,7 +473,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def group_names(self) -> list[list[str]]:
         """Names of the trained parameters of each group."""
-        return [list(members) for members in self.shards.members]
+        return self.shards.group_names()
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients that this rank holds now: shards and whole buffers."""

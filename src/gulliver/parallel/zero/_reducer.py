@@ -78,29 +78,35 @@ class GradientReducer:
     def __init__(
         self, chunks: Sequence[ShardedChunk], stage: int, group: Group, overlap: bool = True
     ) -> None:
-        self.chunks, self.stage, self.group, self.overlap = chunks, stage, group, overlap
+        self.stage, self.group, self.overlap = stage, group, overlap
         self.size = group_size(group)
         self.scale = 1.0
         self.noted: Callable[[str], None] | None = None
         self.sent: Callable[[ShardedChunk], None] | None = None
         # With one rank there is nothing to wait for.
         self._in_flight = IN_FLIGHT if self.size > 1 else 0
-        self._home = {name: c for c in chunks for name in c.chunk.parameters}
-        self._names = list(self._home)
+        self._home: dict[str, ShardedChunk] = {}
         self._used: set[str] = set()
-        self._late: set[ShardedChunk] = set()
-        self._order = list(reversed(chunks))
         self._next = 0
         self._reducing = self._settled = False
         self._flying: deque[ShardedChunk] = deque()
         self.record: Callable[[str, ShardedChunk], None] | None = None
-        self._hooks = []
-        for name, home in self._home.items():
-            parameter = home.chunk.parameters[name]
+        self._hooks: list = []
+        self.take(chunks)
+
+    def take(self, chunks: Sequence[ShardedChunk]) -> None:
+        """Reduces these chunks from here on, of which it may know some."""
+        known, self.chunks = self._home, chunks
+        self._home = {name: c for c in chunks for name in c.chunk.parameters}
+        self._late, self._order = set[ShardedChunk](), list(reversed(chunks))
+        for name in self._home.keys() - known.keys():
+            parameter = self._home[name].chunk.parameters[name]
+            needed = parameter.requires_grad  # hooks are taken then only, and stay
             self._hooks += [
-                parameter.register_hook(self._before_hook(name)),
+                parameter.requires_grad_().register_hook(self._before_hook(name)),
                 parameter.register_post_accumulate_grad_hook(self._ready_hook(name)),
             ]
+            parameter.requires_grad_(needed)
 
     def _before_hook(self, name: str) -> Callable[[object], None]:
         """Makes the hook before autograd adds to a parameter: the gradient must be a view then.
@@ -140,10 +146,10 @@ class GradientReducer:
                 if not waiting:
                     if ordered:
                         self._reduce_complete()
-                        if parks and sharded.phase is Phase.COLLECTING:
+                        if parks and sharded.phase is Phase.COLLECTING:  # it waits for others
                             sharded.chunk.wake_gradient()
                             self._gather_up(sharded)
-                            sharded.chunk.park_gradient()  # it waits for others
+                            sharded.chunk.park_gradient()
                     else:
                         self._reduce(sharded)
             elif parks:
@@ -156,7 +162,12 @@ class GradientReducer:
         return ready
 
     def relieve(self) -> None:
-        """Lets go of gradients that are being collected, until the next term of each comes."""
+        """Lands what travels, and lets go of gradients that are being collected.
+
+        These come again with their next terms. To wait is safe: what travels has been issued, in
+        one order on all ranks, so none of them waits for what another has yet to issue.
+        """
+        self.land_all()
         for sharded in self.chunks:
             if sharded.phase is Phase.COLLECTING:
                 sharded.chunk.rest_gradient()
@@ -205,7 +216,7 @@ class GradientReducer:
         for sharded in self.chunks:
             self._forget_cleared(sharded)
             self._used |= sharded.chunk.placed.keys()
-        names = self._names
+        names = list(self._home)
         collecting = any(c.phase is Phase.COLLECTING for c in self.chunks)
         foreign = [name for c in self.chunks for name in c.chunk.foreign_gradients()]
         # On the CPU: the host waits for the answer, a device need not.
@@ -230,7 +241,7 @@ class GradientReducer:
 
     def _sort(self, used: set[str]) -> None:
         """Lets chunks that are not used as wholes come last: the others would wait for them."""
-        every = self.size == 1 or len(used) == len(self._names)
+        every = self.size == 1 or len(used) == len(self._home)
         unused = (
             [] if every else [c for c in self.chunks if not used.issuperset(c.chunk.parameters)]
         )
@@ -441,7 +452,10 @@ class GradientReducer:
         assert sharded.reduction is not None
         assert sharded.incoming is not None
         sharded.reduction.wait()
+        self._flying.remove(sharded)  # room may have to be made on the way, by landing the others
         incoming, sharded.reduction, sharded.incoming = sharded.incoming, None, None
+        if self.stage != 1:
+            sharded.chunk.free_gradient()
         if self.scale != 1.0:
             incoming /= self.scale
         if sharded.gradient_shard is None:
@@ -450,9 +464,6 @@ class GradientReducer:
             for gradient in sharded.gradients(write=True):
                 gradient += incoming
             sharded.chunk.give_reduced(incoming)
-        if self.stage != 1:
-            sharded.chunk.free_gradient()
-        self._flying.remove(sharded)
         sharded.move(Phase.EMPTY)
         self._zero(sharded, sharded.chunk.cleared_names())
 

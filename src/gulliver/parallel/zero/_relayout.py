@@ -36,14 +36,7 @@ def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bo
     if any(c.gradient_shard is not None or c.chunk.gradient_begun for c in shards.chunks):
         raise GulliverError("chunks are cut between steps: call zero_grad first")
     shards.watched.check_members()  # the groups are filled anew
-    place = {name: number for number, name in enumerate(order)}
-    new = []
-    for trained in (True, False):
-        names = shards.names if trained else shards.frozen_names
-        inorder = dict(sorted(names.items(), key=lambda item: place.get(item[1], len(place))))
-        new += [(*found, trained) for found in shards.layouts(inorder, chunk_bytes)]
-    new.sort(key=lambda found: min(place.get(s.name, len(place)) for s in found[0].slots))
-    old = shards.everything
+    new, old = shards.ordered(order, chunk_bytes), shards.everything
     shards.chunk_bytes = chunk_bytes
     if [found[0] for found in new] == [c.chunk.layout for c in old]:
         return False

@@ -51,6 +51,7 @@ def model_leaves(
         GulliverError: a module keeps state that is no tensor.
     """
     refuse_extra_state(model)
+    shards.wake()
     take_finished_writes(shards)
     if fill and shards.tiers is not None:
         shards.gatherer.release_all()  # nothing may move until all is filled
@@ -137,7 +138,7 @@ def take_finished_writes(shards: ShardedState) -> None:
 
     A parameter that is on its way cannot have been written: whoever touches it waits for it.
     """
-    shards.gatherer.settle_lent()
+    shards.gatherer.settle_writes()
     for sharded in shards.everything:
         if sharded.presence is Presence.WHOLE and sharded.chunk.buffer is not None:
             sharded.chunk.take_writes()

@@ -6,7 +6,7 @@ them: the gradients `_reducer.py`, the parameters `_gatherer.py`.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -84,9 +84,14 @@ class ShardedChunk(Resident):
     users: int = 0
 
     def __post_init__(self) -> None:
+        self._purposes: dict[tuple[str, str], Purpose] = {}
+        self.own(self.pieces)
+
+    def own(self, pieces: Iterable[tuple[Piece, nn.Parameter]]) -> None:
+        """Takes the pieces that this rank steps."""
+        self.pieces = list(pieces)
         self.owned = [owned for _, owned in self.pieces]
         self.stand_ins = [reduced_gradient(owned) for owned in self.owned]
-        self._purposes: dict[tuple[str, str], Purpose] = {}
         self.hide_gradients()
 
     def move(self, phase: Phase) -> None:

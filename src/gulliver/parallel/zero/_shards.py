@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import WeakMethod
 from zlib import crc32
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from gulliver.comm import Group, broadcast, group_rank, group_size
 from gulliver.memory import (
+    OPTIMIZER_STATE,
     BufferPool,
     Chunk,
     ChunkLayout,
@@ -27,16 +30,18 @@ from gulliver.memory import (
     Manager,
     Piece,
     PlacedChunk,
-    is_claimed,
+    any_read_lock,
+    moment_size,
 )
 from gulliver.parallel._optimizer import is_counter
-from gulliver.parallel.zero._elementwise import steps_by_chunk
+from gulliver.parallel.zero._elementwise import makes_beside, state_sizes, steps_by_chunk
 from gulliver.parallel.zero._gatherer import Gatherer
 from gulliver.parallel.zero._groups import GroupWatch
 from gulliver.parallel.zero._reducer import GradientReducer
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._sizes import TensorSize, chunk_layouts, shard_dtype
 from gulliver.parallel.zero._tiers import Tiers
+from gulliver.parallel.zero._unfreezing import wake
 
 _ALWAYS = nullcontext()
 
@@ -55,11 +60,13 @@ class ShardedState:
         overlap: False waits for every collective at once.
         manager: memory manager that places chunks in tiers (stage 3); None keeps them here.
         whole: whether no trained parameter may be cut; see the note in `gulliver.memory._layout`.
+        order: names of the parameters in the order of use; without any the trained come first.
 
     Attributes:
         everything: all chunks, in the order of use.
         chunks: those of trained parameters.
-        members: names of the parameters of each group.
+        sleeping: frozen parameters that the optimizer was given, which may be unfrozen later.
+        members: names of the trained parameters of each group.
         watched: tells changed groups.
         pool: lends and counts the buffers of chunks.
         reducer: moves gradients to the shards.
@@ -79,17 +86,16 @@ class ShardedState:
         overlap: bool,
         manager: Manager | None = None,
         whole: bool = False,
+        order: Sequence[str] = (),
     ) -> None:
         self.inner, self.names, self.frozen_names = inner, dict(names), dict(frozen)
         self.whole = whole
         self.stage, self.chunk_bytes, self.group = stage, chunk_bytes, group
         self.ahead, self.overlap = ahead, overlap
         self.rank, self.size = group_rank(group), group_size(group)
-        self.members = [
-            [self.names[p] for p in group["params"] if p in self.names]
-            for group in inner.param_groups
-        ]
-        self._group_of = {name: n for n, found in enumerate(self.members) for name in found}
+        self._given = [list(group["params"]) for group in inner.param_groups]
+        self.sleeping = {p: self.frozen_names[p] for p in chain(*self._given) if p in frozen}
+        self.list_members()
         self.watched = GroupWatch(inner, group)
         self.manager = manager
         self.pool = BufferPool() if manager is None else LentBuffers(manager)
@@ -99,12 +105,7 @@ class ShardedState:
         self.everything: list[ShardedChunk] = []
         self.chunks: list[ShardedChunk] = []
         self._engines: tuple[GradientReducer, Gatherer] | None = None
-        chunks = [
-            self._placed(layout, members, trained)
-            for trained, found in ((True, self.names), (False, self.frozen_names))
-            for layout, members in self.layouts(found, chunk_bytes)
-        ]
-        self.adopt(chunks)
+        self.adopt([self._placed(*found) for found in self.ordered(order, chunk_bytes)])
 
     @property
     def parts(self) -> int:
@@ -133,7 +134,23 @@ class ShardedState:
         """Whether each piece that is stepped is a whole parameter."""
         return self.whole or self.parts == 1
 
+    def list_members(self) -> None:
+        """Lists the trained parameters of each group of the optimizer."""
+        self.members = [[self.names[p] for p in g if p in self.names] for g in self._given]
+        self._group_of = {name: n for n, found in enumerate(self.members) for name in found}
+
     # Chunks.
+
+    def kinds(self) -> Iterator[tuple[bool, dict[nn.Parameter, str]]]:
+        """Kinds of parameters that share no chunk, and whether they are trained now."""
+        yield True, self.names
+        yield False, self.sleeping
+        yield False, {p: n for p, n in self.frozen_names.items() if p not in self.sleeping}
+
+    def wake(self) -> None:
+        """Lets parameters be trained that were unfrozen since boost; see `_unfreezing.py`."""
+        if self.sleeping:
+            wake(self)
 
     def home_dtype(self, dtype: torch.dtype, trained: bool) -> torch.dtype:
         """Dtype of the shards of parameters of a dtype."""
@@ -144,12 +161,32 @@ class ShardedState:
     ) -> Iterator[tuple[ChunkLayout, dict[str, nn.Parameter]]]:
         """Cuts parameters in their order into chunks of one dtype and device each."""
         sizes = [
-            TensorSize(n, p.numel(), p.dtype, p.device, whole=self.whole and p in self.names)
+            TensorSize(n, p.numel(), p.dtype, p.device, whole=self.whole and self._may_step(p))
             for p, n in names.items()
         ]
         parameters = {name: parameter for parameter, name in names.items()}
         for layout, _ in chunk_layouts(sizes, chunk_bytes, self.stage, self.size):
             yield layout, parameters
+
+    def ordered(
+        self, order: Sequence[str], chunk_bytes: int
+    ) -> list[tuple[ChunkLayout, dict[str, nn.Parameter], bool]]:
+        """Layout and parameters of all chunks in the order of use, and whether each is trained.
+
+        Args:
+            order: names of the parameters in the order of use; others come last.
+            chunk_bytes: size of a chunk, in bytes.
+        """
+        place = {name: number for number, name in enumerate(order)}
+        found: list[tuple[ChunkLayout, dict[str, nn.Parameter], bool]] = []
+        for trained, names in self.kinds():
+            inorder = dict(sorted(names.items(), key=lambda item: place.get(item[1], len(place))))
+            found += [(*chunk, trained) for chunk in self.layouts(inorder, chunk_bytes)]
+        found.sort(key=lambda chunk: min(place.get(s.name, len(place)) for s in chunk[0].slots))
+        return found
+
+    def _may_step(self, parameter: nn.Parameter) -> bool:
+        return parameter in self.names or parameter in self.sleeping
 
     def _placed(
         self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], trained: bool
@@ -170,15 +207,21 @@ class ShardedState:
         chunk.settle_home(self.home_dtype(chunk.dtype, trained), self.stage == 3, trained)
         if self.stage == 3:
             chunk.release()
+        sharded = ShardedChunk(chunk, [], trained)
+        if trained:
+            self.cut_pieces(sharded)
+        return sharded
+
+    def cut_pieces(self, sharded: ShardedChunk) -> None:
+        """Makes parameters of this rank's pieces of a chunk, for the optimizer."""
+        chunk = sharded.chunk
         with chunk.opened():
-            pieces = [
+            sharded.own(
                 (piece, nn.Parameter(self._cut(chunk, piece)))
-                for piece in (chunk.layout.pieces(chunk.part) if trained else ())
-            ]
-            sharded = ShardedChunk(chunk, pieces, trained)
+                for piece in chunk.layout.pieces(chunk.part)
+            )
             if self.tiers is not None:
                 self.tiers.hide(sharded)
-        return sharded
 
     def _cut(self, chunk: Chunk, piece: Piece) -> Tensor:
         run = chunk.home[piece.start : piece.end]
@@ -198,7 +241,7 @@ class ShardedState:
         steps, lent = 0, []
         if self._engines is not None:
             self.reducer.close()
-            steps, lent = self.gatherer.step, self.gatherer.lent
+            steps, lent = self.gatherer.step, self.gatherer.copies.lent
             for old in self.everything:
                 old.chunk.discard()
         self.everything = list(chunks)
@@ -206,7 +249,7 @@ class ShardedState:
         first = crc32(chunks[0].chunk.layout.slots[0].name.encode()) if chunks else 0
         for number, sharded in enumerate(chunks, first):
             sharded.number = number
-        self.chunks = [c for c in chunks if c.trained]
+        self.list_chunks()
         # In tiers on one rank a manager brings ahead what is wanted, and nobody else waits.
         alone = self.tiers is not None and self.size == 1
         ahead = 0 if alone else self.ahead
@@ -219,15 +262,19 @@ class ShardedState:
             every=not alone,
             tight=self.tiers is not None,
         )
-        gatherer.step, gatherer.lent = steps, lent
+        gatherer.step, gatherer.copies.lent = steps, lent
         reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
         reducer.noted, reducer.record = self.on_gradient, gatherer.note
         self._engines = reducer, gatherer
         if self.manager is not None:
-            # What came from other ranks stays: they would have to send it again.
-            given_back = [gatherer.relieve] if alone else []
-            self.manager.relieve = _weakly(*given_back, reducer.relieve)
-        self._list_pieces()
+            # With others no chunk can come again by itself: they would not take part.
+            methods = (gatherer.relieve, reducer.relieve) if alone else (reducer.relieve,)
+            self.manager.relieve = _weakly(*methods)
+        self.list_pieces()
+
+    def list_chunks(self) -> None:
+        """Lists the chunks that are trained."""
+        self.chunks = [c for c in self.everything if c.trained]
 
     def end_record(self) -> None:
         """Stops recording once a step has been seen."""
@@ -245,7 +292,12 @@ class ShardedState:
         """Number of the optimizer's group that a trained parameter is in."""
         return self._group_of[name]
 
-    def _list_pieces(self) -> None:
+    def group_names(self) -> list[list[str]]:
+        """Names of the trained parameters of each group, what was unfrozen since included."""
+        self.wake()
+        return [list(members) for members in self.members]
+
+    def list_pieces(self) -> None:
         """Makes the lists of pieces that the optimizer's groups are given, once for all steps."""
         mine = {piece.name: owned for c in self.chunks for piece, owned in c.pieces}
         self._every = [[mine[n] for n in members if n in mine] for members in self.members]
@@ -271,7 +323,9 @@ class ShardedState:
         its calls.
         """
         numbers = list(range(len(self.chunks)))
-        apart = (self.stage in (1, 2) and self.size > 1) or is_claimed() or self.tiers is not None
+        apart = (
+            (self.stage in (1, 2) and self.size > 1) or any_read_lock() or self.tiers is not None
+        )
         return [[n] for n in numbers] if self.by_chunk and apart else [numbers]
 
     # Optimizer state.
@@ -301,6 +355,45 @@ class ShardedState:
                 value, state = entries[name]
                 if value.is_meta or view.data_ptr() != value.data_ptr():
                     state[key] = view.view(value.shape)
+
+    def making_state(self, sharded: ShardedChunk) -> AbstractContextManager[None]:
+        """Block in which the optimizer steps a chunk, and may make state for the first time."""
+        if self.tiers is None:
+            return _ALWAYS
+        new = {
+            owned: piece
+            for piece, owned in sharded.pieces
+            if owned.grad is not None and not self.inner.state.get(owned)
+        }
+        if not new:
+            return _ALWAYS
+        if not makes_beside(self.inner):
+            return self.tiers.making(new, partial(self._place_first, sharded))
+        assert self.manager is not None
+        groups = self.inner.param_groups
+        nbytes = sum(
+            moment_size(state_sizes(self.inner, groups[self._group_of[piece.name]], owned.shape))
+            * owned.itemsize
+            for owned, piece in new.items()
+        )
+        return self.manager.reserved(nbytes, OPTIMIZER_STATE) if nbytes else _ALWAYS
+
+    def _place_first(
+        self, sharded: ShardedChunk, piece: Piece, key: str, value: Tensor
+    ) -> Tensor | None:
+        """Copies new state of a piece to a buffer of its chunk; None where it has no room."""
+        chunk, groups = sharded.chunk, self.inner.param_groups
+        moment = chunk.moments.get(key)
+        if moment is not None and piece.name not in moment.starts:
+            return None
+        mine = _kept_by(groups[self._group_of[piece.name]])
+        sizes = {
+            p.name: p.numel
+            for p, _ in sharded.pieces
+            if _kept_by(groups[self._group_of[p.name]]) == mine
+        }
+        sharded.placed.add(piece.name)
+        return chunk.place_moment(key, {piece.name: value}, sizes)[piece.name].view(value.shape)
 
     def places(self, key: str, value: Any, owned: Tensor) -> bool:
         """Whether `place_state` moves an entry: it has an element for each, or factors them."""
@@ -366,6 +459,12 @@ class ShardedState:
                 self.gatherer.start(sharded)
                 self.gatherer.finish(sharded)
         torch.autograd.graph.increment_version([*self.names, *self.frozen_names])
+        self.gatherer.copies.remember()
+
+
+def _kept_by(group: Mapping[str, Any]) -> tuple[bool, ...]:
+    """What of a group decides which state its parameters have."""
+    return tuple(bool(group.get(option)) for option in ("amsgrad", "centered", "momentum"))
 
 
 def _weakly(*methods: Callable[[], None]) -> Callable[[], None]:

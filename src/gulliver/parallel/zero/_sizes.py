@@ -24,6 +24,9 @@ class TensorSize:
         trained: whether the optimizer steps it.
         states: elements of each tensor that the optimizer keeps for it, before it is sharded.
         whole: whether the optimizer has to have it whole.
+        sleeping: whether it is frozen, and the optimizer steps it once it is unfrozen.
+        beside: whether the optimizer has its first state beside what is placed.
+        places: places among all names of parameters of the model; a tied one has several.
     """
 
     name: str
@@ -33,6 +36,9 @@ class TensorSize:
     trained: bool = True
     states: tuple[int, ...] = ()
     whole: bool = False
+    sleeping: bool = False
+    beside: bool = False
+    places: tuple[int, ...] = ()
 
 
 def shard_dtype(dtype: torch.dtype, trained: bool) -> torch.dtype:
@@ -71,15 +77,17 @@ def ordered_layouts(
 
     Args:
         tensors: parameters of a rank; frozen ones are in chunks where the stage is 3.
-        order: names in the order of use; those that it leaves out come last.
+        order: names in the order of use; those that it leaves out come last; without any it is
+            that of the tensors.
         chunk_bytes: size of a chunk, in bytes.
         stage: stage of ZeRO.
         ranks: number of ranks that they are shared by.
     """
-    place = {name: number for number, name in enumerate(order)}
+    place = {name: number for number, name in enumerate(order or [t.name for t in tensors])}
     found = []
-    for trained in (True, False) if stage == 3 else (True,):
-        kind = [t for t in tensors if t.trained == trained]
+    kinds = ((True, False), (False, True), (False, False))  # as of `ShardedState.kinds`
+    for trained, sleeping in kinds if stage == 3 else kinds[:1]:
+        kind = [t for t in tensors if (t.trained, t.sleeping) == (trained, sleeping)]
         kind.sort(key=lambda t: place.get(t.name, len(place)))
         layouts = chunk_layouts(kind, chunk_bytes, stage, ranks)
         found += [(layout, dtype, trained) for layout, dtype in layouts]

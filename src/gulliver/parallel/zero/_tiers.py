@@ -4,18 +4,58 @@ Where a `gulliver.memory.Manager` has a chunk's shard, moments and gradient, the
 the pieces that the optimizer steps, and its state, are views for the length of a block only;
 outside of one the pieces are nan, and the state lies on meta: nothing can be read by mistake.
 
+[Note: new state] In its first step an optimizer makes its state itself: one constant tensor for
+each parameter and kind, ``state["exp_avg"] = torch.zeros_like(p)``. All of a chunk would be as much
+as its moments, beside the budget. So such a constant takes no memory (one element, stretched), and
+what is put into a parameter's state is filled in at its place in the chunk at once. The optimizer
+goes on with that: it reads what it has put there. The bits are the same.
+
 It does not know what is done in a block, nor when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from gulliver.memory import Piece
+from gulliver.parallel._optimizer import is_counter
 from gulliver.parallel.zero._sharded import ShardedChunk
+
+Place = Callable[[Piece, str, Tensor], Tensor | None]
+_CONSTANTS = torch.zeros_like, torch.ones_like, torch.full_like
+
+
+class _Stretched(TorchFunctionMode):
+    """Lets constants of a tensor's shape take the memory of one element."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _CONSTANTS:
+            return func(*args, **kwargs)
+        like, *rest = args
+        kwargs.pop("memory_format", None)
+        return func(like.new_empty(()), *rest, **kwargs).expand(like.shape)
+
+
+class _NewState(dict[str, Any]):
+    """State of a piece while it is made: tensors go to their places at once."""
+
+    def __init__(self, piece: Piece, owned: nn.Parameter, place: Place) -> None:
+        super().__init__()
+        self._piece, self._owned, self._place = piece, owned, place
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        owned, counts = self._owned, is_counter(key, value, self._owned)
+        if isinstance(value, Tensor) and not counts and value.dtype == owned.dtype:
+            placed = self._place(self._piece, key, value) if value.shape == owned.shape else None
+            value = value.contiguous() if placed is None else placed
+        super().__setitem__(key, value)
 
 
 class Tiers:
@@ -45,6 +85,26 @@ class Tiers:
                 sharded.gradient_shard = parked
                 sharded.hide_gradients()
                 self.hide(sharded)
+
+    @contextmanager
+    def making(self, new: Mapping[nn.Parameter, Piece], place: Place) -> Iterator[None]:
+        """Places state as the optimizer makes it, in its step; see the note above.
+
+        Args:
+            new: pieces that have no state yet.
+            place: copies a tensor of a piece to its place, and returns that; None where it has
+                none.
+        """
+        states = self._inner.state
+        states.update({owned: _NewState(piece, owned, place) for owned, piece in new.items()})
+        try:
+            with _Stretched():
+                yield
+        finally:
+            for owned in new:
+                made = dict(states.pop(owned))
+                if made:
+                    states[owned] = made
 
     @contextmanager
     def shown(self, sharded: ShardedChunk, fill: bool = False) -> Iterator[None]:

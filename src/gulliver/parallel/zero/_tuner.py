@@ -113,6 +113,7 @@ class BucketTuner:
         folder: place for ``chunks.json`` and ``chunks.png``; None writes neither.
         report: told the result in a line, on rank 0.
         again: tune although an earlier job did.
+        in_backward: whether chunks are stepped during backward.
     """
 
     def __init__(
@@ -122,8 +123,9 @@ class BucketTuner:
         folder: Path | None = None,
         report: Callable[[str], None] | None = None,
         again: bool = False,
+        in_backward: bool = False,
     ) -> None:
-        self.shards, self.folder = shards, folder
+        self.shards, self.folder, self.in_backward = shards, folder, in_backward
         self.report = report or (lambda _: None)
         self.stage = Stage.RECORDING
         self.result: Tuning | None = None
@@ -220,6 +222,7 @@ class BucketTuner:
                 link.latency_s,
                 self.shards.stage == 3,
                 self.shards.ahead,
+                in_backward=self.in_backward,
             )
         self._tried = candidates(self.result.predicted)
 
@@ -337,6 +340,8 @@ class BucketTuner:
             what[-1] = "flat"
         if shards.whole:
             what.append("whole parameters")
+        if self.in_backward:
+            what.append("stepped during backward")
         return hashlib.sha256(repr(what).encode()).hexdigest()[:24]
 
 

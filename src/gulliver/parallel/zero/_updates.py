@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from gulliver._compat import step_without_hooks
@@ -53,12 +54,13 @@ class Updates:
         if not self.allowed:
             raise GulliverError("step the optimizer that boost returned, not the one it was given")
 
-    def step(self, turn: Sequence[int], used: set[str]) -> None:
+    def step(self, turn: Sequence[int], used: set[str], gather: bool = True) -> None:
         """Steps the chunks of some numbers together, once their gradients are there.
 
         Args:
             turn: numbers of chunks.
             used: names of parameters that have a gradient on any rank.
+            gather: whether their gathers are started, below stage 3.
         """
         shards = self._shards
         chunks = [shards.chunks[number] for number in turn]
@@ -71,7 +73,7 @@ class Updates:
         else:
             with shards.opened(*chunks):  # there is one in a turn
                 self._step(chunks, turn, used)
-        if shards.stage < 3:
+        if gather and shards.stage < 3:
             for sharded in chunks:
                 shards.gatherer.start(sharded)
 
@@ -81,11 +83,14 @@ class Updates:
             sharded.show_gradients(used)
         shards.show_pieces(turn[0] if len(turn) == 1 else None)
         before_write(shards.written(turn))
-        begun = time.perf_counter()
-        step_without_hooks(shards.inner)
-        self.seconds += time.perf_counter() - begun
-        for sharded in chunks:
-            shards.place_new_state(sharded, used)
+        with ExitStack() as making:
+            for sharded in chunks:
+                making.enter_context(shards.making_state(sharded))
+            begun = time.perf_counter()
+            step_without_hooks(shards.inner)
+            self.seconds += time.perf_counter() - begun
+            for sharded in chunks:
+                shards.place_new_state(sharded, used)
 
     def end(self) -> None:
         """Shows all pieces again, and no gradients."""

@@ -1,4 +1,4 @@
-"""Ledgers: what each rank handed in to a group, so that ranks that do different things are told.
+"""A flight recorder: what each rank handed in to a group, to tell ranks that do different things.
 
 [Note: different programs] All ranks must hand in the collectives of a group in one order. One that
 calls modules in another order, or alone, would send a part of one chunk where the others wait for
@@ -77,7 +77,7 @@ MEETINGS = frozenset(
 OTHERWISE = "makes another call that all ranks have to make"
 
 
-class Ledger:
+class FlightRecorder:
     """What this process handed in to its groups.
 
     Attributes:
@@ -130,7 +130,7 @@ class Ledger:
             return {group.group_name: list(row) for group, row in self._rows.items()}
 
 
-ledger = Ledger()
+flight_recorder = FlightRecorder()
 
 
 def wait_for(done: threading.Event) -> None:
@@ -141,12 +141,12 @@ def wait_for(done: threading.Event) -> None:
     """
     if done.wait(PATIENCE_S):
         return
-    ledger.waiting += 1
+    flight_recorder.waiting += 1
     try:
         while not done.wait(PATIENCE_S):
-            ledger.check()
+            flight_recorder.check()
     finally:
-        ledger.waiting -= 1
+        flight_recorder.waiting -= 1
 
 
 def difference(sides: Mapping[int, Entries], standing: Mapping[int, str]) -> str:

@@ -1,6 +1,6 @@
 """Read locks: a snapshot still reads memory that the next step is about to write.
 
-A snapshot that is copied while training goes on holds a read lock (a `Claim`) on the memory that it
+A snapshot that is copied while training goes on holds a read lock (`ReadLock`) on memory that it
 has not copied yet. Whoever writes such memory in place asks `before_write` first, and is held up
 for just that part. Autograd's version counters would only tell of a write when it is too late.
 """
@@ -17,7 +17,7 @@ ASKS = "asks_before_write"
 """Attribute of an optimizer that calls `before_write` itself, part by part."""
 
 
-class Claim(Protocol):
+class ReadLock(Protocol):
     """A read lock on memory."""
 
     def release(self, storages: set[int] | None) -> None:
@@ -25,20 +25,20 @@ class Claim(Protocol):
         ...
 
 
-_claims: list[Claim] = []
+_read_locks: list[ReadLock] = []
 # A child has its memory to itself, and no threads that could give a read lock up.
-os.register_at_fork(after_in_child=_claims.clear)
+os.register_at_fork(after_in_child=_read_locks.clear)
 
 
-def add_claim(claim: Claim) -> None:
+def add_read_lock(lock: ReadLock) -> None:
     """Lets `before_write` wait for a read lock."""
-    _claims.append(claim)
+    _read_locks.append(lock)
 
 
-def drop_claim(claim: Claim) -> None:
+def drop_read_lock(lock: ReadLock) -> None:
     """Forgets a read lock; one that is not there is no error."""
-    if claim in _claims:
-        _claims.remove(claim)
+    if lock in _read_locks:
+        _read_locks.remove(lock)
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -46,9 +46,9 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def is_claimed() -> bool:
+def any_read_lock() -> bool:
     """Whether there is a read lock on any memory."""
-    return bool(_claims)
+    return bool(_read_locks)
 
 
 def before_write(tensors: Iterable[Tensor]) -> None:
@@ -57,17 +57,17 @@ def before_write(tensors: Iterable[Tensor]) -> None:
     Costs nothing while there are no read locks. Call it before writing in place what a checkpoint
     may be copying, where no torch optimizer does the writing.
     """
-    if _claims:
+    if _read_locks:
         before_write_at({storage_of(tensor) for tensor in tensors})
 
 
 def before_write_at(storages: set[int]) -> None:
     """Waits until nobody reads the memory that begins at these addresses any more."""
-    for claim in tuple(_claims):
-        claim.release(storages)
+    for lock in tuple(_read_locks):
+        lock.release(storages)
 
 
 def before_any_write() -> None:
     """Waits until no read lock is left on any memory."""
-    for claim in tuple(_claims):
-        claim.release(None)
+    for lock in tuple(_read_locks):
+        lock.release(None)

@@ -37,7 +37,7 @@ def remove_signs(partial: Path, world_size: int) -> None:
         _sign(partial, rank).unlink(missing_ok=True)
 
 
-class Presence:
+class LivenessLock:
     """Shows rank 0 that this rank is writing.
 
     Args:

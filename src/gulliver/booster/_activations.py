@@ -1,0 +1,246 @@
+"""What becomes of activations under a memory limit: kept, computed again in backward, or moved.
+
+`plan_activations` decides where a plan leaves it open. For several amounts of room it asks
+`gulliver.solve.choose_activations` what becomes of each block: what activations do not take, state
+may have, and moves less. The room with the least predicted seconds is taken. `take_activations`
+then gives what leaves to the manager that has the state, under the one budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from gulliver._compat import is_compiled
+from gulliver.booster._blocks import recomputable_blocks
+from gulliver.booster._replay import Replay
+from gulliver.booster._state_bytes import BACKWARD, FORWARD, StateBytes
+from gulliver.booster.hybrid import NO_BLOCKS
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware import TierRates, seconds_text
+from gulliver.memory import ActivationOffload, BudgetRule, Manager, room_without_unseen, with_unseen
+from gulliver.options import size_text
+from gulliver.parallel import ZeroOptimizer
+from gulliver.plan import Plan, Tiers, Work
+from gulliver.solve import (
+    ActivationChoice,
+    BlockActivations,
+    Choice,
+    PassCosts,
+    choose_activations,
+    least_room,
+)
+
+MOSTLY = 0.5
+"""Share of a limit from which blocks are computed again, where blocks cannot be chosen for."""
+ROOMS = 6
+"""Amounts of room that are tried, besides the least."""
+ENDLESS = 1 << 60
+STEPS = 3
+"""Steps that are replayed to see what state moves."""
+
+
+def plan_activations(
+    plan: Plan, model: nn.Module, state: Callable[[], StateBytes], rates: TierRates | None
+) -> Plan:
+    """Decides what becomes of activations, where that is left open, and which blocks it is done to.
+
+    Args:
+        plan: choices, with tiers.
+        model: whole model, perhaps on meta.
+        state: tells the bytes of state.
+        rates: link to what lies behind the first memory; None where that is not known.
+
+    Raises:
+        GulliverError: blocks are to be computed again, and none can be; activations are to leave,
+            and cannot.
+    """
+    tiers = _tiers(plan)
+    if tiers.activations == "auto":
+        plan = _chosen(plan, model, state(), rates) if plan.work.blocks else _by_share(plan, model)
+        tiers = _tiers(plan)
+    if tiers.activations == "recompute" and not plan.recompute:
+        blocks = recomputable_blocks(model)
+        if not blocks:
+            raise GulliverError(NO_BLOCKS)
+        plan = replace(plan, recompute=blocks)
+    if tiers.takes_activations:
+        _check_offload(tiers, model)
+    return plan
+
+
+def _tiers(plan: Plan) -> Tiers:
+    assert plan.zero is not None, "tiers are of ZeRO"
+    assert plan.zero.tiers is not None, "there are tiers"
+    return plan.zero.tiers
+
+
+def _decided(plan: Plan, mode: str, reason: str, offloaded: tuple[str, ...] = ()) -> Plan:
+    assert plan.zero is not None, "tiers are of ZeRO"
+    tiers = replace(_tiers(plan), activations=mode, offloaded=offloaded)
+    reasons = {**plan.reasons, "zero.tiers.activations": f"{mode}: {reason}"}
+    return replace(plan, zero=replace(plan.zero, tiers=tiers), reasons=reasons)
+
+
+def _check_offload(tiers: Tiers, model: nn.Module) -> None:
+    if tiers.disk is None and not tiers.host:
+        raise GulliverError(
+            f"activations={tiers.activations!r} needs memory behind the first one: name a disk, or "
+            "on a GPU a host_limit"
+        )
+    if is_compiled(model):
+        raise GulliverError(
+            f"activations={tiers.activations!r} with a model that is compiled as a whole is not "
+            "supported: compile its blocks"
+        )
+    paths = dict(model.named_modules())
+    for path in tiers.offloaded:
+        if path not in paths:
+            raise GulliverError(
+                f"zero.tiers.offloaded names {path!r}, which the model does not have: "
+                f"{nearest(path, paths)}"
+            )
+
+
+def _by_share(plan: Plan, model: nn.Module) -> Plan:
+    """Computes blocks again where all activations would take most of the limit."""
+    work, limit = plan.work, _tiers(plan).limit
+    known = work.peak or work.activations
+    mode = "recompute" if known > limit * MOSTLY and recomputable_blocks(model) else "keep"
+    told = f"{size_text(known)} of {size_text(limit)}"
+    if not known:
+        told = "no sample was given"
+    elif work.unfollowed:
+        told += f", as far as could be measured ({work.unfollowed})"
+    return _decided(plan, mode, told)
+
+
+def _chosen(plan: Plan, model: nn.Module, state: StateBytes, rates: TierRates | None) -> Plan:
+    """Chooses for each block, with the room for activations that takes the least seconds."""
+    tiers, work = _tiers(plan), plan.work
+    again = set(recomputable_blocks(model))
+    paths = [block.path for block in work.blocks if block.path]
+    allowed: tuple[Choice, ...] = ("keep", "recompute", "offload")
+    allowed = allowed if rates is not None else allowed[:2]
+    again_s = {b.path: b.forward_s if b.path in again else math.inf for b in work.blocks}
+    again_s[""] = math.inf  # the rest of the step is kept
+    blocks = [
+        BlockActivations(b.saved, b.output, b.working, b.movable, again_s[b.path])
+        for b in work.blocks
+    ]
+    found = _best(blocks, state, tiers, work, rates, allowed)
+    if found is None:
+        whole = {"keep": work.peak, "recompute": work.peak_recomputed}
+        whole |= {"offload": work.peak_offloaded} if rates is not None else {}
+        mode = min((m for m in whole if whole[m]), key=lambda m: whole[m])
+        return _decided(plan, mode, f"the least that there is, {size_text(whole[mode])}")
+    seconds, choice = found
+    chosen: dict[str, tuple[str, ...]] = {
+        kind: tuple(p for p, c in zip(paths, choice.choices, strict=False) if c == kind)
+        for kind in allowed
+    }
+    counts = [f"{len(names)} {kind}" for kind, names in chosen.items() if names]
+    mode = next((k for k, names in chosen.items() if len(names) == len(paths)), "mixed")
+    told = (
+        f"{', '.join(counts)} of {len(paths)} blocks, {seconds_text(seconds)} of forward, backward "
+        f"and moves, {size_text(choice.peak)} at once; all kept they take {size_text(work.peak)}"
+    )
+    plan = replace(plan, work=replace(work, peak_mixed=choice.peak if mode == "mixed" else 0))
+    plan = replace(plan, recompute=chosen["recompute"])
+    return _decided(plan, mode, told, chosen.get("offload", ()) if mode == "mixed" else ())
+
+
+def _best(
+    blocks: Sequence[BlockActivations],
+    state: StateBytes,
+    tiers: Tiers,
+    work: Work,
+    rates: TierRates | None,
+    allowed: Sequence[Choice],
+) -> tuple[float, ActivationChoice] | None:
+    """The least predicted seconds and the choice that takes them; None where nothing fits."""
+    endless = Replay(state, ENDLESS, True, tiers, "farthest")
+    for _ in range(2):
+        endless.step()
+    rule = BudgetRule(tiers.limit)
+    whole = tiers.limit - rule.margin
+    needed = endless.minimum if rates is not None else endless.most
+    tried = list[tuple[float, int, ActivationChoice]]()
+    # What has left comes back beside the state that is in use.
+    beside = {allowed: max(block.movable for block in blocks), allowed[:2]: 0}
+    for some, more in beside.items() if rates is not None else [(allowed, 0)]:
+        least, most = least_room(blocks, some), room_without_unseen(whole - needed - more)
+        most = min(most, work.peak)
+        for part in range(ROOMS + 1) if most >= least else ():
+            room = least + (most - least) * part // ROOMS
+            costs, update = _pass_costs(state, tiers, whole - with_unseen(room), work, rates)
+            found = choose_activations(blocks, room, costs, some)
+            if math.isfinite(found.seconds):
+                tried.append((found.seconds + update, found.peak, found))
+    if not tried:
+        return None
+    # Of equals what does least to activations.
+    seconds, _, found = min(tried, key=lambda t: (t[0], -t[1]))
+    return seconds, found
+
+
+def _pass_costs(
+    state: StateBytes, tiers: Tiers, budget: int, work: Work, rates: TierRates | None
+) -> tuple[PassCosts, float]:
+    """Seconds of each pass with what state moves in it, and those of the update."""
+    backward = work.backward_s + (work.update_s if tiers.step_in_backward else 0.0)
+    if rates is None:
+        return PassCosts(work.forward_s, backward), 0.0
+    replay = Replay(state, budget, True, tiers, "farthest")
+    visits = [replay.step() for _ in range(STEPS)][-1]
+    busy = dict.fromkeys(("forward", "backward", "rest"), 0.0)
+    for seen in visits:
+        phase = seen.phase if seen.phase in (FORWARD, BACKWARD) else "rest"
+        for move in seen.moves:
+            rate = rates.write_rate if move.write else rates.read_rate
+            busy[phase] += rates.latency_s + move.nbytes / rate
+    update = 0.0 if tiers.step_in_backward else work.update_s
+    return (
+        PassCosts(
+            work.forward_s,
+            backward,
+            busy[FORWARD],
+            busy[BACKWARD],
+            1 / rates.write_rate,
+            1 / rates.read_rate,
+        ),
+        max(update, busy["rest"]),
+    )
+
+
+def take_activations(
+    plan: Plan, model: nn.Module, optimizer: ZeroOptimizer, manager: Manager | None
+) -> None:
+    """Lets a manager have the activations that a plan says.
+
+    Args:
+        plan: plan that is run.
+        model: boosted model.
+        optimizer: its optimizer, whose parameters come and go.
+        manager: manager of the state; None without a limit.
+    """
+    if manager is None or plan.zero is None or plan.zero.tiers is None:
+        return
+    tiers = plan.zero.tiers
+    paths = ("",) if tiers.activations == "offload" else tiers.offloaded
+    if not paths:
+        return
+    shards = optimizer.shards
+    hooks = (lambda t: shards.gatherer.pack(t)), (lambda saved: shards.gatherer.unpack(saved))
+    offload, others = ActivationOffload(manager, outer=hooks), manager.relieve
+
+    def relieve() -> None:
+        offload.sweep()  # a chunk is stepped in backward, and the node before it has just ended
+        if others is not None:
+            others()
+
+    manager.relieve = relieve
+    offload.wrap(model, paths)

@@ -1,0 +1,109 @@
+"""Models that are larger than memory: built on meta, and filled where their state lies.
+
+A parameter on meta becomes a stretched nan, which takes no memory, until its chunk is made; then it
+is filled from a folder, or by the modules themselves, in the order in which torch would. At no time
+is more of the model in memory than the limit allows, and a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gulliver.booster._spread import read_model
+from gulliver.checkpoint import match_huggingface
+from gulliver.comm import broadcast_object
+from gulliver.errors import GulliverError
+from gulliver.parallel import ZeroOptimizer
+
+
+def check_meta(model: nn.Module, weights: str | None) -> None:
+    """Refuses a model on meta that nothing would fill.
+
+    Args:
+        model: whole model.
+        weights: checkpoint in Hugging Face's format; None if modules initialise themselves.
+
+    Raises:
+        GulliverError: something would stay empty, or the checkpoint is of another model; it is
+            named, with what to do.
+    """
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise GulliverError(
+                f"buffer {name!r} is on meta, where its values are lost: build the model under "
+                "gulliver.booster.lazy_parameters(), which leaves buffers alone"
+            )
+    if weights is not None:
+        match_huggingface(model, weights)
+        return
+    for path, module in model.named_modules():
+        empty = [name for name, p in module.named_parameters(path, recurse=False) if p.is_meta]
+        if empty and not hasattr(module, "reset_parameters"):
+            raise GulliverError(
+                f"parameter {empty[0]!r} is on meta, and {type(module).__name__} has no "
+                "reset_parameters() to initialise it: give one, or weights=folder to fill it from"
+            )
+
+
+def lend_shapes(model: nn.Module, device: torch.device) -> list[nn.Module]:
+    """Moves parameters on meta to a device, where they take no memory; all are nan.
+
+    They stay the same objects, so that an optimizer keeps them.
+
+    Returns:
+        Modules that have such parameters, which must be filled.
+    """
+    # Before any is moved: each module that shares a parameter initialises it, as with torch.
+    found = [m for m in model.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
+    for parameter in [p for p in model.parameters() if p.is_meta]:
+        value = math.nan if parameter.is_floating_point() else 0
+        there = torch.full((), value, dtype=parameter.dtype, device=device)
+        other = nn.Parameter(there.expand(parameter.shape), parameter.requires_grad)
+        vars(other).update(vars(parameter))
+        torch.utils.swap_tensors(parameter, other)
+    return found
+
+
+def fill_boosted(
+    optimizer: ZeroOptimizer, model: nn.Module, empty: Sequence[nn.Module], weights: str | None
+) -> None:
+    """Fills a boosted model chunk by chunk; every rank calls it.
+
+    Args:
+        optimizer: boosted optimizer of the model.
+        model: boosted model.
+        empty: modules to initialise.
+        weights: checkpoint to read from instead.
+    """
+    if weights is not None:
+        read_model(optimizer, model, Path(weights), strict=True)
+    elif empty:
+        _initialise(empty)
+        optimizer.shards.take_writes()
+
+
+def _initialise(modules: Sequence[nn.Module]) -> None:
+    """Lets modules initialise themselves with the numbers that rank 0 draws, on all ranks."""
+    own = _random_state()
+    first = broadcast_object(own)
+    _set_random_state(first)
+    for module in modules:
+        module.reset_parameters()  # type: ignore[operator]
+    if not all(torch.equal(mine, theirs) for mine, theirs in zip(own, first, strict=True)):
+        _set_random_state(own)  # ranks that draw other numbers go on with theirs
+
+
+def _random_state() -> list[torch.Tensor]:
+    device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *device]
+
+
+def _set_random_state(states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)

@@ -1,0 +1,141 @@
+"""Tokens of a conversation, and which of them are the assistant's.
+
+[Note: masks of conversations]
+A chat template is a program: it may write anything, and what it writes of one message may depend on
+those after it. Which tokens are answers is therefore never guessed from their text. Where the
+template marks answers (``{% generation %}``), its marks say it. Elsewhere the prefix property must
+hold: the conversation up to an answer, with the prompt for one, must be the beginning of the whole
+conversation, token by token, and so must the conversation with that answer. What lies between is
+what the model would have had to write. Both are checked for every answer of every conversation. A
+template that breaks the property (one that drops earlier thoughts, say) has no such mask: what the
+model saw in training would not be what it sees when it is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gulliver.errors import GulliverError
+from gulliver.finetune._forms import Sample
+
+Array = np.ndarray[Any, Any]
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+SHOWN = 8
+"""Tokens around a difference that a message shows."""
+
+
+class BadChat(Exception):
+    """A conversation that the template refuses."""
+
+
+def marks_answers(tokenizer: Any) -> bool:
+    """Whether the template says itself which tokens are answers."""
+    return tokenizer.is_fast and _MARK.search(tokenizer.get_chat_template()) is not None
+
+
+def check_template(tokenizer: Any) -> None:
+    """Refuses a tokenizer without a chat template.
+
+    Raises:
+        GulliverError: it has none; it says where one could come from.
+    """
+    try:
+        tokenizer.get_chat_template()
+    except ValueError:
+        raise GulliverError(
+            "the rows are conversations, and the tokenizer has no chat template to write them: "
+            "give --chat-template FILE (that of the instruct model, say), or rows with prompt and "
+            "completion"
+        ) from None
+
+
+def marked_tokens(tokenizer: Any, sample: Sample) -> tuple[list[int], list[int]]:
+    """Returns the tokens [T] of a conversation, and 1 for those that the template marks [T].
+
+    Raises:
+        BadChat: the template does not take the conversation.
+    """
+    found = _applied(
+        tokenizer,
+        sample,
+        len(sample.messages),
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"verbose": False},
+    )
+    return found["input_ids"], found["assistant_masks"]
+
+
+def chat_texts(tokenizer: Any, sample: Sample, answers_only: bool) -> list[str]:
+    """Writes a conversation: the whole, and for each answer what is before it and up to its end.
+
+    Raises:
+        BadChat: the template does not take the conversation.
+    """
+    count = len(sample.messages)
+    texts = [_applied(tokenizer, sample, count, tokenize=False)]
+    for number in _answers(sample) if answers_only else ():
+        if not number:
+            raise BadChat("begins with an answer: nothing was asked")
+        asked = _applied(tokenizer, sample, number, tokenize=False, add_generation_prompt=True)
+        is_last = number + 1 == count
+        answered = texts[0] if is_last else _applied(tokenizer, sample, number + 1, tokenize=False)
+        texts += [asked, answered]
+    return texts
+
+
+def answer_mask(tokenizer: Any, sample: Sample, tokens: Sequence[list[int]]) -> Array:
+    """Finds the answers of a conversation, and checks the prefix property.
+
+    Args:
+        tokenizer: tokenizer, for the message.
+        sample: conversation.
+        tokens: tokens of each text of `chat_texts`.
+
+    Returns:
+        Whether each token of the whole is an answer's, ``[T]``.
+
+    Raises:
+        GulliverError: the template breaks the prefix property.
+    """
+    whole, parts = tokens[0], tokens[1:]
+    learnt = np.zeros(len(whole), dtype=bool)
+    for number, asked, answered in zip(_answers(sample), parts[::2], parts[1::2], strict=True):
+        for part in (asked, answered):
+            if whole[: len(part)] != part:
+                _refuse_template(tokenizer, sample, number, part, whole)
+        learnt[len(asked) : len(answered)] = True
+    return learnt
+
+
+def _answers(sample: Sample) -> list[int]:
+    return [n for n, message in enumerate(sample.messages) if message["role"] == "assistant"]
+
+
+def _applied(tokenizer: Any, sample: Sample, messages: int, **options: Any) -> Any:
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            list(sample.messages[:messages]), tools=sample.tools, **options
+        )
+    except (TemplateError, TypeError, KeyError) as error:
+        raise BadChat(f"the chat template refuses it: {error}") from error
+
+
+def _refuse_template(
+    tokenizer: Any, sample: Sample, number: int, part: list[int], whole: list[int]
+) -> None:
+    pairs = zip(part, whole, strict=False)
+    place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(part), len(whole)))
+    around = slice(max(0, place - SHOWN), place + SHOWN)
+    raise GulliverError(
+        f"{sample.source}: the chat template writes a conversation up to its message {number + 1} "
+        f"as ...{tokenizer.decode(part[around])!r}, and as ...{tokenizer.decode(whole[around])!r} "
+        "when more follows, so no mask of answers is exact: mark the answers in the template with "
+        "{% generation %}, or give --answers-only no"
+    )

@@ -1,0 +1,238 @@
+"""Samples to tokens: which of them are learnt, and what becomes of texts that are too long.
+
+[Note: each token once]
+The first token of a sequence is never learnt: nothing stands before it. Windows of a long text
+therefore overlap by one token, the last of a window being the first of the next, where it is only
+read. So every token of a text is learnt exactly once, but for its very first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gulliver.errors import GulliverError
+from gulliver.finetune._chat import (
+    BadChat,
+    answer_mask,
+    chat_texts,
+    check_template,
+    marked_tokens,
+    marks_answers,
+)
+from gulliver.finetune._forms import Sample
+from gulliver.finetune._rows import BadRow
+
+AT_ONCE = 256
+"""Samples that a tokenizer gets at a time; its own threads share them."""
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A sequence of tokens to learn from.
+
+    Attributes:
+        ids: tokens, ``[T]``.
+        answer: whether each is learnt, ``[T]``; the first one never is.
+        source: file and line that it comes from.
+    """
+
+    ids: Array
+    answer: Array
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def learnt(self) -> int:
+        """Number of tokens that are learnt."""
+        return int(self.answer.sum())
+
+
+def load_tokenizer(folder: Path, chat_template: Path | None = None) -> Any:
+    """Loads the tokenizer of a model's folder.
+
+    Args:
+        folder: folder of the model.
+        chat_template: file with a Jinja template that goes before the tokenizer's own.
+
+    Raises:
+        GulliverError: the folder has no tokenizer, or the template cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise GulliverError(
+            f"{folder} has no tokenizer: copy the files of the model's own into it "
+            "(tokenizer.json and tokenizer_config.json)"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        # Whatever a broken file makes transformers raise.
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise GulliverError(f"the tokenizer of {folder} cannot be read: {reason[0]}") from error
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise GulliverError(f"--chat-template {chat_template}: {error}") from error
+    return tokenizer
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+
+
+@dataclass
+class Encoder:
+    """Makes examples of samples.
+
+    Attributes:
+        tokenizer: tokenizer of transformers.
+        length: longest sequence, in tokens.
+        answers_only: whether prompts are read and not learnt.
+        cut: whether conversations that are too long are cut; otherwise they are bad rows.
+        counts: what was done beside the obvious: texts cut, split, and so on.
+    """
+
+    tokenizer: Any
+    length: int
+    answers_only: bool
+    cut: bool = True
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.begin, self.end = edges(self.tokenizer)
+
+    def encode(self, samples: Sequence[Sample]) -> Iterator[list[Example] | BadRow]:
+        """Yields the examples of each sample: one, or several windows; or why there are none."""
+        chats = bool(samples and samples[0].messages)
+        if chats:
+            check_template(self.tokenizer)
+        marked = chats and self.answers_only and marks_answers(self.tokenizer)
+        way = self._marked if marked else self._chats if chats else self._answers
+        for start in range(0, len(samples), AT_ONCE):
+            yield from way(samples[start : start + AT_ONCE])
+
+    @property
+    def masks(self) -> str:
+        """How the answers of conversations are told apart."""
+        return "marks of the template" if marks_answers(self.tokenizer) else "prefixes, checked"
+
+    def _marked(self, samples: Sequence[Sample]) -> Iterator[list[Example] | BadRow]:
+        for sample in samples:
+            try:
+                ids, marks = marked_tokens(self.tokenizer, sample)
+            except BadChat as error:
+                yield BadRow(sample.source, str(error))
+            else:
+                yield self._cut(sample, ids, np.array(marks, dtype=bool))
+
+    def _chats(self, samples: Sequence[Sample]) -> Iterator[list[Example] | BadRow]:
+        written: list[list[str] | BadRow] = []
+        for sample in samples:
+            try:
+                written.append(chat_texts(self.tokenizer, sample, self.answers_only))
+            except BadChat as error:
+                written.append(BadRow(sample.source, str(error)))
+        texts = [text for one in written if isinstance(one, list) for text in one]
+        tokens = iter(self._tokens(texts))
+        for sample, one in zip(samples, written, strict=True):
+            if isinstance(one, BadRow):
+                yield one
+                continue
+            found = list(islice(tokens, len(one)))
+            learnt = np.ones(len(found[0]), dtype=bool)
+            if self.answers_only:
+                learnt = answer_mask(self.tokenizer, sample, found)
+            yield self._cut(sample, found[0], learnt)
+
+    def _cut(self, sample: Sample, ids: list[int], learnt: Array) -> list[Example] | BadRow:
+        if len(ids) > self.length:
+            if not self.cut:
+                return BadRow(sample.source, f"a conversation too long: {len(ids)} tokens")
+            self.counts["cut"] += 1
+        found = _example(ids[: self.length], learnt[: self.length], sample.source)
+        if found.learnt:
+            return [found]
+        within = f"{len(ids)} tokens" if len(ids) > self.length else "its answers are empty"
+        return BadRow(sample.source, f"no answer within the length: {within}")
+
+    def _answers(self, samples: Sequence[Sample]) -> Iterator[list[Example] | BadRow]:
+        prompts = self._tokens([sample.prompt for sample in samples])
+        wholes = self._tokens([sample.prompt + sample.answer for sample in samples])
+        for sample, prompt, whole in zip(samples, prompts, wholes, strict=True):
+            if whole[: len(prompt)] != prompt:
+                # A token would begin in the prompt and end in the answer, and the model would never
+                # see the prompt as it is when somebody asks.
+                self.counts["apart"] += 1
+                whole = prompt + self._tokens([sample.answer])[0]
+            yield self._windows(sample, len(prompt), whole)
+
+    def _windows(self, sample: Sample, prompt: int, whole: list[int]) -> list[Example] | BadRow:
+        ids = [*self.begin, *whole, *self.end]
+        learnt = np.ones(len(ids), dtype=bool)
+        if self.answers_only and sample.prompt:
+            learnt[: len(self.begin) + prompt] = False
+        pieces = split(ids, learnt, self.length, sample.source)
+        if len(pieces) > 1:
+            self.counts["split"] += 1
+        kept = [piece for piece in pieces if piece.learnt]
+        self.counts["without answer"] += len(pieces) - len(kept) if kept else 0
+        return kept or BadRow(sample.source, "nothing to learn: a single token")
+
+    def _tokens(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def split(ids: Sequence[int], learnt: Array, length: int, source: str) -> list[Example]:
+    """Splits a text into windows of at most `length` tokens, which overlap by one.
+
+    Args:
+        ids: tokens, ``[T]``.
+        learnt: whether each is learnt, ``[T]``.
+        length: longest window, 2 or more.
+        source: file and line.
+    """
+    starts = range(0, max(1, len(ids) - 1), length - 1)
+    return [_example(ids[at : at + length], learnt[at : at + length], source) for at in starts]
+
+
+def _example(ids: Sequence[int], learnt: Array, source: str) -> Example:
+    answer = np.array(learnt, dtype=bool)
+    answer[:1] = False
+    return Example(np.array(ids, dtype=np.int32), answer, source)
+
+
+def edges(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens that begin and end a text: the tokenizer's own, or else its end of sequence."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole, last = tokenizer("a")["input_ids"], tokenizer.eos_token_id
+    size = len(plain)
+    places = range(len(whole) - size + 1) if size else ()
+    at = next((n for n in places if whole[n : n + size] == plain), None)
+    if at is None:
+        begin, end = [token for token in whole if token != last], []
+        begin = begin if not size else []
+    else:
+        begin, end = whole[:at], whole[at + size :]
+    return begin, end or ([] if last is None else [last])

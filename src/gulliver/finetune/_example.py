@@ -1,0 +1,101 @@
+"""A tiny model, its tokenizer and conversations to learn from, made in seconds and offline.
+
+    make_example(Path("out/example"))
+
+The model is a Llama of random weights that reads bytes. The task: to write a word in capitals, in
+words of other syllables each time, so that held-out words tell learning from knowing by heart.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from gulliver.errors import GulliverError
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ("<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")
+SYLLABLES = tuple(f"{a}{b}" for a in "bdfgklmnprstvwz" for b in "aeiou")
+CONTEXT = 256
+
+
+def make_example(folder: Path, rows: int = 1500, seed: int = 0) -> tuple[Path, Path]:
+    """Writes a tiny model and a data set, for a first run of ``gulliver finetune``.
+
+    Args:
+        folder: folder to write; it must be empty or not exist.
+        rows: number of conversations.
+        seed: seed of weights and words.
+
+    Returns:
+        Folder of the model with its tokenizer, and file of conversations (JSON Lines).
+
+    Raises:
+        GulliverError: the folder has something in it, or transformers is not installed.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise GulliverError(f"{folder} has something in it: name a folder that is empty or new")
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        raise GulliverError("the example needs transformers: install gulliver[finetune]") from None
+    import torch
+
+    model, tokenizer = folder / "model", _tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=64,
+                intermediate_size=192,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                max_position_embeddings=CONTEXT,
+                tie_word_embeddings=True,
+                bos_token_id=None,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        )
+    made.save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    data = folder / "capitals.jsonl"
+    draw = random.Random(seed)
+    lines = (json.dumps({"messages": _conversation(draw)}) for _ in range(rows))
+    data.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return model, data
+
+
+def _tokenizer() -> Any:
+    """A tokenizer of bytes, with a token for each role and one that ends a message."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token=SPECIAL[0],
+        pad_token=SPECIAL[1],
+        additional_special_tokens=list(SPECIAL[2:]),
+        chat_template=TEMPLATE,
+        model_max_length=CONTEXT,
+    )
+
+
+def _conversation(draw: random.Random) -> list[dict[str, str]]:
+    """One or two questions and their answers."""
+    messages = []
+    for _ in range(draw.choice((1, 1, 2))):
+        word = "".join(draw.choices(SYLLABLES, k=draw.randint(2, 5)))
+        messages.append({"role": "user", "content": f"Write in capitals: {word}"})
+        messages.append({"role": "assistant", "content": word.upper()})
+    return messages

@@ -1,0 +1,255 @@
+"""What a row says: a conversation, an instruction, a prompt and its completion, or a plain text.
+
+A data set has one form. A row's columns tell which; of several that fit, the one that says most
+about the row counts, as in tables that have the whole prompt once more in a column ``text``. An
+instruction becomes a prompt in the words of Alpaca, and a plain text is a completion of nothing:
+what is left are `Sample`s with messages, and such with a prompt and an answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from gulliver.errors import GulliverError
+from gulliver.finetune._rows import BadRow, Row
+
+COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "messages": (("messages",), ("conversations",)),
+    "instruction": (("instruction", "output"),),
+    "completion": (("prompt", "completion"), ("prompt", "response")),
+    "text": (("text",),),
+}
+"""Form to the columns that it may stand in, the richest form first."""
+KNOWN = "messages; instruction and output; prompt and completion; or text"
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+"""Other names of roles, of conversations with `from` and `value`."""
+
+# Wording of Alpaca (Taori et al. 2023), which models tuned on such data know.
+WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a row says: messages, or an answer and the prompt before it, which may be empty."""
+
+    source: str
+    prompt: str = ""
+    answer: str = ""
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: list[Any] | None = None
+
+    @property
+    def content(self) -> str:
+        """All that it says, in one text: equal for rows that say the same."""
+        return json.dumps(
+            [self.prompt, self.answer, self.messages, self.tools], sort_keys=True, default=str
+        )
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a data set: its name, and the columns that were found.
+
+    Attributes:
+        name: name of the form, one of `COLUMNS`.
+        rows: number of rows that have it.
+    """
+
+    name: str
+    rows: int
+
+    def parse(self, row: Row) -> Sample | BadRow:
+        """Reads a row; one that lacks the columns, or has something else in them, is bad."""
+        columns = _columns_of(row, self.name)
+        if columns is None:
+            return BadRow(row.source, f"not of the form {self.name}: it has {_named(row)}")
+        try:
+            return _PARSERS[self.name](row, columns)
+        except _Unusable as error:
+            return BadRow(row.source, str(error))
+
+
+class _Unusable(Exception):
+    """A value of a row that cannot be learnt from."""
+
+
+def recognise(rows: Iterable[Row], form: str = "auto") -> Form:
+    """Finds the one form of all rows.
+
+    Args:
+        rows: rows of a data set; those that have the columns of no form do not count.
+        form: name of the form, where the user has said it; otherwise ``auto``.
+
+    Raises:
+        GulliverError: no row has a form, or rows have several.
+    """
+    counts: Counter[str] = Counter()
+    first: dict[str, Row] = {}
+    unknown: Row | None = None
+    for row in rows:
+        fits = [name for name in COLUMNS if _columns_of(row, name, filled=True)]
+        fits += [name for name in COLUMNS if _columns_of(row, name)]
+        if form != "auto":
+            fits = [name for name in fits if name == form]
+        if fits:
+            counts[fits[0]] += 1
+            first.setdefault(fits[0], row)
+        else:
+            unknown = unknown or row
+    if not counts:
+        _refuse_unknown(unknown, form)
+    if len(counts) > 1:
+        told = ", ".join(f"{n} of {name} (first {first[name].source})" for name, n in _most(counts))
+        raise GulliverError(
+            f"the data has rows of {len(counts)} forms: {told}. Give files of one form, or say "
+            "which one counts: --form NAME leaves the others out"
+        )
+    return Form(*_most(counts)[0])
+
+
+def _most(counts: Counter[str]) -> list[tuple[str, int]]:
+    return counts.most_common()
+
+
+def _refuse_unknown(row: Row | None, form: str) -> None:
+    wanted = KNOWN if form == "auto" else " and ".join(COLUMNS[form][0])
+    if row is None:
+        raise GulliverError(f"the data has no row that can be read: give rows with {wanted}")
+    raise GulliverError(
+        f"no row has a form that is known: {row.source} has {_named(row)}; give columns {wanted}"
+    )
+
+
+def _columns_of(row: Row, form: str, filled: bool = False) -> tuple[str, ...] | None:
+    """The columns that make a row one of a form, if it has them; `filled`: with values in them."""
+    for columns in COLUMNS[form]:
+        # A column of a table is there for all rows, and None where a row has none.
+        empty = filled and any(row.values.get(name) is None for name in columns)
+        if not empty and all(name in row.values for name in columns):
+            return columns
+    return None
+
+
+def _named(row: Row) -> str:
+    names = sorted(map(str, row.values))
+    return f"the columns {', '.join(names[:8])}" if names else "no columns"
+
+
+def _text_of(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise _Unusable(f"no text: {column} is a {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _Unusable(f"no text: {column} has half a surrogate pair") from None
+    return value
+
+
+def _answer_of(value: Any, column: str) -> str:
+    text = _text_of(value, column)
+    if not text.strip():
+        raise _Unusable(f"an empty answer: {column}")
+    return text
+
+
+def _plain(row: Row, columns: tuple[str, ...]) -> Sample:
+    text = _text_of(row.values[columns[0]], columns[0])
+    if not text.strip():
+        raise _Unusable(f"an empty text: {columns[0]}")
+    return Sample(row.source, answer=text)
+
+
+def _completion(row: Row, columns: tuple[str, ...]) -> Sample:
+    prompt, answer = columns
+    return Sample(
+        row.source,
+        prompt=_text_of(row.values[prompt], prompt),
+        answer=_answer_of(row.values[answer], answer),
+    )
+
+
+def _instruction(row: Row, columns: tuple[str, ...]) -> Sample:
+    more = row.values.get("input")
+    given = {
+        "instruction": _text_of(row.values["instruction"], "instruction"),
+        "input": "" if more is None else _text_of(more, "input"),
+    }
+    words = WITH_INPUT if given["input"].strip() else WITHOUT_INPUT
+    answer = _answer_of(row.values["output"], "output")
+    return Sample(row.source, prompt=words.format(**given), answer=answer)
+
+
+def _messages(row: Row, columns: tuple[str, ...]) -> Sample:
+    told = _decoded(row.values[columns[0]], columns[0])
+    if not isinstance(told, list) or not told:
+        raise _Unusable(f"no list of messages: {columns[0]} is a {type(told).__name__}")
+    messages = tuple(_message(one, number) for number, one in enumerate(told, 1))
+    answers = [(n, one) for n, one in enumerate(messages, 1) if one["role"] == "assistant"]
+    if not answers:
+        raise _Unusable("no answer: no message is the assistant's")
+    for number, one in answers:
+        if not one.get("content", "").strip() and not one.get("tool_calls"):
+            raise _Unusable(f"an empty answer: message {number}")
+    tools = _decoded(row.values.get("tools") or None, "tools")
+    if tools is not None and not isinstance(tools, list):
+        raise _Unusable(f"no list of tools: a {type(tools).__name__}")
+    return Sample(row.source, messages=messages, tools=tools)
+
+
+def _decoded(value: Any, column: str) -> Any:
+    """A value that tables keep as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise _Unusable(f"no JSON in {column}: {error}") from None
+
+
+def _message(told: Any, number: int) -> dict[str, Any]:
+    if not isinstance(told, dict):
+        raise _Unusable(f"no message: number {number} is a {type(told).__name__}")
+    # Tables have every field of a message in each, None where there is none.
+    found = {name: value for name, value in told.items() if value is not None}
+    if "from" in found and "role" not in found:
+        found["role"] = ROLES.get(str(found["from"]), found["from"])
+        found["content"] = found.pop("value", None)
+        del found["from"]
+    role = found.get("role")
+    if not isinstance(role, str) or not role:
+        raise _Unusable(f"a message without a role: number {number}")
+    content = found.get("content")
+    if isinstance(content, list):
+        content = "".join(_part(part, number) for part in content)
+    if content is None:
+        if not found.get("tool_calls"):
+            raise _Unusable(f"a message without content: number {number}")
+        found.pop("content", None)
+        return found
+    return {**found, "content": _text_of(content, f"message {number}")}
+
+
+def _part(part: Any, number: int) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        raise _Unusable(f"a message that is not all text: number {number}")
+    return part["text"]
+
+
+_PARSERS = {
+    "messages": _messages,
+    "instruction": _instruction,
+    "completion": _completion,
+    "text": _plain,
+}

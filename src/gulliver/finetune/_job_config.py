@@ -1,0 +1,172 @@
+"""Options of a fine-tuning run: how it learns, where it runs, what it keeps.
+
+Those of the data stand in `_config.py`. Nothing here imports torch: ``gulliver finetune --help``
+reads this module. What is None is chosen when model and data are known, and told with the reason
+(`_recipe.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from gulliver.errors import GulliverError
+from gulliver.finetune._config import DataConfig, check_data
+from gulliver.options import AT_LEAST_0, AT_LEAST_1, RANKS, RATE, SHARE, Range, check_options
+
+SIZE = Range(1, 65536)
+"""Range of numbers of ranks that share a model."""
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(DataConfig):
+    """Fine-tunes a language model on texts."""
+
+    model: Path | None = None
+    """Hugging Face folder of the model to begin with: config.json, safetensors, tokenizer."""
+    out: Path = Path("runs/finetune")
+    """The run folder: config, plan, log, checkpoints, samples and the result."""
+    method: Literal["full", "lora", "qlora"] = "full"
+    """Train all weights, or adapters of low rank beside frozen ones."""
+    memory: str | None = None
+    """Memory for weights, gradients, optimizer state and activations on each rank: 6GiB, 70%."""
+    disk: str | None = None
+    """Folder and share of a disk for what does not fit --memory, such as /scratch:100GiB."""
+    ranks: Annotated[int, RANKS] = 0
+    """Processes on this machine; 0: one per GPU, or one model's. Ignored under torchrun."""
+    tp: Annotated[int, SIZE] = 1
+    """Ranks that share each layer's tensors."""
+    pp: Annotated[int, SIZE] = 1
+    """Pipeline stages that the blocks are cut into."""
+    sp: Annotated[int, SIZE] = 1
+    """Ranks that share each sequence."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Dtype of the weights in training; bf16 trains float32 copies. auto: bf16 on a GPU."""
+    activations: Literal["auto", "keep", "recompute"] = "auto"
+    """What forward keeps for backward; auto recomputes blocks where it would not fit."""
+    epochs: Annotated[int, AT_LEAST_1] = 3
+    """Times that every text is shown."""
+    steps: Annotated[int | None, AT_LEAST_1] = None
+    """Optimizer steps, instead of --epochs."""
+    batch_tokens: Annotated[int | None, AT_LEAST_1] = None
+    """Tokens of an optimizer step, all ranks together."""
+    micro_tokens: Annotated[int | None, AT_LEAST_1] = None
+    """Most tokens that a rank computes at once; a step that has more accumulates gradients."""
+    learning_rate: Annotated[float | None, RATE] = None
+    """Peak learning rate; by default it follows from method and size."""
+    warmup: Annotated[int | None, AT_LEAST_0] = None
+    """Steps of linear warm-up."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    final_fraction: Annotated[float, SHARE] = 0.1
+    """The last learning rate as a fraction of the peak."""
+    weight_decay: Annotated[float, SHARE] = 0.0
+    """Decoupled weight decay of matrices."""
+    beta2: Annotated[float, Range(0, 1, open_above=True)] = 0.999
+    """Decay of the second moment."""
+    clip: Annotated[float, AT_LEAST_0] = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    lora_rank: Annotated[int, SIZE] = 16
+    """Rank of the adapters."""
+    lora_alpha: Annotated[float | None, Range(0, 1e6, open_below=True)] = None
+    """Scale of the adapters times their rank; by default twice the rank."""
+    lora_dropout: Annotated[float, Range(0, 1, open_above=True)] = 0.0
+    """Dropout before the adapters."""
+    lora_targets: tuple[str, ...] = ()
+    """Last parts of the names of the layers that are adapted; by default those of the family."""
+    adapter: Path | None = None
+    """PEFT adapter (LoRA) of this model to go on training; its rank and layers are taken."""
+    merge: bool = False
+    """Write the whole model with the adapters added to its weights, beside the adapter."""
+    eval_every: Annotated[int | None, AT_LEAST_1] = None
+    """Steps between evaluations on the held-out texts; by default a tenth of the run."""
+    patience: Annotated[int, AT_LEAST_0] = 0
+    """Evaluations without a better loss after which the run ends; 0: it goes on."""
+    result: Literal["best", "last"] = "best"
+    """Which weights become the result; best needs held-out texts."""
+    samples: Annotated[int | None, AT_LEAST_0] = None
+    """Held-out texts that the model is let continue at each evaluation."""
+    sample_tokens: Annotated[int, AT_LEAST_1] = 48
+    """Most tokens of such a sample."""
+    prompt: tuple[str, ...] = ()
+    """Texts that the model is let continue besides."""
+    save_every: Annotated[int | None, AT_LEAST_1] = None
+    """Steps between checkpoints; by default as often as evaluations."""
+    keep: Annotated[int, AT_LEAST_1] = 2
+    """Number of newest checkpoints kept."""
+    log_every: Annotated[int, AT_LEAST_1] = 1
+    """Steps between lines of the log."""
+    save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Dtype of the resulting weights; auto: that of the model to begin with."""
+    resume: bool = False
+    """Continue from the newest checkpoint of the run folder, bit for bit."""
+    dry_run: bool = False
+    """Say what the run would take, and end before a weight is read."""
+
+    @property
+    def ranks_of_a_model(self) -> int:
+        """Ranks that hold one model together, and read the same texts."""
+        return self.tp * self.pp * self.sp
+
+
+MAY_CHANGE = frozenset(
+    {"out", "model", "data", "held_out", "adapter", "chat_template"}  # told apart by fingerprint
+    | {"memory", "disk", "ranks", "tp", "pp", "sp", "activations", "micro_tokens", "resume"}
+    | {"dry_run", "keep", "log_every", "save_every", "merge", "save_dtype", "result", "bad_rows"}
+    | {"samples", "sample_tokens", "prompt"}
+)
+"""Options that may differ between a run and its resumption: where and how, not what."""
+
+
+def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
+    """Refuses options that no run could use, before anything is read.
+
+    Raises:
+        GulliverError: naming the option, its value and what would be right.
+    """
+    check_options(config)
+    if config.model is None:
+        raise GulliverError("no model is named: give --model FOLDER, a Hugging Face folder")
+    if not (config.model / "config.json").is_file():
+        raise GulliverError(
+            f"--model {config.model} is no Hugging Face folder: it has no config.json"
+        )
+    check_data(config)
+    if config.method == "qlora":
+        raise GulliverError(
+            "--method qlora is not supported yet: int8 and int4 bases come with precision; "
+            "--method lora --precision bf16 is the nearest, with --memory for what does not fit"
+        )
+    _check_adapters(config)
+    if config.disk is not None and config.memory is None:
+        raise GulliverError(f"--disk {config.disk} needs --memory: what fits that stays in memory")
+    if config.memory is not None and config.ranks_of_a_model > 1:
+        raise GulliverError(
+            f"--memory {config.memory} with --tp {config.tp} --pp {config.pp} --sp {config.sp}: "
+            "a memory limit is for whole models on each rank; give --ranks alone, or leave it out"
+        )
+    if config.ranks and config.ranks % config.ranks_of_a_model:
+        raise GulliverError(
+            f"--ranks {config.ranks} is no multiple of --tp {config.tp} x --pp {config.pp} x "
+            f"--sp {config.sp} = {config.ranks_of_a_model}"
+        )
+    if config.packing == "yes" and (config.pp > 1 or config.sp > 1):
+        axis = "--pp" if config.pp > 1 else "--sp"
+        raise GulliverError(
+            f"--packing yes with {axis} {max(config.pp, config.sp)}: masks of documents are exact "
+            "for whole sequences on a rank only; leave --packing at auto, which sorts batches then"
+        )
+    return config
+
+
+def _check_adapters(config: FinetuneConfig) -> None:
+    """Refuses options of adapters where there are none."""
+    if config.method == "lora":
+        return
+    default = FinetuneConfig()
+    names = ("adapter", "merge", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+    for name in names:
+        if getattr(config, name) != getattr(default, name):
+            option = f"--{name.replace('_', '-')}"
+            raise GulliverError(f"{option} is of adapters: add --method lora, or leave it out")

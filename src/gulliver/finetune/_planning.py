@@ -1,0 +1,243 @@
+"""How a run lies on its ranks: the fastest plan that fits, made before a weight is read.
+
+Read `plan_run`. A model on meta, its optimizer and the largest micro-batch are enough: what a step
+takes is followed with shapes alone. Without a memory limit the lowest stage of ZeRO is taken that
+fits what there is; each is tried with fewer and fewer tokens at once: accumulating costs nothing,
+where a higher stage sends more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from gulliver.booster import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    Plugin,
+    TorchDDPPlugin,
+    estimate_work,
+)
+from gulliver.errors import GulliverError
+from gulliver.finetune._job_config import FinetuneConfig
+from gulliver.hardware import BACKWARD_OF_LINEAR, current_cluster, memory_bytes, seconds_text
+from gulliver.options import size_at_least, size_text
+from gulliver.plan import Plan, Work
+
+CHUNK_MB = 4.0
+"""Size of ZeRO's chunks: steps of many lengths take many times, so tuning would learn nothing."""
+USABLE = 0.9
+"""Share of the memory that a plan without a limit may take: the interpreter needs some, too."""
+HOST_SHARE = "70%"
+"""Share of the host's memory behind a GPU with a limit, where no disk is named."""
+KINDS = ("parameters", "gradients", "optimizer_state", "activations")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The largest step of a run.
+
+    Attributes:
+        rows: sequences of full length in a step, over all ranks and micro-batches.
+        length: tokens of such a sequence.
+    """
+
+    rows: int
+    length: int
+
+    def per_micro(self, places: int, accumulate: int) -> int:
+        """Rows that a rank computes at once, at most."""
+        return math.ceil(self.rows / (places * accumulate))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and how a step is cut into micro-batches.
+
+    Attributes:
+        plan: plan to run.
+        places: number of ranks that read different texts.
+        accumulate: micro-batches of an optimizer step.
+        recompute: whether the model's blocks are to be recomputed by transformers' own means.
+        needed: bytes of memory that a rank needs, state and activations.
+    """
+
+    plan: Plan
+    places: int
+    accumulate: int
+    recompute: bool
+    needed: int
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of an optimizer step."""
+        one = self.plan.predicted.seconds
+        return self.accumulate * (one.step - one.update) + one.update
+
+    def lines(self, steps: int) -> list[str]:
+        """Lines for people: memory by kind and tier, seconds and disk traffic of the run."""
+        plan, moved = self.plan, self.plan.predicted.moved
+        stage = "" if plan.stage is None else f", stage {plan.stage}"
+        found = [
+            f"plan: {plan.plugin}{stage} on {_axes(plan)}, {plan.model.trainable:,} of "
+            f"{plan.model.parameters:,} parameters trained, {self.accumulate} micro-batches a step"
+        ]
+        for kind in KINDS:
+            most = getattr(plan.memory, kind) or (plan.work.peak if kind == KINDS[-1] else 0)
+            told = f"  {kind.replace('_', ' '):<16} {size_text(most):>12} in memory"
+            if moved is not None and kind != KINDS[-1]:
+                behind = getattr(moved.leaves, kind)
+                told += f", {size_text(behind):>12} come and go" if behind else ""
+            found.append(told)
+        found.append(f"  needed in all    {size_text(self.needed):>12} on each rank")
+        if moved is not None:
+            assert plan.zero is not None, "what moves is of ZeRO"
+            assert plan.zero.tiers is not None, "what moves has tiers"
+            times = self.accumulate
+            found.append(
+                f"  limit {size_text(plan.zero.tiers.limit)}, the least is "
+                f"{size_at_least(moved.minimum)}; a step reads up to "
+                f"{size_text(times * moved.read)} and writes {size_text(times * moved.written)}; "
+                f"{moved.price or 'more memory saves nothing'}"
+            )
+        found.append(
+            f"  {seconds_text(self.seconds)} a step predicted on {plan.predicted.cluster}, "
+            f"{seconds_text(self.seconds * steps)} in all without evaluation"
+        )
+        return found
+
+
+def _axes(plan: Plan) -> str:
+    axes = " x ".join(f"{name} {size}" for name, size in plan.mesh.axes.items() if size > 1)
+    return axes or "one rank"
+
+
+def plan_run(
+    config: FinetuneConfig,
+    model: nn.Module,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    shape: Shape,
+    precision: str,
+    ranks: int,
+    accumulate: int | None = None,
+) -> Planned:
+    """Plans a run; nothing is loaded, and no ranks need to be there.
+
+    Args:
+        config: options of the run.
+        model: model on meta, with its adapters.
+        optimizer: function that makes the optimizer of a model.
+        shape: largest step of the run.
+        precision: ``fp32`` or ``bf16``.
+        ranks: number of ranks of the run.
+        accumulate: micro-batches of a step; None takes the fewest that fit.
+
+    Raises:
+        GulliverError: nothing fits; the least limit is named where there is one.
+    """
+    cluster, places = current_cluster(ranks), ranks // config.ranks_of_a_model
+    made, refusal, works = optimizer(model), GulliverError(""), dict[int, Work]()
+    again = config.activations != "keep"
+    for plugin in _plugins(config, precision, ranks):
+        for times in [accumulate] if accumulate else _splits(config, shape, places):
+            if times not in works:
+                size = shape.per_micro(places, times), shape.length
+                work = estimate_work(model, made, cluster.device, *size, precision, again)
+                works[times] = _with_frozen(work, model)
+            try:
+                plan = plugin.make_plan(model, made, cluster, work=works[times])
+                return _fitting(config, plan, places, times)
+            except GulliverError as error:
+                refusal = error
+    raise refusal
+
+
+def _splits(config: FinetuneConfig, shape: Shape, places: int) -> Iterator[int]:
+    """Numbers of micro-batches, the fewest first."""
+    most = shape.per_micro(places, 1)
+    if config.micro_tokens is not None:
+        yield math.ceil(most / max(1, config.micro_tokens // shape.length))
+        return
+    accumulate = 1
+    while True:
+        yield accumulate
+        if shape.per_micro(places, accumulate) == 1:
+            return
+        accumulate *= 2
+
+
+def _plugins(config: FinetuneConfig, precision: str, ranks: int) -> Iterator[Plugin]:
+    """Ways to run, the fastest first."""
+    half = None if precision == "fp32" else precision
+    if config.memory is not None:
+        on_gpu = torch.cuda.is_available() and config.disk is None
+        yield GeminiPlugin(
+            config.memory,
+            host_limit=HOST_SHARE if on_gpu else None,
+            disk=config.disk,
+            precision=half,
+            activations=config.activations,
+            verbose=False,
+        )
+    elif config.ranks_of_a_model > 1:
+        yield HybridParallelPlugin(
+            tp_size=config.tp,
+            pp_size=config.pp,
+            sp_size=config.sp,
+            sequence_parallelism_mode="auto" if config.sp > 1 else None,
+            zero_stage=1,
+            precision=half,
+            checkpoint_activations=config.activations == "recompute",
+            chunk_mb=CHUNK_MB,
+            verbose=False,
+        )
+    elif ranks == 1 and half is None:
+        yield TorchDDPPlugin(verbose=False)
+    else:
+        for stage in (1, 2, 3) if ranks > 1 else (1,):
+            yield LowLevelZeroPlugin(stage, CHUNK_MB, precision=half, verbose=False)
+
+
+def _with_frozen(work: Work, model: nn.Module) -> Work:
+    """Work of a model of which a part is frozen: weights that stay need no gradients."""
+    whole = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    times = 1 + (BACKWARD_OF_LINEAR - 1) * trained / whole
+    return replace(work, backward_s=times * work.forward_s)
+
+
+def _fitting(config: FinetuneConfig, plan: Plan, places: int, accumulate: int) -> Planned:
+    """A plan that fits the memory that there is.
+
+    Raises:
+        GulliverError: it does not; a limit with a disk is named.
+    """
+    memory, work = plan.memory, plan.work
+    state = memory.parameters + memory.gradients + memory.optimizer_state
+    if plan.limited:
+        assert plan.zero is not None, "a limit is of ZeRO"
+        assert plan.zero.tiers is not None, "a limit is of tiers"
+        return Planned(plan, places, accumulate, False, plan.zero.tiers.limit)
+    shared = config.ranks_of_a_model > 1
+    # Ranks of one machine have a GPU each, or the host's memory together.
+    sharing = plan.mesh.size if plan.mesh.device == "cpu" else 1
+    room = USABLE * memory_bytes(plan.mesh.device) / sharing
+    peak, recompute = work.peak, config.activations == "recompute"
+    # Ranks that share a model share what it computes, too, each mode in its own way.
+    peak = peak // config.ranks_of_a_model
+    again = work.peak_recomputed // config.ranks_of_a_model
+    if config.activations == "auto" and again and not shared and state + peak > room:
+        recompute = True
+    needed = state + (again if recompute and again else peak)
+    if needed > room:
+        raise GulliverError(
+            f"{size_text(needed)} are needed on each rank (state {size_text(state)}, activations "
+            f"{size_text(needed - state)}), and {size_text(room)} are there: give --memory "
+            f"{size_at_least(int(room))} --disk FOLDER:SIZE, or --method lora, or more --ranks"
+        )
+    return Planned(plan, places, accumulate, recompute and not shared, needed)

@@ -1,0 +1,35 @@
+"""The public names of `gulliver.finetune`, imported when one of them is asked for."""
+
+from gulliver.finetune._batches import make_batches
+from gulliver.finetune._config import DataConfig, check_data
+from gulliver.finetune._documents import packing_support
+from gulliver.finetune._encode import Example, load_tokenizer, split
+from gulliver.finetune._example import make_example
+from gulliver.finetune._finetune import Outcome, finetune
+from gulliver.finetune._forms import Form, recognise
+from gulliver.finetune._job_config import FinetuneConfig, check_finetune
+from gulliver.finetune._rows import BadRow, Row, read_rows
+from gulliver.finetune._texts import TextData, divide, read_text
+
+__all__ = [
+    "BadRow",
+    "DataConfig",
+    "Example",
+    "FinetuneConfig",
+    "Form",
+    "Outcome",
+    "Row",
+    "TextData",
+    "check_data",
+    "check_finetune",
+    "divide",
+    "finetune",
+    "load_tokenizer",
+    "make_batches",
+    "make_example",
+    "packing_support",
+    "read_rows",
+    "read_text",
+    "recognise",
+    "split",
+]

@@ -1,0 +1,162 @@
+"""What a run leaves: a PEFT adapter, a Hugging Face folder, and a model card of facts.
+
+It is made of the checkpoint on the disk, of the best evaluation or the last step: whatever the run
+lay on, its tensors are whole there, and nothing of the model's size is in memory. Rank 0 writes
+each folder whole or not at all, so a run that was killed here is resumed, and writes what lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.checkpoint import (
+    Weights,
+    export_huggingface,
+    open_weights,
+    read_json,
+    step_folder,
+    write_json,
+    write_tensors,
+    write_untied,
+)
+from gulliver.comm import World, barrier
+from gulliver.finetune._adapters import (
+    CONFIG,
+    FACTS,
+    WEIGHTS,
+    adapter_config,
+    adapter_name,
+    deltas,
+)
+from gulliver.finetune._base import DTYPES
+from gulliver.finetune._card import model_card
+from gulliver.finetune._run import Run
+from gulliver.io import write_text
+from gulliver.jobs import console
+from gulliver.memory import Part
+
+if TYPE_CHECKING:
+    from gulliver.finetune._finetune import Job
+
+CARRIED = ("generation_config.json",)
+"""Files of the model's folder that the result has, too."""
+
+
+def write_result(job: Job, run: Run, model: nn.Module, world: World) -> Path:
+    """Writes the result of a run that is over; every rank calls it, rank 0 writes.
+
+    Returns:
+        Folder of the adapter, or of the model.
+
+    Raises:
+        GulliverError: it cannot be written; what is complete stays.
+    """
+    whole, adapter = run.folder / "model", run.folder / "adapter"
+    if world.is_main:
+        step, which = _chosen(job, run)
+        if job.config.method == "lora":
+            tensors = _trained(step)
+            _write_adapter(job, model, tensors, adapter)
+            if job.config.merge and not whole.is_dir():
+                _write_merged(job, model, tensors, whole)
+        elif not whole.is_dir():
+            config = _model_config(job)
+            export_huggingface(step, whole, dtype=_dtype(job), config=config)
+        if whole.is_dir():
+            _carry(job, whole)
+        card = model_card(job, run, step, which)
+        for folder in (run.folder, *(f for f in (whole, adapter) if f.is_dir())):
+            write_text(folder / "README.md", card)
+        console().print(f"{which}: {adapter if job.config.method == 'lora' else whole}")
+    barrier()  # no rank says that it is done before there is a result
+    return adapter if job.config.method == "lora" else whole
+
+
+def _chosen(job: Job, run: Run) -> tuple[Path, str]:
+    """The step that becomes the result, and what it is."""
+    best = run.best.latest()
+    if job.config.result == "best" and job.data.held_out:
+        if best is not None:
+            return best, f"the best evaluation's weights ({best.name})"
+        last = step_folder(run.checkpoints.root)
+        return last, f"the last weights ({last.name}; no evaluation was better than the first)"
+    last = step_folder(run.checkpoints.root)
+    return last, f"the last weights ({last.name})"
+
+
+def _trained(step: Path) -> dict[str, Tensor]:
+    """Trained tensors of a step, whole, by the names of PEFT's files."""
+    with open_weights(step) as weights:
+        infos = {name: info for name, info in weights.infos.items() if ".lora_" in name}
+        made = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
+        weights.read({n: Part(value.view(-1), infos[n].shape) for n, value in made.items()})
+    return {adapter_name(name): value for name, value in made.items()}
+
+
+def _write_adapter(job: Job, model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    assert job.config.model is not None, "it is checked"
+    folder.mkdir(exist_ok=True)
+    write_tensors(folder / WEIGHTS, dict(tensors), {"format": "pt"})
+    write_json(folder / FACTS, {"base": job.base.fingerprint, "data": job.data.fingerprint})
+    job.tokenizer.save_pretrained(folder)
+    # The last: a folder without it is no adapter.
+    write_text(folder / CONFIG, adapter_config(model, job.config.model.absolute()) + "\n")
+
+
+def _write_merged(job: Job, model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    with Merged(open_weights(job.base.folder), deltas(model, tensors)) as weights:
+        write_untied(weights, folder, config=_model_config(job), dtype=_dtype(job))
+
+
+class Merged(Weights):
+    """Weights of files, with what adapters add to some of them.
+
+    Args:
+        base: weights of the model that the adapters are of.
+        added: function that computes the difference of a weight, by name.
+    """
+
+    def __init__(self, base: Weights, added: Mapping[str, Callable[[], Tensor]]) -> None:
+        self.path, self.files, self.infos = base.path, base.files, base.infos
+        self._base, self._added = base, added
+        self._last: tuple[str, Tensor] | None = None
+
+    def read(self, wanted: Mapping[str, Part]) -> None:
+        self._base.read(wanted)
+        for name, part in wanted.items():
+            if name not in self._added:
+                continue
+            if self._last is None or self._last[0] != name:
+                self._last = name, self._added[name]().reshape(-1)
+            delta = self._last[1][part.start : part.stop]
+            part.value.copy_((part.value.float() + delta).to(part.value.dtype))
+
+    def close(self) -> None:
+        self._base.close()
+        self._last = None
+
+
+def _model_config(job: Job) -> dict[str, Any]:
+    """The model's own configuration, with the dtype that its result has."""
+    values = dict(read_json(job.base.folder / "config.json"))
+    key = "dtype" if "dtype" in values else "torch_dtype"
+    values[key] = str(_dtype(job)).removeprefix("torch.")
+    return values
+
+
+def _dtype(job: Job) -> torch.dtype:
+    wanted = job.config.save_dtype
+    return job.base.dtype if wanted == "auto" else DTYPES[wanted]
+
+
+def _carry(job: Job, folder: Path) -> None:
+    """Puts the tokenizer and settings of generation beside the weights."""
+    job.tokenizer.save_pretrained(folder)
+    for name in CARRIED:
+        if (job.base.folder / name).is_file():
+            write_text(folder / name, (job.base.folder / name).read_text(encoding="utf-8"))

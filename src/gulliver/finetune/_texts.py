@@ -1,0 +1,249 @@
+"""A data set for fine-tuning: rows, their form, their tokens, and what is kept for evaluation.
+
+Read `read_text`. Nothing is left out in silence: what was skipped, cut or split is counted in
+`TextData.facts`, and said.
+
+[Note: held-out texts]
+The hash of what a text says decides whether it is held out, so a text that occurs twice is on one
+side with both, and rows that are added later move none of the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gulliver.errors import GulliverError
+from gulliver.finetune._config import LENGTH, DataConfig, check_data
+from gulliver.finetune._encode import Encoder, Example
+from gulliver.finetune._forms import Form, Sample, recognise
+from gulliver.finetune._rows import BadRow, Row, read_rows
+
+NAMES = {
+    "messages": "conversations",
+    "instruction": "instructions",
+    "completion": "prompts with completions",
+    "text": "plain texts",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class TextData:
+    """Texts as tokens.
+
+    Attributes:
+        train: sequences to learn from.
+        held_out: sequences for evaluation only.
+        bad: rows that were left out, and why.
+        facts: what there is to say of it, fit for JSON.
+        fingerprint: digest of all tokens and of what made them: data, tokenizer and form.
+    """
+
+    train: list[Example]
+    held_out: list[Example]
+    bad: list[BadRow]
+    facts: dict[str, Any]
+    fingerprint: str
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def read_text(
+    config: DataConfig,
+    tokenizer: Any,
+    say: Callable[[str], None] = print,
+    *,
+    context: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> TextData:
+    """Reads a data set, and says what was found in it.
+
+    Args:
+        config: what to read, and how.
+        tokenizer: tokenizer of the model, as `load_tokenizer` gives it.
+        say: function that shows a line to the user.
+        context: longest sequence that the model takes, in tokens; None where there is no limit.
+        progress: function that is told how many of how many texts are done.
+
+    Raises:
+        GulliverError: a file or an option is no good, rows have several forms, a row is bad and
+            rows are not to be skipped, or nothing is left.
+    """
+    check_data(config)
+    length = _length(config, context)
+    bad = _Bad(config.bad_rows == "skip")
+    form, samples = _samples(config.data, config.form, bad)
+    answers_only = config.answers_only != "no" and form.name != "text"
+    if config.answers_only == "yes" and not answers_only:
+        raise GulliverError("--answers-only yes: the data are plain texts, which have no answers")
+    encoder = Encoder(tokenizer, length, answers_only, cut=config.long_chats == "cut")
+    if isinstance(config.held_out, Path):
+        _, apart = _samples([config.held_out], config.form, bad)
+        known = {sample.content for sample in apart}
+        parts = [sample for sample in samples if sample.content not in known], apart
+    else:
+        parts = divide(samples, config.held_out)
+    train, held_out = _encoded(encoder, parts, bad, progress)
+    if not train:
+        first = f", the first is {bad.rows[0]}" if bad.rows else ""
+        raise GulliverError(f"no text is left to learn from: {len(bad.rows)} rows are bad{first}")
+    facts = _facts(form, encoder, train, held_out, bad)
+    facts["texts"] = {"train": len(parts[0]), "held_out": len(parts[1])}
+    found = TextData(train, held_out, bad.rows, facts, _fingerprint(encoder, train, held_out))
+    for line in _lines(found):
+        say(line)
+    return found
+
+
+class _Bad:
+    """Collects bad rows, or refuses the first."""
+
+    def __init__(self, may_skip: bool) -> None:
+        self.rows: list[BadRow] = []
+        self._may_skip = may_skip
+
+    def add(self, row: BadRow) -> None:
+        if not self._may_skip:
+            raise GulliverError(f"{row}: mend it, or leave such rows out with --bad-rows skip")
+        self.rows.append(row)
+
+
+def _length(config: DataConfig, context: int | None) -> int:
+    if config.length is None:
+        return min(LENGTH, context or LENGTH)
+    if context is not None and config.length > context:
+        raise GulliverError(
+            f"--length is {config.length}: the model's context has {context} tokens, give that or "
+            "less"
+        )
+    return config.length
+
+
+def _samples(paths: Sequence[Path], form: str, bad: _Bad) -> tuple[Form, list[Sample]]:
+    rows: list[Row] = []
+    for row in read_rows(paths):
+        if isinstance(row, BadRow):
+            bad.add(row)
+        else:
+            rows.append(row)
+    found = recognise(rows, form)
+    samples: list[Sample] = []
+    for row in rows:
+        sample = found.parse(row)
+        if isinstance(sample, BadRow):
+            bad.add(sample)
+        else:
+            samples.append(sample)
+    return found, samples
+
+
+def divide(samples: Sequence[Sample], share: float) -> tuple[list[Sample], list[Sample]]:
+    """Divides samples into those to learn from and those kept for evaluation.
+
+    Args:
+        samples: all samples.
+        share: share of the different texts that is kept; at least one is, where there are two
+            different ones and the share is above 0.
+
+    Returns:
+        Samples to learn from, and those kept, in their order.
+    """
+    hashes = [_hash(sample.content) for sample in samples]
+    ordered = sorted(set(hashes))
+    if share == 0 or len(ordered) < 2:
+        return list(samples), []
+    kept = {one for one in ordered if one < share} or {ordered[0]}
+    kept -= {ordered[-1]}
+    pairs = list(zip(samples, hashes, strict=True))
+    return [s for s, one in pairs if one not in kept], [s for s, one in pairs if one in kept]
+
+
+def _hash(content: str) -> float:
+    """A number from 0 to 1 that hangs on a text alone."""
+    digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64
+
+
+def _encoded(
+    encoder: Encoder,
+    parts: Sequence[Sequence[Sample]],
+    bad: _Bad,
+    progress: Callable[[int, int], None] | None,
+) -> Iterator[list[Example]]:
+    total, done = sum(map(len, parts)), 0
+    for part in parts:
+        examples: list[Example] = []
+        for found in encoder.encode(part):
+            if isinstance(found, BadRow):
+                bad.add(found)
+            else:
+                examples += found
+            done += 1
+            if progress is not None:
+                progress(done, total)
+        yield examples
+
+
+def _facts(
+    form: Form, encoder: Encoder, train: list[Example], held_out: list[Example], bad: _Bad
+) -> dict[str, Any]:
+    return {
+        "form": form.name,
+        "rows": form.rows,
+        "bad": dict(Counter(row.reason for row in bad.rows).most_common()),
+        "sequences": {"train": len(train), "held_out": len(held_out)},
+        "tokens": sum(map(len, train)),
+        "learnt": sum(one.learnt for one in train),
+        "longest": max(map(len, train)),
+        "highest": max(int(one.ids.max()) for one in (*train, *held_out)),
+        "length": encoder.length,
+        "answers_only": encoder.answers_only,
+        "masks": encoder.masks if form.name == "messages" and encoder.answers_only else None,
+        "end": encoder.end,
+        **{name: encoder.counts[name] for name in ("cut", "split", "without answer", "apart")},
+    }
+
+
+def _lines(data: TextData) -> Iterator[str]:
+    """What a user is told about a data set."""
+    facts = data.facts
+    texts, form = facts["texts"], NAMES[facts["form"]]
+    yield f"data: {texts['train'] + texts['held_out']:,} {form}, {texts['held_out']:,} held out"
+    learnt = "all of them are learnt"
+    if facts["answers_only"]:
+        how = f" (by {facts['masks']})" if facts["masks"] else ""
+        learnt = f"{facts['learnt']:,} of them, the answers, are learnt{how}"
+    yield f"tokens: {facts['tokens']:,}; {learnt}; the longest sequence has {facts['longest']:,}"
+    told = {
+        "cut": f"conversations are longer than {facts['length']:,} tokens: cut there",
+        "split": f"texts are longer than {facts['length']:,} tokens: split into windows",
+        "without answer": "windows have no answer in them: left out",
+        "apart": "prompts would share a token with their answer: each was tokenized by itself",
+    }
+    yield from (f"{facts[name]:,} {line}" for name, line in told.items() if facts[name])
+    if not facts["end"] and facts["form"] != "messages":
+        yield "the tokenizer has no end of sequence: the model will not learn where a text ends"
+    if data.bad:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in facts["bad"].items())
+        yield f"{len(data.bad):,} bad rows are left out: {reasons}; the first is {data.bad[0]}"
+
+
+def _fingerprint(encoder: Encoder, *parts: list[Example]) -> str:
+    """Digest of all tokens, and of the tokenizer, for which equal ids may mean other texts."""
+    tokenizer = encoder.tokenizer
+    digest = hashlib.blake2b(digest_size=16)
+    if tokenizer.is_fast:
+        digest.update(tokenizer.backend_tokenizer.to_str().encode())
+    else:
+        digest.update(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
+    for part in parts:
+        digest.update(len(part).to_bytes(8))
+        for one in part:
+            digest.update(len(one).to_bytes(8) + one.ids.tobytes() + one.answer.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,30 @@
+"""A job's end by signal: at the end of a step, and not in the middle of it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class StopRequest:
+    """Turns SIGTERM and SIGINT into a wish to stop at the next step's end."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Listens while the block runs; a second SIGINT interrupts at once."""
+        signals = (signal.SIGTERM, signal.SIGINT)
+        before = {number: signal.signal(number, self._note) for number in signals}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.wanted and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.wanted = True

@@ -1,0 +1,227 @@
+"""Copies of chunks that are read and written between passes, and views that outlive their chunk.
+
+[Note: between passes] Outside of passes and of autograd, such as for a state dict, it is a copy of
+a whole chunk that is read, so that nothing has to be given back. What is written to it, by an
+operation on a parameter or through any view of one (``weight[0].zero_()``,
+``weight.detach().mul_(2)``, ``weight.data``), is written to the shards before anything else is done
+with the chunk: views share the version counter of the copy, ``.data`` has one of its own. While
+somebody has a view, everybody reads and writes that copy. One that was taken before a step has old
+values, so a write to it is refused, as is one that another write has overtaken.
+
+[Note: views that stay behind] A view of a chunk that is here, as ``weight.detach()`` inside a
+forward, outlives the buffer that it is of: its memory is not used again while it lives, but nobody
+reads it any more. It shares the version counter of its parameter, which nobody else moves while the
+chunk is absent: a write to it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver._compat import storage_users, without_torch_functions
+from gulliver.errors import GulliverError
+from gulliver.memory import Presence
+from gulliver.parallel.zero._sharded import ShardedChunk
+
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+READS = frozenset({Tensor.detach, _DATA, Tensor.numpy, Tensor.tolist, Tensor.item})  # type: ignore[attr-defined]
+"""Operations that record nothing for autograd, whatever its mode."""
+
+
+class Copies:
+    """Runs operations on copies of chunks, and brings to the shards what they have written.
+
+    Args:
+        home: chunks by the ids of their parameters.
+        gathered: makes a copy of all of a chunk.
+        finish: waits for a chunk that is on its way.
+
+    Attributes:
+        lent: copies that somebody may have views of.
+        left: chunks that were given back while somebody had views, with versions of parameters.
+    """
+
+    def __init__(
+        self,
+        home: Mapping[int, ShardedChunk],
+        gathered: Callable[[ShardedChunk], Tensor],
+        finish: Callable[[ShardedChunk], None],
+    ) -> None:
+        self._home, self._gathered, self._finish = home, gathered, finish
+        self.lent: list[_Copy] = []
+        self.left: dict[ShardedChunk, list[int]] = {}
+
+    def run(self, func: Callable[..., Any], args: tuple, kwargs: Any, step: int) -> Any:
+        """Runs an operation on copies in place of parameters.
+
+        Args:
+            func: operation.
+            args: its arguments.
+            kwargs: its arguments by name.
+            step: number of steps so far.
+        """
+        used: list[tuple[nn.Parameter, Tensor, _Copy | None]] = []
+
+        def replaced(value: Any) -> Any:
+            if isinstance(value, nn.Parameter) and id(value) in self._home:
+                view, copy = self._view(value, step, [found for _, _, found in used])
+                used.append((value, view, copy))
+                return view
+            if isinstance(value, list | tuple):
+                return type(value)(replaced(v) for v in value)
+            return value
+
+        result = func(*replaced(args), **{k: replaced(v) for k, v in kwargs.items()})
+        if func == _DATA and used[0][2] is not None:
+            return used[0][2].watched(result)
+        return next((parameter for parameter, view, _ in used if view is result), result)
+
+    def _view(
+        self, parameter: nn.Parameter, step: int, used: Sequence[_Copy | None]
+    ) -> tuple[Tensor, _Copy | None]:
+        """What an operation is given for a parameter, besides copies that it has got already."""
+        sharded = self._home[id(parameter)]
+        if sharded.presence is not Presence.ABSENT:
+            self._finish(sharded)
+            return parameter.detach(), None
+        found = next((c for c in self.lent if c.is_of(sharded, step)), None)
+        if found is None:
+            self._bring(step, used)  # one at a time, apart from those that somebody has views of
+            # Versions are not counted of what is made in inference.
+            with torch.inference_mode(False), torch.no_grad():
+                found = _Copy(sharded, self._gathered(sharded), step)
+            self.lent.append(found)
+        return found.views[id(parameter)], found
+
+    def settle(self, step: int) -> None:
+        """Brings what was written to the shards, and forgets copies that nobody has.
+
+        Args:
+            step: number of steps so far.
+
+        Raises:
+            GulliverError: values were written that others have taken the place of.
+        """
+        self._check_left()
+        self._bring(step)
+        for copy in self.lent:
+            copy.is_open = False  # the chunk itself may be written from here on
+
+    def _bring(self, step: int, used: Sequence[_Copy | None] = ()) -> None:
+        for copy in self.lent:
+            if copy.is_written():
+                self._write_back(copy, step)
+        self.lent = [copy for copy in self.lent if copy in used or copy.is_held()]
+
+    def _write_back(self, copy: _Copy, step: int) -> None:
+        sharded = self._home[id(copy.parameters[0])]
+        if sharded.presence is not Presence.ABSENT:
+            self._finish(sharded)
+            sharded.chunk.take_writes()
+        if copy.step != step or copy.is_overtaken(sharded):
+            raise GulliverError(
+                "a view of a parameter that was taken before a step, or before another write, was "
+                "written: stage 3 gives a copy there, so take parameter.data anew for each write"
+            )
+        for parameter in copy.parameters:
+            # Chunks may have been cut anew since.
+            sharded, view = self._home[id(parameter)], copy.views[id(parameter)]
+            if sharded.presence is Presence.ABSENT:
+                write_back(sharded, parameter, view)
+            else:
+                self._finish(sharded)
+                with torch.no_grad():
+                    parameter.detach().copy_(view)
+        copy.remember(sharded)
+
+    # Views that stay behind.
+
+    def leave(self, sharded: ShardedChunk, viewed: bool) -> None:
+        """Notes a chunk that was given back, and whether somebody has views of its buffer."""
+        if viewed or sharded in self.left:
+            self.left[sharded] = _versions(sharded)
+
+    def remember(self) -> None:
+        """Notes versions anew: a step has moved them."""
+        for sharded in self.left:
+            self.left[sharded] = _versions(sharded)
+
+    def _check_left(self) -> None:
+        for sharded, versions in self.left.items():
+            if sharded.presence is not Presence.ABSENT:
+                continue
+            found = _versions(sharded)
+            if found != versions:
+                names = list(sharded.chunk.parameters)
+                name = next(n for n, a, b in zip(names, versions, found, strict=True) if a != b)
+                self.left[sharded] = found
+                raise GulliverError(
+                    f"a view of {name!r} was written that was taken in a forward, or while it was "
+                    "gathered: stage 3 has given its memory back since, so take the view anew"
+                )
+
+
+class _Copy:
+    """A copy of a chunk's parameters, and what tells whether it was written.
+
+    Args:
+        sharded: chunk that it is of.
+        whole: content of its parameters' buffer.
+        step: number of steps when it was made.
+    """
+
+    def __init__(self, sharded: ShardedChunk, whole: Tensor, step: int) -> None:
+        chunk = sharded.chunk
+        self.step, self.is_open = step, True
+        self.parameters, self._whole = chunk.members, whole
+        views = chunk.named_views(whole)
+        self.views = {id(p): views[name] for name, p in chunk.parameters.items()}
+        self._users, self._data = storage_users(whole), list[tuple[Tensor, int]]()
+        self.remember(sharded)
+
+    def remember(self, sharded: ShardedChunk) -> None:
+        """Takes what it holds now for what the shards hold."""
+        self._sharded, self._writes = sharded, sharded.chunk.writes
+        self._version = self._whole._version
+        self._data = [(data, data._version) for data, _ in self._data]
+
+    def is_of(self, sharded: ShardedChunk, step: int) -> bool:
+        """Whether it has the values of a chunk now."""
+        return self.is_open and self._sharded is sharded and self.step == step
+
+    def watched(self, data: Tensor) -> Tensor:
+        """A view of ``parameter.data`` of which writes are noticed."""
+        self._data.append((data, data._version))
+        return data.view(data.shape)
+
+    def is_written(self) -> bool:
+        """Whether something was written to it."""
+        moved = self._whole._version != self._version
+        return moved or any(data._version != version for data, version in self._data)
+
+    def is_overtaken(self, sharded: ShardedChunk) -> bool:
+        """Whether other values have come to the shards since."""
+        return self._sharded is sharded and sharded.chunk.writes != self._writes
+
+    def is_held(self) -> bool:
+        """Whether somebody else has a view of it."""
+        return storage_users(self._whole) > self._users + len(self._data)
+
+
+def write_back(sharded: ShardedChunk, parameter: nn.Parameter, values: Tensor) -> None:
+    """Brings values of a parameter to this rank's shard of its chunk."""
+    chunk = sharded.chunk
+    for piece in chunk.layout.pieces(chunk.part):
+        if chunk.parameters[piece.name] is parameter:
+            part = values.reshape(-1)[piece.offset : piece.offset + piece.numel]
+            with chunk.opened(write=True):
+                chunk.merge(chunk.home[piece.start : piece.end], part)
+
+
+def _versions(sharded: ShardedChunk) -> list[int]:
+    with without_torch_functions():
+        return [parameter._version for parameter in sharded.chunk.members]

@@ -1,0 +1,152 @@
+"""A model that is larger than its limit from the start: built on meta, filled chunk by chunk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gulliver import Booster, GeminiPlugin, GulliverError
+from gulliver.booster import _apply, _limited, lazy_parameters
+from gulliver.booster._meta import fill_boosted
+from gulliver.checkpoint import save_huggingface
+from gulliver.comm import World
+from gulliver.parallel import ZeroOptimizer
+from tests.pool import Pool
+
+WIDTH, DEPTH, STEPS = 256, 20, 2
+
+
+class Net(nn.Module):
+    """Tied weights, a norm, a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.layers[-1].requires_grad_(False)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.last(self.norm(x))
+
+
+def _batch(step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def _plain(folder: str, loaded: bool) -> list[dict[str, Tensor]]:
+    """Values when torch has initialised the model, and when it was trained."""
+    with torch.device("meta"):
+        model = Net()
+    model.to_empty(device="cpu")
+    model.last.weight = model.first.weight  # which to_empty parts
+    torch.manual_seed(5)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # type: ignore[operator]
+    if loaded:
+        save_huggingface(model, folder)
+    found, optimizer = [_values(model)], _adamw(model)
+    for step in range(STEPS):
+        model(_batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, _values(model)]
+
+
+def _streamed(world: World, folder: str, weights: str | None) -> list[Any]:
+    with lazy_parameters():
+        model = Net()
+    optimizer = _adamw(model)
+    plugin = GeminiPlugin(
+        f"{12 + 6 * world.size}MiB",
+        disk=f"{folder}:64MiB",
+        chunk_mb=0.3,
+        verbose=False,
+        weights=weights,
+    )
+    torch.manual_seed(5 + world.rank)  # rank 0's values are taken
+    booster, most = Booster(plugin=plugin), list[int]()
+
+    def filled(optimizer: ZeroOptimizer, *arguments: Any) -> None:
+        manager = optimizer.shards.manager
+        assert manager is not None
+        manager.counter.restart()
+        fill_boosted(optimizer, *arguments)
+        most.extend((sum(manager.counter.fullest.values()), manager.budget))
+
+    # What else a process of tests holds, and gives back, is no business of this model.
+    unmeasured = patch.object(_limited, "Footprint", side_effect=OSError)
+    with unmeasured, patch.object(_apply, "fill_boosted", filled):
+        model, optimizer, *_ = booster.boost(model, optimizer)
+    found: list[Any] = [_values(model)]
+    for step in range(STEPS):
+        booster.backward(model(_batch(step)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, _values(model), *most]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_on_meta_is_filled_within_its_limit(pool: Pool, tmp_path: Path, ranks: int) -> None:
+    for loaded in (False, True):
+        expected = _plain(str(tmp_path / "saved"), loaded)
+        weights = str(tmp_path / "saved") if loaded else None
+        for *found, most, budget in pool.run(_streamed, ranks, str(tmp_path), weights):
+            for values, right in zip(found, expected, strict=True):
+                for name, value in right.items():
+                    close = 0 if ranks == 1 else 1e-5
+                    torch.testing.assert_close(values[name], value, rtol=0, atol=close)
+            assert most <= budget < 6 * ranks * 2**20 - 2**20
+
+
+class _Own(nn.Module):
+    """A layer that does not say how it is initialised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+
+def _refused(world: World, folder: str) -> list[str]:
+    said = []
+    for weights in (None, f"{folder}/none"):
+        with lazy_parameters():
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Own())
+        said.append(_said(model, folder, weights))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    return [*said, _said(model, folder, None)]
+
+
+def _said(model: nn.Module, folder: str, weights: str | None) -> str:
+    plugin = GeminiPlugin("24MiB", disk=f"{folder}:64MiB", verbose=False, weights=weights)
+    with pytest.raises(GulliverError) as caught:
+        Booster(plugin=plugin).boost(model, _adamw(model))
+    assert all(p.is_meta for p in model.parameters()), "nothing was done"
+    return str(caught.value)
+
+
+def test_what_nothing_would_fill_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    (said,) = pool.run(_refused, 1, str(tmp_path))
+    for line, part in zip(said, ("'1.scale'", "does not exist", "'1.running_mean'"), strict=True):
+        assert part in line
+        assert "\n" not in line
