@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -11,8 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.finetune import MARK, Job, Shape
-from gulliver.finetune import FinetuneConfig, finetune, make_example
-from gulliver.finetune import _finetune as steps_of_ours
+from gulliver.finetune import FinetuneConfig, _prepare, finetune, make_example
 
 RATE = 1e-4
 
@@ -49,20 +49,20 @@ def config_of(job: Job) -> FinetuneConfig:
 def ours(job: Job) -> dict[str, Any]:
     """Runs `finetune`; what its log says."""
     kept = dict[str, float]()
-    inner = steps_of_ours.plan_run
+    inner = _prepare.plan_run
 
     def planned(*arguments: Any, **options: Any) -> Any:
         found = inner(*arguments, **options)
         kept["predicted"] = found.seconds
         return found
 
-    steps_of_ours.plan_run = planned
+    _prepare.plan_run = planned
     finetune(config_of(job))
     log = (Path(job.out) / "log.jsonl").read_text().splitlines()
     lines = [line for line in map(json.loads, log) if "loss" in line]
     ends = [0.0, *(line["seconds"] for line in lines)]
     return {
-        "seconds": [b - a for a, b in zip(ends, ends[1:], strict=False)],
+        "seconds": [b - a for a, b in itertools.pairwise(ends)],
         "losses": [line["loss"] for line in lines],
         "tokens": [line["tokens"] for line in lines],
         "predicted": kept["predicted"],
@@ -75,7 +75,7 @@ def trainer(job: Job) -> dict[str, Any]:
 
     from gulliver.comm import init_world
 
-    prepared = steps_of_ours.prepare(config_of(job), init_world())
+    prepared = _prepare.prepare(config_of(job), init_world())
     loader = prepared.batches(0)
     accumulate = prepared.planned.accumulate
     batches = [{n: v for n, v in batch.items() if n != "num_items"} for batch in loader]

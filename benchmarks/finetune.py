@@ -32,7 +32,7 @@ LOOK_S = 0.05
 CONSTANT = 512 * MIB
 """What the interpreter, torch and transformers need beside tensors, of a group's limit."""
 SPEED_BAR, PEAK_BAR, LOSS_BAR, PREDICTED_BAR = 1.0, 0.5, 1e-6, 0.25
-Shape = dict[str, int]
+Shape = dict[str, Any]
 SMALL: Shape = {
     "hidden_size": 512,
     "intermediate_size": 1408,
@@ -145,7 +145,7 @@ def run(job: Job, limit: int | None, folder: Path) -> Outcome:
         told = "killed by its limit" if kills else (lines or ["it said nothing"])[-1][:200]
         return Outcome(told, peak=peak)
     values = json.loads(found[-1])
-    named = {n: tuple(values[n]) for n in ("seconds", "losses", "tokens")}
+    named: dict[str, Any] = {n: tuple(values[n]) for n in ("seconds", "losses", "tokens")}
     return Outcome(peak=peak, predicted=values["predicted"], **named)
 
 
@@ -203,7 +203,11 @@ def beside(options: Options, folder: Path) -> Report:
             made.bars.append(at_most(f"losses of {name} beside the Trainer's", apart, LOSS_BAR))
         made.bars.append(at_least("tokens/s, ours / Trainer", ours.rate / trainer.rate, SPEED_BAR))
         made.bars.append(at_most("peak, limited / Trainer", small.peak / trainer.peak, PEAK_BAR))
-    made.notes = ["Peaks are of anonymous memory of the whole process, looked at every 50 ms."]
+    made.notes = [
+        "Peaks are of anonymous memory of the whole process, looked at every 50 ms. Ours saves a "
+        "checkpoint of the last step while it goes on, which the Trainer does not: without a limit "
+        "that is a copy of weights and moments.",
+    ]
     return made
 
 

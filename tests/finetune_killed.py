@@ -1,6 +1,6 @@
 """Fine-tunes, and ends itself by SIGKILL again and again: in steps, saves and the result.
 
-Started by `tests/test_finetune_run.py`: ``python -m tests.finetune_killed MODEL DATA FOLDER POINT...``.
+Started by `tests/test_finetune_run.py`, with the folder of a model, a file, a folder and points.
 """
 
 from __future__ import annotations

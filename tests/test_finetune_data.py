@@ -338,6 +338,16 @@ def test_a_template_that_rewrites_earlier_answers_is_refused_by_name(tmp_path: P
     assert [one.learnt for one in data.train] == [len(one) - 1 for one in data.train]
 
 
+def test_a_token_that_reaches_into_an_answer_is_refused_by_name(tmp_path: Path) -> None:
+    reaching = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + (
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    chat = [CHAT[0], {"role": "assistant", "content": "the dog"}]
+    path = written(tmp_path, [{"messages": chat}])
+    with pytest.raises(GulliverError, match=r"jsonl:1: before and in message 2.*special token"):
+        read(path, tokenizer_of(template=reaching))
+
+
 def test_a_template_that_is_missing_is_refused_and_can_be_given(tmp_path: Path) -> None:
     path = written(tmp_path, [{"messages": CHAT}])
     with pytest.raises(GulliverError, match=r"no chat template.*--chat-template"):
@@ -448,6 +458,16 @@ def test_a_small_share_holds_out_one_text_and_a_large_one_leaves_one(
     assert {len(data.train), len(data.held_out)} == {1, 5}
     alone, _ = read(written(tmp_path, rows[:1]), held_out=share)
     assert not alone.held_out
+
+
+def test_of_a_single_text_windows_are_held_out(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text(" ".join(f"sentence {n} of the book." for n in range(300)))
+    data, said = read(path, length=50, held_out=0.2)
+    together = len(data.train) + len(data.held_out)
+    assert 0.05 < len(data.held_out) / together < 0.4
+    assert said[0] == f"data: 1 plain texts, {len(data.held_out)} of {together} windows held out"
+    assert not read(path, length=50)[0].held_out
 
 
 def test_a_file_is_held_out_and_what_is_in_it_is_not_learnt(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ class Base:
 
         try:
             with _quiet():
-                model = transformers.AutoModelForCausalLM.from_pretrained(
+                model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                     self.folder, config=self.config, dtype=dtype, local_files_only=True
                 )
         except (OSError, ValueError, RuntimeError) as error:

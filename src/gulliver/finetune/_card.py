@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gulliver.finetune._run import Run
 
 if TYPE_CHECKING:
-    from gulliver.finetune._finetune import Job
+    from gulliver.finetune._prepare import Job
 
 PACKAGES = ("gulliver", "torch", "transformers", "peft", "safetensors")
 SHOWN_EVALUATIONS, SHOWN_SAMPLES = 12, 3
@@ -21,7 +21,7 @@ def model_card(job: Job, run: Run, step: Path, which: str) -> str:
 
     Args:
         job: job of the run.
-        run: its folder.
+        run: folder of the run.
         step: checkpoint that became the result.
         which: what that is.
     """

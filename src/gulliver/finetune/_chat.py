@@ -28,6 +28,8 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SHOWN = 8
 """Tokens around a difference that a message shows."""
 
+MARK_THEM = "mark the answers in the template with {% generation %}, or give --answers-only no"
+
 
 class BadChat(Exception):
     """A conversation that the template refuses."""
@@ -133,9 +135,15 @@ def _refuse_template(
     pairs = zip(part, whole, strict=False)
     place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(part), len(whole)))
     around = slice(max(0, place - SHOWN), place + SHOWN)
+    here, there = tokenizer.decode(part[around]), tokenizer.decode(whole[around])
+    if tokenizer.decode(whole).startswith(tokenizer.decode(part)):
+        raise GulliverError(
+            f"{sample.source}: before and in message {number + 1}, ...{there!r} has a token that "
+            f"begins in ...{here!r}, where the chat template ends, so no mask of answers is exact: "
+            f"end what goes before an answer with a special token or a line break, or {MARK_THEM}"
+        )
     raise GulliverError(
         f"{sample.source}: the chat template writes a conversation up to its message {number + 1} "
-        f"as ...{tokenizer.decode(part[around])!r}, and as ...{tokenizer.decode(whole[around])!r} "
-        "when more follows, so no mask of answers is exact: mark the answers in the template with "
-        "{% generation %}, or give --answers-only no"
+        f"as ...{here!r}, and as ...{there!r} when more follows, so no mask of answers is exact: "
+        f"{MARK_THEM}"
     )

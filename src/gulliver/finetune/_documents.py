@@ -1,4 +1,4 @@
-"""For which models packed batches are exact: sequences of a row that do not see each other.
+"""Models whose packed batches are exact: the sequences of a row do not see each other.
 
 [Note: how a model is told]
 Masks are a matter of attention: windows, chunks and linear attention need other ones than full

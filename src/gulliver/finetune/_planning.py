@@ -142,12 +142,13 @@ def plan_run(
     """
     cluster, places = current_cluster(ranks), ranks // config.ranks_of_a_model
     made, refusal, works = optimizer(model), GulliverError(""), dict[int, Work]()
-    again = config.activations != "keep"
     for plugin in _plugins(config, precision, ranks):
         for times in [accumulate] if accumulate else _splits(config, shape, places):
             if times not in works:
                 size = shape.per_micro(places, times), shape.length
-                work = estimate_work(model, made, cluster.device, *size, precision, again)
+                work = estimate_work(
+                    model, made, cluster.device, *size, precision, config.activations
+                )
                 works[times] = _with_frozen(work, model)
             try:
                 plan = plugin.make_plan(model, made, cluster, work=works[times])

@@ -9,7 +9,7 @@ from gulliver.finetune._finetune import Outcome, finetune
 from gulliver.finetune._forms import Form, recognise
 from gulliver.finetune._job_config import FinetuneConfig, check_finetune
 from gulliver.finetune._rows import BadRow, Row, read_rows
-from gulliver.finetune._texts import TextData, divide, read_text
+from gulliver.finetune._texts import TextData, read_text
 
 __all__ = [
     "BadRow",
@@ -22,7 +22,6 @@ __all__ = [
     "TextData",
     "check_data",
     "check_finetune",
-    "divide",
     "finetune",
     "load_tokenizer",
     "make_batches",

@@ -41,7 +41,7 @@ from gulliver.jobs import console
 from gulliver.memory import Part
 
 if TYPE_CHECKING:
-    from gulliver.finetune._finetune import Job
+    from gulliver.finetune._prepare import Job
 
 CARRIED = ("generation_config.json",)
 """Files of the model's folder that the result has, too."""

@@ -5,7 +5,8 @@ Read `read_text`. Nothing is left out in silence: what was skipped, cut or split
 
 [Note: held-out texts]
 The hash of what a text says decides whether it is held out, so a text that occurs twice is on one
-side with both, and rows that are added later move none of the others.
+side with both, and rows that are added later move none of the others. Of a single text it is the
+windows that are divided so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gulliver.errors import GulliverError
 from gulliver.finetune._config import LENGTH, DataConfig, check_data
@@ -30,6 +31,9 @@ NAMES = {
     "completion": "prompts with completions",
     "text": "plain texts",
 }
+
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +92,11 @@ def read_text(
         known = {sample.content for sample in apart}
         parts = [sample for sample in samples if sample.content not in known], apart
     else:
-        parts = divide(samples, config.held_out)
+        parts = divide(samples, config.held_out, lambda sample: sample.content.encode())
     train, held_out = _encoded(encoder, parts, bad, progress)
+    if not held_out and not isinstance(config.held_out, Path):
+        # A single text, such as a book: its windows are divided.
+        train, held_out = divide(train, config.held_out, lambda one: one.ids.tobytes())
     if not train:
         first = f", the first is {bad.rows[0]}" if bad.rows else ""
         raise GulliverError(f"no text is left to learn from: {len(bad.rows)} rows are bad{first}")
@@ -143,30 +150,33 @@ def _samples(paths: Sequence[Path], form: str, bad: _Bad) -> tuple[Form, list[Sa
     return found, samples
 
 
-def divide(samples: Sequence[Sample], share: float) -> tuple[list[Sample], list[Sample]]:
-    """Divides samples into those to learn from and those kept for evaluation.
+def divide(
+    items: Sequence[Item], share: float, content: Callable[[Item], bytes]
+) -> tuple[list[Item], list[Item]]:
+    """Divides texts into those to learn from and those kept for evaluation.
 
     Args:
-        samples: all samples.
-        share: share of the different texts that is kept; at least one is, where there are two
+        items: all texts.
+        share: share of the different ones that is kept; at least one is, where there are two
             different ones and the share is above 0.
+        content: function that gives all that a text says.
 
     Returns:
-        Samples to learn from, and those kept, in their order.
+        Texts to learn from, and those kept, in their order.
     """
-    hashes = [_hash(sample.content) for sample in samples]
+    hashes = [_hash(content(item)) for item in items]
     ordered = sorted(set(hashes))
     if share == 0 or len(ordered) < 2:
-        return list(samples), []
+        return list(items), []
     kept = {one for one in ordered if one < share} or {ordered[0]}
     kept -= {ordered[-1]}
-    pairs = list(zip(samples, hashes, strict=True))
-    return [s for s, one in pairs if one not in kept], [s for s, one in pairs if one in kept]
+    pairs = list(zip(items, hashes, strict=True))
+    return [item for item, h in pairs if h not in kept], [item for item, h in pairs if h in kept]
 
 
-def _hash(content: str) -> float:
+def _hash(content: bytes) -> float:
     """A number from 0 to 1 that hangs on a text alone."""
-    digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
 
 
@@ -214,7 +224,12 @@ def _lines(data: TextData) -> Iterator[str]:
     """What a user is told about a data set."""
     facts = data.facts
     texts, form = facts["texts"], NAMES[facts["form"]]
-    yield f"data: {texts['train'] + texts['held_out']:,} {form}, {texts['held_out']:,} held out"
+    kept = f"{texts['held_out']:,} held out"
+    if data.held_out and not texts["held_out"]:
+        kept = (
+            f"{len(data.held_out):,} of {len(data.train) + len(data.held_out):,} windows held out"
+        )
+    yield f"data: {texts['train'] + texts['held_out']:,} {form}, {kept}"
     learnt = "all of them are learnt"
     if facts["answers_only"]:
         how = f" (by {facts['masks']})" if facts["masks"] else ""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Packing:
-    """Which things lie together.
+    """Things that lie together.
 
     Attributes:
         bins: numbers of the things of each bin, the largest of them first.

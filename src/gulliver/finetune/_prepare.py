@@ -1,0 +1,259 @@
+"""All that is known of a run before a weight is read: data, recipe, plan, and what is refused.
+
+Read `prepare`. Nothing is written here, nor does a model take memory: it is on meta.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gulliver.comm import World, barrier, default_ranks
+from gulliver.errors import GulliverError
+from gulliver.finetune._adapters import adapt, check_adapter
+from gulliver.finetune._base import Base
+from gulliver.finetune._batches import make_batches
+from gulliver.finetune._documents import packing_support
+from gulliver.finetune._encode import load_tokenizer
+from gulliver.finetune._job_config import FinetuneConfig
+from gulliver.finetune._planning import Planned, Shape, plan_run
+from gulliver.finetune._recipe import SAMPLES, Recipe, choose_batch, choose_precision, complete
+from gulliver.finetune._run import Run
+from gulliver.finetune._sampling import Prompt, prompts_of
+from gulliver.finetune._texts import TextData, read_text
+from gulliver.jobs import console
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that is known of a run before a weight is read.
+
+    Attributes:
+        config: options.
+        run: folder of the run.
+        base: model to begin with.
+        tokenizer: tokenizer of the model.
+        data: texts as tokens.
+        packing: whether texts share rows.
+        recipe: numbers of the run.
+        planned: how it lies on its ranks.
+        prompts: what the model is let continue at evaluations.
+        checkpoint: step to go on from; None for the start.
+    """
+
+    config: FinetuneConfig
+    run: Run
+    base: Base
+    tokenizer: Any
+    data: TextData
+    packing: bool
+    recipe: Recipe
+    planned: Planned
+    prompts: list[Prompt]
+    checkpoint: Path | None
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row: those that rows are filled up to, or of the longest text."""
+        return row_length(self.data, self.packing)
+
+    def batches(self, place: int, held_out: bool = False) -> Any:
+        """The loader of a rank's micro-batches.
+
+        Args:
+            place: this rank's number among those that read different texts.
+            held_out: whether they are for evaluation.
+        """
+        return loader_of(
+            self.config,
+            self.data.held_out if held_out else self.data.train,
+            self.tokenizer,
+            self.recipe.batch_tokens,
+            self.length,
+            self.packing,
+            shuffle=not held_out,
+            accumulate=self.planned.accumulate,
+            rank=place,
+            ranks=self.planned.places,
+        )
+
+
+def row_length(data: TextData, packing: bool) -> int:
+    """Tokens of the longest row of a data set."""
+    if packing:
+        return int(data.facts["length"])
+    return max(map(len, (*data.train, *data.held_out)))
+
+
+def loader_of(
+    config: FinetuneConfig,
+    examples: Any,
+    tokenizer: Any,
+    tokens: int,
+    length: int,
+    packing: bool,
+    **options: Any,
+) -> Any:
+    """A loader of micro-batches; see `make_batches`."""
+    pad = tokenizer.pad_token_id
+    return make_batches(
+        examples,
+        tokens=tokens,
+        length=length,
+        packing=packing,
+        seed=config.seed,
+        # Zigzag layouts give each of the ranks of a sequence two pieces.
+        multiple=2 * config.sp if config.sp > 1 else 1,
+        padding=pad if pad is not None else tokenizer.eos_token_id or 0,
+        **options,
+    )
+
+
+def trained_model(base: Base, config: FinetuneConfig) -> nn.Module:
+    """The model on meta, with its adapters where there are some."""
+    model = base.on_meta()
+    return adapt(model, config) if config.method == "lora" else model
+
+
+def make_optimizer(
+    model: nn.Module, config: FinetuneConfig, learning_rate: float
+) -> torch.optim.AdamW:
+    """AdamW of what is trained: matrices decay, biases and norms do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": trained}]
+    if config.weight_decay:
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+    # A model on meta has no device that the fused kernel could be asked for.
+    fused = not any(p.is_meta for p in trained)
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=learning_rate,
+        betas=(0.9, config.beta2),
+        weight_decay=0.0,
+        fused=fused,
+    )
+
+
+def prepare(config: FinetuneConfig, world: World) -> Job:
+    """Reads configuration and data, chooses and plans; every rank calls it, rank 0 tells.
+
+    Raises:
+        GulliverError: see `finetune`.
+    """
+    say = console().print if world.is_main else lambda _: None
+    assert config.model is not None, "it is checked"
+    base, run = Base(config.model), Run(config.out, config.keep)
+    context, fingerprint = base.context, base.fingerprint
+    if config.adapter is not None:
+        check_adapter(config.adapter, fingerprint)
+    tokenizer = load_tokenizer(config.model, config.chat_template)
+    data = read_text(config, tokenizer, say, context=context)
+    model = trained_model(base, config)
+    packing = _packing(config, model, say)
+    checkpoint = run.open(config, {"base": fingerprint, "data": data.fingerprint})
+    barrier()  # nobody writes before everybody has looked
+    parameters = sum(p.numel() for p in base.on_meta().parameters())
+    recipe = _recipe(config, data, tokenizer, packing, parameters, world)
+    planned = _plan(config, run, data, recipe, model, packing, world)
+    for line in (*recipe.lines(), *planned.lines(recipe.steps)):
+        say(line)
+    prompts = [] if config.dry_run else _prompts(config, data, tokenizer, planned, say)
+    job = Job(config, run, base, tokenizer, data, packing, recipe, planned, prompts, checkpoint)
+    if not config.dry_run:
+        run.check_writable(_bytes_of_run(job))
+    return job
+
+
+def _packing(config: FinetuneConfig, model: nn.Module, say: Any) -> bool:
+    """Whether several texts share a row.
+
+    Raises:
+        GulliverError: it is asked for, and would not be exact.
+    """
+    if config.packing == "no":
+        return False
+    reason = packing_support(model)
+    if reason is None and (config.pp > 1 or config.sp > 1):
+        reason = "ranks that share a sequence, or stages of a pipeline, see no documents"
+    if reason is None:
+        return True
+    if config.packing == "yes":
+        raise GulliverError(f"--packing yes: {reason}; leave --packing at auto")
+    say(f"texts are not packed, but batched by length: {reason}")
+    return False
+
+
+def _recipe(
+    config: FinetuneConfig,
+    data: TextData,
+    tokenizer: Any,
+    packing: bool,
+    parameters: int,
+    world: World,
+) -> Recipe:
+    length = row_length(data, packing)
+    batch = choose_batch(config, sum(map(len, data.train)), length)
+    loader = loader_of(config, data.train, tokenizer, batch[0], length, packing, rank=0, ranks=1)
+    precision = choose_precision(config, world.device.type)
+    return complete(config, precision, batch, len(loader), parameters, bool(data.held_out))
+
+
+def _plan(
+    config: FinetuneConfig,
+    run: Run,
+    data: TextData,
+    recipe: Recipe,
+    model: nn.Module,
+    packing: bool,
+    world: World,
+) -> Planned:
+    length, ranks = row_length(data, packing), world.size
+    if config.dry_run and ranks == 1:
+        ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
+    shape = Shape(recipe.batch_tokens // length, length)
+    # A run that goes on cuts its steps as before: sums in another order are other bits.
+    known = run.values().get("chosen", {}) if config.resume else {}
+    same = known.get("places") == ranks // config.ranks_of_a_model
+    accumulate = known["accumulate"] if same and config.micro_tokens is None else None
+    return plan_run(
+        config,
+        model,
+        lambda m: make_optimizer(m, config, recipe.learning_rate),
+        shape,
+        recipe.precision,
+        ranks,
+        accumulate,
+    )
+
+
+def _prompts(
+    config: FinetuneConfig, data: TextData, tokenizer: Any, planned: Planned, say: Any
+) -> list[Prompt]:
+    if config.pp > 1:
+        say("no samples: stages of a pipeline do not generate")
+        return []
+    count = config.samples
+    if count is None:
+        moved = planned.plan.predicted.moved
+        away = moved is not None and moved.leaves.parameters > 0
+        count = 0 if away else SAMPLES
+        if away:
+            say("no samples: each token would bring all weights from the disk; --samples 1 does so")
+    return prompts_of(data.held_out or data.train, count, config.prompt, tokenizer)
+
+
+def _bytes_of_run(job: Job) -> int:
+    """Bytes that checkpoints, the best weights and the result take at most."""
+    plan, config = job.planned.plan, job.config
+    # Each step has weights in float32 and the optimizer's two moments, of what is trained.
+    weights = 4 * plan.model.trainable
+    result = plan.model.parameters * 4 if config.merge or config.method == "full" else weights
+    kept = (config.keep + 1) * 3 * weights
+    return kept + (2 * weights if job.data.held_out else 0) + result
