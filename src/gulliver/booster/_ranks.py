@@ -102,7 +102,7 @@ def _within(path: str, found: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
         small[child] = small.get(child, True) and parameter.ndim < 2
     layers, norms = ([c for c in children if small[c] is kind] for kind in (False, True))
     each, rest = divmod(len(norms), max(len(layers), 1))
-    if list(children) != layers + norms or rest or each not in (1, 2):
+    if not layers or list(children) != layers + norms or rest or each not in (1, 2):
         return [name for name, _ in found]
     order = list[str]()
     for number, layer in enumerate(layers):
