@@ -333,7 +333,9 @@ def data_rows(pool: Any) -> Iterator[str]:
 AROUND = (
     "Every family can be cut over the tensor axis and into the stages of a pipeline, with any "
     "stage of ZeRO; other models by rules that the user gives. What is refused is refused when "
-    "the model is boosted, naming what works instead."
+    "the model is boosted, naming what works instead. All of it runs under a memory limit, too "
+    "(`memory_limit=`, with ZeRO 3), but for `step_in_backward`, which needs whole models; "
+    "`tests/test_gemini_axes.py` holds that to the same grids without a limit."
 )
 
 

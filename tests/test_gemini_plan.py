@@ -242,11 +242,6 @@ def test_a_plan_with_tiers_is_read_back_as_it_was_and_a_size_may_be_text() -> No
             "stage: 2",
             r"zero.stage: 2 \(line \d+\) and zero.tiers.limit: .*take stage: 3",
         ),
-        (
-            "data: 1",
-            "data: 1\n    tensor: 1",
-            r"mesh.axes.tensor: 1 \(line \d+\) and zero.tiers.limit: .*leave the axis tensor out",
-        ),
         ('tuning: "off"', 'tuning: "auto"', r"zero.tuning: auto .* would be tuning: off"),
         (
             'disk: "/tmp"',

@@ -16,7 +16,8 @@ from torch import nn
 
 from gulliver._compat import is_compiled
 from gulliver.booster._blocks import recomputable_blocks
-from gulliver.booster._replay import BACKWARD, FORWARD, Replay, StateBytes
+from gulliver.booster._replay import Replay
+from gulliver.booster._state_bytes import BACKWARD, FORWARD, StateBytes
 from gulliver.booster.hybrid import NO_BLOCKS
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import TierRates, seconds_text

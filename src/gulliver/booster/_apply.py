@@ -17,15 +17,9 @@ from gulliver.booster._checkpoint import agreed
 from gulliver.booster._limited import LimitedManager, manager_of
 from gulliver.booster._meta import check_meta, fill_boosted, lend_shapes
 from gulliver.booster._model import HALVES, broadcast_all, check_unstepped, convert, no_optimizer
+from gulliver.booster._ranks import Stages, order_of_use, rank_state, rank_work
 from gulliver.booster._replicas import share_ddp, share_zero, tune
-from gulliver.booster._resolve import (
-    Stages,
-    plan_stages,
-    plan_tensors,
-    recomputable,
-    state_bytes,
-    tensor_sizes,
-)
+from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
 from gulliver.booster.hybrid import (
     HooksLast,
     Vocabulary,
@@ -100,6 +94,7 @@ def apply_plan(
         Vocabulary.of(model),
         recomputable(plan, model),
         drops_by_position(plan, model),
+        order_of_use(plan, model),
     )
     mesh = grid(plan) if plan.mesh.names_model else None
 
@@ -167,8 +162,10 @@ def _manager(
     """What state is kept by under a memory limit; it is made before anything is changed."""
     if plan.zero is None or plan.zero.tiers is None:
         return None
-    sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
-    return manager_of(plan, state_bytes(plan, sizes), current_world().device)
+    world, size = current_world(), plan.mesh.of("tensor")
+    place = world.rank * plan.mesh.of("pipeline") // world.size, world.rank % size
+    state = rank_state(plan, model, optimizer, tensor, stages, place)
+    return manager_of(plan, state, rank_work(plan, model, tensor, stages), world.device)
 
 
 def _is_streamed(plan: Plan) -> bool:

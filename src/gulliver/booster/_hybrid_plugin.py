@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from gulliver.booster._model import HALVES
-from gulliver.booster._plugins import MIB, STAGES, Plugin
+from gulliver.booster._plugins import DEFAULT_CHUNK_MB, MIB, STAGES, Plugin
 from gulliver.booster._resolve import recomputable
+from gulliver.booster._tiers import TierOptions, plan_tiers
 from gulliver.booster.hybrid import (
     NO_BLOCKS,
     SHORT,
@@ -64,7 +65,7 @@ class HybridParallelPlugin(Plugin):
         sequence_length: length in tokens that ``auto`` predicts for; None is the longest that the
             model takes.
         zero_stage: what is sharded over the replicas: 0 nothing, 1 the optimizer, 2 the gradients
-            too, 3 the parameters too.
+            too, 3 the parameters too. None is 0, or 3 with a `memory_limit`, which needs it.
         precision: ``bf16`` or ``fp16``, as of `LowLevelZeroPlugin`.
         num_microbatches: number of micro-batches that a pipeline's batch is cut into; None for two
             to a stage.
@@ -91,12 +92,17 @@ class HybridParallelPlugin(Plugin):
             themselves.
         checkpoint_activations: recompute blocks in backward instead of keeping what they computed.
         max_norm: clip gradients to this norm of the whole model in every step; 0 does not.
-        chunk_mb: size of ZeRO's chunks in MiB.
+        chunk_mb: size of ZeRO's chunks in MiB; ``auto`` is 4, or with a `memory_limit` chosen by
+            what a step would move.
         gather_ahead: chunks that stage 3 gathers ahead of the one in use.
         assume_elementwise: take an optimizer that is not known where each rank steps a part of the
             model, on the user's word that its update of an element looks at that element only.
         assume_per_parameter: take it where each rank steps whole parameters, on the user's word
             that its update of a parameter looks at that parameter only.
+        memory_limit: memory for this rank's part of the state and for activations, as
+            `GeminiPlugin` takes it; None for no limit.
+        host_limit: page-locked host memory of a GPU for what does not fit, as of `GeminiPlugin`.
+        disk: folder and bytes for what does not fit, as of `GeminiPlugin`.
         weights: folder of a Hugging Face checkpoint to fill a model on meta from; each rank reads
             its part.
         check_batches: compare what the ranks of one model read, at every step.
@@ -115,7 +121,7 @@ class HybridParallelPlugin(Plugin):
         sp_size: int | None = None,
         sequence_parallelism_mode: str | None = None,
         sequence_length: int | None = None,
-        zero_stage: int = 0,
+        zero_stage: int | None = None,
         precision: str | None = None,
         num_microbatches: int | None = None,
         pp_style: str = "1f1b",
@@ -132,7 +138,7 @@ class HybridParallelPlugin(Plugin):
         allow_dropout: bool = False,
         checkpoint_activations: bool = False,
         max_norm: float = 0.0,
-        chunk_mb: float = 4.0,
+        chunk_mb: float | str = "auto",
         gather_ahead: int = 2,
         assume_elementwise: bool = False,
         weights: Path | str | None = None,
@@ -140,9 +146,13 @@ class HybridParallelPlugin(Plugin):
         verbose: bool = True,
         dropout: str | None = None,
         assume_per_parameter: bool = False,
+        memory_limit: int | float | str | None = None,
+        host_limit: int | float | str | None = None,
+        disk: Path | str | None = None,
     ) -> None:
         self.tp_size, self.pp_size = tp_size, pp_size
-        self.mode, self.zero_stage = sequence_parallelism_mode, zero_stage
+        stage = (0 if memory_limit is None else 3) if zero_stage is None else zero_stage
+        self.mode, self.zero_stage = sequence_parallelism_mode, stage
         # Colossal's users name the tensor axis once more in the modes that it serves.
         shared = self.mode in SHARED_BY_TENSOR and sp_size == tp_size
         self.sp_size = 1 if sp_size is None or shared else sp_size
@@ -166,6 +176,11 @@ class HybridParallelPlugin(Plugin):
         self.weights = None if weights is None else Path(weights)
         self.check_batches, self.verbose = check_batches, verbose
         self._check()
+        self._chunk_mb = DEFAULT_CHUNK_MB if isinstance(chunk_mb, str) else chunk_mb
+        right, again = "zero_stage=3", "recompute" if checkpoint_activations else "keep"
+        self.memory = TierOptions.within(
+            self.zero_stage, right, memory_limit, disk, host_limit, activations=again
+        )
 
     def _check(self) -> None:
         """Refuses what is wrong whatever the model is."""
@@ -217,9 +232,10 @@ class HybridParallelPlugin(Plugin):
         for name in ("num_microbatches", "num_model_chunks", "inner_ring_size", "ulysses_size"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
-        plain = self.chunk_mb, self.max_norm, self.gather_ahead
+        size: Any = DEFAULT_CHUNK_MB if self.chunk_mb == "auto" else self.chunk_mb
+        plain = size, self.max_norm, self.gather_ahead
         numbers = all(isinstance(value, int | float) for value in plain)
-        if not (numbers and self.chunk_mb > 0 and self.max_norm >= 0 and self.gather_ahead >= 0):
+        if not (numbers and size > 0 and self.max_norm >= 0 and self.gather_ahead >= 0):
             raise GulliverError(
                 "chunk_mb must be positive, max_norm and gather_ahead not negative, not "
                 f"{self.chunk_mb!r}, {self.max_norm!r}, {self.gather_ahead!r}"
@@ -261,11 +277,12 @@ class HybridParallelPlugin(Plugin):
             mesh=Mesh(device, {SHORT[name]: size for name, size in sizes.items()}),
             zero=ZeroPlan(
                 stage=self.zero_stage,
-                chunk_bytes=int(self.chunk_mb * MIB),
+                chunk_bytes=int(self._chunk_mb * MIB),
                 gather_ahead=self.gather_ahead,
                 broadcast_buffers=False,
                 assume_elementwise=self.assume_elementwise,
                 assume_per_parameter=self.assume_per_parameter,
+                tiers=None if self.memory is None else self.memory.tiers(device),
             ),
             precision=Precision(precision, self.precision or "none"),
             tensor=self._tensor_layout(),
@@ -306,7 +323,7 @@ class HybridParallelPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """Layout and mode of sequences, and the blocks that are recomputed."""
+        """Mode of sequences, blocks that are recomputed, and chunks under a limit."""
         family = family_of(model)
         dtypes = tuple({p.dtype for p in model.parameters() if p.requires_grad})
         check(self._wanted(family, dtypes))
@@ -325,7 +342,10 @@ class HybridParallelPlugin(Plugin):
         blocks = recomputable(plan, model) if self.checkpoint_activations else ()
         if self.checkpoint_activations and not blocks:
             raise GulliverError(NO_BLOCKS)
-        return replace(plan, sequence=sequence, recompute=blocks, reasons=reasons)
+        plan = replace(plan, sequence=sequence, recompute=blocks, reasons=reasons)
+        if self.memory is None:
+            return plan
+        return plan_tiers(plan, model, optimizer, cluster, self.chunk_mb == "auto")
 
     def data_place(self) -> tuple[int, int]:
         """This rank's number among those that read different samples, and how many there are."""

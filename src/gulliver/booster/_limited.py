@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gulliver.booster._replay import Shares, StateBytes
 from gulliver.booster._residency import find_residency, other_bytes
+from gulliver.booster._state_bytes import Shares, StateBytes
 from gulliver.memory import (
     ACTIVATIONS,
     ActivationPeak,
@@ -29,7 +29,7 @@ from gulliver.memory import (
     Store,
 )
 from gulliver.parallel import ZeroOptimizer
-from gulliver.plan import Plan
+from gulliver.plan import Plan, Work
 from gulliver.solve import Action, NoRoom
 
 TRIMMED = 16
@@ -47,9 +47,11 @@ class LimitedManager(Manager):
         shares: objects that never leave; None where the manager finds them.
         controller: sets the budget of the next step.
         step_moved: bytes that the last step has read and written.
+        other: bytes that a step is predicted to need besides; 0 where it is not known.
         spare: bytes behind that state leaves for activations.
     """
 
+    other = 0
     spare = 0
     shares: Shares | None = None
     controller: BudgetController | None = None
@@ -118,8 +120,16 @@ class LimitedManager(Manager):
             self.controller.end_step()
 
 
-def manager_of(plan: Plan, state: StateBytes, device: torch.device) -> LimitedManager | None:
+def manager_of(
+    plan: Plan, state: StateBytes, work: Work, device: torch.device
+) -> LimitedManager | None:
     """Makes the manager of a plan's tiers, with the store behind it; None without tiers.
+
+    Args:
+        plan: plan with the limit.
+        state: state of this rank.
+        work: what a batch costs it.
+        device: device that it computes on.
 
     Raises:
         GulliverError: the limit is too small, or there is no such disk.
@@ -127,10 +137,10 @@ def manager_of(plan: Plan, state: StateBytes, device: torch.device) -> LimitedMa
     tiers = None if plan.zero is None else plan.zero.tiers
     if tiers is None:
         return None
-    found = find_residency(state, tiers, plan.work)
+    found = find_residency(state, tiers, work)
     store = _store(plan, state, device)
     manager = LimitedManager(found.budget, device, store, ahead=tiers.ahead or None)
-    manager.shares = Shares.of(tiers)
+    manager.shares, manager.other = Shares.of(tiers), other_bytes(tiers, work)
     manager.spare = 0 if store is None else store.capacity - replace(state, activations=()).reserved
     return manager
 
@@ -173,7 +183,7 @@ def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager 
         tiers.limit,
         manager,
         footprint,
-        ActivationPeak(other_bytes(tiers, plan.work) or None, reason="no sample was planned with"),
+        ActivationPeak(manager.other or None, reason="no sample was planned with"),
         0 if moved is None else moved.needed,
         "" if moved is None else moved.decides,
     )

@@ -16,14 +16,9 @@ from torch import nn
 from gulliver.booster._autocast import PRECISIONS
 from gulliver.booster._blocks import offloadable_blocks
 from gulliver.booster._measure import follow_sample, measure_work, with_peaks
-from gulliver.booster._residency import find_residency, other_bytes, priced
-from gulliver.booster._resolve import (
-    plan_stages,
-    plan_tensors,
-    recomputable,
-    state_bytes,
-    tensor_sizes,
-)
+from gulliver.booster._ranks import largest_residency, rank_states, rank_work
+from gulliver.booster._residency import other_bytes, priced
+from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
 from gulliver.booster.hybrid import attention_shape, sequence_plan
 from gulliver.families import family_of, hugging_face_of, is_hugging_face
 from gulliver.hardware import (
@@ -75,10 +70,10 @@ def predict(
     activations = _activations(plan, share, len(blocks))
     seconds, moved = _by_kind(costs), plan.predicted.moved
     if moved is not None:
-        moved, seconds = _tiered(plan, model, optimizer, cluster, seconds)
         assert plan.zero is not None, "tiers are of ZeRO"
         assert plan.zero.tiers is not None, "there are tiers"
-        activations = other_bytes(plan.zero.tiers, plan.work) + plan.memory.activations
+        moved, seconds, other = _tiered(plan, model, optimizer, cluster, seconds)
+        activations = other + plan.memory.activations
         folder, disk = plan.zero.tiers.disk, cluster.disk
         if folder is not None and disk is not None and not disk.has(folder):
             reasons["predicted.moved"] = (
@@ -124,19 +119,20 @@ def _tiered(
     optimizer: torch.optim.Optimizer | None,
     cluster: Cluster,
     seconds: Seconds,
-) -> tuple[Moved, Seconds]:
-    """What moves between memories, and the seconds of a step that waits for it."""
+) -> tuple[Moved, Seconds, int]:
+    """What moves between memories, seconds of a step that waits for it, and bytes of the rest."""
     assert plan.zero is not None, "tiers are of ZeRO"
     assert plan.zero.tiers is not None, "there are tiers"
     tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
-    sizes = tensor_sizes(plan, model, optimizer, tensor, stages)
-    found = find_residency(state_bytes(plan, sizes), plan.zero.tiers, plan.work)
-    moved, tiered = priced(found, plan.zero.tiers, plan.work, cluster)
+    work, tiers = rank_work(plan, model, tensor, stages), plan.zero.tiers
+    found = largest_residency(rank_states(plan, model, optimizer, tensor, stages), tiers, work)
+    moved, tiered = priced(found, tiers, work, cluster)
     if tiered is None:
-        return moved, seconds
+        return moved, seconds, other_bytes(tiers, work)
     exposed = seconds.exposed + tiered.exposed
     step = seconds.step + tiered.exposed
-    return moved, replace(seconds, transfers=tiered.busy, exposed=exposed, step=step)
+    seconds = replace(seconds, transfers=tiered.busy, exposed=exposed, step=step)
+    return moved, seconds, other_bytes(tiers, work)
 
 
 def _blocks(plan: Plan, model: nn.Module) -> tuple[str, ...]:

@@ -8,128 +8,28 @@ meta. Read `Replay.step` first: the order in which training uses state.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from gulliver.booster._replay_ranks import MicroBatches, SeveralRanks
+from gulliver.booster._state_bytes import (
+    BACKWARD,
+    BEGIN,
+    FORWARD,
+    REDUCE,
+    UPDATE,
+    Key,
+    Shares,
+    StateBytes,
+)
 from gulliver.errors import GulliverError
-from gulliver.memory import (
-    ACTIVATIONS,
-    GRADIENTS,
-    OPTIMIZER_STATE,
-    PARAMETERS,
-    ByteCounter,
-    whole_pages,
-)
-from gulliver.parallel.zero import (
-    IN_FLIGHT,
-    ChunkBytes,
-    ImaginedChunk,
-    StepReplay,
-    ordinary_step,
-)
+from gulliver.memory import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, ByteCounter, whole_pages
+from gulliver.parallel.zero import IN_FLIGHT
 from gulliver.plan import Tiers
-from gulliver.solve import UPDATE_LAG, Action, Move, Policy, Replacement
+from gulliver.solve import Action, Move, Policy, Replacement
 
-BEGIN, FORWARD, BACKWARD, UPDATE = "begin", "forward", "backward", "update"
 WINDOW = 2
 """Chunks whose parameters are in use at once at least: the present one, and the one before it."""
-Key = tuple[str, *tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class StateObject:
-    """State that has a place of its own.
-
-    Attributes:
-        key: what it is, and of which chunk.
-        kind: kind of state.
-        nbytes: size, in bytes.
-        chunk: number of its chunk.
-    """
-
-    key: Key
-    kind: str
-    nbytes: int
-    chunk: int
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """State of a rank in numbers.
-
-    Attributes:
-        chunks: chunks in the order of use.
-        moments: bytes of each tensor that the optimizer keeps of a chunk, by chunk.
-        parts: number of shards of a chunk.
-        ahead: number of chunks that are gathered from other ranks ahead of use.
-        order: names of the parameters in the order of use; a tied one is there at each use.
-        beside: whether the first step of a chunk has its new moments beside those that are placed.
-        activations: bytes of each activation that leaves, by the chunk that is used before it.
-        later: bytes that there would be more if what the optimizer may step were all unfrozen.
-    """
-
-    chunks: tuple[ChunkBytes, ...]
-    moments: tuple[tuple[int, ...], ...]
-    parts: int
-    ahead: int
-    order: tuple[str, ...] = ()
-    beside: bool = False
-    activations: tuple[tuple[int, ...], ...] = ()
-    later: int = 0
-
-    @property
-    def total(self) -> int:
-        """Bytes of everything that has a place of its own, whole pages each."""
-        return sum(whole_pages(o.nbytes) for o in self.objects())
-
-    @property
-    def reserved(self) -> int:
-        """Bytes that are of use behind: those, whole gradients, which may wait, and `later`."""
-        waiting = sum(whole_pages(c.whole) for c in self.chunks if c.trained)
-        return self.total + waiting + self.later
-
-    def objects(self) -> Iterator[StateObject]:
-        """What has a place of its own, in the order in which it is made."""
-        for number, chunk in enumerate(self.chunks):
-            kind = OPTIMIZER_STATE if chunk.copied else PARAMETERS
-            yield StateObject(("home", number), kind, chunk.shard, number)
-        for number, (chunk, sizes) in enumerate(zip(self.chunks, self.moments, strict=True)):
-            for moment, size in enumerate(sizes):
-                yield StateObject(("moment", number, moment), OPTIMIZER_STATE, size, number)
-            if chunk.trained:
-                yield StateObject(("gradient", number), GRADIENTS, chunk.shard, number)
-        for number, sizes in enumerate(self.activations):
-            for part, size in enumerate(sizes):
-                yield StateObject(("activation", number, part), ACTIVATIONS, size, number)
-
-
-class Shares:
-    """Decides by the order of objects alone which of them must stay: the policy ``static``.
-
-    Args:
-        leaving: share of the bytes of each kind that may leave.
-    """
-
-    def __init__(self, leaving: Mapping[str, float]) -> None:
-        self._leaving = leaving
-        self._seen, self._kept = dict.fromkeys(leaving, 0), dict.fromkeys(leaving, 0)
-
-    @classmethod
-    def of(cls, tiers: Tiers) -> Shares | None:
-        """The shares of a plan; None where they are found, not said."""
-        if tiers.policy == "auto":
-            return None
-        return cls({PARAMETERS: tiers.offload_param, OPTIMIZER_STATE: tiers.offload_optim})
-
-    def keeps(self, kind: str, nbytes: int) -> bool:
-        """Whether the next object of a kind must stay."""
-        if kind not in self._leaving:
-            return False
-        self._seen[kind] += nbytes
-        wanted = (1 - self._leaving[kind]) * self._seen[kind]
-        stays = self._kept[kind] + nbytes <= wanted + 1e-9 * wanted
-        self._kept[kind] += nbytes * stays
-        return stays
 
 
 @dataclass
@@ -205,8 +105,10 @@ class Replay:
         self._coming: dict[Key, tuple[Coming, int]] = {}
         self._visits = 0
         self._objects = {o.key: o for o in state.objects()}
-        self._together = _together(state)
-        self._ranks = _SeveralRanks(self, in_flight) if state.parts > 1 else None
+        self._together = state.together()
+        engines = MicroBatches if state.passes else SeveralRanks
+        self._ranks = engines(self, in_flight) if state.parts > 1 else None
+        self._homes = {name: n for n, chunk in enumerate(state.chunks) for name in chunk.names}
         self._entered, self._collected = deque[int](), deque[int]()
         self._kept: list[int] = []
         self._stepped = set[int]()
@@ -237,7 +139,7 @@ class Replay:
         if self._ranks is None:
             self._alone()
         else:
-            self._ranks.run(ordinary_step(self.state.chunks, self.state.order))
+            self._ranks.step()
         self._core.end_step()
         return self._seen
 
@@ -250,6 +152,16 @@ class Replay:
 
     def _alone(self) -> None:
         count = range(len(self.state.chunks))
+        if self.state.passes:
+            self._micro_batches()
+        else:
+            self._one_batch(count)
+        if not self.tiers.step_in_backward:
+            for number in count:
+                self.visit(UPDATE, number)
+                self.update(number)
+
+    def _one_batch(self, count: range) -> None:
         for number in count:
             self.visit(FORWARD, number)
             self._enter(number)
@@ -262,10 +174,61 @@ class Replay:
             self._land(self._collected[0])
         self._entered = deque(sorted(self._entered))
         self._leave(0)
-        if not self.tiers.step_in_backward:
-            for number in count:
-                self.visit(UPDATE, number)
-                self.update(number)
+
+    # [Note: micro-batches] Every forward and backward of a pipeline uses the parameters anew, and
+    # gradients are reduced after the last. In between each may leave as soon as its micro-batch has
+    # been added, so that no more is in use at once than in a step of one batch.
+
+    def _micro_batches(self) -> None:
+        begun = set[int]()
+        for phase, names in self.state.passes:
+            numbers = sorted({self._homes[name] for name in names})
+            if phase == FORWARD:
+                self._leave(0)
+                for number in numbers:
+                    self.visit(FORWARD, number)
+                    self._enter(number)
+                self._leave(1)
+                continue
+            for number in reversed(numbers):
+                self.visit(BACKWARD, number)
+                self._enter(number)
+                self._add_up(number, begun)
+            for number in [*self._collected]:
+                self._rest(number)
+            self._entered = deque(sorted(self._entered))
+            self._leave(0)
+        for number in reversed(range(len(self.state.chunks))):
+            if self.state.chunks[number].trained:
+                self.visit(REDUCE, number)
+                self._reduce(number, number in begun)
+
+    def _add_up(self, number: int, begun: set[int]) -> None:
+        """Adds the gradient of a micro-batch to those before."""
+        if self.state.chunks[number].trained:
+            self.use(self._sum(number), write=number in begun, fresh=number not in begun)
+            begun.add(number)
+            self._collected.append(number)
+        for landed in [n for n in self._collected if self._together[n][0] >= number]:
+            self._rest(landed)
+
+    def _rest(self, number: int) -> None:
+        self._collected.remove(number)
+        self.done(self._sum(number))
+
+    def _sum(self, number: int) -> Key:
+        """Key of what micro-batches add up in."""
+        return ("collected" if self.state.is_gathered(number) else "gradient", number)
+
+    def _reduce(self, number: int, begun: bool) -> None:
+        """Sends what was added up to the shards."""
+        self.use(self._sum(number), write=begun, fresh=not begun)
+        if self.state.is_gathered(number):
+            self.use(("gradient", number), fresh=True)
+        self.done(("gradient", number))
+        if self.state.is_gathered(number):
+            self.done(("collected", number))
+            self.forget(("collected", number))
 
     def _enter(self, number: int) -> None:
         """Uses the parameters of a chunk; lets go of what a module no longer needs."""
@@ -301,7 +264,7 @@ class Replay:
         for key in reversed(self._activations(number)):
             self.use(key)
             self.done(key)
-            self._run(self._core.discard(key))
+            self.forget(key)
 
     def _activations(self, number: int) -> list[Key]:
         sizes = self.state.activations[number] if self.state.activations else ()
@@ -374,7 +337,11 @@ class Replay:
 
     def discard(self, number: int) -> None:
         """Forgets the gradient of a chunk."""
-        self._run(self._core.discard(("gradient", number)))
+        self.forget(("gradient", number))
+
+    def forget(self, key: Key) -> None:
+        """Forgets what an object holds."""
+        self._run(self._core.discard(key))
 
     def lend(self, nbytes: int, kind: str) -> None:
         """Lends a buffer."""
@@ -427,102 +394,3 @@ class Replay:
                 if move is not Move.FORGET:
                     self.left.add(one.key)
         self.most = max(self.most, self._core.used)
-
-
-class _SeveralRanks(StepReplay):
-    """Steps of a rank that has others, by the rules of the engines that gather and reduce.
-
-    Args:
-        replay: replay whose objects are used.
-        in_flight: number of chunks whose gradients travel at once.
-    """
-
-    def __init__(self, replay: Replay, in_flight: int) -> None:
-        state = replay.state
-        super().__init__(state.chunks, 3, state.ahead, in_flight, tight=True)
-        self._replay, self._early = replay, replay.tiers.step_in_backward
-        self._phase, self._visited = FORWARD, set[int]()
-        self._sent, self._unstepped = deque[ImaginedChunk](), list[ImaginedChunk]()
-
-    def passes(self, what: str, number: int) -> None:
-        if what in (FORWARD.upper(), BACKWARD.upper()):
-            self._phase = what.lower()
-            self._visited.clear()
-            self._unstepped = [chunk for chunk in self.chunks if chunk.size.trained]
-        elif what == "backward ended":
-            while self._early and self._sent:
-                self._step_sent()
-        begins = what == "used" and number not in self._visited
-        if begins:
-            self._visited.add(number)
-            self._replay.visit(self._phase, number)
-            if self._phase == BACKWARD:
-                self._replay.restore(number)
-        super().passes(what, number)
-        if begins and self._phase == FORWARD:
-            self._replay.keep(number)
-        if what == "released":
-            self._step()
-
-    def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
-        if fresh:
-            self._replay.lend(chunk.size.whole, PARAMETERS)
-        self._replay.use(("home", chunk.number))
-        self._replay.done(("home", chunk.number))
-
-    def gives_back(self, chunk: ImaginedChunk) -> None:
-        self._replay.give(chunk.size.whole, PARAMETERS)
-
-    def collects(self, chunk: ImaginedChunk) -> None:
-        self._replay.lend(chunk.size.whole, GRADIENTS)
-
-    def sends(self, chunk: ImaginedChunk) -> None:
-        self._replay.use(("gradient", chunk.number), fresh=True)
-
-    def _reduce(self, chunk: ImaginedChunk) -> None:
-        super()._reduce(chunk)
-        self._sent.append(chunk)
-        while self._early and len(self._sent) > UPDATE_LAG:
-            self._step_sent()
-
-    def _step_sent(self) -> None:
-        sent = self._sent.popleft()
-        self.release(sent)
-        self._update(sent)
-
-    def lands(self, chunk: ImaginedChunk) -> None:
-        self._replay.give(chunk.size.whole, GRADIENTS)
-        self._replay.done(("gradient", chunk.number))
-
-    def _step(self) -> None:
-        """Steps what backward has not."""
-        self._sent.clear()
-        for chunk in self._unstepped[:]:
-            self._replay.visit(UPDATE, chunk.number)
-            self._update(chunk)
-
-    def _update(self, chunk: ImaginedChunk) -> None:
-        self._unstepped.remove(chunk)
-        self.land(chunk)
-        self._replay.update(chunk.number)
-        if self._early:
-            self._replay.discard(chunk.number)
-
-
-def _together(state: StateBytes) -> list[tuple[int, int]]:
-    """First and last chunk that are in use together with each, because a module has both."""
-    homes: dict[str, list[int]] = {}
-    names = {name for chunk in state.chunks for name in chunk.names}
-    for number, chunk in enumerate(state.chunks):
-        for name in chunk.names:
-            module = name.rpartition(".")[0]
-            outer = module.rpartition(".")[0]
-            # torch's attention reads the weights of its last linear map itself.
-            whole = outer if f"{outer}.in_proj_weight" in names else module
-            homes.setdefault(whole, []).append(number)
-    found = [(number, number) for number in range(len(state.chunks))]
-    for numbers in homes.values():
-        for number in numbers:
-            first, last = found[number]
-            found[number] = min(first, *numbers), max(last, *numbers)
-    return found

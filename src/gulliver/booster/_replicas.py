@@ -64,6 +64,7 @@ def share_zero(
     zero = plan.zero
     assert zero is not None, "the plan is of ZeRO"
     rest = {p: n for n, p in model.named_parameters() if p not in names and not is_boosted(p)}
+    order = [name for chunk in zero.chunks for name in chunk.tensors]
     options: dict[str, Any] = {
         "chunk_bytes": zero.chunk_bytes,
         "max_norm": plan.max_norm or math.inf,
@@ -74,7 +75,7 @@ def share_zero(
         "overlap": zero.overlap,
         "manager": manager,
         "step_in_backward": zero.steps_in_backward,
-        "order": [name for chunk in zero.chunks for name in chunk.tensors],
+        "order": list(dict.fromkeys([*order, *whole.order])),
     }
     if mesh is not None:
         frozen = [p for p, name in rest.items() if whole.aliases[name] in whole.frozen]

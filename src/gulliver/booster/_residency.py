@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from gulliver.booster._replay import BACKWARD, FORWARD, UPDATE, Replay, Seen, StateBytes
+from gulliver.booster._replay import Replay, Seen
+from gulliver.booster._state_bytes import BACKWARD, FORWARD, UPDATE, StateBytes
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
     Cluster,
@@ -34,6 +35,8 @@ STEPS = 4
 """Steps that are replayed: what moves is alike from the fourth on."""
 ENDLESS = 1 << 60
 GIB = 2**30
+KNOWN = 32
+"""Replays that are remembered: a boost asks for the same several times, of each rank."""
 FEW, MANY = 8, 96
 """Least and most chunks that a size is tried for."""
 
@@ -71,7 +74,23 @@ def other_bytes(tiers: Tiers, work: Work) -> int:
     return found.get(tiers.activations) or work.peak
 
 
-@lru_cache(maxsize=4)  # a boost asks for the same several times
+def least_bytes(state: StateBytes, tiers: Tiers) -> int:
+    """Least bytes of the first memory that the state of a rank can do with."""
+    least, _, most = _least(state, tiers)
+    return least if tiers.host or tiers.disk is not None else most
+
+
+@lru_cache(maxsize=KNOWN)
+def _least(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
+    """Bytes in use at once at least, the number of the chunk that decides, and bytes of all."""
+    endless = _endless(state, tiers)
+    # A backward that only adds up steps nothing, and one that clips waits.
+    waiting = replace(tiers, step_in_backward=False)
+    tightest = endless if tiers == waiting else max(endless, _endless(state, waiting), key=_needs)
+    return tightest.minimum + _again(state), tightest.decides, endless.most
+
+
+@lru_cache(maxsize=KNOWN)
 def find_residency(
     state: StateBytes, tiers: Tiers, work: Work, policy: Policy = "planned"
 ) -> Residency:
@@ -91,18 +110,17 @@ def find_residency(
             f"host_limit={size_text(tiers.host)} and disk={tiers.disk!r} together are not "
             "supported yet: give the one that holds the state, and leave the other out"
         )
-    endless, other = _endless(state, tiers), other_bytes(tiers, work)
-    # A backward that only adds up steps nothing, and one that clips waits.
-    tightest = max(endless, _endless(state, replace(tiers, step_in_backward=False)), key=_needs)
+    other = other_bytes(tiers, work)
+    least, deciding, most = _least(state, tiers)
     behind = tiers.disk_bytes if tiers.disk is not None else tiers.host
-    least, decides = tightest.minimum + _again(state), _named(state, tightest.decides)
+    decides = _named(state, deciding)
     if not behind:
         enough = size_at_least(smallest_limit(least, other))
-        least = endless.most
+        least = most
         decides = f"all state, as nothing lies behind it (with a disk {enough} would do)"
     rule = BudgetRule(tiers.limit, least)
     budget = rule.begin(ActivationPeak(other), decides)
-    roomy = endless.most + state.reserved - state.total
+    roomy = most + state.reserved - state.total
     if 0 < behind < state.reserved and budget < roomy:
         _refuse_behind(state, tiers, behind, smallest_limit(roomy, other))
     replay = Replay(state, budget, bool(behind), tiers, policy)
@@ -171,15 +189,18 @@ def _named(state: StateBytes, number: int) -> str:
 
 def _visits(visits: Sequence[Seen], work: Work, state: StateBytes) -> list[Visit]:
     """Visits with their seconds: each chunk takes its share of a phase by its bytes."""
-    whole = sum(chunk.whole for chunk in state.chunks) or 1
+    whole = {
+        phase: sum(state.chunks[s.chunk].whole for s in visits if s.phase == phase) or 1
+        for phase in (FORWARD, BACKWARD)
+    }
     trained = sum(chunk.whole for chunk in state.chunks if chunk.trained) or 1
     in_backward = not any(seen.phase == UPDATE for seen in visits)
     found = []
     for seen in visits:
         chunk = state.chunks[seen.chunk]
         phases = {
-            FORWARD: work.forward_s * chunk.whole / whole,
-            BACKWARD: work.backward_s * chunk.whole / whole,
+            FORWARD: work.forward_s * chunk.whole / whole[FORWARD],
+            BACKWARD: work.backward_s * chunk.whole / whole[BACKWARD],
             UPDATE: work.update_s / state.parts * chunk.whole * chunk.trained / trained,
         }
         seconds = phases.get(seen.phase, 0.0)

@@ -8,33 +8,32 @@ file differs from the result, that is told in a line (`differences`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 
 import torch
 from torch import nn
 
 from gulliver.booster._blocks import has_switch, recomputable_blocks
-from gulliver.booster._model import HALVES, modules_kept, no_optimizer, unwrapped
-from gulliver.booster._replay import StateBytes
-from gulliver.booster._residency import find_residency
+from gulliver.booster._model import modules_kept, no_optimizer, unwrapped
+from gulliver.booster._ranks import (
+    Stages,
+    largest_residency,
+    rank_states,
+    rank_work,
+    state_bytes,
+    tensor_sizes,
+)
 from gulliver.errors import GulliverError, nearest
-from gulliver.memory import ChunkLayout, moment_size
-from gulliver.parallel import is_boosted, named_trainables, needs_whole, state_sizes
-from gulliver.parallel.pipeline import Cut, Stack, cut, deal, names_held, stack_of, style_of
+from gulliver.parallel import is_boosted, named_trainables
+from gulliver.parallel.pipeline import Stack, cut, deal, stack_of, style_of
 from gulliver.parallel.tensor import TensorPlan, best_match, plan_tensor
 from gulliver.parallel.zero import (
-    ChunkBytes,
     TensorSize,
     held_bytes,
-    makes_beside,
     ordered_layouts,
-    shard_dtype,
 )
 from gulliver.plan import ChunkPlan, MemoryPlan, Model, Plan, join
-
-Stages = tuple[Stack, Cut, tuple[tuple[int, ...], ...]]
-"""Blocks of a model, how they are cut, and the numbers of the stages on each rank."""
 
 
 def resolve(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Plan:
@@ -73,7 +72,9 @@ def resolve(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | Non
             )
     memory, moved = predict_memory(plan, model, sizes), None
     if plan.zero is not None and plan.zero.tiers is not None:
-        found = find_residency(state_bytes(plan, sizes), plan.zero.tiers, plan.work)
+        states = rank_states(plan, model, optimizer, tensor, stages)
+        work = rank_work(plan, model, tensor, stages)
+        found = largest_residency(states, plan.zero.tiers, work)
         memory, moved = MemoryPlan(**found.bytes), found.moved
     predicted = replace(plan.predicted, bytes=memory, moved=moved)
     return replace(plan, predicted=predicted, reasons={**plan.reasons, **reasons})
@@ -240,66 +241,6 @@ def _with_stages(plan: Plan, stages: Stages) -> Plan:
     return replace(plan, pipeline=pipeline)
 
 
-def tensor_sizes(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensor: TensorPlan | None,
-    stages: Stages | None,
-) -> list[TensorSize]:
-    """The parameters that the first rank will have, in the model's order, before any sharding."""
-    stepper = optimizer or no_optimizer()
-    groups = {p: group for group in stepper.param_groups for p in group["params"]}
-    whole = plan.zero is not None and needs_whole(stepper, plan.zero.assume_elementwise)
-    if stages is None:
-        named = {name: p for name, p in model.named_parameters() if not is_boosted(p)}
-    else:
-        named = names_held(model, *stages, 0)
-    places: dict[nn.Parameter, list[int]] = {}
-    for place, (_, parameter) in enumerate(model.named_parameters(remove_duplicate=False)):
-        places.setdefault(parameter, []).append(place)
-    sizes = []
-    for name, parameter in named.items():
-        given, trained = parameter in groups, parameter in groups and parameter.requires_grad
-        dtype = _dtype_in(plan, name, parameter)
-        count = _cut_numel(name, parameter, tensor)
-        # An optimizer that looks at shapes is not given slices.
-        shape = parameter.shape if count == parameter.numel() else (count,)
-        kept = state_sizes(stepper, groups[parameter], shape) if given else ()
-        sleeping = given and not trained and not plan.mesh.names_model
-        sizes.append(
-            TensorSize(
-                name,
-                count,
-                dtype,
-                parameter.device,
-                trained,
-                kept,
-                whole and (trained or sleeping),
-                sleeping,
-                beside=makes_beside(stepper),
-                places=tuple(places[parameter]),
-            )
-        )
-    return sizes
-
-
-def _dtype_in(plan: Plan, name: str, parameter: nn.Parameter) -> torch.dtype:
-    half = HALVES.get(plan.precision.parameters)
-    kept = name.rpartition(".")[0] in plan.precision.kept
-    return parameter.dtype if half is None or kept or not parameter.is_floating_point() else half
-
-
-def _cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None) -> int:
-    path, _, own = name.rpartition(".")
-    placed = None if tensor is None else tensor.modules.get(path)
-    if tensor is None or placed is None or own not in placed.dims:
-        return parameter.numel()
-    whole = parameter.shape[placed.dims[own]]
-    part = sum(end - start for start, end in placed.runs(tensor.size, 0, own))
-    return parameter.numel() // whole * part
-
-
 def _with_chunks(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Plan:
     zero = plan.zero
     assert zero is not None, "there are chunks"
@@ -379,63 +320,6 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
     return MemoryPlan(**found)
 
 
-def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
-    """Bytes of a rank's chunks, and of what the optimizer keeps of each, at most."""
-    zero = plan.zero
-    assert zero is not None, "there are chunks"
-    order = [name for chunk in zero.chunks for name in chunk.tensors]
-    layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
-    parts = plan.mesh.replicas if zero.stage else 1
-    states = {t.name: t.states for t in sizes}
-    uses = _uses(sizes, [slot.name for layout, _, _ in layouts for slot in layout.slots])
-    beside = any(tensor.beside for tensor in sizes)
-
-    def counted(trained: set[str]) -> StateBytes:
-        found = [_chunk_bytes(one, dtype, states, trained) for one, dtype, _ in layouts]
-        chunks, moments = zip(*found, strict=True) if found else ((), ())
-        taken = _taken(plan, chunks)
-        return StateBytes(chunks, moments, parts, zero.gather_ahead, uses, beside, taken)
-
-    now = counted({t.name for t in sizes if t.trained})
-    unfrozen = counted({t.name for t in sizes if t.trained or t.sleeping})
-    return replace(now, later=unfrozen.reserved - now.reserved)
-
-
-def _chunk_bytes(
-    layout: ChunkLayout, dtype: torch.dtype, states: Mapping[str, Sequence[int]], trained: set[str]
-) -> tuple[ChunkBytes, tuple[int, ...]]:
-    """Bytes of a chunk, and of each tensor that the optimizer keeps of it."""
-    names = tuple(slot.name for slot in layout.slots)
-    is_trained = names[0] in trained
-    home = shard_dtype(dtype, is_trained)
-    whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
-    cut = layout.parts > 1 and not layout.whole
-    ranks = list[list[int]]()
-    for part in range(layout.parts if is_trained else 0):
-        # Of a piece that was cut each tensor has its size.
-        kept = [
-            (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
-            for piece in layout.pieces(part)
-        ]
-        kinds = itertools.zip_longest(*kept, fillvalue=0)
-        ranks.append([moment_size(kind) * home.itemsize for kind in kinds])
-    most = itertools.zip_longest(*ranks, fillvalue=0)  # all ranks have the same limit
-    return ChunkBytes(names, whole, shard, is_trained, home != dtype), tuple(map(max, most))
-
-
-def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
-    """Names in the order of use: the model's, unless chunks lie in another, which a person gave."""
-    kinds = {tensor.name: (tensor.trained, tensor.sleeping) for tensor in sizes}
-    inside = set(laid_out)
-    for kind in set(kinds.values()):
-        given = [name for name in laid_out if kinds[name] == kind]
-        known = [name for name, one in kinds.items() if one == kind and name in inside]
-        if given != known:
-            return tuple(laid_out)
-    places = [(place, t.name) for t in sizes if t.name in inside for place in t.places]
-    return tuple(name for _, name in sorted(places))
-
-
 RESULTS = ("model", "predicted", "reasons")
 
 
@@ -478,25 +362,3 @@ def recomputable(plan: Plan, model: nn.Module) -> tuple[str, ...]:
         return stages[0].blocks
     # Of a model that is cut, who recomputes has to know what its ranks exchange, and what it drops.
     return recomputable_blocks(model) if has_switch(model) or not plan.mesh.names_model else ()
-
-
-def _taken(plan: Plan, chunks: Sequence[ChunkBytes]) -> tuple[tuple[int, ...], ...]:
-    """Sizes of the activations that leave, by the last chunk that their block uses.
-
-    A block is known by the size of all its activations and of the largest: they are taken for
-    equal ones of that size.
-    """
-    assert plan.zero is not None, "there are chunks"
-    tiers = plan.zero.tiers
-    if tiers is None or not tiers.takes_activations:
-        return ()
-    found, number = [list[int]() for _ in chunks], 0
-    for block in plan.work.blocks:
-        if tiers.activations != "offload" and block.path not in tiers.offloaded:
-            continue
-        start = f"{block.path}." if block.path else ""
-        inside = [n for n, c in enumerate(chunks) if any(m.startswith(start) for m in c.names)]
-        number = max(inside, default=number)
-        count = -(-block.movable // max(1, block.largest))
-        found[number] += [block.movable // count] * count if count else []
-    return tuple(map(tuple, found))

@@ -16,8 +16,15 @@ import torch
 from torch import nn
 
 from gulliver.booster._activations import plan_activations
-from gulliver.booster._residency import chunk_sizes, find_residency, tier_rates
-from gulliver.booster._resolve import plan_stages, plan_tensors, state_bytes, tensor_sizes
+from gulliver.booster._ranks import (
+    largest_residency,
+    rank_states,
+    rank_work,
+    state_bytes,
+    tensor_sizes,
+)
+from gulliver.booster._residency import chunk_sizes, tier_rates
+from gulliver.booster._resolve import plan_stages, plan_tensors
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster, current_cluster, memory_bytes, seconds_text
 from gulliver.options import byte_size, size_text
@@ -89,7 +96,9 @@ class TierOptions:
         self.shares = {name: 1.0 if s is None else float(s) for name, s in given.items()}
 
     @classmethod
-    def within(cls, stage: int, right: str, limit: Any, disk: Any, **options: Any) -> Self | None:
+    def within(
+        cls, stage: int, right: str, limit: Any, disk: Any, host: Any = None, **options: Any
+    ) -> Self | None:
         """The limit of a plugin that has other uses; None where none is set.
 
         Raises:
@@ -97,6 +106,8 @@ class TierOptions:
         """
         if limit is None and disk is not None:
             raise GulliverError(f"disk={str(disk)!r} needs a memory_limit: what fits it stays")
+        if limit is None and host is not None:
+            raise GulliverError(f"host_limit={host!r} needs a memory_limit: what fits it stays")
         if limit is None:
             return None
         if stage != 3:
@@ -104,7 +115,7 @@ class TierOptions:
                 f"memory_limit={limit!r} with stage {stage}: what is whole on every rank cannot "
                 f"leave its memory; take {right}"
             )
-        return cls(limit, None, disk, **options)
+        return cls(limit, host, disk, **options)
 
     def tiers(self, device: str) -> Tiers:
         """The section of a plan.
@@ -191,16 +202,18 @@ def plan_tiers(
     assert tiers is not None, "they have been all along"
     if not chosen:
         return plan
+    work = rank_work(plan, model, tensor, stages)
     tried, errors = list[tuple[float, int, str]](), dict[int, GulliverError]()
     for size in chunk_sizes(sum(t.numel * t.dtype.itemsize for t in sizes)):
         one = replace(plan, zero=replace(plan.zero, chunk_bytes=size, chunks=()))
         try:
-            found = find_residency(state_bytes(one, sizes), tiers, plan.work, "farthest")
+            states = rank_states(one, model, optimizer, tensor, stages)
+            found = largest_residency(states, tiers, work, "farthest")
         except GulliverError as error:
             errors[size] = error
             continue
         moves = found.moved.read + found.moved.written
-        seconds = None if rates is None else found.seconds(plan.work, rates).step
+        seconds = None if rates is None else found.seconds(work, rates).step
         told = f"{len(found.state.chunks)} chunks move {size_text(moves)} in a step"
         told += "" if seconds is None else f", {seconds_text(seconds)}"
         # Of equals the larger: there are fewer of them.

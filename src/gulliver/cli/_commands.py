@@ -207,7 +207,8 @@ def capabilities_command(config: CapabilitiesConfig, arguments: list[str]) -> in
             shown.add_row(*row)
         console.print(shown)
     console.print(
-        "under a memory limit, with a disk behind it (GeminiPlugin, LowLevelZeroPlugin(stage=3, "
-        "memory_limit=...)): whole models of any kind on the data axis"
+        "under a memory limit, with a disk behind it: whole models of any kind on the data axis "
+        "(GeminiPlugin, LowLevelZeroPlugin(stage=3, memory_limit=...)), and all of the above "
+        "(HybridParallelPlugin(memory_limit=...)), but for step_in_backward"
     )
     return 0

@@ -210,9 +210,15 @@ class Memory:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of the parameters; 16 bits have float32 copies."""
     ranks: Annotated[int, Range(1, 1024)] = 1
-    """Ranks that share the state."""
+    """Ranks in all; what the axes below leave of them shares the state as data ranks."""
+    tp: Annotated[int, Range(1, 1024)] = 1
+    """Ranks that share each layer's tensors."""
+    sp: Annotated[int, Range(1, 1024)] = 1
+    """Ranks that share each sequence."""
+    pp: Annotated[int, Range(1, 1024)] = 1
+    """Stages of a pipeline."""
     step_in_backward: bool = False
-    """Step each chunk as soon as its gradient is complete."""
+    """Step each chunk as soon as its gradient is complete; not with tp, sp or pp."""
     activations: Literal["keep", "recompute", "offload", "auto"] = "keep"
     """What is done with what forward keeps for backward."""
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from gulliver.booster import GeminiPlugin, estimate_work
+from gulliver.booster import GeminiPlugin, HybridParallelPlugin, Plugin, estimate_work
 from gulliver.checkpoint import open_weights, read_json
 from gulliver.cli._options import Memory, PlanConfig, Show
 from gulliver.errors import GulliverError
@@ -40,23 +40,49 @@ def plan_command(config: PlanConfig, arguments: list[str]) -> int:
         return 0
     model = model_of(options.model)
     optimizer = OPTIMIZERS[options.optimizer](model.parameters())
-    plugin = GeminiPlugin(
-        options.memory,
-        options.host,
-        options.disk,
-        precision=None if options.precision == "fp32" else options.precision,
-        step_in_backward=options.step_in_backward,
-        activations=options.activations,
-        verbose=False,
-    )
-    cluster = current_cluster(options.ranks)
+    cluster = current_cluster(max(options.ranks, options.tp * options.sp * options.pp))
     size = options.batch, options.length
     work = estimate_work(
         model, optimizer, cluster.device, *size, options.precision, options.activations
     )
-    plan = plugin.make_plan(model, optimizer, cluster, work=work)
+    plan = plugin_of(options).make_plan(model, optimizer, cluster, work=work)
     show(plan, options)
     return 0
+
+
+def plugin_of(options: Memory) -> Plugin:
+    """The plugin that runs what the options say.
+
+    Raises:
+        GulliverError: an option that a model which is cut over ranks does not have.
+    """
+    precision = None if options.precision == "fp32" else options.precision
+    limits = options.memory, options.host, options.disk
+    if options.tp * options.sp * options.pp == 1:
+        return GeminiPlugin(
+            *limits,
+            precision=precision,
+            step_in_backward=options.step_in_backward,
+            activations=options.activations,
+            verbose=False,
+        )
+    if options.step_in_backward or options.activations not in ("keep", "recompute"):
+        raise GulliverError(
+            f"--step-in-backward and --activations {options.activations} are of whole models: with "
+            "--tp, --sp or --pp leave the first out, and take --activations keep, or recompute"
+        )
+    return HybridParallelPlugin(
+        options.tp,
+        options.pp,
+        options.sp,
+        "all_to_all" if options.sp > 1 else None,
+        precision=precision,
+        checkpoint_activations=options.activations == "recompute",
+        memory_limit=limits[0],
+        host_limit=limits[1],
+        disk=limits[2],
+        verbose=False,
+    )
 
 
 def model_of(folder: Path) -> nn.Module:
@@ -115,8 +141,11 @@ def show(plan: Plan, options: Memory) -> None:
     tokens = options.batch * options.length
     console.print(
         f"{plan.model.kind}: {plan.model.parameters:,} parameters, {plan.model.optimizer}, "
-        f"{options.precision}, {tokens:,} tokens a step on each of {options.ranks} ranks"
+        f"{options.precision}, {tokens:,} tokens a step on each of {plan.mesh.size} ranks"
     )
+    if plan.mesh.cuts_model:
+        axes = ", ".join(f"{name} {size}" for name, size in plan.mesh.axes.items())
+        console.print(f"{axes}: what follows is of the rank that needs most at once")
     behind = zero.tiers.disk or ("the host" if zero.tiers.host else "")
     table = Table()
     for name in ("", "stays in memory", "comes and goes", f"lies in {behind or 'no other memory'}"):

@@ -254,9 +254,10 @@ class PlacedChunk(Chunk):
         return self._manager.use(self._whole, fresh=True)
 
     def rest_gradient(self) -> None:
-        """Lets what is being collected leave until more comes."""
+        """Lets what is being collected leave until more comes; what is on its way stays."""
         if not self.gradient_begun:
             return
+        assert self.gradient is not None, "something is being collected"
         filled = self.gradient is self._filled
         self.resting = self._gradient if filled else self._whole
         with without_torch_functions():

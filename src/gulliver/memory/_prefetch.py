@@ -193,6 +193,8 @@ class Prefetcher:
             self.mover.finish(resident)
             return
         resident.used = True
+        if self.tight and resident.kept and resident.presence is Presence.WHOLE:
+            return  # it stays: what lies before it in the pass need not be passed by for it
         # Most uses are of what is here, and was reached before.
         if place < self._reached and resident.presence is Presence.WHOLE:
             return

@@ -176,12 +176,6 @@ def _tiers(plan: Plan) -> Iterator[str]:
             f"{plan.told('zero.stage')} and {limit}: what is whole on every rank cannot leave its "
             "memory; take stage: 3, or tiers: null"
         )
-    for name in MODEL_AXES:
-        if name in plan.mesh.axes:
-            yield (
-                f"{plan.told(f'mesh.axes.{name}')} and {limit}: whole models of data ranks can lie "
-                f"in tiers, and a cut model not yet; leave the axis {name} out, or tiers: null"
-            )
     if plan.zero.tuning != "off":
         yield (
             f"{plan.told('zero.tuning')} and {limit}: the size of chunks is planned with the "
@@ -207,14 +201,23 @@ def _tiers(plan: Plan) -> Iterator[str]:
             f"{plan.told('zero.tiers.activations')} and {plan.told('zero.tiers.offloaded')}: it "
             "names blocks, as activations: mixed does"
         )
+    for name in MODEL_AXES:
+        if name in plan.mesh.axes and tiers.activations not in ("keep", "recompute"):
+            yield (
+                f"{plan.told(f'mesh.axes.{name}')} and {plan.told('zero.tiers.activations')}: "
+                "activations of whole models can leave, and those of a cut one not yet; take "
+                f"activations: keep, or recompute, or leave the axis {name} out"
+            )
     yield from _shares(plan, tiers)
 
 
 def _step_in_backward(plan: Plan) -> Iterator[str]:
-    if plan.zero is None or not plan.zero.step_in_backward:
+    if plan.zero is None or not (plan.zero.step_in_backward or plan.zero.steps_in_backward):
         return
-    told = plan.told("zero.step_in_backward")
+    within = "" if plan.zero.tiers is None else "tiers."
+    told = plan.told(f"zero.{within}step_in_backward")
     if not plan.zero.steps_in_backward:
+        told = plan.told("zero.step_in_backward")
         yield (
             f"{told} and {plan.told('zero.tiers.step_in_backward')}: with tiers the second counts; "
             "say it there alone"

@@ -16,7 +16,9 @@ class NoRoom(GulliverError):
         budget: least budget that would do; 0 where it is not known.
     """
 
-    budget = 0
+    def __init__(self, text: str, budget: int = 0) -> None:
+        super().__init__(text)
+        self.budget = budget
 
 
 class Move(Enum):

@@ -389,12 +389,14 @@ class Replacement:
         held = self.pinned + self.lent if self.backed else self.used
         if held + nbytes > self.budget:
             why = "" if self.backed else " and there is no disk or host memory behind it"
-            error = NoRoom(
+            least = max(self.minimum, held + nbytes)
+            # No name here may refer to it: with its traceback it would keep all callers' frames,
+            # and the memory that they look at, until garbage is collected.
+            raise NoRoom(
                 f"the memory budget of {self.budget} bytes is too small: {name} needs {nbytes} "
-                f"bytes beside {held} in use{why}: give at least {max(self.minimum, held + nbytes)}"
+                f"bytes beside {held} in use{why}: give at least {least}",
+                least,
             )
-            error.budget = max(self.minimum, held + nbytes)
-            raise error
         idle = self._idle()
         left = [victim for victim in idle if self._is_left(*victim)]
         if self._planned() and sum(victim.nbytes for _, victim in left) >= short:

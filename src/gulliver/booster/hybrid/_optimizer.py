@@ -8,7 +8,7 @@ are reduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -157,8 +157,7 @@ class HybridOptimizer(ZeroOptimizer):
             return
         self._apart = False
         trained = [name for name in self._counted if name in self._copies]
-        gradients = {name: self._reducer.open_gradient(name) for name in trained}
-        self.pipeline_stage.sum_tied(gradients)
+        self.pipeline_stage.sum_tied(_Opened(trained, self._reducer.open_gradient))
 
     def _squared_norm(self) -> Tensor:
         """The squared norm of the whole model's mean gradient: float64, the same on all ranks."""
@@ -168,6 +167,8 @@ class HybridOptimizer(ZeroOptimizer):
                 run = shard[piece.start : piece.end]
                 squared = torch.linalg.vector_norm(run, dtype=torch.float64) ** 2
                 total += squared * self._counted[piece.name]
+                del run
+            del shard  # who looks at memory in tiers keeps it from going
         if self.parts > 1:
             all_reduce(total, "sum", self.group)
         if self.mesh.shards.size > 1:
@@ -202,6 +203,25 @@ class HybridOptimizer(ZeroOptimizer):
     @property
     def _is_cut(self) -> bool:
         return self.mesh.shards.size > 1
+
+
+class _Opened(Mapping[str, Tensor]):
+    """Gradients by name, each opened when it is asked for: in tiers there may be room for few."""
+
+    def __init__(self, names: Sequence[str], opened: Callable[[str], Tensor]) -> None:
+        self._names, self._opened = dict.fromkeys(names), opened
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._opened(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _buffers_before(stage: Stage) -> set[str]:

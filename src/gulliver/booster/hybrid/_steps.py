@@ -130,6 +130,7 @@ class WholeModel:
         vocabulary: tokens that it knows.
         recomputable: paths of the blocks that backward can compute again.
         drops: whether its dropout is to be drawn by position.
+        order: names of its parameters in the order of use, where chunks are to lie so.
 
     Attributes:
         groups: names of the trainable parameters of each group.
@@ -145,8 +146,10 @@ class WholeModel:
         vocabulary: Vocabulary,
         recomputable: Sequence[str],
         drops: bool = False,
+        order: Sequence[str] = (),
     ) -> None:
         self.vocabulary, self.recomputable, self.drops = vocabulary, recomputable, drops
+        self.order = order
         self.groups = named_groups(model, optimizer)
         self.aliases = aliases_of(model)
         stepped = {p for group in optimizer.param_groups for p in group["params"]}

@@ -9,7 +9,7 @@ from gulliver.parallel.pipeline._agree import agree
 from gulliver.parallel.pipeline._batch import split
 from gulliver.parallel.pipeline._cut import Cut, block_costs, cut
 from gulliver.parallel.pipeline._pipeline import Pipeline
-from gulliver.parallel.pipeline._predict import predict
+from gulliver.parallel.pipeline._predict import computations, predict
 from gulliver.parallel.pipeline._schedules import STYLES, check_counts, deal, style_of
 from gulliver.parallel.pipeline._stack import Stack, family_name, stack_of
 from gulliver.parallel.pipeline._stage import (
@@ -19,6 +19,7 @@ from gulliver.parallel.pipeline._stage import (
     idle_places,
     make_stage,
     names_held,
+    uses_held,
 )
 from gulliver.solve import Prediction
 
@@ -34,6 +35,7 @@ __all__ = [
     "check_counts",
     "check_stages",
     "checkpoint_blocks",
+    "computations",
     "cut",
     "deal",
     "family_name",
@@ -44,4 +46,5 @@ __all__ = [
     "split",
     "stack_of",
     "style_of",
+    "uses_held",
 ]

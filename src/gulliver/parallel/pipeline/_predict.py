@@ -47,15 +47,22 @@ def predict(
         backward = [BACKWARD_OF_LINEAR * seconds for seconds in forward]
     half = [seconds / 2 for seconds in backward]
     times = {FORWARD: forward, BACKWARD: backward, INPUTS: half, WEIGHTS: half}
-    orders = [list(_order(style, place, numbers, micro_batches)) for place in range(ranks)]
+    orders = [list(computations(style, place, numbers, micro_batches)) for place in range(ranks)]
     rank_of = {stage: place for place, held in enumerate(numbers) for stage in held}
     return schedule_seconds(orders, times, rank_of, link)
 
 
-def _order(
+def computations(
     style: str, place: int, numbers: Sequence[Sequence[int]], micro_batches: int
 ) -> Iterator[tuple[str, int, int]]:
-    """Yields what a rank computes, in order, as (kind, stage, micro-batch)."""
+    """Yields what a rank computes, in order, as (kind, stage, micro-batch).
+
+    Args:
+        style: name of the schedule.
+        place: rank in the group of the pipeline.
+        numbers: numbers of the stages on each rank.
+        micro_batches: number of micro-batches of a batch.
+    """
     count = sum(map(len, numbers))
     if style == "1f1b":
         # What torch 2.13 says of its own order is wrong for the last rank.

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from gulliver._compat import without_torch_functions
+
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -146,7 +148,8 @@ def _groups(
     groups: list[_Group] = []
     owner: dict[Node, _Group] = {}
     for weight in weights:
-        node = get_gradient_edge(weight).node
+        with without_torch_functions():  # its values may be elsewhere, and are not needed
+            node = get_gradient_edge(weight).node
         if node not in above:
             continue
         seen, ends = _climb([node], above, between)

@@ -206,13 +206,22 @@ def names_held(
     model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[Sequence[int]], place: int
 ) -> dict[str, nn.Parameter]:
     """Returns the parameters that a rank will hold, by the first names of the whole model."""
+    known = dict(model.named_parameters())
+    found = uses_held(model, stack, cut, numbers, place).values()
+    return {name: known[name] for name in found}
+
+
+def uses_held(
+    model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[Sequence[int]], place: int
+) -> dict[str, str]:
+    """Returns all names by which a rank will use parameters, with the first name of each."""
     paths, roots = _kept(model, stack, cut, numbers[place]), set(around(model, stack))
     first: dict[nn.Parameter, str] = {}
-    found: dict[str, nn.Parameter] = {}
+    found: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         own_name = first.setdefault(parameter, name)
         if name.rpartition(".")[0] in roots or _holds(paths, name):
-            found.setdefault(own_name, parameter)
+            found[name] = own_name
     return found
 
 

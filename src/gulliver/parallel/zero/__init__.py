@@ -15,8 +15,10 @@ from gulliver.parallel.zero._elementwise import (
 from gulliver.parallel.zero._entries import export_leaves, import_leaves
 from gulliver.parallel.zero._memory import (
     ChunkBytes,
+    Event,
     ImaginedChunk,
     StepReplay,
+    backward_uses,
     held_bytes,
     ordinary_step,
 )
@@ -33,12 +35,14 @@ __all__ = [
     "BucketTuner",
     "BufferSync",
     "ChunkBytes",
+    "Event",
     "ImaginedChunk",
     "Stage",
     "StepReplay",
     "TensorSize",
     "Tuning",
     "ZeroOptimizer",
+    "backward_uses",
     "check_by_chunk",
     "check_optimizer",
     "check_trainable",

@@ -33,7 +33,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from gulliver._compat import at_end_of_backward, saving_is_hooked, storage_users
+from gulliver._compat import (
+    at_end_of_backward,
+    backward_number,
+    saving_is_hooked,
+    storage_users,
+)
 from gulliver.comm import Group, Handle, Purpose, all_gather, guard
 from gulliver.memory import (
     AccessRecord,
@@ -222,6 +227,12 @@ class Gatherer:
             self.record.note("backward ended")
             self._engine.end_backward()
 
+    def _follow_backward(self) -> None:
+        """A backward has begun that nobody has announced, such as a micro-batch's."""
+        if self.sharded and self._engine.current is Pass.NONE:
+            self.enter_backward()
+            at_end_of_backward(self.leave_backward)
+
     @property
     def idle(self) -> bool:
         """Whether the model is not being run."""
@@ -289,6 +300,8 @@ class Gatherer:
         chunks = {id(c): c for c in (self._home[id(p)] for p in mine)}
         absent = any(c.presence is Presence.ABSENT for c in chunks.values())
         reading = func in READS or not torch.is_grad_enabled() or _initialises(func)
+        if not reading and self._depth == 0 and backward_number() >= 0:
+            self._follow_backward()  # what is computed again there begins with its parameters
         if self._engine.current is Pass.NONE and self._depth == 0 and absent and reading:
             return self.copies.run(func, args, kwargs, self.step)
         with self._using(chunks.values()):
@@ -359,9 +372,7 @@ class Gatherer:
                 "one of the variables needed for gradient computation has been modified by an "
                 "inplace operation: the optimizer has stepped since this graph was made"
             )
-        if self._engine.current is Pass.NONE:
-            self.enter_backward()
-            at_end_of_backward(self.leave_backward)
+        self._follow_backward()
         self.use(sharded)
         with torch.no_grad():
             start = saved.parameter.storage_offset() + saved.offset

@@ -295,13 +295,16 @@ class _Counted(StepReplay):
         self._reduced.clear()
 
 
-def ordinary_step(chunks: Sequence[ChunkBytes], order: Sequence[str] = ()) -> Iterator[Event]:
+def ordinary_step(
+    chunks: Sequence[ChunkBytes], order: Sequence[str] = (), again: Sequence[str] = ()
+) -> Iterator[Event]:
     """A step of a model whose modules are used in the order of their parameters.
 
     Args:
         chunks: chunks in the order of use.
         order: names of the parameters in the order of use, one that is used again also there; none
             for the order of the chunks.
+        again: paths of the blocks that backward computes again.
     """
     if not chunks:
         return
@@ -316,10 +319,8 @@ def ordinary_step(chunks: Sequence[ChunkBytes], order: Sequence[str] = ()) -> It
     missing = [set(chunk.names) for chunk in chunks]
     following = deque(n for n in range(len(chunks) - 1, -1, -1) if chunks[n].trained)
     begun: set[int] = set()
-    backwards = reversed(list(enumerate(names)))
-    for _, module in groupby(backwards, key=lambda entry: entry[1].rpartition(".")[0]):
-        members = list(module)
-        yield from (("used", homes[name]) for _, name in members)
+    for uses, members in backward_uses(names, again):
+        yield from (("used", homes[name]) for name in uses)
         for place, name in members:
             number = homes[name]
             if place != first[name]:
@@ -333,6 +334,30 @@ def ordinary_step(chunks: Sequence[ChunkBytes], order: Sequence[str] = ()) -> It
     yield "backward ended", -1
     yield "released", -1
     yield "prefetched", -1
+
+
+def backward_uses(
+    names: Sequence[str], again: Sequence[str] = ()
+) -> Iterator[tuple[list[str], list[tuple[int, str]]]]:
+    """Goes backward through the modules that use parameters.
+
+    Args:
+        names: names of the parameters in the order of use.
+        again: paths of the blocks that backward computes again.
+
+    Yields:
+        Names that are read, and those of the module that then have gradients, with their places.
+    """
+    entered = None
+    backwards = reversed(list(enumerate(names)))
+    for module, found in groupby(backwards, key=lambda entry: entry[1].rpartition(".")[0]):
+        members = list(found)
+        uses = [name for _, name in members]
+        block = next((path for path in again if f"{module}.".startswith(f"{path}.")), None)
+        if block is not None and block != entered:
+            uses = [name for name in names if name.startswith(f"{block}.")] + uses
+        entered = block
+        yield uses, members
 
 
 def _state_bytes(shards: ShardedState) -> int:

@@ -153,6 +153,12 @@ class GradientReducer:
                             sharded.chunk.park_gradient()
                     else:
                         self._reduce(sharded)
+            elif parks:
+                # The next micro-batch adds to it; until then its memory may serve others.
+                waiting.pop(name, None)
+                if not waiting:
+                    sharded.chunk.rest_gradient()
+                    waiting.update(sharded.chunk.parameters)
 
         return ready
 
@@ -181,11 +187,11 @@ class GradientReducer:
         """
         self._settled = False
         self.land_all()
+        for sharded in self.chunks:
+            sharded.waiting.update(sharded.chunk.parameters)
         if not reduce:
             yield
             return
-        for sharded in self.chunks:
-            sharded.waiting.update(sharded.chunk.parameters)
         self._next, self._reducing = 0, True
         try:
             yield
@@ -359,6 +365,7 @@ class GradientReducer:
             self._before_gradient(name)
             parameter.grad = torch.zeros_like(parameter)
             self._ready_hook(name)(None)
+            self._home[name].chunk.wake_gradient()
         assert parameter.grad is not None
         return parameter.grad
 

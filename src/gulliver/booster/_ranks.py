@@ -1,0 +1,342 @@
+"""What each rank of a plan has of a model: its tensors, its chunks, and the work of a step.
+
+Ranks of one pipeline have other layers, and those of a tensor axis may have parts of other sizes;
+what is planned of memory is planned for the rank that needs most of it (`largest_residency`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from gulliver.booster._model import HALVES, no_optimizer
+from gulliver.booster._residency import Residency, find_residency, least_bytes
+from gulliver.booster._state_bytes import BACKWARD, FORWARD, Passes, StateBytes
+from gulliver.memory import ChunkLayout, moment_size
+from gulliver.parallel import is_boosted, needs_whole, state_sizes
+from gulliver.parallel.pipeline import Cut, Stack, check_counts, computations, names_held, uses_held
+from gulliver.parallel.tensor import TensorPlan
+from gulliver.parallel.zero import (
+    ChunkBytes,
+    TensorSize,
+    makes_beside,
+    ordered_layouts,
+    shard_dtype,
+)
+from gulliver.plan import Plan, Tiers, Work
+from gulliver.solve import FORWARD as FIRST
+from gulliver.solve import INPUTS, Policy
+
+Stages = tuple[Stack, Cut, tuple[tuple[int, ...], ...]]
+"""Blocks of a model, how they are cut, and the numbers of the stages on each rank."""
+
+NUMBERED = re.compile(r"(.*\.\d+)\..*")
+"""Path of the innermost module of a list, and what lies in it."""
+KEPT_WHOLE = 0.5
+"""Share of activations, at most, that ranks of a tensor or sequence axis have all of: what passes
+layers by, norms, masks."""
+
+
+def rank_state(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    tensor: TensorPlan | None,
+    stages: Stages | None,
+    place: tuple[int, int],
+) -> StateBytes:
+    """State of one rank, and the order in which a step uses it.
+
+    Args:
+        plan: choices of ZeRO.
+        model: whole model, perhaps on meta.
+        optimizer: optimizer of its parameters.
+        tensor: how tensors are cut.
+        stages: how blocks are.
+        place: rank on the pipeline axis, and on the tensor axis.
+
+    Raises:
+        GulliverError: a number of micro-batches that the pipeline's schedule cannot order.
+    """
+    sizes = tensor_sizes(plan, model, optimizer, tensor, stages, place)
+    found = state_bytes(plan, sizes)
+    if plan.mesh.names_model:
+        found = replace(found, blocks=plan.recompute)
+    if stages is None:
+        return found
+    return replace(found, passes=_passes(plan, model, stages, place[0]))
+
+
+def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
+    """Names of a cut model's parameters as a forward reads them, where chunks are to lie so.
+
+    A tied one is there at each of its names. That is under a limit, where they are gathered from
+    several ranks: these come in one order, and a chunk that is used again behind others would have
+    to stay. Blocks of transformers have norms that are registered behind the layers before or
+    around which they run.
+    """
+    if not (plan.limited and plan.mesh.names_model):
+        return []
+    named = list(model.named_parameters(remove_duplicate=False))
+    if plan.mesh.replicas == 1:
+        return [name for name, _ in named]
+    blocks = dict[str, list[tuple[str, nn.Parameter]]]()
+    for name, parameter in named:
+        inside = NUMBERED.fullmatch(name)
+        blocks.setdefault(inside[1] if inside else name, []).append((name, parameter))
+    return [name for path, found in blocks.items() for name in _within(path, found)]
+
+
+def _within(path: str, found: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+    """Names of a block in order: norms that follow all layers stand before, or around, each."""
+    children = dict[str, list[str]]()
+    small = dict[str, bool]()
+    for name, parameter in found:
+        child = name.removeprefix(f"{path}.").partition(".")[0]
+        children.setdefault(child, []).append(name)
+        small[child] = small.get(child, True) and parameter.ndim < 2
+    layers, norms = ([c for c in children if small[c] is kind] for kind in (False, True))
+    each, rest = divmod(len(norms), max(len(layers), 1))
+    if not layers or list(children) != layers + norms or rest or each not in (1, 2):
+        return [name for name, _ in found]
+    order = list[str]()
+    for number, layer in enumerate(layers):
+        before, *after = norms[number * each : (number + 1) * each]
+        order += [before, layer, *after]
+    return [name for child in order for name in children[child]]
+
+
+def rank_states(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    tensor: TensorPlan | None,
+    stages: Stages | None,
+) -> list[StateBytes]:
+    """States of all ranks that differ; arguments as of `rank_state`."""
+    places = itertools.product(range(plan.mesh.of("pipeline")), range(plan.mesh.of("tensor")))
+    found = (rank_state(plan, model, optimizer, tensor, stages, place) for place in places)
+    return list(dict.fromkeys(found))
+
+
+def largest_residency(
+    states: Sequence[StateBytes], tiers: Tiers, work: Work, policy: Policy = "planned"
+) -> Residency:
+    """What a step does on the rank that needs most memory at once; the others are tried as well.
+
+    Raises:
+        GulliverError: the limit, or what lies behind, is too small for a rank; the least that all
+            of them can do with is named.
+    """
+    ordered = sorted(states, key=lambda state: -least_bytes(state, tiers))
+    first, *_ = (find_residency(state, tiers, work, policy) for state in ordered)
+    return first
+
+
+def _passes(plan: Plan, model: nn.Module, stages: Stages, place: int) -> Passes:
+    """Names that each forward and backward of a micro-batch uses, in the order of the schedule."""
+    stack, cut, numbers = stages
+    schedule, count = plan.pipeline.schedule, plan.pipeline.micro_batches or 2 * cut.stages
+    check_counts(schedule, cut.stages, len(numbers), count)
+    turn = {name: place for place, name in enumerate(order_of_use(plan, model))}
+    used = dict[int, tuple[str, ...]]()
+    for stage in numbers[place]:
+        names = uses_held(model, stack, cut, [(stage,)], 0)
+        used[stage] = tuple(names[name] for name in sorted(names, key=lambda name: turn[name]))
+    return tuple(
+        (FORWARD if kind == FIRST else BACKWARD, used[stage])
+        for kind, stage, _ in computations(schedule, place, numbers, count)
+        if kind != INPUTS  # its parameters are used again for the gradients of the weights
+    )
+
+
+def rank_work(
+    plan: Plan, model: nn.Module, tensor: TensorPlan | None, stages: Stages | None
+) -> Work:
+    """What a batch costs the rank that computes most of it: an upper bound for what it keeps.
+
+    Args:
+        plan: choices; `Plan.work` is what the whole model costs one process.
+        model: whole model.
+        tensor: how tensors are cut.
+        stages: how blocks are.
+    """
+    work, degree = plan.work, plan.mesh.of("sequence")
+    own, cut, kept = 1.0, 1.0, KEPT_WHOLE + (1 - KEPT_WHOLE) / degree
+    if stages is not None:
+        _, found, numbers = stages
+        own = max(sum(found.times[n] for n in held) for held in numbers) / (sum(found.times) or 1)
+    if tensor is not None:
+        cut = 1 - tensor.share_of(model) * (1 - 1 / tensor.size)
+        kept *= KEPT_WHOLE + (1 - KEPT_WHOLE) * cut
+    return replace(
+        work,
+        forward_s=work.forward_s * own * cut / degree,
+        backward_s=work.backward_s * own * cut / degree,
+        update_s=work.update_s * own * cut,
+        peak=int(work.peak * own * kept),
+        peak_recomputed=int(work.peak_recomputed * own * kept),
+    )
+
+
+def tensor_sizes(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    tensor: TensorPlan | None,
+    stages: Stages | None,
+    place: tuple[int, int] = (0, 0),
+) -> list[TensorSize]:
+    """The parameters that a rank will have, in the model's order, before any sharding.
+
+    Args:
+        plan: choices.
+        model: whole model, perhaps on meta.
+        optimizer: optimizer of its parameters.
+        tensor: how tensors are cut.
+        stages: how blocks are.
+        place: rank on the pipeline axis, and on the tensor axis; the first one by default.
+    """
+    stepper = optimizer or no_optimizer()
+    groups = {p: group for group in stepper.param_groups for p in group["params"]}
+    whole = plan.zero is not None and needs_whole(stepper, plan.zero.assume_elementwise)
+    if stages is None:
+        named = {name: p for name, p in model.named_parameters() if not is_boosted(p)}
+    else:
+        named = names_held(model, *stages, place[0])
+    named = {name: named[name] for name in order_of_use(plan, model) if name in named} or named
+    turns, sizes = _turns(plan, model), list[TensorSize]()
+    for name, parameter in named.items():
+        given, trained = parameter in groups, parameter in groups and parameter.requires_grad
+        dtype = _dtype_in(plan, name, parameter)
+        count = _cut_numel(name, parameter, tensor, place[1])
+        # An optimizer that looks at shapes is not given slices.
+        shape = parameter.shape if count == parameter.numel() else (count,)
+        kept = state_sizes(stepper, groups[parameter], shape) if given else ()
+        sleeping = given and not trained and not plan.mesh.names_model
+        sizes.append(
+            TensorSize(
+                name,
+                count,
+                dtype,
+                parameter.device,
+                trained,
+                kept,
+                whole and (trained or sleeping),
+                sleeping,
+                beside=makes_beside(stepper),
+                places=tuple(turns[parameter]),
+            )
+        )
+    return sizes
+
+
+def _turns(plan: Plan, model: nn.Module) -> dict[nn.Parameter, list[int]]:
+    """Places of parameters in the order of use, where a tied one has several."""
+    known = dict(model.named_parameters(remove_duplicate=False))
+    turns: dict[nn.Parameter, list[int]] = {}
+    for turn, name in enumerate(order_of_use(plan, model) or known):
+        turns.setdefault(known[name], []).append(turn)
+    return turns
+
+
+def _dtype_in(plan: Plan, name: str, parameter: nn.Parameter) -> torch.dtype:
+    half = HALVES.get(plan.precision.parameters)
+    kept = name.rpartition(".")[0] in plan.precision.kept
+    return parameter.dtype if half is None or kept or not parameter.is_floating_point() else half
+
+
+def _cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None, rank: int) -> int:
+    path, _, own = name.rpartition(".")
+    placed = None if tensor is None else tensor.modules.get(path)
+    if tensor is None or placed is None or own not in placed.dims:
+        return parameter.numel()
+    whole = parameter.shape[placed.dims[own]]
+    part = sum(end - start for start, end in placed.runs(tensor.size, rank, own))
+    return parameter.numel() // whole * part
+
+
+def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
+    """Bytes of a rank's chunks, and of what the optimizer keeps of each, at most."""
+    zero = plan.zero
+    assert zero is not None, "there are chunks"
+    order = [name for chunk in zero.chunks for name in chunk.tensors]
+    # Stages have other layers than the first, whose chunks those of a plan are.
+    order = list(dict.fromkeys([*order, *(t.name for t in sizes)])) if order else []
+    layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
+    parts = plan.mesh.replicas if zero.stage else 1
+    states = {t.name: t.states for t in sizes}
+    uses = _uses(sizes, [slot.name for layout, _, _ in layouts for slot in layout.slots])
+    beside = any(tensor.beside for tensor in sizes)
+
+    def counted(trained: set[str]) -> StateBytes:
+        found = [_chunk_bytes(one, dtype, states, trained) for one, dtype, _ in layouts]
+        chunks, moments = zip(*found, strict=True) if found else ((), ())
+        taken = _taken(plan, chunks)
+        return StateBytes(chunks, moments, parts, zero.gather_ahead, uses, beside, taken)
+
+    now = counted({t.name for t in sizes if t.trained})
+    unfrozen = counted({t.name for t in sizes if t.trained or t.sleeping})
+    return replace(now, later=unfrozen.reserved - now.reserved)
+
+
+def _chunk_bytes(
+    layout: ChunkLayout, dtype: torch.dtype, states: Mapping[str, Sequence[int]], trained: set[str]
+) -> tuple[ChunkBytes, tuple[int, ...]]:
+    """Bytes of a chunk, and of each tensor that the optimizer keeps of it."""
+    names = tuple(slot.name for slot in layout.slots)
+    is_trained = names[0] in trained
+    home = shard_dtype(dtype, is_trained)
+    whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
+    cut = layout.parts > 1 and not layout.whole
+    ranks = list[list[int]]()
+    for part in range(layout.parts if is_trained else 0):
+        # Of a piece that was cut each tensor has its size.
+        kept = [
+            (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
+            for piece in layout.pieces(part)
+        ]
+        kinds = itertools.zip_longest(*kept, fillvalue=0)
+        ranks.append([moment_size(kind) * home.itemsize for kind in kinds])
+    most = itertools.zip_longest(*ranks, fillvalue=0)  # all ranks have the same limit
+    return ChunkBytes(names, whole, shard, is_trained, home != dtype), tuple(map(max, most))
+
+
+def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
+    """Names in the order of use: the model's, unless chunks lie in another, which a person gave."""
+    kinds = {tensor.name: (tensor.trained, tensor.sleeping) for tensor in sizes}
+    inside = set(laid_out)
+    for kind in set(kinds.values()):
+        given = [name for name in laid_out if kinds[name] == kind]
+        known = [name for name, one in kinds.items() if one == kind and name in inside]
+        if given != known:
+            return tuple(laid_out)
+    places = [(place, t.name) for t in sizes if t.name in inside for place in t.places]
+    return tuple(name for _, name in sorted(places))
+
+
+def _taken(plan: Plan, chunks: Sequence[ChunkBytes]) -> tuple[tuple[int, ...], ...]:
+    """Sizes of the activations that leave, by the last chunk that their block uses.
+
+    A block is known by the size of all its activations and of the largest: they are taken for
+    equal ones of that size.
+    """
+    assert plan.zero is not None, "there are chunks"
+    tiers = plan.zero.tiers
+    if tiers is None or not tiers.takes_activations:
+        return ()
+    found, number = [list[int]() for _ in chunks], 0
+    for block in plan.work.blocks:
+        if tiers.activations != "offload" and block.path not in tiers.offloaded:
+            continue
+        start = f"{block.path}." if block.path else ""
+        inside = [n for n, c in enumerate(chunks) if any(m.startswith(start) for m in c.names)]
+        number = max(inside, default=number)
+        count = -(-block.movable // max(1, block.largest))
+        found[number] += [block.movable // count] * count if count else []
+    return tuple(map(tuple, found))

@@ -1,0 +1,151 @@
+"""State of a rank in numbers: what has a place of its own, and in which order a step uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+
+from gulliver.memory import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS, whole_pages
+from gulliver.parallel.zero import ChunkBytes
+from gulliver.plan import Tiers
+
+BEGIN, FORWARD, BACKWARD, UPDATE = "begin", "forward", "backward", "update"
+REDUCE = "reduce"
+Key = tuple[str, *tuple[int, ...]]
+Passes = tuple[tuple[str, tuple[str, ...]], ...]
+"""Forwards and backwards of micro-batches, with the names that each uses, in order."""
+
+
+@dataclass(frozen=True)
+class StateObject:
+    """State that has a place of its own.
+
+    Attributes:
+        key: what it is, and of which chunk.
+        kind: kind of state.
+        nbytes: size, in bytes.
+        chunk: number of its chunk.
+    """
+
+    key: Key
+    kind: str
+    nbytes: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """State of a rank in numbers.
+
+    Attributes:
+        chunks: chunks in the order of use.
+        moments: bytes of each tensor that the optimizer keeps of a chunk, by chunk.
+        parts: number of shards of a chunk.
+        ahead: number of chunks that are gathered from other ranks ahead of use.
+        order: names of the parameters in the order of use; a tied one is there at each use.
+        beside: whether the first step of a chunk has its new moments beside those that are placed.
+        activations: bytes of each activation that leaves, by the chunk that is used before it.
+        later: bytes that there would be more if what the optimizer may step were all unfrozen.
+        passes: forwards and backwards of a step, where a pipeline has several of each.
+        blocks: paths of the blocks that backward computes again.
+    """
+
+    chunks: tuple[ChunkBytes, ...]
+    moments: tuple[tuple[int, ...], ...]
+    parts: int
+    ahead: int
+    order: tuple[str, ...] = ()
+    beside: bool = False
+    activations: tuple[tuple[int, ...], ...] = ()
+    later: int = 0
+    passes: Passes = ()
+    blocks: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything that has a place of its own, whole pages each."""
+        return sum(whole_pages(o.nbytes) for o in self.objects())
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that are of use behind: those, whole gradients, which may wait, and `later`."""
+        waiting = sum(whole_pages(c.whole) for c in self.chunks if c.trained)
+        found = self.total + waiting + self.later
+        # Micro-batches let all of it come and go: places of one size do not serve another.
+        return found + found // 4 if self.passes else found
+
+    def objects(self) -> Iterator[StateObject]:
+        """What has a place of its own, in the order in which it is made."""
+        for number, chunk in enumerate(self.chunks):
+            kind = OPTIMIZER_STATE if chunk.copied else PARAMETERS
+            yield StateObject(("home", number), kind, chunk.shard, number)
+        for number, (chunk, sizes) in enumerate(zip(self.chunks, self.moments, strict=True)):
+            for moment, size in enumerate(sizes):
+                yield StateObject(("moment", number, moment), OPTIMIZER_STATE, size, number)
+            if chunk.trained:
+                yield StateObject(("gradient", number), GRADIENTS, chunk.shard, number)
+            if chunk.trained and self.passes and self.is_gathered(number):
+                # Micro-batches add up in it, until all of them are reduced at once.
+                yield StateObject(("collected", number), GRADIENTS, chunk.whole, number)
+        for number, sizes in enumerate(self.activations):
+            for part, size in enumerate(sizes):
+                yield StateObject(("activation", number, part), ACTIVATIONS, size, number)
+
+    def is_gathered(self, number: int) -> bool:
+        """Whether a chunk is used in a buffer beside its shard."""
+        return self.parts > 1 or self.chunks[number].copied
+
+    def together(self) -> list[tuple[int, int]]:
+        """First and last chunk in use together with each: a module has both, or a recomputed block.
+
+        What a block has computed again looks at its parameters until its gradients are there.
+        """
+        homes: dict[str, list[int]] = {}
+        names = {name for chunk in self.chunks for name in chunk.names}
+        for number, chunk in enumerate(self.chunks):
+            for name in chunk.names:
+                homes.setdefault(self.user(name, names), []).append(number)
+        found = [(number, number) for number in range(len(self.chunks))]
+        for numbers in homes.values():
+            for number in numbers:
+                first, last = found[number]
+                found[number] = min(first, *numbers), max(last, *numbers)
+        return found
+
+    def user(self, name: str, names: Container[str]) -> str:
+        """Path of what reads a parameter and others with it."""
+        block = next((path for path in self.blocks if name.startswith(f"{path}.")), None)
+        module = name.rpartition(".")[0]
+        outer = module.rpartition(".")[0]
+        # torch's attention reads the weights of its last linear map itself.
+        whole = outer if f"{outer}.in_proj_weight" in names else module
+        return whole if block is None else block
+
+
+class Shares:
+    """Decides by the order of objects alone which of them must stay: the policy ``static``.
+
+    Args:
+        leaving: share of the bytes of each kind that may leave.
+    """
+
+    def __init__(self, leaving: Mapping[str, float]) -> None:
+        self._leaving = leaving
+        self._seen, self._kept = dict.fromkeys(leaving, 0), dict.fromkeys(leaving, 0)
+
+    @classmethod
+    def of(cls, tiers: Tiers) -> Shares | None:
+        """The shares of a plan; None where they are found, not said."""
+        if tiers.policy == "auto":
+            return None
+        return cls({PARAMETERS: tiers.offload_param, OPTIMIZER_STATE: tiers.offload_optim})
+
+    def keeps(self, kind: str, nbytes: int) -> bool:
+        """Whether the next object of a kind must stay."""
+        if kind not in self._leaving:
+            return False
+        self._seen[kind] += nbytes
+        wanted = (1 - self._leaving[kind]) * self._seen[kind]
+        stays = self._kept[kind] + nbytes <= wanted + 1e-9 * wanted
+        self._kept[kind] += nbytes * stays
+        return stays
