@@ -34,11 +34,14 @@ FARTHEST_JUMP = 4
 class NoRoom(GulliverError):
     """What is needed does not fit beside what is in use.
 
-    Attributes:
+    Args:
+        message: what is too small, and what would be right.
         budget: least budget that would do; 0 where it is not known.
     """
 
-    budget = 0
+    def __init__(self, message: str, budget: int = 0) -> None:
+        super().__init__(message)
+        self.budget = budget
 
 
 class Move(Enum):
@@ -431,12 +434,13 @@ class Replacement:
         held = self.pinned + self.lent if self.backed else self.used
         if held + nbytes > self.budget:
             why = "" if self.backed else " and there is no disk or host memory behind it"
-            error = NoRoom(
+            least = max(self.minimum, held + nbytes)
+            # In no local variable: frame and error would hold each other, and callers' tensors.
+            raise NoRoom(
                 f"the memory budget of {self.budget} bytes is too small: {name} needs {nbytes} "
-                f"bytes beside {held} in use{why}: give at least {max(self.minimum, held + nbytes)}"
+                f"bytes beside {held} in use{why}: give at least {least}",
+                least,
             )
-            error.budget = max(self.minimum, held + nbytes)
-            raise error
         idle = self._idle()
         left = [victim for victim in idle if self._is_left(*victim)]
         if self._planned() and sum(victim.nbytes for _, victim in left) >= short:
