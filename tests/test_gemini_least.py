@@ -10,7 +10,7 @@ import torch
 from tests.least_limits import at_least_limit, least_case, plain
 from tests.random_limits import RandomCase, problem
 
-CASES, FULL_CASES = 12, 250
+CASES, FULL_CASES = 8, 250
 
 
 def check(seeds: range, folder: Path) -> None:

@@ -449,3 +449,11 @@ def test_what_is_refused_is_refused_without_a_limit_too(pool: Pool, tmp_path: Pa
         assert part in limited
         assert part in plain
         assert "\n" not in limited
+
+
+def test_a_parameter_tells_how_it_lies_wherever_it_is(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(12)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    plugin = GeminiPlugin("8MiB", disk=f"{tmp_path}:64MiB", chunk_mb=0.3, verbose=False)
+    model, *_ = Booster(plugin=plugin).boost(model, optimizer)
+    assert all(p.is_contiguous() for p in model.parameters())

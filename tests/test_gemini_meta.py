@@ -22,16 +22,17 @@ WIDTH, DEPTH, STEPS = 256, 20, 2
 
 
 class Net(nn.Module):
-    """Tied weights, a norm, a frozen layer."""
+    """Tied weights, if asked for, a norm, a frozen layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: bool) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
         self.norm = nn.LayerNorm(WIDTH)
         self.layers[-1].requires_grad_(False)
         self.last = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.last.weight = self.first.weight
+        if tied:
+            self.last.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -55,9 +56,10 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
 def _plain(folder: str, loaded: bool) -> list[dict[str, Tensor]]:
     """Values when torch has initialised the model, and when it was trained."""
     with torch.device("meta"):
-        model = Net()
+        model = Net(tied=loaded)
     model.to_empty(device="cpu")
-    model.last.weight = model.first.weight  # which to_empty parts
+    if loaded:
+        model.last.weight = model.first.weight  # which to_empty parts
     torch.manual_seed(5)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
@@ -74,7 +76,7 @@ def _plain(folder: str, loaded: bool) -> list[dict[str, Tensor]]:
 
 def _streamed(world: World, folder: str, weights: str | None) -> list[Any]:
     with lazy_parameters():
-        model = Net()
+        model = Net(tied=weights is not None)
     optimizer = _adamw(model)
     plugin = GeminiPlugin(
         f"{12 + 6 * world.size}MiB",
@@ -132,6 +134,9 @@ def _refused(world: World, folder: str) -> list[str]:
         with lazy_parameters():
             model = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Own())
         said.append(_said(model, folder, weights))
+    with lazy_parameters():
+        tied = Net(tied=True)
+    said.append(_said(tied, folder, None))
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     return [*said, _said(model, folder, None)]
@@ -147,6 +152,7 @@ def _said(model: nn.Module, folder: str, weights: str | None) -> str:
 
 def test_what_nothing_would_fill_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
     (said,) = pool.run(_refused, 1, str(tmp_path))
-    for line, part in zip(said, ("'1.scale'", "does not exist", "'1.running_mean'"), strict=True):
+    parts = ("'1.scale'", "does not exist", "'last.weight' on meta are one", "'1.running_mean'")
+    for line, part in zip(said, parts, strict=True):
         assert part in line
         assert "\n" not in line

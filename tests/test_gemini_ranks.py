@@ -10,7 +10,7 @@ from gulliver.comm import World
 from tests.least_limits import at_least_limit, least_case, plain
 from tests.pool import Pool
 
-CASES, FULL_CASES = 8, 250
+CASES, FULL_CASES = 4, 250
 
 
 def _differences(world: World, seeds: range, folder: str) -> list[tuple[str, float]]:

@@ -574,6 +574,7 @@ except GulliverError as error:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plugin", some([STAGES, TENSOR], [STAGES]), ids=["pipeline", "tensor"])
 def test_a_rank_lost_in_the_middle_is_named_in_time(plugin: dict[str, Any]) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -82,6 +82,7 @@ def test_a_deadline_moves_on_while_the_machine_is_slow() -> None:
     assert Deadline(1e-9, lambda: 1.0).left() <= 0
 
 
+@pytest.mark.full
 def test_a_process_of_tests_that_dies_is_named_and_the_rest_goes_on(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

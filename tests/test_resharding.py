@@ -121,7 +121,15 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor], bound: float) -> N
 TARGETS = [(1, "DDP"), (1, "3"), (2, "1 0.001"), (3, "3 0.0005"), (3, "DDP"), (4, "2"), (2, "0")]
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(4, "2"), (3, "3"), (2, "DDP"), (2, "0")])
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [
+        (4, "2"),
+        (3, "3"),
+        pytest.param(2, "DDP", marks=pytest.mark.full),
+        pytest.param(2, "0", marks=pytest.mark.full),
+    ],
+)
 def test_the_next_steps_are_those_of_the_run_that_went_on(
     pool: Pool, tmp_path: Path, ranks: int, kind: str
 ) -> None:

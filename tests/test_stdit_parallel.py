@@ -199,6 +199,7 @@ def test_output_and_every_gradient_are_those_of_one_process(
         assert max(result)[0] <= BARS[torch.float64], result
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(["swap 3", "ring 2 x 2"], ["ring 2 x 2"]))
 def test_in_float32_up_to_rounding_and_with_recomputed_blocks(pool: Pool, name: str) -> None:
     plan, mode, scheme = MODES[name]

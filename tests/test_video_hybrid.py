@@ -121,7 +121,7 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory, autoencoder: Pat
     "grid",
     some(
         list(GRIDS),
-        ["tp 2 x sp 2, ZeRO 2", "tp 2 x data 2, accumulating", "pp 2 x data 2, ZeRO 2"],
+        ["tp 2 x sp 2, ZeRO 2", "pp 2 x data 2, ZeRO 2"],
     ),
 )
 def test_a_grid_trains_the_model_of_one_rank(
@@ -160,6 +160,7 @@ def test_a_run_goes_on_at_other_degrees(
     assert max(errors.values()) <= 1e-9, errors
 
 
+@pytest.mark.full
 def test_a_killed_run_of_tensor_ranks_goes_on_with_sequence_ranks(
     pool: Pool, tmp_path: Path, autoencoder: Path
 ) -> None:
@@ -192,6 +193,7 @@ def _train(world: World, config: TrainConfig) -> list[dict]:
     return Run(config.out).read_log()
 
 
+@pytest.mark.full
 def test_ranks_of_one_model_leave_out_the_same_clips(
     pool: Pool, tmp_path: Path, autoencoder: Path
 ) -> None:

@@ -196,6 +196,7 @@ def test_sigterm_saves_and_resuming_continues_bit_for_bit(
     assert_same_bytes(whole.out, stopped.out)
 
 
+@pytest.mark.full
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, autoencoder: Path) -> None:
     config = small(tmp_path / "run", autoencoder, ranks=2, steps=100_000)
     process = cli(*options_of(config))

@@ -244,6 +244,7 @@ def test_a_peer_that_trains_something_else_is_named() -> None:
     assert failing(bars(measured)) == ["DeepSpeed 1: loss, off DDP's"]
 
 
+@pytest.mark.full
 @pytest.mark.deadline(300)
 def test_a_small_run_measures_every_stage_beside_its_peers() -> None:
     names = ("DDP", "FSDP2", *OURS)

@@ -223,7 +223,7 @@ def take_activations(
     Args:
         plan: plan that is run.
         model: boosted model.
-        optimizer: its optimizer, whose parameters come and go.
+        optimizer: optimizer whose parameters come and go.
         manager: manager of the state; None without a limit.
     """
     if manager is None or plan.zero is None or plan.zero.tiers is None:

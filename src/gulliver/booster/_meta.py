@@ -1,7 +1,8 @@
 """Models that are larger than memory: built on meta, and filled where their state lies.
 
 A parameter on meta becomes a stretched nan, which takes no memory, until its chunk is made; then it
-is filled from a folder, or by the modules themselves, in the order in which torch would. At no time
+is filled from a folder, or by the modules' own ``reset_parameters``, in the order in which torch
+would call them. At no time
 is more of the model in memory than the limit allows, and a chunk.
 """
 
@@ -41,7 +42,16 @@ def check_meta(model: nn.Module, weights: str | None) -> None:
     if weights is not None:
         match_huggingface(model, weights)
         return
+    owners: dict[nn.Parameter, str] = {}
     for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            other = owners.setdefault(parameter, name)
+            if parameter.is_meta and other != name:
+                # Of a module that is made in memory the tie says whose values stay; here none does.
+                raise GulliverError(
+                    f"parameters {other!r} and {name!r} on meta are one, and which module's "
+                    "reset_parameters() initialises it is not known: fill it with weights=folder"
+                )
         empty = [name for name, p in module.named_parameters(path, recurse=False) if p.is_meta]
         if empty and not hasattr(module, "reset_parameters"):
             raise GulliverError(

@@ -288,7 +288,7 @@ class LowLevelZeroPlugin(Plugin):
         memory_limit: memory for state and activations on each rank, under stage 3, as
             `GeminiPlugin` takes it; None for no limit.
         disk: folder and bytes for what does not fit, as of `GeminiPlugin`.
-        activations: under a limit what forward keeps for backward: ``keep``, ``recompute``,
+        activations: fate of what forward keeps, under a limit: ``keep``, ``recompute``,
             ``offload`` or ``auto``, as `GeminiPlugin` takes it.
         step_in_backward: step each chunk inside `Booster.backward`, as soon as its gradient is
             complete: less memory for gradients, and at stages 1 and 2 gathers begin earlier. With

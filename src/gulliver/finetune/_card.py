@@ -21,7 +21,7 @@ def model_card(job: Job, run: Run, step: Path, which: str) -> str:
 
     Args:
         job: job of the run.
-        run: its folder.
+        run: folder of the run.
         step: checkpoint that became the result.
         which: what that is.
     """

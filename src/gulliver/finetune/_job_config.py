@@ -84,7 +84,7 @@ class FinetuneConfig(DataConfig):
     patience: Annotated[int, AT_LEAST_0] = 0
     """Evaluations without a better loss after which the run ends; 0: it goes on."""
     result: Literal["best", "last"] = "best"
-    """Which weights become the result; best needs held-out texts."""
+    """Weights that become the result; best needs held-out texts."""
     samples: Annotated[int | None, AT_LEAST_0] = None
     """Held-out texts that the model is let continue at each evaluation."""
     sample_tokens: Annotated[int, AT_LEAST_1] = 48

@@ -36,7 +36,7 @@ class Job:
         config: options.
         run: folder of the run.
         base: model to begin with.
-        tokenizer: its tokenizer.
+        tokenizer: tokenizer of the model.
         data: texts as tokens.
         packing: whether texts share rows.
         recipe: numbers of the run.

@@ -13,11 +13,11 @@ LEAST_STEPS = 100
 """Steps that a run should have: fewer do not let the learning rate rise and fall."""
 MOST_TOKENS = 32_768
 """Tokens of a step beyond which more steps teach more than larger ones."""
-FULL_RATE, FULL_SIZE = 2e-5, 7e9
+LR_FULL, FULL_SIZE = 2e-5, 7e9
 """Learning rate of full fine-tuning, and the parameters of the model that it is usual for."""
 LORA_FACTOR = 10.0
 """Learning rate of adapters over that of all weights (https://thinkingmachines.ai/blog/lora/)."""
-MOST_RATE = 1e-3
+LR_MOST = 1e-3
 WARMUP, MOST_WARMUP = 0.03, 100
 EVALUATIONS = 10
 SAMPLES = 3
@@ -136,12 +136,12 @@ def complete(
 
 def _rate(method: str, parameters: int) -> tuple[float, str]:
     """Peak learning rate by method and size: that of full fine-tuning falls as the root of size."""
-    full = min(MOST_RATE, FULL_RATE * math.sqrt(FULL_SIZE / parameters))
+    full = min(LR_MOST, LR_FULL * math.sqrt(FULL_SIZE / parameters))
     size = f"{parameters / 1e9:.2g} B" if parameters >= 1e8 else f"{parameters / 1e6:.2g} M"
-    why = f"{FULL_RATE:g} of 7 B, by the root of the size, for {size} parameters"
+    why = f"{LR_FULL:g} of 7 B, by the root of the size, for {size} parameters"
     if method == "full":
         return full, why
-    return min(10 * MOST_RATE, LORA_FACTOR * full), f"{LORA_FACTOR:g} times all weights' ({why})"
+    return min(10 * LR_MOST, LORA_FACTOR * full), f"{LORA_FACTOR:g} times all weights' ({why})"
 
 
 def factor(config: FinetuneConfig, recipe: Recipe, step: int) -> float:

@@ -20,7 +20,7 @@ class Prompt:
     """A beginning of a text.
 
     Attributes:
-        ids: its tokens.
+        ids: tokens of the prompt.
         expected: tokens that follow in the data; none for a prompt of the user's.
         source: file and line that it comes from.
     """

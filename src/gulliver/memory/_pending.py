@@ -48,7 +48,6 @@ _METADATA = frozenset(
     Tensor.dim,
     Tensor.element_size,
     Tensor.is_complex,
-    Tensor.is_contiguous,
     Tensor.is_floating_point,
     Tensor.nelement,
     Tensor.numel,
@@ -78,6 +77,9 @@ class PendingParameter(nn.Parameter):
             raise GulliverError(
                 "a parameter was moved, converted or reshaped after boost: do that before boost"
             )
+        if func is Tensor.is_contiguous:
+            # It lies row by row wherever it is; what stands for it here is one stretched element.
+            return Tensor.is_contiguous(torch.empty(args[0].shape, device="meta"), **kwargs)
         waiting = list(_pending(args)) + list(_pending(kwargs.values()))
         return waiting[0].__dict__["_handler"](waiting, func, args, kwargs)
 

@@ -20,8 +20,9 @@ from gulliver.solve._balance import balanced_parts
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
 from gulliver.solve._cycle import Cycle, Event
 from gulliver.solve._extents import PAGE, Extents, size_class
+from gulliver.solve._moves import Action, Move, NoRoom
 from gulliver.solve._packing import Packing, pack
-from gulliver.solve._replacement import Action, Move, NoRoom, Policy, Replacement
+from gulliver.solve._replacement import Policy, Replacement
 from gulliver.solve._residency import STATES, Gap, Residency, plan_residency
 from gulliver.solve._schedule import (
     BACKWARD,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gulliver.solve._cycle import Event
-from gulliver.solve._replacement import Action, Move, Policy, Replacement
+from gulliver.solve._moves import Action, Move
+from gulliver.solve._replacement import Policy, Replacement
 
 
 @dataclass(frozen=True)

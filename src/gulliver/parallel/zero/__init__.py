@@ -12,6 +12,7 @@ from gulliver.parallel.zero._elementwise import (
     optimizer_table,
     state_sizes,
 )
+from gulliver.parallel.zero._entries import export_leaves, import_leaves
 from gulliver.parallel.zero._memory import (
     ChunkBytes,
     ImaginedChunk,
@@ -19,7 +20,7 @@ from gulliver.parallel.zero._memory import (
     held_bytes,
     ordinary_step,
 )
-from gulliver.parallel.zero._optimizer import ZeroOptimizer, export_leaves, import_leaves
+from gulliver.parallel.zero._optimizer import ZeroOptimizer
 from gulliver.parallel.zero._reducer import IN_FLIGHT
 from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
 from gulliver.parallel.zero._statistics import BufferSync

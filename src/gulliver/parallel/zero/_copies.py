@@ -60,8 +60,8 @@ class Copies:
 
         Args:
             func: operation.
-            args: its arguments.
-            kwargs: its arguments by name.
+            args: arguments of the function.
+            kwargs: arguments by name.
             step: number of steps so far.
         """
         used: list[tuple[nn.Parameter, Tensor, _Copy | None]] = []

@@ -120,3 +120,13 @@ def _difference(every: Sequence[dict[str, str]]) -> str:
         f"{name} is {first} on rank 0 and {other} on rank {rank}: give schedulers the same "
         "numbers on all ranks, such as a loss averaged over them"
     )
+
+
+def gradient_was_set(foreign: Sequence[str]) -> GulliverError:
+    """The refusal of gradients of these names, or of another rank's, that backward did not make."""
+    whose = f"the gradient of {foreign[0]!r}" if foreign else "a gradient on another rank"
+    return GulliverError(
+        f"{whose} was set: the optimizer steps what backward has reduced to the shards, and "
+        "setting .grad is not supported with ZeRO: change the loss, or register_hook on the "
+        "parameter"
+    )

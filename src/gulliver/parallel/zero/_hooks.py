@@ -28,6 +28,7 @@ from gulliver.errors import GulliverError
 from gulliver.memory import hide_from_compilers
 from gulliver.parallel.zero._gatherer import Gatherer
 from gulliver.parallel.zero._shards import ShardedState
+from gulliver.parallel.zero._unfreezing import wake
 
 
 class _Calls:
@@ -66,7 +67,7 @@ class _Calls:
     def _begin(self, gatherer: Gatherer) -> None:
         assert self._shards is not None
         if self._shards.sleeping:
-            self._shards.wake()
+            wake(self._shards)
         for module in self._modules[1:]:
             _wait_before(module, self._shards)
         gatherer.enter_forward()

@@ -117,7 +117,7 @@ class ImaginedChunk(Resident):
 
     Attributes:
         number: index in the order of use.
-        size: its sizes.
+        size: sizes in bytes.
     """
 
     number: int

@@ -41,6 +41,7 @@ from gulliver.parallel.zero._shards import ShardedState
 from gulliver.parallel.zero._state import gather_state, scatter_state
 from gulliver.parallel.zero._statistics import BufferSync
 from gulliver.parallel.zero._tuner import BucketTuner
+from gulliver.parallel.zero._unfreezing import wake
 from gulliver.parallel.zero._updates import Updates
 
 
@@ -208,7 +209,7 @@ class ZeroOptimizer(BoostedOptimizer):
             self._reducer.scale = self.scaler.scale
             loss = loss * self.scaler.scale
         self._mark("backward")
-        self.shards.wake()
+        wake(self.shards)
         self.gatherer.enter_backward()
         try:
             with self._stepping(), self._reducer.backward(not self._deferred), self._saving():
@@ -422,7 +423,7 @@ class ZeroOptimizer(BoostedOptimizer):
         return gather_state(self.shards, keep)
 
     @property
-    def _writer(self) -> _saved.Writes:
+    def writer(self) -> _saved.Writes:
         """Says which names this rank saves, where no rank has the whole model; else None."""
         return None if self.has_whole_model else self.writes
 
@@ -434,7 +435,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
         """The model's state as far as this rank has it; nothing is gathered or waited for."""
-        return _saved.model_leaves(self.shards, model, self._writer)
+        return _saved.model_leaves(self.shards, model, self.writer)
 
     def load_leaves(self, model: nn.Module) -> dict[str, Leaf]:
         """What of the model's state this rank fills when it is loaded: all that it holds."""
@@ -442,7 +443,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def state_leaves(self) -> Saved:
         """The optimizer's state as far as this rank has it."""
-        return _saved.state_leaves(self.shards, self._writer)
+        return _saved.state_leaves(self.shards, self.writer)
 
     @property
     def has_whole_state(self) -> bool:
@@ -472,7 +473,8 @@ class ZeroOptimizer(BoostedOptimizer):
         return self.shards.home_dtype(parameter.dtype, trained=True)
 
     def group_names(self) -> list[list[str]]:
-        """Names of the trained parameters of each group."""
+        """Names of the trained parameters of each group, what was unfrozen since included."""
+        wake(self.shards)
         return self.shards.group_names()
 
     def gradient_bytes(self) -> int:
@@ -491,15 +493,3 @@ class ZeroOptimizer(BoostedOptimizer):
     def held_bytes(self) -> ByteCounter:
         """Counts the bytes that this rank holds of them now, and has held at most."""
         return self.shards.pool.counter
-
-
-def export_leaves(optimizer: ZeroOptimizer) -> Saved:
-    """State and, of parameters of 16 bits, their float32 copies, as far as this rank saves them."""
-    return _saved.export_leaves(optimizer.shards, optimizer._writer)
-
-
-def import_leaves(
-    optimizer: ZeroOptimizer, entries: Mapping[str, Mapping[str, Any]]
-) -> dict[tuple[str, str], Leaf]:
-    """Gives the tensors to fill for what `export_leaves` gave: state, and float32 copies too."""
-    return _saved.import_leaves(optimizer.shards, entries, optimizer.has_whole_state)

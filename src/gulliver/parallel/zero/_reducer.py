@@ -51,6 +51,7 @@ import torch
 from gulliver.comm import Group, Handle, Purpose, all_reduce, group_size, reduce_scatter
 from gulliver.errors import GulliverError
 from gulliver.memory import PlacedChunk, ReducedGradient
+from gulliver.parallel.zero._groups import gradient_was_set
 from gulliver.parallel.zero._sharded import Phase, ShardedChunk
 
 IN_FLIGHT = 4
@@ -221,7 +222,7 @@ class GradientReducer:
         used, (pending, set_by_user, *others) = answer[: len(names)], answer[len(names) :]
         # On all ranks at once, or the others would wait for one that has raised.
         if set_by_user:
-            raise self._refused(foreign)
+            raise gradient_was_set(foreign)
         if check is not None:
             check(others)
         if pending:
@@ -244,14 +245,6 @@ class GradientReducer:
             self._late = late
             order = self.chunks[::-1]
             self._order = [c for c in order if c not in late] + [c for c in order if c in late]
-
-    def _refused(self, foreign: Sequence[str]) -> GulliverError:
-        whose = f"the gradient of {foreign[0]!r}" if foreign else "a gradient on another rank"
-        return GulliverError(
-            f"{whose} was set: the optimizer steps what backward has reduced to the shards, and "
-            "setting .grad is not supported with ZeRO: change the loss, or register_hook on the "
-            "parameter"
-        )
 
     def used_in(self, sharded: ShardedChunk) -> list[bool]:
         """Says which parameters of a chunk have had a gradient on this rank."""

@@ -27,6 +27,7 @@ from gulliver.parallel._optimizer import (
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._shards import ShardedState
 from gulliver.parallel.zero._state import MASTER
+from gulliver.parallel.zero._unfreezing import wake
 
 Writes = Callable[[str, Tensor], bool] | None
 """Whether this rank's group writes a tensor of the model; None where each has the whole model."""
@@ -51,7 +52,7 @@ def model_leaves(
         GulliverError: a module keeps state that is no tensor.
     """
     refuse_extra_state(model)
-    shards.wake()
+    wake(shards)
     take_finished_writes(shards)
     if fill and shards.tiers is not None:
         shards.gatherer.release_all()  # nothing may move until all is filled

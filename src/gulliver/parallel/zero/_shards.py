@@ -41,7 +41,6 @@ from gulliver.parallel.zero._reducer import GradientReducer
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._sizes import TensorSize, chunk_layouts, shard_dtype
 from gulliver.parallel.zero._tiers import Tiers
-from gulliver.parallel.zero._unfreezing import wake
 
 _ALWAYS = nullcontext()
 
@@ -146,11 +145,6 @@ class ShardedState:
         yield True, self.names
         yield False, self.sleeping
         yield False, {p: n for p, n in self.frozen_names.items() if p not in self.sleeping}
-
-    def wake(self) -> None:
-        """Lets parameters be trained that were unfrozen since boost; see `_unfreezing.py`."""
-        if self.sleeping:
-            wake(self)
 
     def home_dtype(self, dtype: torch.dtype, trained: bool) -> torch.dtype:
         """Dtype of the shards of parameters of a dtype."""
@@ -293,8 +287,7 @@ class ShardedState:
         return self._group_of[name]
 
     def group_names(self) -> list[list[str]]:
-        """Names of the trained parameters of each group, what was unfrozen since included."""
-        self.wake()
+        """Names of the trained parameters of each group."""
         return [list(members) for members in self.members]
 
     def list_pieces(self) -> None:

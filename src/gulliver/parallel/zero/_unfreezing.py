@@ -12,14 +12,10 @@ It does not know what a pass is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gulliver._compat import without_torch_functions
 from gulliver.parallel.zero._elementwise import check_trainable
-
-if TYPE_CHECKING:
-    from gulliver.parallel.zero._sharded import ShardedChunk
-    from gulliver.parallel.zero._shards import ShardedState
+from gulliver.parallel.zero._sharded import ShardedChunk
+from gulliver.parallel.zero._shards import ShardedState
 
 
 def wake(shards: ShardedState) -> None:
@@ -31,6 +27,8 @@ def wake(shards: ShardedState) -> None:
     Raises:
         GulliverError: the optimizer's groups have other parameters; a dtype that is not trained.
     """
+    if not shards.sleeping:
+        return
     with without_torch_functions():
         unfrozen = {p for p in shards.sleeping if p.requires_grad}
     if not unfrozen or not shards.gatherer.idle:
