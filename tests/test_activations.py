@@ -340,6 +340,37 @@ def test_blocks_of_a_model_are_wrapped_by_path_compiled_or_not(manager: Manager)
     assert _held(manager) == 0
 
 
+class _Handed(torch.autograd.Function):
+    """Backward hands out as a gradient what forward has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.saved_tensors[0], None
+
+
+def test_what_is_still_looked_at_is_not_written_over(manager: Manager) -> None:
+    x, other = (torch.randn(32, 64, requires_grad=True) for _ in range(2))
+    wanted = torch.randn(32, 64)
+    with offload_activations(manager, LEAST):
+        loss = _Handed.apply(x, wanted.clone()).sum()
+    loss.backward()
+    del loss
+    with offload_activations(manager, LEAST):
+        loss = other.exp().sum()
+    assert x.grad is not None
+    assert torch.equal(x.grad, wanted)
+    loss.backward()
+    assert torch.equal(x.grad, wanted)
+    x.grad = None
+    with offload_activations(manager, LEAST):
+        assert _held(manager) == 0
+
+
 def test_activations_and_parameters_share_a_budget(manager: Manager) -> None:
     parts = [manager.add(f"p{n}", PARAMETERS, 6 << 10, torch.float32) for n in range(5)]
     x = torch.randn(64, 64, requires_grad=True)

@@ -129,7 +129,7 @@ def _modes(world: World, folder: str) -> dict[str, tuple[bool, int]]:
         ("early", stack, {"activations": "offload", "step_in_backward": True}),
         ("compiled", lambda: flow(compiled=True), {"activations": "offload"}),
     ):
-        booster = Booster(plugin=GeminiPlugin("8MiB", **options, **more))
+        booster = Booster(plugin=GeminiPlugin("3MiB", **options, **more))
         got = trained(booster, make)
         found[name] = same(got, plain(flow if name == "compiled" else make)), held(got)
         if name in ("recompute", "offload"):

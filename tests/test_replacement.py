@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -16,6 +18,7 @@ from gulliver.solve import (
     Gap,
     Move,
     Moved,
+    NoRoom,
     Replacement,
     plan_residency,
     replay,
@@ -272,3 +275,17 @@ def test_bad_calls_are_refused_and_change_nothing():
     with pytest.raises(GulliverError, match="did you mean 'planned'"):
         Replacement(1, policy="plan")  # type: ignore[arg-type]
     assert (core.used, core.pinned, core.budget) == (3 * PAGE, 3 * PAGE, 4 * PAGE)
+
+
+def test_an_error_for_want_of_room_goes_when_it_was_caught() -> None:
+    known: weakref.ref[NoRoom] | None = None
+    gc.disable()  # it would hold the frames of all callers until then, with their tensors
+    try:
+        try:
+            Replacement(4096, backed=True).lend(8192, "a buffer")
+        except NoRoom as error:
+            known = weakref.ref(error)
+        assert known is not None
+        assert known() is None
+    finally:
+        gc.enable()

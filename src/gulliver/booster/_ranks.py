@@ -262,7 +262,7 @@ def _cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None, ra
 
 
 def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
-    """Bytes of a rank's chunks, and of what the optimizer keeps of each, at most."""
+    """Bytes of a rank's chunks, and of what the optimizer keeps of each, at most with a limit."""
     zero = plan.zero
     assert zero is not None, "there are chunks"
     order = [name for chunk in zero.chunks for name in chunk.tensors]
@@ -270,12 +270,14 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
     order = list(dict.fromkeys([*order, *(t.name for t in sizes)])) if order else []
     layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
     parts = plan.mesh.replicas if zero.stage else 1
+    # A plan tells of the first rank; a limit is the same for all, and has to do for each of them.
+    ranks = parts if zero.tiers is not None else 1
     states = {t.name: t.states for t in sizes}
     uses = _uses(sizes, [slot.name for layout, _, _ in layouts for slot in layout.slots])
     beside = any(tensor.beside for tensor in sizes)
 
     def counted(trained: set[str]) -> StateBytes:
-        found = [_chunk_bytes(one, dtype, states, trained) for one, dtype, _ in layouts]
+        found = [_chunk_bytes(one, dtype, states, trained, ranks) for one, dtype, _ in layouts]
         chunks, moments = zip(*found, strict=True) if found else ((), ())
         taken = _taken(plan, chunks)
         return StateBytes(chunks, moments, parts, zero.gather_ahead, uses, beside, taken)
@@ -286,24 +288,28 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
 
 
 def _chunk_bytes(
-    layout: ChunkLayout, dtype: torch.dtype, states: Mapping[str, Sequence[int]], trained: set[str]
+    layout: ChunkLayout,
+    dtype: torch.dtype,
+    states: Mapping[str, Sequence[int]],
+    trained: set[str],
+    ranks: int,
 ) -> tuple[ChunkBytes, tuple[int, ...]]:
-    """Bytes of a chunk, and of each tensor that the optimizer keeps of it."""
+    """Bytes of a chunk, and of each tensor that the optimizer keeps of it on one of some ranks."""
     names = tuple(slot.name for slot in layout.slots)
     is_trained = names[0] in trained
     home = shard_dtype(dtype, is_trained)
     whole, shard = layout.size * dtype.itemsize, layout.part_size * home.itemsize
     cut = layout.parts > 1 and not layout.whole
-    ranks = list[list[int]]()
-    for part in range(layout.parts if is_trained else 0):
+    held = list[list[int]]()
+    for part in range(min(layout.parts, ranks) if is_trained else 0):
         # Of a piece that was cut each tensor has its size.
         kept = [
             (piece.numel,) * len(states[piece.name]) if cut else states[piece.name]
             for piece in layout.pieces(part)
         ]
         kinds = itertools.zip_longest(*kept, fillvalue=0)
-        ranks.append([moment_size(kind) * home.itemsize for kind in kinds])
-    most = itertools.zip_longest(*ranks, fillvalue=0)  # all ranks have the same limit
+        held.append([moment_size(kind) * home.itemsize for kind in kinds])
+    most = itertools.zip_longest(*held, fillvalue=0)
     return ChunkBytes(names, whole, shard, is_trained, home != dtype), tuple(map(max, most))
 
 

@@ -231,17 +231,17 @@ class Replay:
             self.forget(("collected", number))
 
     def _enter(self, number: int) -> None:
-        """Uses the parameters of a chunk; lets go of what a module no longer needs."""
+        """Lets go of what a module no longer needs; uses the parameters of a chunk."""
         if number in self._entered:
             return
+        first, last = self._together[number]
+        self._leave(max(WINDOW, last - first + 1) - 1)
         if self.state.chunks[number].copied:
             self.lend(self.state.chunks[number].whole, PARAMETERS)
         self.use(("home", number))
         if self.state.chunks[number].copied:
             self.done(("home", number))
         self._entered.append(number)
-        first, last = self._together[number]
-        self._leave(max(WINDOW, last - first + 1))
 
     def _leave(self, width: int) -> None:
         while len(self._entered) > width:

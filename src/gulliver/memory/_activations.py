@@ -166,16 +166,17 @@ class ActivationOffload:
 
     def sweep(self) -> None:
         """Discards what died, and lets go of what no node uses any more."""
-        while self._dead:
-            placed = self._dead.popleft()
-            if self._used.pop(placed.number, None) is not None:
-                self.manager.done(placed)
-            self.manager.discard(placed)
-            heapq.heappush(self._free[placed.nbytes], (placed.number, placed))
         for placed, users in list(self._used.values()):
             if placed.tensor is not None and storage_users(placed.tensor) <= users:
                 del self._used[placed.number]
                 self.manager.done(placed)
+        for _ in range(len(self._dead)):
+            placed = self._dead.popleft()
+            if placed.number in self._used:
+                self._dead.append(placed)  # its node is gone, but a view of it is not
+                continue
+            self.manager.discard(placed)
+            heapq.heappush(self._free[placed.nbytes], (placed.number, placed))
 
     def _around(self, module: nn.Module) -> Callable[..., Any]:
         def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -212,9 +212,10 @@ class Traffic:
                 self._make_way(size)
 
     def _fresh(self, size: int) -> Tensor:
-        if self.device.type == "cpu":
-            return page_aligned(size)
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):  # it serves a training, too
+            if self.device.type == "cpu":
+                return page_aligned(size)
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def _trim(self, size: int) -> bool:
         """Frees memory that is kept until `size` more may be held; False where it is not enough."""

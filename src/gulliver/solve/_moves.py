@@ -12,7 +12,8 @@ from gulliver.errors import GulliverError
 class NoRoom(GulliverError):
     """What is needed does not fit beside what is in use.
 
-    Attributes:
+    Args:
+        message: what is too small, and what would be right.
         budget: least budget that would do; 0 where it is not known.
     """
 

@@ -298,11 +298,11 @@ class Gatherer:
         # Others may be of another optimizer: the operation comes back for them.
         mine = [p for p in parameters if id(p) in self._home]
         chunks = {id(c): c for c in (self._home[id(p)] for p in mine)}
-        absent = any(c.presence is Presence.ABSENT for c in chunks.values())
         reading = func in READS or not torch.is_grad_enabled() or _initialises(func)
         if not reading and self._depth == 0 and backward_number() >= 0:
             self._follow_backward()  # what is computed again there begins with its parameters
-        if self._engine.current is Pass.NONE and self._depth == 0 and absent and reading:
+        absent = self.idle and any(c.presence is Presence.ABSENT for c in chunks.values())
+        if absent and reading:
             return self.copies.run(func, args, kwargs, self.step)
         with self._using(chunks.values()):
             for sharded in chunks.values():

@@ -317,12 +317,8 @@ class GradientReducer:
         if sharded.gradient_shard is not None:
             sharded.chunk.give_reduced(sharded.gradient_shard)
         sharded.gradient_shard = None
-        if self.stage != 1 or self._whole(sharded):
+        if self.stage != 1 or sharded.reduced_in_place:
             sharded.chunk.free_gradient()
-
-    def _whole(self, sharded: ShardedChunk) -> bool:
-        """Whether the reduced gradient is the chunk's buffer itself, not a part of it."""
-        return sharded.chunk.layout.parts == 1 and not sharded.chunk.has_master
 
     def _before_gradient(self, name: str) -> None:
         """Lets a chunk collect, and takes the stand-in away where autograd is about to add."""
@@ -417,7 +413,7 @@ class GradientReducer:
         chunk, dtype = sharded.chunk, sharded.chunk.home.dtype
         assert chunk.gradient is not None
         if chunk.layout.parts == 1:
-            if self._whole(sharded):
+            if sharded.reduced_in_place:
                 buffer = chunk.take_gradient()
             else:
                 # The optimizer steps float32: an all-reduce has no wider sum, so float32 travels.
@@ -458,7 +454,7 @@ class GradientReducer:
                 gradient += incoming
             sharded.chunk.give_reduced(incoming)
         sharded.move(Phase.EMPTY)
-        self._zero(sharded, sharded.chunk.cleared_names())
+        sharded.zero_gradients(sharded.chunk.cleared_names())
 
     def land_all(self) -> None:
         """Waits for all reductions under way."""
@@ -492,15 +488,6 @@ class GradientReducer:
         self._used.difference_update(cleared)
         if sharded.phase is not Phase.REDUCING:
             # What was added up before is zeroed once, here: a gradient may be there afterwards.
-            self._zero(sharded, cleared)
+            sharded.zero_gradients(cleared)
         if sharded.phase is Phase.COLLECTING:
             sharded.chunk.note_cleared(cleared)
-
-    def _zero(self, sharded: ShardedChunk, names: Sequence[str]) -> None:
-        """Zeroes what the shard has of parameters."""
-        if not names or sharded.gradient_shard is None:
-            return
-        for gradient in sharded.gradients(write=True):
-            for piece, _ in sharded.pieces:
-                if piece.name in names:
-                    gradient[piece.start : piece.end].zero_()

@@ -115,6 +115,18 @@ class ShardedChunk(Resident):
             with self.chunk.reduced(self.gradient_shard, write) as gradient:
                 yield gradient
 
+    def zero_gradients(self, names: Container[str]) -> None:
+        """Zeroes what the shard has of parameters of these names, if it has reduced gradients."""
+        for gradient in self.gradients(write=True):
+            for piece, _ in self.pieces:
+                if piece.name in names:
+                    gradient[piece.start : piece.end].zero_()
+
+    @property
+    def reduced_in_place(self) -> bool:
+        """Whether the reduced gradient is the chunk's buffer itself, not a part of it."""
+        return self.chunk.layout.parts == 1 and not self.chunk.has_master
+
     def hide_gradients(self) -> None:
         """Lets the gradients of pieces read as reduced; they stay until zero_grad."""
         for owned, stand_in in zip(self.owned, self.stand_ins, strict=True):

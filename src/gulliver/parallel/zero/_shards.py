@@ -350,9 +350,8 @@ class ShardedState:
                     state[key] = view.view(value.shape)
 
     def making_state(self, sharded: ShardedChunk) -> AbstractContextManager[None]:
-        """Block in which the optimizer steps a chunk, and may make state for the first time."""
-        if self.tiers is None:
-            return _ALWAYS
+        """Block in which the optimizer steps a chunk in tiers, and may make its first state."""
+        assert self.tiers is not None, "elsewhere the optimizer makes it, and it is moved then"
         new = {
             owned: piece
             for piece, owned in sharded.pieces

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 from gulliver._compat import step_without_hooks
@@ -83,9 +83,8 @@ class Updates:
             sharded.show_gradients(used)
         shards.show_pieces(turn[0] if len(turn) == 1 else None)
         before_write(shards.written(turn))
-        with ExitStack() as making:
-            for sharded in chunks:
-                making.enter_context(shards.making_state(sharded))
+        # In tiers there is one chunk in a turn; elsewhere nothing is made ready for its state.
+        with nullcontext() if shards.tiers is None else shards.making_state(chunks[0]):
             begun = time.perf_counter()
             step_without_hooks(shards.inner)
             self.seconds += time.perf_counter() - begun
