@@ -6,7 +6,7 @@ them: the gradients `_reducer.py`, the parameters `_gatherer.py`.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -115,8 +115,10 @@ class ShardedChunk(Resident):
             with self.chunk.reduced(self.gradient_shard, write) as gradient:
                 yield gradient
 
-    def zero_gradients(self, names: Container[str]) -> None:
+    def zero_gradients(self, names: Collection[str]) -> None:
         """Zeroes what the shard has of parameters of these names, if it has reduced gradients."""
+        if not names:
+            return
         for gradient in self.gradients(write=True):
             for piece, _ in self.pieces:
                 if piece.name in names:
