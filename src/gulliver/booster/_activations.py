@@ -239,7 +239,7 @@ def take_activations(
 
     def relieve() -> None:
         offload.sweep()  # a chunk is stepped in backward, and the node before it has just ended
-        if others is not None:
+        if others is not None and not offload.saves:
             others()
 
     manager.relieve = relieve

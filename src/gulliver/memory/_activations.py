@@ -126,6 +126,7 @@ class ActivationOffload:
     Attributes:
         moved: bytes that were taken so far.
         kept: bytes that were too small, no plain tensors, or did not fit the budget.
+        saves: whether an operation is saving: it reads its parameters yet, which have to stay.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class ActivationOffload:
     ) -> None:
         self.manager, self.least, self._outer = manager, least, outer
         self.moved = self.kept = 0
+        self.saves = False
         self._copies: dict[int, weakref.ref[_Copy]] = {}
         self._free: dict[int, list[tuple[int, Placed]]] = {}
         self._dead: deque[Placed] = deque()
@@ -194,7 +196,11 @@ class ActivationOffload:
         if _is_own(tensor):
             # The leaf itself: its data may be exchanged, and other data be there in backward.
             return _Kept(tensor, tensor._version)
-        copy = self._copy(tensor) if self._wanted(tensor, outside) else None
+        self.saves = True
+        try:
+            copy = self._copy(tensor) if self._wanted(tensor, outside) else None
+        finally:
+            self.saves = False
         if copy is None:
             self.kept += tensor.nbytes
             # A view of its own, with the same version: the tensor would hold the graph that holds
