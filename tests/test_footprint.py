@@ -595,3 +595,12 @@ def test_memory_of_a_device_is_what_its_allocator_says() -> None:
     assert step.other == 128 * MIB
     del small
     footprint.close()
+
+
+def test_where_the_budget_cannot_grow_a_limit_is_named_with_which_it_can() -> None:
+    controller = BudgetController(60 * MIB, Ledger(), None, _peak(8 * MIB))
+    assert not controller.grow(58 * MIB)
+    said = controller.least_limit(58 * MIB)
+    least = int(said.rpartition(" ")[2].removesuffix("MiB"))
+    assert 60 < least < 100
+    assert BudgetController(least * MIB, Ledger(), None, _peak(8 * MIB)).grow(58 * MIB)

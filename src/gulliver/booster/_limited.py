@@ -105,8 +105,11 @@ class LimitedManager(Manager):
         try:
             return super()._decided(decide)
         except NoRoom as error:
-            if self.controller is None or not self.controller.grow(error.budget):
+            if self.controller is None:
                 raise
+            if not self.controller.grow(error.budget):
+                why = f"{error}; {self.controller.least_limit(error.budget)}"
+                raise NoRoom(why, error.budget) from None
         return super()._decided(decide)
 
     def end_step(self) -> None:

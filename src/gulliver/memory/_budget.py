@@ -239,6 +239,16 @@ class BudgetController:
         self._manager.set_budget(budget)
         return True
 
+    def least_limit(self, needed: int) -> str:
+        """Says which limit would do where the budget cannot grow.
+
+        Args:
+            needed: least budget that would do.
+        """
+        other = self._predicted if self._footprint is None else self._footprint.now()[0]
+        least = math.ceil(_limit_for(needed + other) / 2**20)
+        return f"with {_mib(other)} besides state, a limit of about {least}MiB"
+
     def end_step(self) -> None:
         """Takes the measurements of the step that ends, and sets the budget of the next."""
         if self._footprint is None:
