@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from gulliver.booster._state_bytes import BACKWARD, FORWARD, REDUCE, UPDATE, Key
+from gulliver.booster._state_bytes import BACKWARD, FORWARD, REDUCE, UPDATE, Key, StateBytes
 from gulliver.memory import GRADIENTS, PARAMETERS
 from gulliver.parallel.zero import (
     Event,
@@ -15,10 +15,26 @@ from gulliver.parallel.zero import (
     backward_uses,
     ordinary_step,
 )
+from gulliver.plan import Tiers
 from gulliver.solve import UPDATE_LAG
 
-if TYPE_CHECKING:
-    from gulliver.booster._replay import Replay
+
+class Replay(Protocol):
+    """What is asked of the replay whose objects come and go; see `_replay.py`."""
+
+    state: StateBytes
+    tiers: Tiers
+
+    def visit(self, phase: str, number: int) -> None: ...
+    def keep(self, number: int) -> None: ...
+    def restore(self, number: int) -> None: ...
+    def update(self, number: int) -> None: ...
+    def discard(self, number: int) -> None: ...
+    def forget(self, key: Key) -> None: ...
+    def use(self, key: Key, write: bool = False, fresh: bool = False) -> None: ...
+    def done(self, key: Key) -> None: ...
+    def lend(self, nbytes: int, kind: str) -> None: ...
+    def give(self, nbytes: int, kind: str) -> None: ...
 
 
 class SeveralRanks(StepReplay):
