@@ -443,3 +443,31 @@ def test_a_forward_gathers_each_chunk_once_with_overlap_and_without(pool: Pool) 
     for overlap in (True, False):
         for sent in pool.run(_sent, 2, overlap):
             assert whole / 2 <= sent < 0.6 * whole, (overlap, sent, whole)
+
+
+def _evaluated_first(world: World) -> list[bool]:
+    """Whether models that were evaluated in either mode before they trained are the same."""
+    alike = []
+    for stage in (1, 3):
+        values = []
+        for mode in (torch.no_grad, torch.inference_mode):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+            plugin = LowLevelZeroPlugin(stage, chunk_mb=0.02, verbose=False)
+            booster = Booster(plugin=plugin)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            model, optimizer, *_ = booster.boost(model, optimizer)
+            for step in range(2):
+                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+                with mode():
+                    model(x)
+                booster.backward(model(x).square().mean(), optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            values.append([value.clone() for value in model.state_dict().values()])
+        alike.append(all(map(torch.equal, *values)))
+    return alike
+
+
+def test_what_was_made_in_inference_mode_serves_training(pool: Pool) -> None:
+    assert pool.run(_evaluated_first, 2) == [[True, True]] * 2

@@ -66,10 +66,14 @@ def plugin_of(options: Memory) -> Plugin:
             activations=options.activations,
             verbose=False,
         )
-    if options.step_in_backward or options.activations not in ("keep", "recompute"):
+    if options.step_in_backward:
         raise GulliverError(
-            f"--step-in-backward and --activations {options.activations} are of whole models: with "
-            "--tp, --sp or --pp leave the first out, and take --activations keep, or recompute"
+            "--step-in-backward is of whole models: leave it out with --tp, --sp or --pp"
+        )
+    if options.activations not in ("keep", "recompute"):
+        raise GulliverError(
+            f"--activations {options.activations} is of whole models: with --tp, --sp or --pp take "
+            "keep, or recompute"
         )
     return HybridParallelPlugin(
         options.tp,

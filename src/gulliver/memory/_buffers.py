@@ -37,7 +37,10 @@ class BufferPool:
             if storage_users(buffer) == 1:
                 assert isinstance(free, list)
                 return free.pop(number)
-        return torch.empty(size, dtype=dtype, device=device)
+        with torch.inference_mode(
+            False
+        ):  # first asked for in an evaluation, it serves training too
+            return torch.empty(size, dtype=dtype, device=device)
 
     def give(self, buffer: Tensor, kind: str) -> None:
         """Gives a buffer back; views of it stay right as long as they live."""

@@ -445,5 +445,7 @@ class Chunk:
 
 
 def _one_nan(parameter: Tensor) -> Tensor:
-    nan = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+    # Made in inference mode it would make an inference tensor of the parameter that it stands for.
+    with torch.inference_mode(False):
+        nan = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
     return nan.expand(parameter.shape)

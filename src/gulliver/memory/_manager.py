@@ -29,7 +29,7 @@ from torch import Tensor
 from gulliver.errors import GulliverError
 from gulliver.memory._bytes import ACTIVATIONS, KINDS, ByteCounter
 from gulliver.memory._history import History
-from gulliver.memory._placed import Placed, Where
+from gulliver.memory._placed import Placed, Where, typed
 from gulliver.memory._read_locks import before_write, before_write_at, storage_of
 from gulliver.memory._stores import Store, whole_pages
 from gulliver.memory._traffic import Traffic
@@ -224,13 +224,13 @@ class Manager:
                 self._make_writable(placed)
             if placed.where in (Where.HERE, Where.LEAVING):
                 assert placed.memory is not None
-                return placed.memory[: placed.nbytes].view(placed.dtype)
+                return typed(placed.memory, placed.nbytes, placed.dtype)
             if placed.offset is None:  # one zero stands for all
                 return torch.zeros((), dtype=placed.dtype, device=self.device).expand(placed.numel)
             assert self.store is not None
             shown = self.store.mapped(placed.offset, placed.size)
             placed.shown.add(storage_of(shown))
-            return shown[: placed.nbytes].view(placed.dtype)
+            return typed(shown, placed.nbytes, placed.dtype)
 
     # Loans, budget, steps
 
@@ -252,7 +252,7 @@ class Manager:
             except BaseException:
                 self._run(self._core.give(size))
                 raise
-            tensor = memory[:nbytes].view(dtype)
+            tensor = typed(memory, nbytes, dtype)
             self._lent[tensor.data_ptr()] = memory
             self.counter.add(kind, nbytes)
             return tensor

@@ -105,4 +105,14 @@ class Placed:
         self.where, self.tensor = where, None
         if where is Where.HERE:
             assert self.memory is not None
-            self.tensor = self.memory[: self.nbytes].view(self.dtype)
+            self.tensor = typed(self.memory, self.nbytes, self.dtype)
+
+
+def typed(memory: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
+    """Shows the first bytes of memory as a flat tensor of a dtype.
+
+    In inference mode a view of another dtype would be an inference tensor, which a training that
+    comes later could not save for backward.
+    """
+    with torch.inference_mode(False):
+        return memory[:nbytes].view(dtype)
