@@ -32,6 +32,15 @@ class SteppedOptimizer(torch.optim.Optimizer):
         self.boosted, self.members = boosted, members
         groups = zip(boosted.param_groups, members, strict=True)
         self._groups = [_Group(group, whole) for group, whole in groups]
+        # Callbacks name what they log after the class, and look for the optimizer of a schedule,
+        # which is the user's.
+        self.__class__ = type(type(boosted.inner).__name__, (SteppedOptimizer,), {})
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.boosted.inner
+
+    def __hash__(self) -> int:
+        return hash(self.boosted.inner)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("boosted", "members", "_groups"):
@@ -54,7 +63,7 @@ class SteppedOptimizer(torch.optim.Optimizer):
         return self.boosted.defaults
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.boosted!r})"
+        return f"SteppedOptimizer({self.boosted!r})"
 
     def step(self, closure: Callable[[], Any] | None = None, **others: Any) -> Any:  # type: ignore[override]
         """Runs the closure, once, then takes a step.

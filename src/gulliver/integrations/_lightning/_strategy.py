@@ -27,7 +27,7 @@ from gulliver.errors import GulliverError
 from gulliver.integrations._lightning._checkpoints import Folders, rest_of
 from gulliver.integrations._lightning._optimizer import SteppedOptimizer
 from gulliver.integrations._lightning._options import choose_plugin
-from gulliver.integrations._lightning._unmoved import allow_moves, refuse_moves
+from gulliver.integrations._lightning._unmoved import AFTER, allow_moves, refuse_moves
 from gulliver.parallel import ZeroOptimizer
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class SharedStrategy(_Base):
         self.model = self._boosted = model
         self._choose_form()
         if self._stays:
-            refuse_moves(self._module, f"{type(self).__name__} with stage 3")
+            refuse_moves(self._module, self._told)
 
     def _choose_form(self) -> None:
         """Chooses files or folders, where it is left open."""
@@ -219,8 +219,8 @@ class SharedStrategy(_Base):
             if not self._stays and self._boosted is not None:
                 booster.release(self._boosted, *(o.boosted for o in self._stepped))
                 self._boosted = None
-        if self._failed and module is not None:
-            allow_moves(module)
+        if module is not None and self._stays:
+            allow_moves(module) if self._failed else refuse_moves(module, self._told, AFTER)
         self.model = module
         self._optimizers = []  # the state of shards stays where it is
         if self._boosted is not None:
@@ -401,6 +401,11 @@ class SharedStrategy(_Base):
     def _stays(self) -> bool:
         """Whether the module stays sharded after a run: no rank need have room for all of it."""
         return getattr(self._plugin, "takes", ()) == ("meta",)
+
+    @property
+    def _told(self) -> str:
+        limited = getattr(self._plugin, "memory", None) is not None
+        return f"{type(self).__name__} with {'a memory limit' if limited else 'stage 3'}"
 
     def _has_parameters(self) -> bool:
         return next(self._module.parameters(), None) is not None
