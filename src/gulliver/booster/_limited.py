@@ -6,6 +6,7 @@ with what lies behind it, and its budget follows what the steps really need besi
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,6 +64,7 @@ class LimitedManager(Manager):
         self._freed, self._added = FreedMemory(), 0
         weakref.finalize(self, self._freed.close)
         self.step_moved = self._before = (0, 0)
+        self._clock = (0.0, 0.0)
 
     def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> Placed:
         """Takes an object, and pins it where the shares say that it stays.
@@ -120,7 +122,11 @@ class LimitedManager(Manager):
         self.step_moved = moved[0] - self._before[0], moved[1] - self._before[1]
         self._before = moved
         if self.controller is not None:
-            self.controller.end_step()
+            now, waited = time.perf_counter(), stats["seconds_waited"]
+            began, waited_before = self._clock
+            self._clock = now, waited
+            # The first step has built all state, so it says nothing of the next.
+            self.controller.end_step((waited - waited_before) / (now - began) if began else None)
 
 
 def manager_of(
@@ -189,5 +195,6 @@ def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager 
         ActivationPeak(manager.other or None, reason="no sample was planned with"),
         0 if moved is None else moved.needed,
         "" if moved is None else moved.decides,
+        tiers.keep_freed,
     )
     weakref.finalize(optimizer, manager.controller.close)
