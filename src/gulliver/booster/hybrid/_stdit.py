@@ -85,6 +85,11 @@ def wire_stdit(
     """
     if not isinstance(model, STDiT3):
         raise GulliverError(f"only an STDiT3 can be wired so, not {type(model).__name__}")
+    if model.window is not None or model.x_embedder_cond is not None:
+        raise GulliverError(
+            "an STDiT3 with kernel_size or image_conditioning cannot share a clip between ranks: "
+            "share its tensors with tp_size instead, or its blocks with pp_size"
+        )
     if any(isinstance(m, ShardedBlock | ShardedFinalLayer) for m in model.modules()):
         raise GulliverError("this STDiT3 is wired for a sequence already: build it anew")
     width = _width(model, tensor)
@@ -155,7 +160,7 @@ class SequenceAdapter:
 
     def scheme(self, x: Tensor, grid: Grid) -> Scheme:
         """How the clip runs of which `x` is a part; one answer for a whole forward."""
-        clip = Clip(len(x), *grid)
+        clip = Clip(len(x), grid.frames, grid.spatial)
         key = self.groups.plan.degree, clip
         if key not in self._chosen:
             self._chosen[key] = self.chosen(clip)
