@@ -1,7 +1,7 @@
 """The public video models written out once more in plain functions, for comparison.
 
-Takes state dicts and computes in their dtype: loops over clips, heads and windows, angles as complex
-numbers, windows padded and their padding left out as keys. Shares no code with the library.
+Takes state dicts and computes in their dtype: loops over clips, heads and windows, angles as
+complex numbers, windows padded and their padding left out as keys. Shares no code with the library.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from tests.stdit_reference import (
 Turn = Callable[[Tensor], Tensor]
 
 
-def turned(places: Sequence[Sequence[float]], widths: Sequence[int], theta: float = 1e4) -> Turn:
-    """Turns heads [n, H, d]: of axis a, `widths[a]` channels by the place on that axis."""
+def exact(values: Sequence) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def turned(places: Sequence[Sequence[float]], frequencies: Sequence[Sequence[float]]) -> Turn:
+    """Turns pairs of heads [n, H, d]: of each axis as many as it has frequencies, by its place."""
     rows = []
     for place in places:
-        angles = []
-        for value, width in zip(place, widths, strict=True):
-            angles += [value * theta ** (-2 * i / width) for i in range(width // 2)]
-        rows.append(angles)
-    factor = torch.polar(torch.ones(len(rows), len(rows[0])).double(), torch.tensor(rows).double())
+        axes = zip(place, frequencies, strict=True)
+        rows.append([value * frequency for value, axis in axes for frequency in axis])
+    angles = exact(rows)
+    factor = torch.polar(torch.ones_like(angles), angles)
 
     def turn(heads: Tensor) -> Tensor:
         pairs = torch.view_as_complex(heads.reshape(*heads.shape[:2], -1, 2).contiguous())
@@ -48,7 +51,9 @@ def attended(
 ) -> Tensor:
     """Self-attention of tokens [n, C]; `first`: rotated before the norm."""
     width = x.shape[1] // heads
-    q, k, v = (part.reshape(len(x), heads, width) for part in linear(s, f"{name}.qkv", x).chunk(3, 1))
+    q, k, v = (
+        part.reshape(len(x), heads, width) for part in linear(s, f"{name}.qkv", x).chunk(3, 1)
+    )
     steps = [turn] if turn else []
     if f"{name}.q_norm.weight" in s:
 
@@ -80,7 +85,9 @@ def read(s: State, name: str, x: Tensor, words: Sequence[Tensor], heads: int) ->
 def tokens_of(s: State, name: str, x: Tensor, patch: Sequence[int]) -> Tensor:
     """Latents [B, c, T, H, W], zero-padded at the end, to tokens [B, T', H', W', C]."""
     counts = [-(-n // p) for n, p in zip(x.shape[2:], patch, strict=True)]
-    padded = torch.zeros(*x.shape[:2], *(n * p for n, p in zip(counts, patch, strict=True))).double()
+    padded = torch.zeros(
+        *x.shape[:2], *(n * p for n, p in zip(counts, patch, strict=True))
+    ).double()
     padded[:, :, : x.shape[2], : x.shape[3], : x.shape[4]] = x
     weight = s[f"{name}.proj.weight"]
     cells = torch.zeros(len(x), *counts, len(weight)).double()
@@ -176,13 +183,13 @@ def stdit(
             for place in (c, r):
                 angles = [place / space_scale * 10000 ** (-i / quarter) for i in range(quarter)]
                 code += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
-            h[:, :, r, c] = h[:, :, r, c] + torch.tensor(code).double()
+            h[:, :, r, c] = h[:, :, r, c] + exact(code)
     half = channels // 2
     times = torch.zeros(frames, 1, 1, channels).double()
     for f in range(frames):
         angles = [f / time_scale * 10000 ** (-i / half) for i in range(half)]
         code = [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
-        times[f, 0, 0] = torch.tensor(code).double()
+        times[f, 0, 0] = exact(code)
     t = scalar_code(s, "t_embedder", timestep)
     t6, words = projected(s, "t_block", t, 6), words_of(s, y, mask)
     for n in range(depth):
@@ -220,8 +227,8 @@ def stdit2(
     t0 = scalar_code(s, "t_embedder", torch.zeros_like(timestep))
     space = [projected(s, "t_block", v + size, 6) for v in (t, t0)]
     time = [projected(s, "t_block_temp", v + length, 3) for v in (t, t0)]
-    words, width_ = words_of(s, y, mask), channels // heads
-    turn = turned([[f] for f in range(frames)], [width_])
+    words = words_of(s, y, mask)
+    turn = turned([[f] for f in range(frames)], [s["rope.freqs"].tolist()])
     for n in range(depth):
         name = f"blocks.{n}"
 
@@ -250,7 +257,7 @@ def in_windows(
     """Attention in windows of rows, columns and frames of [B, T, H, W, C]; padding is no key."""
     sizes = [x.shape[2], x.shape[3], x.shape[1]]
     rows, columns, frames = (n if w < 0 else w for n, w in zip(sizes, window, strict=True))
-    third = x.shape[-1] // heads // 3
+    third = s["rope.freqs"].tolist()
     out = torch.zeros_like(x)
     for b in range(len(x)):
         for r0 in range(0, sizes[0], rows):
@@ -295,7 +302,7 @@ def stdit3_windows(
         nothing = s["y_embedder.y_embedding"][: y.shape[2]]
         told = nothing.expand_as(y) if y_null is None else y_null
         null = words_of(s, told, mask if quirks else torch.ones_like(mask))
-    third = channels // heads // 3
+    third = s["rope.freqs"].tolist()
     places = [(0, r / scale, c / scale) for r in range(rows) for c in range(columns)]
     turn = turned(places, [third] * 3) if spatial_rope else None
     others = [f for f in range(frames) if f not in given]
@@ -308,9 +315,7 @@ def stdit3_windows(
             )
             m = normed(h) * (1 + factor) + shift
             if kind == "spatial":
-                a = over_space(
-                    m, lambda z, name=name: attended(s, f"{name}.attn", z, heads, turn)
-                )
+                a = over_space(m, lambda z, name=name: attended(s, f"{name}.attn", z, heads, turn))
             else:
                 a = in_windows(s, f"{name}.attn", m, heads, window, scale)
             h = h + gate * a
@@ -331,7 +336,7 @@ def vector_code(s: State, name: str, x: Tensor) -> Tensor:
 
 def thousandths(values: Tensor) -> Tensor:
     frequencies = [math.exp(-math.log(10000) * k / 128) for k in range(128)]
-    angles = 1000 * values[:, None] * torch.tensor(frequencies).double()
+    angles = 1000 * values[:, None] * exact(frequencies)
     return torch.cat([torch.cos(angles), torch.sin(angles)], 1)
 
 
@@ -365,7 +370,8 @@ def mmdit(
     for b in range(len(img)):
         own = silu(vec[b : b + 1])
         places = torch.cat([txt_ids[b], img_ids[b]]).tolist()
-        turn_pairs = turned(places, axes)
+        frequencies = [[10000 ** (-2 * i / d) for i in range(d // 2)] for d in axes]
+        turn_pairs = turned(places, frequencies)
 
         def turn(h: Tensor, turn_pairs: Turn = turn_pairs) -> Tensor:
             if not halves:

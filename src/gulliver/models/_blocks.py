@@ -221,9 +221,9 @@ class Block(nn.Module):
         if given is None or not given.frames:
             return self.cross_attn(x.flatten(1, 2), y, y_mask).view_as(x)
         others = [frame for frame in range(x.shape[1]) if frame not in given.frames]
+        mine = (list(given.frames), given.captions, given.mask)
         out = torch.empty_like(x)
-        for frames, captions, mask in ((others, y, y_mask),
-                                       (list(given.frames), given.captions, given.mask)):  # fmt: skip
+        for frames, captions, mask in ((others, y, y_mask), mine):
             if frames:
                 rows = x[:, frames]
                 read = self.cross_attn(rows.flatten(1, 2), captions, mask).view_as(rows)

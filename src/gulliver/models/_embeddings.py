@@ -169,9 +169,14 @@ def rotation_of(places: Tensor, frequencies: Tensor) -> Rotation:
     return angles.cos(), angles.sin()
 
 
-def rotary_frequencies(size: int, theta: float = 10_000.0) -> Tensor:
+def rotary_frequencies(
+    size: int,
+    theta: float = 10_000.0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
     """Returns the size / 2 frequencies of a rotary code, 1 to nearly 1 / theta."""
-    return theta ** -(torch.arange(0, size, 2).float() / size)
+    return theta ** -(torch.arange(0, size, 2, dtype=dtype, device=device) / size)
 
 
 class RotaryFrequencies(nn.Module):

@@ -33,6 +33,7 @@ from gulliver.models._embeddings import (
     rotate,
     rotation_of,
     sinusoid,
+    working_precision,
 )
 from gulliver.models._quirks import checked_quirks
 
@@ -46,6 +47,7 @@ class VectorEmbedder(nn.Module):
         self.out_layer = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Embeds vectors."""
         return self.out_layer(F.silu(self.in_layer(x)))
 
 
@@ -58,6 +60,7 @@ class HeadNorms(nn.Module):
         self.key_norm = RMSNorm(head_size, name="scale")
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Norms heads [B, heads, N, head size]."""
         return self.query_norm(q), self.key_norm(k)
 
 
@@ -70,6 +73,7 @@ class Modulation(nn.Module):
         self.lin = nn.Linear(hidden_size, parts * hidden_size)
 
     def forward(self, vec: Tensor) -> tuple[Tensor, ...]:
+        """Projects a vector."""
         return self.lin(F.silu(vec))[:, None].chunk(self.parts, dim=-1)
 
 
@@ -248,6 +252,7 @@ class LastLayer(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
 
     def forward(self, x: Tensor, vec: Tensor) -> Tensor:
+        """Projects tokens [B, N, C]."""
         shift, scale = self.adaLN_modulation(vec)[:, None].chunk(2, dim=-1)
         return self.linear(modulate(layer_norm(x), shift, scale))
 
@@ -397,10 +402,10 @@ class MMDiT(nn.Module):
 
     def _rotation(self, places: Tensor, dtype: torch.dtype) -> Rotation:
         """Cosine and sine of each token, [B, 1, L + N, head size / 2]."""
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        exact = working_precision(dtype)
         turns = []
         for axis, size in enumerate(self.axes_dim):
-            frequencies = rotary_frequencies(size, self.theta).to(places.device, exact)
+            frequencies = rotary_frequencies(size, self.theta, exact, places.device)
             turns.append(rotation_of(places[..., axis], frequencies))
         cos, sin = (torch.cat(parts, dim=-1)[:, None] for parts in zip(*turns, strict=True))
         return cos, sin
