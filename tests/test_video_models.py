@@ -98,7 +98,7 @@ def test_the_first_form_equals_the_written_out_model(size, lengths, scales) -> N
     torch.manual_seed(0)
     space, time = scales
     model = STDiT(**SMALL, input_size=size, space_scale=space, time_scale=time)
-    model = shaken(model)
+    shaken(model)
     # Buffers are of single precision, as in the public weights; their values are compared below.
     count = len(lengths)
     inputs = {"x": drawn(count, 3, *size), "timestep": torch.rand(count).double() * 999}

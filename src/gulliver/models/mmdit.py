@@ -224,7 +224,8 @@ class SingleBlock(nn.Module):
             value, inner = last.split([width, self.inner], dim=-1)
             parts = [q, k, value]
         q, k, v = (_by_head(part, self.num_heads) for part in parts)
-        mixed = joint_attention(*self.norm(q, k), v, rotation, self.halves)
+        q, k = self.norm(q, k)
+        mixed = joint_attention(q, k, v, rotation, self.halves)
         both = torch.cat([mixed, F.gelu(inner, approximate="tanh")], dim=-1)
         return torch.addcmul(x, gate, self.linear2(both))
 

@@ -50,7 +50,7 @@ from gulliver.models._embeddings import (
 )
 from gulliver.models._quirks import checked_quirks
 
-__all__ = ["STDIT3_SIZES", "Block", "FinalLayer", "Grid", "STDiT3", "stdit3"]
+__all__ = ["STDIT3_SIZES", "Block", "FinalLayer", "Given", "Grid", "STDiT3", "stdit3"]
 
 STDIT3_SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 128, "depth": 3, "num_heads": 4},
@@ -323,12 +323,13 @@ class STDiT3(nn.Module):
                 "has one scale"
             )
         sizes = (grid.frames, grid.rows, grid.columns)
-        window = [s if w < 0 else min(s, w) for s, w in zip(sizes, self.window, strict=True)]
+        pairs = zip(sizes, self.window, strict=True)
+        frames, rows, columns = (size if w < 0 else min(size, w) for size, w in pairs)
         spatial = None
         if self.use_spatial_rope:
             cos, sin = self.rope.box(1, grid.rows, grid.columns, scales[0])
             spatial = cos.flatten(0, 2), sin.flatten(0, 2)
-        return spatial, self.rope.box(*window, scales[0])
+        return spatial, self.rope.box(frames, rows, columns, scales[0])
 
     def _given(
         self,

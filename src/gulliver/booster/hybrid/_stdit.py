@@ -41,7 +41,7 @@ from gulliver.comm import ALONE, RankGroup, all_reduce, broadcast
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster, current_cluster
 from gulliver.models import CaptionEmbedder, Mix, STDiT3
-from gulliver.models.stdit import Block, FinalLayer, Grid
+from gulliver.models.stdit import Block, FinalLayer, Given, Grid
 from gulliver.parallel.sequence import (
     SequenceGroups,
     attention,
@@ -227,7 +227,9 @@ class ShardedBlock(Block):
         modulation: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
         grid: Grid,
+        given: Given | None = None,
     ) -> Tensor:
+        assert given is None, "models with image_conditioning are not wired"
         cut = self.adapter.scheme(x, grid).cut
         if self.cuts:
             x = self.adapter.part(x, cut)
