@@ -169,7 +169,8 @@ class STDiT2(nn.Module):
         count = 1 if "first_clip_scale" in self.compat else len(x)
         scales = clip_scales(height, width, count, self.input_sq_size)
         tokens = tokens + grid_positions(grid, scales, tokens)[:, None]
-        size = self.csize_embedder(torch.stack([height, width], dim=1))
+        sides = torch.stack([torch.as_tensor(side) for side in (height, width)], dim=1)
+        size = self.csize_embedder(sides.to(x.device))
         size = torch.cat([size, self.ar_embedder(ar)], dim=1)
         length = self.fl_embedder(num_frames) + self.fps_embedder(fps)
         t, t0 = self.t_embedder(timestep), None

@@ -52,16 +52,17 @@ class EncodedText(tuple[Tensor, ...]):
 
 
 class TextEncoder(Protocol):
-    """What reads captions.
+    """What reads captions."""
 
-    Attributes:
-        channels: width of a token's vector.
-        max_length: longest caption, in its own tokens.
-        fingerprint: text that changes with whatever changes what it says.
-    """
+    @property
+    def channels(self) -> int:
+        """Width of a token's vector."""
+        ...
 
-    channels: int
-    max_length: int
+    @property
+    def max_length(self) -> int:
+        """Longest caption, in its own tokens."""
+        ...
 
     @property
     def fingerprint(self) -> str:
