@@ -50,7 +50,8 @@ _watchdog: Watchdog | None = None
 def init_world(timeout_s: float = COLLECTIVE_TIMEOUT_S, silence_s: float = SILENCE_S) -> World:
     """Joins the world that torchrun describes in the environment, or a world of one.
 
-    A world of one has no process group at all. Calling it again gives the same world.
+    A world of one has no process group at all. Calling it again gives the same world. A process
+    group that there is already is used, with the timeout that it has.
 
     Args:
         timeout_s: longest wait inside a collective.
@@ -74,13 +75,10 @@ def init_world(timeout_s: float = COLLECTIVE_TIMEOUT_S, silence_s: float = SILEN
         )
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     device = _device(local_rank)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    try:
-        dist.init_process_group(
-            backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
-        )
-    except (RuntimeError, ValueError) as error:
-        raise GulliverError(f"rank {rank} could not meet the other {size - 1}: {error}") from error
+    if dist.is_initialized():
+        _check_group(rank, size, device)
+    else:
+        _meet(rank, size, device, timeout_s)
     atexit.register(_leave)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # A connection of its own: the main one is locked while a collective waits on it.
@@ -89,6 +87,31 @@ def init_world(timeout_s: float = COLLECTIVE_TIMEOUT_S, silence_s: float = SILEN
     _watchdog.start()
     _world = World(rank, size, local_rank, device)
     return _world
+
+
+def _meet(rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    """Makes the group of all ranks."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+        )
+    except (RuntimeError, ValueError) as error:
+        raise GulliverError(f"rank {rank} could not meet the other {size - 1}: {error}") from error
+
+
+def _check_group(rank: int, size: int, device: torch.device) -> None:
+    """Refuses a group that others have made and that does not reach all memory of all ranks."""
+    if (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        raise GulliverError(
+            f"the environment says rank {rank} of {size}, and a process group says "
+            f"{dist.get_rank()} of {dist.get_world_size()}: call gulliver.init_world() first"
+        )
+    if device.type == "cuda" and "cpu:" not in str(dist.get_backend_config()):
+        raise GulliverError(
+            "a process group without gloo was made before: call gulliver.init_world() first, or "
+            "make it with backend='cpu:gloo,cuda:nccl'"
+        )
 
 
 def adopt_world(world: World | None, watchdog: Watchdog | None = None) -> None:

@@ -1,0 +1,266 @@
+"""transformers' Trainer with Gulliver's ranks and limits: the values of the plain Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gulliver.comm import World
+from gulliver.errors import GulliverError
+from tests.framework_runs import (
+    EXACT,
+    Case,
+    distance,
+    launched,
+    limited,
+    llama,
+    made_trainer,
+    texts,
+    train,
+    weights,
+)
+from tests.pool import Pool
+
+pytest.importorskip("accelerate")
+Run = tuple[Any, dict[str, Tensor]]
+
+
+def _same(ours: Run, plain: Run, tolerance: float = 1e-6) -> None:
+    for mine, theirs in zip(ours[0], plain[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=tolerance, abs=tolerance)
+    assert distance(ours[1], plain[1]) <= tolerance
+
+
+UNCLIPPED = {"max_grad_norm": 0.0}
+ONE_RANK = [
+    UNCLIPPED,
+    {**UNCLIPPED, "bf16": True, "gradient_checkpointing": True},
+    {**UNCLIPPED, "label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"},
+    {**UNCLIPPED, "optim": "adamw_torch_fused", "average_tokens_across_devices": False},
+    {**UNCLIPPED, "torch_compile": True, "torch_compile_backend": "eager"},
+]
+
+
+def test_one_rank_has_the_bits_of_the_plain_trainer(pool: Pool, tmp_path: Path) -> None:
+    plain = pool.run(train, 1, tmp_path / "plain", [Case(args=a) for a in ONE_RANK])[0]
+    ours = pool.run(train, 1, tmp_path / "ours", [Case({"stage": 1}, a) for a in ONE_RANK])[0]
+    for args, one, other in zip(ONE_RANK, ours, plain, strict=True):
+        assert [x["loss"] for x in one[0]] == [x["loss"] for x in other[0]], args
+        assert distance(one[1], other[1]) == 0.0, args
+
+
+def test_ranks_stages_and_limits_change_nothing(pool: Pool, tmp_path: Path, full: bool) -> None:
+    plain = pool.run(train, 1, tmp_path / "plain", [Case()])[0][0]
+    assert plain[0][0]["grad_norm"] > 1.0  # so that clipping does something
+    limit = limited(tmp_path)
+    cases = [Case({"stage": 2}), Case({"stage": 3}), Case(limit)]
+    if full:
+        cases += [Case({"stage": stage}) for stage in (0, 1)]
+    for ranks in (1, 2):
+        for run in pool.run(train, ranks, tmp_path / str(ranks), cases):
+            for one in run:
+                _same(one, plain)
+
+
+def _evaluated(world: World, folder: Path, cases: list[Case]) -> list[Any]:
+    """Trains with evaluation inside, keeps the best, evaluates and predicts with what there is."""
+    found = []
+    for number, case in enumerate(cases):
+        with launched(world):
+            trainer = made_trainer(world, folder / str(number), case)
+            trainer.train()
+            metrics = trainer.evaluate(metric_key_prefix="eval")
+            told = trainer.predict(texts(5))
+            loss = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+            kept = sorted(p.name for p in (folder / str(number)).glob("checkpoint-*"))
+            best = (
+                trainer.state.best_metric,
+                trainer.state.best_global_step,
+                metrics["eval_right"],
+            )
+            found.append((loss, best, torch.tensor(told.predictions), weights(trainer), kept))
+    return found
+
+
+def _right(prediction: Any) -> dict[str, float]:
+    logits, labels = prediction.predictions, prediction.label_ids
+    return {"right": float((logits.argmax(-1)[:, :-1] == labels[:, 1:]).mean())}
+
+
+EVALUATED = {
+    **{"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1},
+    **{"load_best_model_at_end": True, "save_total_limit": 2, "max_steps": 6},
+    **{"learning_rate": 0.1, "warmup_steps": 0},  # so high that the last step is not the best
+}
+
+
+def test_evaluation_prediction_and_the_best_model_are_those_of_the_plain_trainer(
+    pool: Pool, tmp_path: Path
+) -> None:
+    given = {"compute_metrics": _right}
+    plain = Case(args=EVALUATED, given=given)
+    [wanted] = pool.run(_evaluated, 1, tmp_path / "plain", [plain])[0]
+    assert wanted[1][1] != 6
+    limit = limited(tmp_path)
+    ours = [Case(o, EVALUATED, given=given) for o in ({"stage": 3}, limit)]
+    for run in pool.run(_evaluated, 2, tmp_path / "ours", ours):
+        for loss, best, logits, held, kept in run:
+            assert loss == pytest.approx(wanted[0], rel=1e-5)
+            assert best == pytest.approx(wanted[1], rel=1e-5)
+            assert float((logits - wanted[2]).abs().max()) < 1e-4
+            assert distance(held, wanted[3]) < 1e-4
+            assert kept == wanted[4]
+
+
+SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+DROPPING = {"attention_dropout": 0.2}
+
+
+def test_a_run_goes_on_with_the_same_bits_and_at_another_number_of_ranks(
+    pool: Pool, tmp_path: Path
+) -> None:
+    for options in ({"stage": 3}, {"stage": 2, "precision": "bf16"}):
+        whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+        first = pool.run(train, 2, whole, [Case(options, SAVED, DROPPING)])[0][0]
+        middle = str(whole / "0" / "checkpoint-2")
+        again = Case(options, SAVED, DROPPING, resume=middle)
+        later = pool.run(train, 2, resumed, [again])[0][0]
+        assert later[0] == first[0]
+        assert distance(later[1], first[1]) == 0.0
+    first = pool.run(train, 2, tmp_path / "two", [Case({"stage": 3}, SAVED)])[0][0]
+    middle = str(tmp_path / "two" / "0" / "checkpoint-2")
+    limit = limited(tmp_path)
+    for number, options in enumerate(({"stage": 1}, limit)):
+        again = Case(options, SAVED, resume=middle)
+        _same(pool.run(train, 1, tmp_path / str(number), [again])[0][0], first)
+
+
+def _saved(world: World, folder: Path, cases: list[Case]) -> list[list[str]]:
+    found = []
+    for number, case in enumerate(cases):
+        with launched(world):
+            trainer = made_trainer(world, folder / str(number), case)
+            trainer.train()
+            trainer.save_model(str(folder / str(number) / "model"))
+            found.append(sorted(p.name for p in (folder / str(number) / "model").iterdir()))
+    return found
+
+
+def test_what_is_saved_is_what_the_plain_trainer_saves(pool: Pool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    names = ("model.safetensors", "adapter_model.safetensors")
+    plain = pool.run(_saved, 1, tmp_path / "plain", [Case(), Case(lora=True)])[0]
+    limit = limited(tmp_path)
+    ours = [Case({"stage": 3}), Case({"stage": 3}, lora=True), Case(limit)]
+    files = pool.run(_saved, 2, tmp_path / "ours", ours)[0]
+    assert files == [*plain, plain[0]]
+    for number, name in enumerate((*names, names[0])):
+        mine = load_file(tmp_path / "ours" / str(number) / "model" / name)
+        theirs = load_file(tmp_path / "plain" / str(number % 2) / "model" / name)
+        assert distance(mine, theirs) < 1e-6
+    loaded = type(llama()).from_pretrained(tmp_path / "ours" / "0" / "model")
+    assert (
+        distance(
+            loaded.state_dict(),
+            load_file(tmp_path / "ours/0/model" / names[0])
+            | {"lm_head.weight": loaded.state_dict()["model.embed_tokens.weight"]},
+        )
+        == 0.0
+    )
+
+
+OPTIMIZERS = [{"optim": name} for name in ("adafactor", "sgd", "adagrad", "rmsprop")]
+
+
+@pytest.mark.full
+def test_optimizers_by_name(pool: Pool, tmp_path: Path) -> None:
+    plain = pool.run(train, 1, tmp_path / "plain", [Case(args=a) for a in OPTIMIZERS])[0]
+    ours = pool.run(train, 2, tmp_path / "ours", [Case({"stage": 2}, a) for a in OPTIMIZERS])[0]
+    for one, other in zip(ours, plain, strict=True):
+        _same(one, other, 1e-5)
+
+
+REFUSED: dict[str, tuple[Case, str]] = {
+    "deepspeed": (Case({}, {"deepspeed": {"zero_optimization": {"stage": 2}}}), "deepspeed"),
+    "fsdp": (Case({}, {"fsdp": "full_shard"}), "fsdp"),
+    "fp16": (Case({}, {"fp16": True}), "fp16"),
+    "evaluation": (Case({}, {"bf16_full_eval": True}), "it turns the model itself"),
+    "batch size": (Case({}, {"auto_find_batch_size": True}), "auto_find_batch_size"),
+    "nodes": (Case({}, {"save_on_each_node": True}), "shared disk"),
+    "compiled": (Case({"stage": 3}, {"torch_compile": True}), "compile its blocks"),
+    "in backward": (Case({"step_in_backward": True}), "step_in_backward"),
+    "misspelt": (Case({"stag": 3}), "did you mean 'stage'"),
+    "optimizer": (
+        Case({"stage": 1}, given={"optimizer_cls_and_kwargs": (torch.optim.LBFGS, {})}),
+        "LBFGS",
+    ),
+    "limit": (Case({"memory_limit": "1KiB"}), "the smallest limit that works"),
+}
+
+
+def _refusals(world: World, folder: Path) -> dict[str, str]:
+    found = {}
+    for name, (case, _) in REFUSED.items():
+        with launched(world):
+            try:
+                made_trainer(world, folder, case).train()
+            except GulliverError as error:
+                found[name] = str(error)
+    return found
+
+
+def test_what_does_not_go_together_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    [told] = pool.run(_refusals, 1, tmp_path)
+    for name, (_, text) in REFUSED.items():
+        assert text in told.get(name, "nothing was said"), name
+
+
+def _generated(world: World, folder: Path, gulliver: dict[str, Any] | None) -> Any:
+    """Predictions of a sequence-to-sequence model by generation, and texts of each rank after."""
+    import transformers
+
+    from gulliver.integrations import trainer as ours
+
+    with launched(world):
+        torch.manual_seed(5)
+        shape = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1}
+        config = transformers.T5Config(**shape, num_heads=2, decoder_start_token_id=0)
+        model = transformers.T5ForConditionalGeneration(config)
+        module: Any = transformers if gulliver is None else ours
+        options = {} if gulliver is None else {"gulliver": {**EXACT, **gulliver}}
+        args = module.Seq2SeqTrainingArguments(
+            str(folder),
+            predict_with_generate=True,
+            generation_max_length=6,
+            per_device_train_batch_size=4 // world.size,
+            per_device_eval_batch_size=4 // world.size,
+            max_steps=2,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            **options,
+        )
+        ids = [torch.arange(3, 9) + row for row in range(8)]
+        rows = [{"input_ids": x, "labels": x.flip(0)} for x in ids]
+        trainer = module.Seq2SeqTrainer(model, args, train_dataset=rows, eval_dataset=rows[:5])
+        trainer.train()
+        predictions = trainer.predict(rows[:5]).predictions
+        # Ranks of other lengths: the last of them ends the others.
+        model.eval()
+        length = 4 + 3 * world.rank
+        text = model.generate(
+            input_ids=ids[world.rank][None], max_new_tokens=length, min_new_tokens=length
+        )
+        return predictions.tolist(), text.shape[1]
+
+
+def test_generation_while_parameters_are_sharded(pool: Pool, tmp_path: Path) -> None:
+    plain, _ = pool.run(_generated, 1, tmp_path / "plain", None)[0]
+    for rank, (found, length) in enumerate(pool.run(_generated, 2, tmp_path, {"stage": 3})):
+        assert [row[:6] for row in found[:5]] == [row[:6] for row in plain[:5]]
+        assert length == 5 + 3 * rank
