@@ -117,12 +117,16 @@ def made_trainer(world: World, folder: Path, case: Case) -> Any:
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
+        "log_level": "error",
         "use_cpu": True,
         "dataloader_pin_memory": False,
         "optim": "adamw_torch",
         "adam_epsilon": 1e-5,
     }
-    arguments = transformers.TrainingArguments(str(folder), **{**args, **case.args})
+    args |= case.args
+    deepspeed = args.pop("deepspeed", None)
+    arguments = transformers.TrainingArguments(str(folder), **args)
+    arguments.deepspeed = deepspeed  # its package need not be here
     rows = texts()
     given = {"train_dataset": rows, "eval_dataset": rows[:7], "processing_class": None}
     given |= case.given

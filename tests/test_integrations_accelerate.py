@@ -30,18 +30,16 @@ def _made(gulliver: dict[str, Any] | None, **options: Any) -> Any:
     return Accelerator(gulliver={**EXACT, **gulliver}, **options)
 
 
-def _parts(world: World, batch: int = 4) -> tuple[nn.Module, Any, Any, Any]:
+def _parts(world: World, factor: float = 0.5) -> tuple[nn.Module, Any, Any, Any]:
     """A model with two groups of parameters, its optimizer, a schedule and a loader."""
     model = llama()
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-5)
-    # accelerate steps a schedule once for each rank.
-    factor = 0.5 ** (1 / world.size)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor**step)
     order = torch.Generator().manual_seed(1)
-    loader = DataLoader(texts(), batch // world.size, shuffle=True, generator=order)
+    loader = DataLoader(texts(), 4 // world.size, shuffle=True, generator=order)
     return model, optimizer, schedule, loader
 
 
@@ -51,7 +49,8 @@ def _loop(
     """The loop of accelerate's documentation: accumulation, clipping, evaluation for metrics."""
     with launched(world):
         accelerator = _made(gulliver, gradient_accumulation_steps=4, mixed_precision=precision)
-        model, optimizer, schedule, loader = _parts(world)
+        # accelerate steps a schedule once for each rank.
+        model, optimizer, schedule, loader = _parts(world, 0.5 ** (1 / world.size))
         judged = DataLoader(texts(7), 2)
         # In another order than usual.
         schedule, optimizer, judged, loader, model = accelerator.prepare(
@@ -125,7 +124,8 @@ def _steps(accelerator: Any, parts: Any, batches: Any) -> list[float]:
     model, optimizer, schedule, _ = parts
     losses = []
     for batch in batches:
-        loss = model(**batch).loss
+        # As many tokens in each row, so that means of ranks are those of all.
+        loss = model(**{**batch, "labels": batch["input_ids"]}).loss
         accelerator.backward(loss)
         optimizer.step()
         schedule.step()
@@ -137,7 +137,7 @@ def _steps(accelerator: Any, parts: Any, batches: Any) -> list[float]:
 def _resumed(world: World, gulliver: dict[str, Any], folder: Path, begin: bool) -> Any:
     """Three steps and three more; or the three more alone, from what was saved between."""
     with launched(world):
-        accelerator = _made(gulliver)
+        accelerator = _made(gulliver, step_scheduler_with_optimizer=False)
         counter = Counter()
         accelerator.register_for_checkpointing(counter)
         parts = accelerator.prepare(*_parts(world))

@@ -384,12 +384,13 @@ class Accelerator(accelerate.Accelerator):
             path = Path(place) / "model.safetensors"
             self.booster.save_model(model, path)
             # The pages of a file that is gone stay for those who have mapped it.
-            state = load_file(path) if main else {}
-        known: dict[int, str] = {}
+            read = load_file(path) if main else {}
+        # As a state dict of the model's own: in its order, and tied tensors are one.
+        known, state = dict[int, str](), dict[str, Tensor]()
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if name in state:
-                state[name] = state[known.setdefault(id(parameter), name)]
-        return state
+            if name in read:
+                state[name] = read[known.setdefault(id(parameter), name)]
+        return {**state, **{name: value for name, value in read.items() if name not in state}}
 
     def save_boosted(self, folder: Path, frozen: bool = True) -> None:
         """Saves what is sharded of each boosted model and its optimizer; every rank calls it.
