@@ -100,7 +100,8 @@ def made_trainer(world: World, folder: Path, case: Case) -> Any:
 
     from gulliver.integrations.trainer import Trainer
 
-    model = llama(**case.model)
+    given = dict(case.given)
+    model = given.pop("model") if "model" in given else llama(**case.model)
     if case.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -128,8 +129,7 @@ def made_trainer(world: World, folder: Path, case: Case) -> Any:
     arguments = transformers.TrainingArguments(str(folder), **args)
     arguments.deepspeed = deepspeed  # its package need not be here
     rows = texts()
-    given = {"train_dataset": rows, "eval_dataset": rows[:7], "processing_class": None}
-    given |= case.given
+    given = {"train_dataset": rows, "eval_dataset": rows[:7], **given}
     if case.gulliver is None:
         return transformers.Trainer(model, arguments, **given)
     options = {**EXACT, **case.gulliver}

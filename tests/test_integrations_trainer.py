@@ -13,11 +13,13 @@ from gulliver.comm import World
 from gulliver.errors import GulliverError
 from tests.framework_runs import (
     EXACT,
+    VOCABULARY,
     Case,
     distance,
     launched,
     limited,
     llama,
+    logged,
     made_trainer,
     texts,
     train,
@@ -266,3 +268,114 @@ def test_generation_while_parameters_are_sharded(pool: Pool, tmp_path: Path) -> 
     for rank, (found, length) in enumerate(pool.run(_generated, 2, tmp_path, {"stage": 3})):
         assert [row[:6] for row in found[:5]] == [row[:6] for row in plain[:5]]
         assert length == 5 + 3 * rank
+
+
+DOCUMENTED = """
+from transformers import Trainer, TrainingArguments
+
+training_args = TrainingArguments(
+    output_dir=output_dir,
+    eval_strategy="epoch",
+    per_device_train_batch_size=batch_size,
+    num_train_epochs=2,
+    learning_rate=1e-3,
+    adam_epsilon=1e-5,
+    logging_steps=1,
+    report_to="none",
+    disable_tqdm=True,
+)
+trainer = Trainer(
+    model=model,
+    args=training_args,
+    train_dataset=small_train,
+    eval_dataset=small_eval,
+    compute_metrics=compute_metrics,
+)
+trainer.train()
+"""
+"""The fine-tuning page of transformers' documentation: classes of texts."""
+
+
+def _documented(world: World, text: str, folder: Path) -> Run:
+    import transformers
+
+    with launched(world):
+        torch.manual_seed(6)
+        shape = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24}
+        layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
+        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        config = transformers.BertConfig(**shape, **layers, **dropout)
+        rows = [{**row, "labels": torch.tensor(n % 3)} for n, row in enumerate(texts(16))]
+        found = {
+            **{"model": transformers.BertForSequenceClassification(config), "output_dir": folder},
+            **{"small_train": rows, "small_eval": rows[:6], "batch_size": 4 // world.size},
+            "compute_metrics": lambda p: {"right": float((p[0].argmax(-1) == p[1]).mean())},
+        }
+        exec(text, found)
+        return logged(found["trainer"]), weights(found["trainer"])
+
+
+def test_the_documented_script_with_one_line_changed(pool: Pool, tmp_path: Path) -> None:
+    changed = DOCUMENTED.replace("from transformers", "from gulliver.integrations.trainer")
+    for ranks in (1, 2):
+        # The loss of this model ignores num_items_in_batch, which Trainer does not know: with
+        # two ranks it trains with twice the gradient.
+        plain = pool.run(_documented, ranks, DOCUMENTED, tmp_path / f"plain-{ranks}")[0]
+        for one in pool.run(_documented, ranks, changed, tmp_path / str(ranks)):
+            _same(one, plain)
+
+
+def _again(world: World, folder: Path, gulliver: dict[str, Any] | None) -> Run:
+    """A model that is made by the trainer, then one that goes on; the user's optimizer."""
+    with launched(world):
+        first = made_trainer(world, folder, Case(gulliver, lora=True))
+        first.train()
+        first.args.max_steps = 6
+        first.train()
+        model = llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        given = {"optimizers": (optimizer, schedule), "compute_loss_func": _own_loss}
+        second = made_trainer(world, folder, Case(gulliver, given={**given, "model": model}))
+        second.train()
+        return [*logged(first), *logged(second)], {**weights(first), **weights(second)}
+
+
+def _own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return loss / num_items_in_batch
+
+
+def test_trained_again_with_adapters_and_with_an_optimizer_and_a_loss_of_the_users(
+    pool: Pool, tmp_path: Path
+) -> None:
+    plain = pool.run(_again, 1, tmp_path / "plain", None)[0]
+    for one in pool.run(_again, 2, tmp_path / "ours", {"stage": 3}):
+        _same(one, plain)
+
+
+def _from_meta(world: World, folder: Path) -> Run:
+    """A model that no memory has held: filled from files when it is boosted."""
+    from gulliver import lazy_parameters
+
+    options = {**limited(folder), "weights": str(folder)}
+    case = Case(options)
+    with launched(world):
+        with lazy_parameters():
+            case.given["model"] = llama()
+        trainer = made_trainer(world, folder / "run", case)
+        trainer.train()
+        trainer.save_model(str(folder / "result"))
+        return logged(trainer), weights(trainer)
+
+
+def test_a_model_on_meta_is_filled_within_the_limit(pool: Pool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    llama().save_pretrained(tmp_path)
+    plain = pool.run(train, 1, tmp_path / "plain", [Case()])[0][0]
+    for one in pool.run(_from_meta, 2, tmp_path):
+        _same(one, plain)
+    saved = load_file(tmp_path / "result" / "model.safetensors")
+    assert distance({**plain[1], **saved}, plain[1]) < 1e-6
