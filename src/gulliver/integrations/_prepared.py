@@ -20,10 +20,10 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def __init__(self, boosted: BoostedOptimizer, accelerator: Accelerator) -> None:
         super().__init__(boosted, device_placement=False)
-        self._accelerator = accelerator
+        self.boosted, self._accelerator = boosted, accelerator
 
     def step(self, closure: Any = None) -> None:
-        accelerator, boosted = self._accelerator, self.optimizer
+        accelerator, boosted = self._accelerator, self.boosted
         if accelerator.holds_back and accelerator.sync_gradients and accelerator.num_processes > 1:
             raise GulliverError(
                 "a step inside no_sync is one of this rank alone (LocalSGD), and optimizer state "

@@ -95,7 +95,7 @@ class Accelerator(accelerate.Accelerator):
         self._choices = plugin.choices(world.size)
         self._check_ddp(plugin)
         if self._compiles and (
-            self._choices.stage == 3 or self.state.dynamo_plugin.use_regional_compilation
+            self._choices.stage == 3 or self._dynamo.use_regional_compilation
         ):
             raise GulliverError(
                 "torch_compile compiles the whole model, which then needs all parameters at once: "
@@ -126,7 +126,11 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def _compiles(self) -> bool:
-        return self.state.dynamo_plugin.backend != DynamoBackend.NO
+        return self._dynamo.backend != DynamoBackend.NO
+
+    @property
+    def _dynamo(self) -> Any:
+        return self.state.dynamo_plugin
 
     # Preparing.
 
@@ -151,7 +155,7 @@ class Accelerator(accelerate.Accelerator):
         found = super().prepare(*(args[n] for n in order), device_placement=places)
         by_place = dict(zip(order, found if len(args) > 1 else (found,), strict=True))
         result = tuple(by_place[n] for n in range(len(args)))
-        return result if len(result) > 1 else result[0]
+        return result[0] if len(result) == 1 else result
 
     def prepare_model(
         self,
@@ -260,7 +264,7 @@ class Accelerator(accelerate.Accelerator):
             loss.backward()
 
     def _live(self) -> list[BoostedOptimizer]:
-        found = [o.optimizer for o in self._optimizers if isinstance(o, PreparedOptimizer)]
+        found = [o.boosted for o in self._optimizers if isinstance(o, PreparedOptimizer)]
         scaled = [o for o in found if getattr(o, "scaler", None) is not None]
         if len(found) > 1 and scaled:
             raise GulliverError("several models with precision='fp16' are not supported: use bf16")
@@ -283,8 +287,8 @@ class Accelerator(accelerate.Accelerator):
             self.holds_back = before
 
     def clip_grad_norm_(
-        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
-    ) -> Tensor:
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: Any = 2
+    ) -> Tensor | None:
         """Scales the gradients of a model so that their global norm is at most `max_norm`.
 
         Args:

@@ -107,23 +107,29 @@ class _Boosted(_Base):
         if not any(p.is_meta for p in model.parameters()):
             super()._move_model_to_device(model, device)
 
+    @property
+    def _module(self) -> nn.Module:
+        assert isinstance(self.model, nn.Module), "there is a model once the trainer is made"
+        return self.model
+
     # Files.
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         """Saves the model in the standard format: every rank calls it, rank 0 writes."""
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        folder = Path(output_dir or self.args.output_dir or ".")
         if state_dict is None:
             folder.mkdir(parents=True, exist_ok=True)
-            state_dict = self.accelerator.get_state_dict(self.model, folder=folder)
+            state_dict = self.accelerator.get_state_dict(self._module, folder=folder)
         super()._save(str(folder), state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Saves what each rank has of the trained parameters and their state."""
         self.accelerator.save_boosted(Path(output_dir), frozen=False)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+            schedule: Any = self.lr_scheduler
+            torch.save(schedule.state_dict(), os.path.join(output_dir, SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads what `_save_optimizer_and_scheduler` saved, at any number of ranks."""
@@ -132,8 +138,8 @@ class _Boosted(_Base):
         folder = Path(checkpoint)
         if (folder / FOLDER).is_dir():
             self.accelerator.load_boosted(folder, frozen=False)
-            saved = torch.load(folder / SCHEDULER, weights_only=True)
-            self.lr_scheduler.load_state_dict(saved)
+            schedule: Any = self.lr_scheduler
+            schedule.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
         elif (folder / OPTIMIZER).is_file():
             raise GulliverError(
                 f"{folder} is a checkpoint of transformers' own Trainer, whose optimizer state is "
@@ -142,7 +148,7 @@ class _Boosted(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Loads the weights; those that are trained are loaded again, unrounded, later."""
-        if not any(p.is_meta for p in (model or self.model).parameters()):
+        if not any(p.is_meta for p in (model or self._module).parameters()):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
