@@ -47,15 +47,20 @@ _world: World | None = None
 _watchdog: Watchdog | None = None
 
 
-def init_world(timeout_s: float = COLLECTIVE_TIMEOUT_S, silence_s: float = SILENCE_S) -> World:
+def init_world(
+    timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    silence_s: float = SILENCE_S,
+    device: torch.device | None = None,
+) -> World:
     """Joins the world that torchrun describes in the environment, or a world of one.
 
-    A world of one has no process group at all. Calling it again gives the same world. A process
-    group that there is already is used, with the timeout that it has.
+    A world of one makes no process group. Calling it again gives the same world. Where another
+    library has made torch's process group, its ranks are the world.
 
     Args:
         timeout_s: longest wait inside a collective.
         silence_s: a rank not heard of for so long is named and the others end.
+        device: device of this rank; None for the GPU of its local rank, or the CPU without GPUs.
 
     Raises:
         GulliverError: the environment is incomplete, or the ranks could not meet.
@@ -63,22 +68,29 @@ def init_world(timeout_s: float = COLLECTIVE_TIMEOUT_S, silence_s: float = SILEN
     global _world, _watchdog
     if _world is not None:
         return _world
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    joined = dist.is_initialized()  # by another library
+    size = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        _world = World(0, 1, 0, _device(0))
+        _world = World(0, 1, 0, device or _device(0))
         return _world
-    missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    needed = ("MASTER_ADDR", "MASTER_PORT") if joined else ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [n for n in needed if n not in os.environ]
     if missing:
         raise GulliverError(
             f"WORLD_SIZE is {size} but {', '.join(missing)} is not set: "
             "start the ranks with torchrun"
         )
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    device = _device(local_rank)
-    if dist.is_initialized():
-        _check_group(rank, size, device)
-    else:
-        _meet(rank, size, device, timeout_s)
+    rank = dist.get_rank() if joined else int(os.environ["RANK"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = device or _device(local_rank)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        if not joined:
+            dist.init_process_group(
+                backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+            )
+    except (RuntimeError, ValueError) as error:
+        raise GulliverError(f"rank {rank} could not meet the other {size - 1}: {error}") from error
     atexit.register(_leave)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # A connection of its own: the main one is locked while a collective waits on it.
@@ -87,31 +99,6 @@ def init_world(timeout_s: float = COLLECTIVE_TIMEOUT_S, silence_s: float = SILEN
     _watchdog.start()
     _world = World(rank, size, local_rank, device)
     return _world
-
-
-def _meet(rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-    """Makes the group of all ranks."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    try:
-        dist.init_process_group(
-            backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
-        )
-    except (RuntimeError, ValueError) as error:
-        raise GulliverError(f"rank {rank} could not meet the other {size - 1}: {error}") from error
-
-
-def _check_group(rank: int, size: int, device: torch.device) -> None:
-    """Refuses a group that others have made and that does not reach all memory of all ranks."""
-    if (dist.get_rank(), dist.get_world_size()) != (rank, size):
-        raise GulliverError(
-            f"the environment says rank {rank} of {size}, and a process group says "
-            f"{dist.get_rank()} of {dist.get_world_size()}: call gulliver.init_world() first"
-        )
-    if device.type == "cuda" and "cpu:" not in str(dist.get_backend_config()):
-        raise GulliverError(
-            "a process group without gloo was made before: call gulliver.init_world() first, or "
-            "make it with backend='cpu:gloo,cuda:nccl'"
-        )
 
 
 def adopt_world(world: World | None, watchdog: Watchdog | None = None) -> None:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from accelerate.utils import InitProcessGroupKwargs
 
 from gulliver.booster import GeminiPlugin, LowLevelZeroPlugin, Plugin
@@ -89,4 +91,24 @@ def join_world(arguments: Mapping[str, Any]) -> None:
         raise GulliverError(
             f"InitProcessGroupKwargs({', '.join(options)}): of these only timeout is supported"
         )
-    init_world(**({} if timeout is None else {"timeout_s": timeout.total_seconds()}))
+    chosen = {} if timeout is None else {"timeout_s": timeout.total_seconds()}
+    asked = arguments.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    init_world(**chosen, device=torch.device("cpu") if asked else None)
+
+
+def join_group(device: torch.device) -> None:
+    """Joins the world of a process group that a framework has made already.
+
+    Args:
+        device: device of this rank.
+
+    Raises:
+        GulliverError: the group does not reach host memory.
+    """
+    on_gpu = device.type == "cuda" and dist.is_initialized() and dist.get_world_size() > 1
+    if on_gpu and "cpu:" not in str(dist.get_backend_config()):
+        raise GulliverError(
+            "a process group without gloo was made before: take TrainingArguments from "
+            "gulliver.integrations.trainer, or call gulliver.init_world() before them"
+        )
+    init_world(device=device if device.type == "cpu" else None)

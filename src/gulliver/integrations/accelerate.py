@@ -26,12 +26,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, Plugin
-from gulliver.comm import current_world, init_world, shutdown
+from gulliver.comm import current_world, shutdown
 from gulliver.errors import GulliverError
 from gulliver.integrations._options import (
     Options,
     check_arguments,
     check_precision,
+    join_group,
     join_world,
     plugin_of,
 )
@@ -78,7 +79,7 @@ class Accelerator(accelerate.Accelerator):
         """
         plugin = plugin_of(gulliver)
         check_precision(made.mixed_precision)
-        init_world()
+        join_group(made.device)
         made.__class__ = cls
         assert isinstance(made, cls)
         made._begin(plugin)

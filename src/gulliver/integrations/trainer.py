@@ -181,7 +181,7 @@ class _Arguments:
     )
 
     def __post_init__(self) -> None:
-        world = init_world()
+        world = init_world(device=torch.device("cpu") if self.use_cpu else None)
         if world.size > 1 and world.device.type == "cpu":
             self.use_cpu = True
         super().__post_init__()  # type: ignore[misc]
