@@ -141,11 +141,6 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
     _check_adapters(config)
     if config.disk is not None and config.memory is None:
         raise GulliverError(f"--disk {config.disk} needs --memory: what fits that stays in memory")
-    if config.memory is not None and config.ranks_of_a_model > 1:
-        raise GulliverError(
-            f"--memory {config.memory} with --tp {config.tp} --pp {config.pp} --sp {config.sp}: "
-            "a memory limit is for whole models on each rank; give --ranks alone, or leave it out"
-        )
     if config.ranks and config.ranks % config.ranks_of_a_model:
         raise GulliverError(
             f"--ranks {config.ranks} is no multiple of --tp {config.tp} x --pp {config.pp} x "

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +37,10 @@ USABLE = 0.9
 """Share of the memory that a plan without a limit may take: the interpreter needs some, too."""
 HOST_SHARE = "70%"
 """Share of the host's memory behind a GPU with a limit, where no disk is named."""
-KINDS = ("parameters", "gradients", "optimizer_state", "activations")
+AGAIN = {"keep": (False,), "recompute": (True,), "auto": (False, True)}
+"""Whether blocks are computed again, in the order that it is tried, where ranks share a model."""
+STATE = ("parameters", "gradients", "optimizer_state")
+KINDS = (*STATE, "activations")
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,12 @@ class Planned:
     accumulate: int
     recompute: bool
     needed: int
+
+    @property
+    def disk(self) -> Path | None:
+        """Folder for what does not fit a limit; None where nothing goes to a disk."""
+        tiers = self.plan.zero.tiers if self.plan.zero is not None else None
+        return Path(tiers.disk) if tiers is not None and tiers.disk is not None else None
 
     @property
     def seconds(self) -> float:
@@ -175,27 +186,26 @@ def _splits(config: FinetuneConfig, shape: Shape, places: int) -> Iterator[int]:
 def _plugins(config: FinetuneConfig, precision: str, ranks: int) -> Iterator[Plugin]:
     """Ways to run, the fastest first."""
     half = None if precision == "fp32" else precision
-    if config.memory is not None:
-        on_gpu = torch.cuda.is_available() and config.disk is None
+    limit: dict[str, Any] = {"memory_limit": config.memory, "disk": config.disk}
+    if config.memory is not None and config.disk is None and torch.cuda.is_available():
+        limit["host_limit"] = HOST_SHARE
+    if config.ranks_of_a_model > 1:
+        for again in AGAIN[config.activations]:
+            yield HybridParallelPlugin(
+                tp_size=config.tp,
+                pp_size=config.pp,
+                sp_size=config.sp,
+                sequence_parallelism_mode="auto" if config.sp > 1 else None,
+                zero_stage=1 if config.memory is None else 3,
+                precision=half,
+                checkpoint_activations=again,
+                chunk_mb=CHUNK_MB if config.memory is None else "auto",
+                verbose=False,
+                **limit,
+            )
+    elif config.memory is not None:
         yield GeminiPlugin(
-            config.memory,
-            host_limit=HOST_SHARE if on_gpu else None,
-            disk=config.disk,
-            precision=half,
-            activations=config.activations,
-            verbose=False,
-        )
-    elif config.ranks_of_a_model > 1:
-        yield HybridParallelPlugin(
-            tp_size=config.tp,
-            pp_size=config.pp,
-            sp_size=config.sp,
-            sequence_parallelism_mode="auto" if config.sp > 1 else None,
-            zero_stage=1,
-            precision=half,
-            checkpoint_activations=config.activations == "recompute",
-            chunk_mb=CHUNK_MB,
-            verbose=False,
+            **limit, precision=half, activations=config.activations, verbose=False
         )
     elif ranks == 1 and half is None:
         yield TorchDDPPlugin(verbose=False)
@@ -219,7 +229,7 @@ def _fitting(config: FinetuneConfig, plan: Plan, places: int, accumulate: int) -
         GulliverError: it does not; a limit with a disk is named.
     """
     memory, work = plan.memory, plan.work
-    state = memory.parameters + memory.gradients + memory.optimizer_state
+    state = sum(getattr(memory, kind) for kind in STATE)
     if plan.limited:
         assert plan.zero is not None, "a limit is of ZeRO"
         assert plan.zero.tiers is not None, "a limit is of tiers"
@@ -228,9 +238,9 @@ def _fitting(config: FinetuneConfig, plan: Plan, places: int, accumulate: int) -
     # Ranks of one machine have a GPU each, or the host's memory together.
     sharing = plan.mesh.size if plan.mesh.device == "cpu" else 1
     room = USABLE * memory_bytes(plan.mesh.device) / sharing
-    peak, recompute = work.peak, config.activations == "recompute"
+    recompute = bool(plan.recompute) if shared else config.activations == "recompute"
     # Ranks that share a model share what it computes, too, each mode in its own way.
-    peak = peak // config.ranks_of_a_model
+    peak = work.peak // config.ranks_of_a_model
     again = work.peak_recomputed // config.ranks_of_a_model
     if config.activations == "auto" and again and not shared and state + peak > room:
         recompute = True
