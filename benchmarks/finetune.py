@@ -41,6 +41,7 @@ SPEED_BAR, PEAK_BAR, LOSS_BAR, PREDICTED_BAR = 0.97, 0.5, 1e-6, 0.25
 """Of speeds 3 % are noise: two turns of one contestant are as far apart."""
 LEARNT_BAR = 0.5
 OURS, PLAIN, TRAINER, LIMITED = "ours", "plain loop", "Trainer", "ours, limited"
+PACKED = {"length": 256, "packing": "yes"}
 Shape = dict[str, Any]
 SMALL: Shape = {
     "hidden_size": 512,
@@ -146,9 +147,10 @@ def say(line: str) -> None:
 
 def job_of(bench: Bench, runs: str, model: str, data: str, **changes: Any) -> Job:
     """A job on a model that lies in the folder of this run."""
-    job = Job(runs, TEXTS, folder=str(bench.folder), warm_up=1)
+    tokens = changes["options"]["config"]["batch_tokens"]
+    job = Job(runs, TEXTS, folder=str(bench.folder), warm_up=1, batch=1, length=tokens)
     options = {"runs": runs, "model": model, "data": data, "out": f"{model}-{runs}"}
-    return replace(job, **{**changes, "options": {**options, **changes.get("options", {})}})
+    return replace(job, **{**changes, "options": {**options, **changes["options"]}})
 
 
 def tokens_of(outcome: Outcome) -> list[int]:
@@ -175,7 +177,7 @@ def beside(bench: Bench) -> Report:
     for turn in range(options.turns):
         names = list(found)
         for name in names if turn % 2 == 0 else reversed(names):
-            config: dict[str, Any] = {"batch_tokens": 2048, "micro_tokens": 1024}
+            config: dict[str, Any] = {"batch_tokens": 2048, "micro_tokens": 1024, **PACKED}
             changes: dict[str, Any] = {"steps": options.steps, "cap_s": 300.0}
             if name == LIMITED:
                 config["memory"] = f"{half_of(found) // MIB}MiB"
@@ -243,7 +245,7 @@ def large(bench: Bench, part: Part) -> Report:
         "3b": ("3 B, adapters", THREE_B, {"method": "lora", "precision": "bf16"}),
     }[part]
     memory = f"{(4 * GIB - CONSTANT) // MIB}MiB"
-    batches = {"batch_tokens": 512, "length": 256, "packing": "yes"}
+    batches = {"batch_tokens": 512, **PACKED}
     job = job_of(
         bench,
         OURS,

@@ -106,15 +106,24 @@ def test_axes_and_limits_change_nothing(
             assert losses(log, name) == pytest.approx(losses(expected, name), rel=1e-6), way
 
 
-@pytest.mark.parametrize("activations", ["keep", pytest.param("auto", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activations": "recompute"},
+        {"activations": "keep", "method": "lora", "precision": "bf16", "micro_tokens": None},
+        pytest.param({"activations": "keep"}, marks=pytest.mark.full),
+        pytest.param({"activations": "auto"}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_under_the_least_limit_state_moves_and_changes_nothing(
-    pool: Pool, tmp_path: Path, example: Example, activations: str
+    pool: Pool, tmp_path: Path, example: Example, changes: dict[str, Any]
 ) -> None:
-    config = small(example, tmp_path / "plain", steps=6, learning_rate=1e-3, micro_tokens=512)
+    base = small(example, tmp_path / "plain", learning_rate=1e-3, micro_tokens=512, samples=0)
+    config = replace(base, **changes)
     expected = pool.run(run_in_world, 1, config)[0]
-    limits = {"memory": LEAST, "disk": f"{tmp_path}:1GiB", "activations": activations}
-    limited = at_least(replace(config, out=tmp_path / "limited", **limits))
-    log, moved = pool.run(_moving_run, 1, limited)[0]
+    limited = replace(config, out=tmp_path / "limited", memory=LEAST, disk=f"{tmp_path}:1GiB")
+    log, moved = pool.run(_moving_run, 1, at_least(limited))[0]
     for name in ("loss", "held_out_loss"):
         assert losses(log, name) == pytest.approx(losses(expected, name), rel=1e-6)
     assert min(moved) > 0

@@ -56,6 +56,7 @@ from gulliver.memory._stores import (
     page_aligned,
     whole_pages,
 )
+from gulliver.memory._traffic import StillSeen
 from gulliver.memory._symbolic import (
     ActivationPeak,
     Kept,
@@ -114,6 +115,7 @@ __all__ = [
     "Resident",
     "Slot",
     "StepFootprint",
+    "StillSeen",
     "StorageCounter",
     "Store",
     "Transfer",
