@@ -2,7 +2,8 @@
 
 A model of random weights first reads sources. Then it learns what no source says: after the head of
 a function, the names of its arguments. Of functions that it has not seen it has to name them all,
-and then to end; that many it gets exactly right is the measure of the task.
+and then to end; that many it gets exactly right is the measure of the task. A token is a word or
+some punctuation, so that a name is one, and minutes of two cores are enough.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from typing import Any
 SOURCES, TASK = "sources", "arguments.jsonl"
 LONGEST = 112
 """Bytes of a head, at most."""
+SPECIAL = ("<unknown>", "<padding>", "<end>")
 SEEN_BY_ALL = {"self", "cls"}
 
 
-def texts_of(folder: Path, megabytes: float, rows: int) -> None:
-    """Writes some of the sources, and heads of functions with their arguments.
+def texts_of(folder: Path, megabytes: float, rows: int, words: int) -> None:
+    """Writes some of the sources, heads of functions with their arguments, and a tokenizer.
 
     Args:
-        folder: folder that gets both.
+        folder: folder that gets them; the tokenizer takes the place of that of its model.
         megabytes: size of the sources.
         rows: number of functions.
+        words: number of tokens.
     """
     files = sources()
     random.Random(0).shuffle(files)
@@ -39,10 +42,31 @@ def texts_of(folder: Path, megabytes: float, rows: int) -> None:
             break
         (folder / SOURCES / f"{number:04}.txt").write_text(text, encoding="utf-8")
         left -= len(text)
+    known = write_tokenizer(folder / "model", files, words)
     found = sorted({row for path in files for row in heads(path.read_text(encoding="utf-8"))})
+    found = [(prompt, said) for prompt, said in found if known.issuperset(said.split())]
     random.Random(1).shuffle(found)
     lines = (json.dumps({"prompt": prompt, "completion": said}) for prompt, said in found[:rows])
     (folder / TASK).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_tokenizer(folder: Path, files: Sequence[Path], words: int) -> set[str]:
+    """Writes a tokenizer of the most frequent words; returns them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel(unk_token=SPECIAL[0]))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    texts = (path.read_text(encoding="utf-8") for path in files)
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=words, special_tokens=list(SPECIAL), show_progress=False
+    )
+    made.train_from_iterator(texts, trainer)
+    unknown, padding, end = SPECIAL
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token=unknown, pad_token=padding, eos_token=end
+    ).save_pretrained(folder)
+    return set(made.get_vocab())
 
 
 def sources() -> list[Path]:

@@ -27,7 +27,6 @@ from gulliver.errors import GulliverError
 from gulliver.finetune import FinetuneConfig, finetune, make_example
 from gulliver.finetune import _prepare as preparing
 from gulliver.finetune._finetune import Finetuner
-from gulliver.finetune._planning import Planned
 from gulliver.finetune._run import Run
 
 RATE = 1e-4
@@ -74,19 +73,20 @@ def config_of(job: Job) -> FinetuneConfig:
     )
 
 
-def planned_for(config: FinetuneConfig) -> Planned:
-    """The plan that ``--dry-run`` tells."""
-    return preparing.prepare(replace(config, dry_run=True), init_world()).planned
+def prepared_for(config: FinetuneConfig) -> preparing.Job:
+    """All that ``--dry-run`` finds out."""
+    return preparing.prepare(replace(config, dry_run=True), init_world())
 
 
 def at_least(config: FinetuneConfig) -> FinetuneConfig:
     """The same run under the least limit that there is for it."""
     if config.memory != LEAST:
         return config
-    moved = planned_for(replace(config, memory=ROOMY)).plan.predicted.moved
+    moved = prepared_for(replace(config, memory=ROOMY)).planned.plan.predicted.moved
     # The size of chunks is chosen anew under a limit: the least may be less then.
-    moved = moved and planned_for(replace(config, memory=f"{moved.minimum}B")).plan.predicted.moved
     assert moved is not None, "a limit moves something"
+    moved = prepared_for(replace(config, memory=f"{moved.minimum}B")).planned.plan.predicted.moved
+    assert moved is not None, "so does another"
     return replace(config, memory=f"{moved.minimum}B")
 
 
@@ -120,7 +120,8 @@ class Steps:
 def ours(job: Job) -> None:
     """Runs `finetune`, after what it would take has been predicted."""
     config = at_least(config_of(job))
-    planned = planned_for(config)
+    prepared = prepared_for(config)
+    planned = prepared.planned
     moved = planned.plan.predicted.moved
     say("ready")
     facts = {"predicted_s": planned.seconds, "base": anonymous(), "accumulate": planned.accumulate}
@@ -140,9 +141,9 @@ def ours(job: Job) -> None:
     evaluations = [line for line in Run(config.out).log.read() if "held_out_loss" in line]
     say("facts", facts={"held out": {str(e["step"]): e["held_out_loss"] for e in evaluations}})
     if job.options.get("measure"):
-        examples = preparing.prepare(replace(config, dry_run=True), init_world()).data.held_out
-        for when, folder in (("before", config.model), ("after", outcome.result)):
-            say("facts", facts={f"exact {when}": exact(folder, examples)})
+        for when, folder in (("before", prepared.base.folder), ("after", outcome.result)):
+            assert folder is not None, "a run that is over has a result"
+            say("facts", facts={f"exact {when}": exact(folder, prepared.data.held_out)})
 
 
 def _fed(job: Job) -> tuple[list[dict[str, Any]], int, list[int], nn.Module]:

@@ -57,7 +57,7 @@ READER: Shape = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "vocab_size": 261,
+    "vocab_size": 6000,
     "tie_word_embeddings": True,
 }
 ONE_B: Shape = {
@@ -92,7 +92,7 @@ class Options:
     """Timed steps of the small model in a turn."""
     large_steps: int = 3
     """Timed steps of the large ones."""
-    read_steps: int = 200
+    read_steps: int = 150
     """Steps in which the model reads sources."""
     task_steps: int = 100
     """Steps in which it learns the task."""
@@ -299,8 +299,8 @@ def reading_job(bench: Bench) -> Job:
         "learning_rate": 2e-3,
         "warmup": 20,
         "schedule": "cosine",
-        "batch_tokens": 8192,
-        "micro_tokens": 4096,
+        "batch_tokens": 4096,
+        "micro_tokens": 2048,
         "length": 256,
         "packing": "yes",
         "held_out": 0.02,
@@ -312,8 +312,8 @@ def reading_job(bench: Bench) -> Job:
 
 def task_jobs(bench: Bench, reading: Job) -> dict[str, Job]:
     """The jobs in which it learns the task, with and without a limit."""
-    config = {**reading.options["config"], "learning_rate": 1e-3, "held_out": 0.05, "length": 192}
-    config |= {"batch_tokens": 6144, "micro_tokens": 1536}
+    config = {**reading.options["config"], "learning_rate": 1e-3, "held_out": 0.05, "length": 128}
+    config |= {"batch_tokens": 3072, "micro_tokens": 1536}
     found = dict[str, Job]()
     for name, disk, more in ((OURS, 0, {}), (LIMITED, GIB, {"memory": "least"})):
         options = {"runs": OURS, "out": f"reader/{name}", "measure": True}
@@ -336,16 +336,17 @@ def text(bench: Bench) -> Report:
     if read is None or any(bench.ledger.get(job) is None for job in task.values()):
         # What is known of the reading has left no model: it is done again.
         bench.make("reader", READER)
-        texts.texts_of(bench.folder / "reader", megabytes=2.0, rows=6000)
+        texts.texts_of(bench.folder / "reader", 2.0, rows=6000, words=READER["vocab_size"])
         read = replace(bench, ledger=Ledger(None, bench.ledger.left_s)).run(reading)
         bench.ledger.add(reading, read)
-    return text_report(read, {name: bench.run(job) for name, job in task.items()})
+    jobs = task.items() if read.end == "done" else ()
+    return text_report(read, {name: bench.run(job) for name, job in jobs})
 
 
 def text_report(read: Outcome, found: dict[str, Outcome]) -> Report:
     """Table and bars of *text*."""
     made = Report("finetune-text", "Arguments of functions, by a model that has read sources", ())
-    if any(one.end != "done" for one in (read, *found.values())):
+    if not found or any(one.end != "done" for one in found.values()):
         made.columns = ("", "ended")
         made.rows = [[n, f"{one.end}: {one.told}"] for n, one in (("reading", read), *found.items())]
         made.bars = [at_least("all runs ended well", 0.0, 1.0)]

@@ -146,11 +146,10 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
             f"--ranks {config.ranks} is no multiple of --tp {config.tp} x --pp {config.pp} x "
             f"--sp {config.sp} = {config.ranks_of_a_model}"
         )
-    if config.packing == "yes" and (config.pp > 1 or config.sp > 1):
-        axis = "--pp" if config.pp > 1 else "--sp"
+    if config.packing == "yes" and config.sp > 1:
         raise GulliverError(
-            f"--packing yes with {axis} {max(config.pp, config.sp)}: masks of documents are exact "
-            "for whole sequences on a rank only; leave --packing at auto, which sorts batches then"
+            f"--packing yes with --sp {config.sp}: masks of documents are exact for whole "
+            "sequences on a rank only; leave --packing at auto, which sorts batches then"
         )
     return config
 

@@ -37,6 +37,7 @@ USABLE = 0.9
 """Share of the memory that a plan without a limit may take: the interpreter needs some, too."""
 HOST_SHARE = "70%"
 """Share of the host's memory behind a GPU with a limit, where no disk is named."""
+UNMEASURED = "for a machine of this kind (gulliver probe measures this one)"
 AGAIN = {"keep": (False,), "recompute": (True,), "auto": (False, True)}
 """Whether blocks are computed again, in the order that it is tried, where ranks share a model."""
 STATE = ("parameters", "gradients", "optimizer_state")
@@ -70,6 +71,7 @@ class Planned:
         accumulate: micro-batches of an optimizer step.
         recompute: whether the model's blocks are to be recomputed by transformers' own means.
         needed: bytes of memory that a rank needs, state and activations.
+        rates: words for the machine that seconds are predicted for.
     """
 
     plan: Plan
@@ -77,6 +79,7 @@ class Planned:
     accumulate: int
     recompute: bool
     needed: int
+    rates: str = ""
 
     @property
     def disk(self) -> Path | None:
@@ -117,7 +120,7 @@ class Planned:
                 f"{moved.price or 'more memory saves nothing'}"
             )
         found.append(
-            f"  {seconds_text(self.seconds)} a step predicted on {plan.predicted.cluster}, "
+            f"  {seconds_text(self.seconds)} a step predicted {self.rates}, "
             f"{seconds_text(self.seconds * steps)} in all without evaluation"
         )
         return found
@@ -152,6 +155,7 @@ def plan_run(
         GulliverError: nothing fits; the least limit is named where there is one.
     """
     cluster, places = current_cluster(ranks), ranks // config.ranks_of_a_model
+    rates = f"on {cluster.name}" if cluster.measured else UNMEASURED
     made, refusal, works = optimizer(model), GulliverError(""), dict[int, Work]()
     for plugin in _plugins(config, precision, ranks):
         for times in [accumulate] if accumulate else _splits(config, shape, places):
@@ -163,7 +167,7 @@ def plan_run(
                 works[times] = _with_frozen(work, model)
             try:
                 plan = plugin.make_plan(model, made, cluster, work=works[times])
-                return _fitting(config, plan, places, times)
+                return replace(_fitting(config, plan, places, times), rates=rates)
             except GulliverError as error:
                 refusal = error
     raise refusal

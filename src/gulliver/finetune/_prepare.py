@@ -190,8 +190,8 @@ def _packing(config: FinetuneConfig, model: nn.Module, data: TextData, say: Any)
     if config.packing == "no":
         return False
     reason = packing_support(model, data.facts["length"])
-    if reason is None and (config.pp > 1 or config.sp > 1):
-        reason = "ranks that share a sequence, or stages of a pipeline, see no documents"
+    if reason is None and config.sp > 1:
+        reason = "ranks that share a sequence see no documents"
     if reason is None:
         return True
     if config.packing == "yes":
