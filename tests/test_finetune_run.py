@@ -72,12 +72,13 @@ def _close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> floa
     ids=str,
 )
 def test_losses_and_weights_are_those_of_a_plain_loop(
-    pool: Pool, tmp_path: Path, example: Example, packing: str, answers: str
+    pool: Pool, tmp_path: Path, example: Example, packing: str, answers: str, full: bool
 ) -> None:
     config = small(example, tmp_path / "one", packing=packing, answers_only=answers)
     expected, model = plain_loop(config, packing == "yes")
-    for ranks, micro in ((1, None), (2, 300)):
-        one = replace(config, out=tmp_path / str(ranks), ranks=ranks, micro_tokens=micro)
+    ways: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {"micro_tokens": 300}), (2, {"pp": 2})]
+    for number, (ranks, way) in enumerate(ways if full else ways[:2]):
+        one = replace(config, out=tmp_path / str(number), ranks=ranks, **way)
         log = pool.run(run_in_world, ranks, one)[0]
         assert losses(log) == pytest.approx(expected, rel=1e-6)
         assert _close(_weights(one.out / "model"), dict(model.state_dict())) < 1e-6
@@ -110,7 +111,7 @@ def test_axes_and_limits_change_nothing(
     "changes",
     [
         {"activations": "recompute"},
-        {"activations": "keep", "method": "lora", "precision": "bf16", "micro_tokens": None},
+        {"activations": "keep", "method": "lora", "precision": "bf16"},
         pytest.param({"activations": "keep"}, marks=pytest.mark.full),
         pytest.param({"activations": "auto"}, marks=pytest.mark.full),
     ],

@@ -99,7 +99,7 @@ class Planned:
         stage = "" if plan.stage is None else f", stage {plan.stage}"
         found = [
             f"plan: {plan.plugin}{stage} on {_axes(plan)}, {plan.model.trainable:,} of "
-            f"{plan.model.parameters:,} parameters trained, {self.accumulate} micro-batches a step"
+            f"{plan.model.parameters:,} parameters trained, {_counted(self.accumulate)} a step"
         ]
         for kind in KINDS:
             most = getattr(plan.memory, kind) or (plan.work.peak if kind == KINDS[-1] else 0)
@@ -124,6 +124,10 @@ class Planned:
             f"{seconds_text(self.seconds * steps)} in all without evaluation"
         )
         return found
+
+
+def _counted(batches: int) -> str:
+    return "1 micro-batch" if batches == 1 else f"{batches:,} micro-batches"
 
 
 def _axes(plan: Plan) -> str:
@@ -214,7 +218,9 @@ def _plugins(config: FinetuneConfig, precision: str, ranks: int) -> Iterator[Plu
     elif ranks == 1 and half is None:
         yield TorchDDPPlugin(verbose=False)
     else:
-        for stage in (1, 2, 3) if ranks > 1 else (1,):
+        # From stage 2 on gradients of micro-batches are added up in float32, as under a limit; with
+        # other ranks that would send each of them.
+        for stage in (1, 2, 3) if ranks > 1 else (2,):
             yield LowLevelZeroPlugin(stage, CHUNK_MB, precision=half, verbose=False)
 
 
