@@ -156,7 +156,7 @@ def _fed(job: Job) -> tuple[list[dict[str, Any]], int, list[int], nn.Module]:
     while len(batches) < config.steps * accumulate:  # type: ignore[operator]
         batches += list(prepared.batches(0))
     items = [batch.pop("num_items") for batch in batches]
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(prepared.base.folder, dtype=torch.float32)
     model.config.use_cache = False  # packed texts are told apart without one only
     return batches, accumulate, items, model
 

@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -348,7 +347,9 @@ def text_report(read: Outcome, found: dict[str, Outcome]) -> Report:
     made = Report("finetune-text", "Arguments of functions, by a model that has read sources", ())
     if not found or any(one.end != "done" for one in found.values()):
         made.columns = ("", "ended")
-        made.rows = [[n, f"{one.end}: {one.told}"] for n, one in (("reading", read), *found.items())]
+        made.rows = [
+            [n, f"{one.end}: {one.told}"] for n, one in (("reading", read), *found.items())
+        ]
         made.bars = [at_least("all runs ended well", 0.0, 1.0)]
         return made
     made.columns = ("step", *(f"held-out loss, {name}" for name in found))
@@ -372,7 +373,7 @@ def text_report(read: Outcome, found: dict[str, Outcome]) -> Report:
     return made
 
 
-def text_bars(curves: dict[str, dict[int, float]], found: dict[str, Outcome]) -> Sequence[Bar]:
+def text_bars(curves: dict[str, dict[int, float]], found: dict[str, Outcome]) -> list[Bar]:
     """What must hold of *text*."""
     before, after = (found[OURS].facts[f"exact {when}"] for when in ("before", "after"))
     losses = [one.losses for one in found.values()]

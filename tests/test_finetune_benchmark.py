@@ -9,7 +9,7 @@ from benchmarks._finetune_texts import heads
 from benchmarks._memory_jobs import MIB, Outcome
 from benchmarks.finetune import OURS, SPARE, TRAINER, apart, half_of
 
-SOURCE = '''
+SOURCE = """
 class Box:
     def put(self, thing, place=None, *rest, quiet=False):
         pass
@@ -25,7 +25,7 @@ def long(
 
 
 def one(value): return value
-'''
+"""
 
 
 def test_the_task_is_to_name_the_arguments_of_heads_of_one_line() -> None:

@@ -159,6 +159,7 @@ def test_an_adapter_loads_in_peft_and_its_merged_model_is_the_same(
     config = small(example, tmp_path / "run", method="lora", merge=True, learning_rate=1e-2)
     outcome = finetune(config)
     assert outcome.finished
+    assert outcome.result is not None
     assert outcome.result == config.out / "adapter"
     base = AutoModelForCausalLM.from_pretrained(example[0], dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, str(outcome.result)).eval()
@@ -258,7 +259,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, example: Example
         finetune(other)
     (adapter / "gulliver.json").unlink()  # of somebody else's adapter only shapes tell
     config_of = LlamaConfig(
-        vocab_size=260,
+        vocab_size=261,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,

@@ -212,9 +212,7 @@ def _plugins(config: FinetuneConfig, precision: str, ranks: int) -> Iterator[Plu
                 **limit,
             )
     elif config.memory is not None:
-        yield GeminiPlugin(
-            **limit, precision=half, activations=config.activations, verbose=False
-        )
+        yield GeminiPlugin(**limit, precision=half, activations=config.activations, verbose=False)
     elif ranks == 1 and half is None:
         yield TorchDDPPlugin(verbose=False)
     else:
