@@ -27,6 +27,7 @@ from gulliver.memory import (
     HostStore,
     Manager,
     Placed,
+    StillSeen,
     Store,
 )
 from gulliver.parallel import ZeroOptimizer
@@ -100,6 +101,12 @@ class LimitedManager(Manager):
         """Brings an object; the budget falls before, where memory becomes scarce."""
         if self.controller is not None:
             self.controller.check(placed.name)
+        try:
+            return super().use(placed, write, fresh)
+        except StillSeen as error:  # views of recomputed blocks, in their graph
+            if self.controller is None:
+                raise
+            self._grow(self.controller, str(error), error.budget)
         return super().use(placed, write, fresh)
 
     def _decided(self, decide: Callable[[], list[Action]]) -> list[Action]:
@@ -109,10 +116,14 @@ class LimitedManager(Manager):
         except NoRoom as error:
             if self.controller is None:
                 raise
-            if not self.controller.grow(error.budget):
-                why = f"{error}; {self.controller.least_limit(error.budget)}"
-                raise NoRoom(why, error.budget) from None
+            self._grow(self.controller, str(error), error.budget)
         return super()._decided(decide)
+
+    @staticmethod
+    def _grow(controller: BudgetController, text: str, needed: int) -> None:
+        """Raises the budget to what would do, or an error where the limit has no room for it."""
+        if not controller.grow(needed):
+            raise NoRoom(f"{text}; {controller.least_limit(needed)}", needed) from None
 
     def end_step(self) -> None:
         """Ends a step."""

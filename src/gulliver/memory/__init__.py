@@ -48,7 +48,15 @@ from gulliver.memory._read_locks import (
 )
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
-from gulliver.memory._stores import DiskStore, Store, Transfer, page_aligned, whole_pages
+from gulliver.memory._stores import (
+    DiskStore,
+    Store,
+    Transfer,
+    check_disk_folder,
+    page_aligned,
+    whole_pages,
+)
+from gulliver.memory._traffic import StillSeen
 from gulliver.memory._symbolic import (
     ActivationPeak,
     Kept,
@@ -107,6 +115,7 @@ __all__ = [
     "Resident",
     "Slot",
     "StepFootprint",
+    "StillSeen",
     "StorageCounter",
     "Store",
     "Transfer",
@@ -118,6 +127,7 @@ __all__ = [
     "before_any_write",
     "before_write",
     "block_activations",
+    "check_disk_folder",
     "drop_read_lock",
     "follow_step",
     "hide_from_compilers",
