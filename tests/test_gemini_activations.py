@@ -18,7 +18,7 @@ from gulliver.booster import _limited
 from gulliver.booster._blocks import blocks_of, recomputable_blocks
 from gulliver.comm import World
 from gulliver.hardware import described
-from gulliver.memory import ACTIVATIONS, StorageCounter
+from gulliver.memory import ACTIVATIONS, ActivationOffload, StorageCounter
 from gulliver.plan import BlockWork, Work, check_plan
 from tests.pool import Pool
 
@@ -171,6 +171,35 @@ def test_what_becomes_of_activations_changes_no_value(pool: Pool, tmp_path: Path
     assert [name for name, (equal, _) in found.items() if not equal] == []
     moved = {name for name, (_, most) in found.items() if most}
     assert moved == {"offload", "least", "early", "compiled", "mixed"}
+
+
+def _recut(world: World, folder: str) -> tuple[bool, list[str]]:
+    """Whether values stay those of torch when chunks are cut anew, and who makes room then."""
+    options: dict[str, Any] = {"disk": f"{folder}:64MiB", "chunk_mb": 0.05, "verbose": False}
+    booster, asked = Booster(plugin=GeminiPlugin("3MiB", activations="offload", **options)), []
+    boost = booster.boost
+
+    def recut(*arguments: Any) -> Any:
+        model, optimizer, *rest = boost(*arguments)
+        assert optimizer.relayout([name for name, _ in model.named_parameters()], 1 << 17)
+        return model, optimizer, *rest
+
+    with patch.object(booster, "boost", recut):
+        got = trained(booster, stack)
+    shards = got[3].shards
+    with (
+        patch.object(ActivationOffload, "sweep", lambda self: asked.append("activations")),
+        patch.object(shards.gatherer, "relieve", lambda: asked.append("parameters")),
+        patch.object(shards.reducer, "relieve", lambda: asked.append("gradients")),
+    ):
+        shards.manager.relieve()
+    return same(got, plain(stack)), asked
+
+
+def test_activations_make_room_after_chunks_were_cut_anew(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(_recut, 1, str(tmp_path)) == [
+        (True, ["activations", "parameters", "gradients"])
+    ]
 
 
 def _ranks(world: World, folder: str) -> tuple[bool, int]:

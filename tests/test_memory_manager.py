@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -295,6 +296,35 @@ def test_an_error_of_the_disk_is_told_at_the_next_use_and_nothing_is_lost(tmp_pa
         assert manager.held <= manager.budget
         manager.close()
         engine.close()
+
+
+def told(manager: Manager, objects: list[Placed]) -> weakref.ref[torch.Tensor]:
+    """A tensor of whoever was told of an error, and caught it."""
+    mine = torch.ones(8)
+    for _ in range(4):
+        for placed in objects:
+            try:
+                with manager.using(placed, write=True):
+                    pass
+            except IoError:
+                return weakref.ref(mine)
+    raise AssertionError("nothing was told")
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+def test_an_error_that_was_caught_keeps_nothing_of_its_callers(tmp_path: Path, call):
+    engine = default_engine(page_bytes=PAGE, pages=1)
+    manager = Manager(3 * PAGE, "cpu", DiskStore(tmp_path, 2**20, engine))
+    objects = filled(manager, 7)
+    engine.inject(call, errno=errno.EIO, times=1)
+    gc.collect()
+    gc.disable()
+    try:
+        assert told(manager, objects)() is None
+    finally:
+        gc.enable()
+    manager.close()
+    engine.close()
 
 
 def test_a_full_disk_says_what_is_needed(tmp_path: Path):
