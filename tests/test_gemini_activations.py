@@ -129,13 +129,15 @@ def _modes(world: World, folder: str) -> dict[str, tuple[bool, int]]:
         ("offload", stack, {"activations": "offload"}),
         ("least", stack, {"activations": "offload"}),
         ("early", stack, {"activations": "offload", "step_in_backward": True}),
+        ("least, early", stack, {"step_in_backward": True}),
+        ("least, again", stack, {"activations": "recompute", "step_in_backward": True}),
         ("compiled", lambda: flow(compiled=True), {"activations": "offload"}),
     ):
         limit: str | int = "3MiB"
-        if name == "least":
+        if name.startswith("least"):
             roomy = GeminiPlugin("1GiB", **options, **more)
             plan = roomy.make_plan(model := make(), torch.optim.AdamW(model.parameters()))
-            limit = plan.predicted.moved.minimum + 8192
+            limit = plan.predicted.moved.minimum + 8192 * ("offload" in more.values())
         booster = Booster(plugin=GeminiPlugin(limit, **options, **more))
         got = trained(booster, make)
         found[name] = same(got, plain(flow if name == "compiled" else make)), held(got)

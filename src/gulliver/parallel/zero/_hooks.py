@@ -20,13 +20,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gulliver._compat import (
     compiled_call,
-    detach_recomputed,
     is_compiled,
     replace_compiled_call,
+    replace_recomputed,
 )
 from gulliver.errors import GulliverError
 from gulliver.memory import hide_from_compilers
-from gulliver.parallel.zero._gatherer import Gatherer
+from gulliver.parallel.zero._gatherer import Gatherer, refer
 from gulliver.parallel.zero._shards import ShardedState
 from gulliver.parallel.zero._unfreezing import wake
 
@@ -102,7 +102,7 @@ def watch_calls(model: nn.Module, shards: ShardedState) -> None:
     calls = _Calls(shards, model)
     model.register_forward_pre_hook(calls.enter, prepend=True)
     if shards.stage == 3:
-        detach_recomputed()
+        replace_recomputed(refer)
         model.register_forward_hook(calls.leave, always_call=True)
 
 
