@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gulliver.booster._measure import samples_of, tensors_of, with_peaks
+from gulliver.booster._model import no_optimizer
 from gulliver.hardware import (
     BACKWARD_OF_LINEAR,
     Device,
@@ -92,11 +93,11 @@ def _computed(
     # Scores and their product with the values are as if of 2 x length x width more weights.
     weights = _multiplied(model) + layers * 2 * length * width
     forward = layer_seconds(device, weights, tokens, NAMES[precision])
-    states = trained = 0
-    for group in optimizer.param_groups if optimizer is not None else ():
+    states, trained, stepper = 0, 0, optimizer or no_optimizer()
+    for group in stepper.param_groups:
         for parameter in (p for p in group["params"] if p.requires_grad):
             trained += parameter.numel()
-            states = max(states, len(state_sizes(optimizer, group, parameter.shape)))
+            states = max(states, len(state_sizes(stepper, group, parameter.shape)))
     item = 4 if precision == "fp32" else 2
     return Work(
         samples=batch,

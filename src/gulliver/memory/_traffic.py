@@ -147,14 +147,14 @@ class Traffic:
                 self._finish(self._leaving[0], again=False)
         if self._failed:
             failed, self._failed = self._failed, []
-            for found in failed:
-                self._write(found[0])
+            for placed in [placed for placed, _ in failed]:
+                self._write(placed)
             try:
                 raise failed[0][1]
             finally:
                 # The error holds this frame, which must not hold the error: together they would
                 # keep the callers' tensors until the garbage collector comes.
-                del failed, found
+                del failed
 
     # Memory
 
