@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -245,7 +245,20 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def backward(self, loss: Tensor) -> None:
         """Backward of the loss, gradients averaged over the ranks."""
-        loss.backward()
+        with self.backward_pass() as scale:
+            (loss if scale == 1.0 else loss * scale).backward()
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[float]:
+        """Wraps a backward that somebody else calls, such as a framework.
+
+        Yields:
+            The factor that its loss has to be multiplied with: the loss scale of float16, or 1.
+        """
+        yield 1.0
+
+    def release(self, model: nn.Module) -> None:
+        """Gives the model parameters of its own again; state stays and can be saved."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Gradients inside are accumulated and travel with the next backward outside."""

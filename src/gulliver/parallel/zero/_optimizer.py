@@ -30,6 +30,7 @@ from gulliver.parallel.zero._elementwise import (
     needs_whole,
 )
 from gulliver.parallel.zero._gatherer import Gatherer
+from gulliver.parallel.zero._giving_back import give_back
 from gulliver.parallel.zero._hooks import watch_calls
 from gulliver.parallel.zero._in_backward import InBackward
 from gulliver.parallel.zero._memory import predicted
@@ -193,27 +194,30 @@ class ZeroOptimizer(BoostedOptimizer):
     def watch(self, model: nn.Module) -> None:
         """Notices calls of the model; see `_hooks.py`."""
         super().watch(model)
-        watch_calls(model, self.shards)
+        self._watches = watch_calls(model, self.shards)
+
+    def release(self, model: nn.Module) -> None:
+        """Gives the model whole parameters of its own again; every rank calls it."""
+        give_back(self.shards, model, self._watches)
 
     def tune(self, tuner: BucketTuner) -> None:
         """Lets a tuner watch the next steps, and cut the chunks anew between them."""
         self.tuner = tuner
         self.shards.notify(tuner.gradient)
 
-    def backward(self, loss: Tensor) -> None:
-        """Backward of the loss; the gradients are on their way to the shards when it ends.
+    @contextmanager
+    def backward_pass(self) -> Iterator[float]:
+        """Wraps a backward; the gradients are on their way to the shards when it ends.
 
-        ``loss.backward()`` is right too, but then all communication waits for the step.
+        ``loss.backward()`` without it is right too, but then all communication waits for the step.
         """
-        if self.scaler is not None:
-            self._reducer.scale = self.scaler.scale
-            loss = loss * self.scaler.scale
+        self._reducer.scale = scale = 1.0 if self.scaler is None else self.scaler.scale
         self._mark("backward")
         wake(self.shards)
         self.gatherer.enter_backward()
         try:
             with self._stepping(), self._reducer.backward(not self._deferred), self._saving():
-                loss.backward()
+                yield scale
                 self._mark("backward ended")
         finally:
             self.gatherer.leave_backward()
@@ -257,11 +261,7 @@ class ZeroOptimizer(BoostedOptimizer):
             self.tuner.mark(name)
 
     def relayout(self, order: Sequence[str], chunk_bytes: int) -> bool:
-        """Cuts the chunks anew; see `gulliver.parallel.zero._relayout.relayout`.
-
-        Raises:
-            GulliverError: there are gradients.
-        """
+        """Cuts the chunks anew; see `gulliver.parallel.zero._relayout.relayout`, for errors too."""
         return relayout(self.shards, order, chunk_bytes)
 
     def _step(self) -> None:
