@@ -1,4 +1,4 @@
-"""LightningModules of the tests, as Lightning's examples have them, and Trainers in a pool's ranks."""
+"""LightningModules of the tests, as Lightning's examples have them, and Trainers in a pool."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Recording(pl.LightningModule):
 
 
 class Autoencoder(Recording):
-    """The autoencoder of Lightning's first page, on noise; with a schedule and everything logged."""
+    """The autoencoder of Lightning's first page, on noise; with a schedule, and all logged."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

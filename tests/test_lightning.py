@@ -9,13 +9,12 @@ import torch
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: E402
 
-from gulliver import LowLevelZeroPlugin, TorchDDPPlugin  # noqa: E402
-from gulliver.comm import World  # noqa: E402
-from gulliver.integrations.lightning import GulliverStrategy  # noqa: E402
-from tests.lightning_models import Autoencoder, Gan, Gpt, Recording, trainer_of  # noqa: E402
-from tests.pool import Pool  # noqa: E402
+from gulliver import LowLevelZeroPlugin, TorchDDPPlugin
+from gulliver.comm import World
+from gulliver.integrations.lightning import GulliverStrategy
+from tests.lightning_models import Autoencoder, Gan, Gpt, Recording, trainer_of
+from tests.pool import Pool
 
 MODELS = {"autoencoder": Autoencoder, "gan": Gan, "gpt": Gpt}
 STRATEGIES: dict[str, Any] = {

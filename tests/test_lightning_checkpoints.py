@@ -10,13 +10,13 @@ import torch
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from gulliver import GulliverError  # noqa: E402
-from gulliver.comm import World  # noqa: E402
-from gulliver.integrations.lightning import GulliverStrategy, to_lightning  # noqa: E402
-from tests.lightning_models import Autoencoder, Gan, Recording, trainer_of  # noqa: E402
-from tests.pool import Pool  # noqa: E402
+from gulliver.checkpoint import load
+from gulliver.comm import World
+from gulliver.integrations.lightning import GulliverStrategy, to_lightning
+from tests.lightning_models import Autoencoder, Gan, Recording, trainer_of
+from tests.pool import Pool
 
 MODELS = {"autoencoder": Autoencoder, "gan": Gan}
 KINDS: dict[str, dict[str, Any]] = {
@@ -103,5 +103,11 @@ def test_checkpoints_go_on_anywhere_with_the_losses_of_the_run(pool: Pool, tmp_p
     for number, state in plain["optimizer_states"][0]["state"].items():
         for key, value in state.items():
             assert torch.allclose(states["state"][number][key], value, atol=1e-6)
+    filled, (folder_of_one,) = (
+        Autoencoder(),
+        (path for path in (tmp_path / "folder").iterdir() if "epoch=1" in path.name),
+    )
+    load(folder_of_one, {"model": filled})  # without Lightning
+    assert all(torch.allclose(filled.state_dict()[n], v) for n, v in plain["state_dict"].items())
     gan = torch.load(next((tmp_path / "gan-file").iterdir()))
     assert [len(state["state"]) for state in gan["optimizer_states"]] == [4, 4]
