@@ -79,13 +79,13 @@ class Recording(pl.LightningModule):
 
     def data(self) -> Dataset:
         generator = torch.Generator().manual_seed(1)
-        return TensorDataset(torch.randn(24, 28, generator=generator))
+        return TensorDataset(torch.randn(16, 28, generator=generator))
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.data(), batch_size=2, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.data(), batch_size=3)
+        return DataLoader(self.data(), batch_size=4)
 
     test_dataloader = predict_dataloader = val_dataloader
 
