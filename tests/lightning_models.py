@@ -1,4 +1,4 @@
-"""LightningModules of the tests, as Lightning's examples have them, and Trainers in a pool's ranks."""
+"""LightningModules of the tests, as Lightning's examples have them, and Trainers in a pool."""
 
 from __future__ import annotations
 
@@ -79,19 +79,19 @@ class Recording(pl.LightningModule):
 
     def data(self) -> Dataset:
         generator = torch.Generator().manual_seed(1)
-        return TensorDataset(torch.randn(24, 28, generator=generator))
+        return TensorDataset(torch.randn(16, 28, generator=generator))
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.data(), batch_size=2, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.data(), batch_size=3)
+        return DataLoader(self.data(), batch_size=4)
 
     test_dataloader = predict_dataloader = val_dataloader
 
 
 class Autoencoder(Recording):
-    """The autoencoder of Lightning's first page, on noise; with a schedule and everything logged."""
+    """The autoencoder of Lightning's first page, on noise; with a schedule, and all logged."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

@@ -1,1 +1,4 @@
-"""Gulliver inside the frameworks that people use: each module is imported on use, none by this package."""
+"""Gulliver inside the frameworks that people use.
+
+Each module is imported on use, none by this package.
+"""

@@ -1,10 +1,9 @@
 """Strategies for ``lightning.pytorch``: ``Trainer(strategy="gulliver")``.
 
-    import gulliver.integrations.lightning                       # registers the names
-    Trainer(strategy="gulliver")                                 # or "gulliver_zero3", "gulliver_gemini"
+Importing this module registers the names ``gulliver``, ``gulliver_zero3`` and ``gulliver_gemini``.
 
-    from gulliver.integrations.lightning import GulliverStrategy
-    Trainer(strategy=GulliverStrategy(memory_limit="6GiB", disk="/scratch:100GiB"))
+Example:
+    >>> Trainer(strategy=GulliverStrategy(memory_limit="6GiB", disk="/scratch:100GiB"))
 """
 
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -16,7 +15,7 @@ __all__ = ["GulliverStrategy", "to_lightning"]
 
 
 class GulliverStrategy(SharedStrategy, DDPStrategy):
-    __doc__ = SharedStrategy.__doc__
+    """Runs a LightningModule as a plugin plans it; see `SharedStrategy` for the arguments."""
 
 
 GulliverStrategy.register_strategies(StrategyRegistry)

@@ -9,7 +9,7 @@ __all__ = ["GulliverStrategy", "to_lightning"]
 
 
 class GulliverStrategy(SharedStrategy, DDPStrategy):  # type: ignore[misc]
-    __doc__ = SharedStrategy.__doc__
+    """Runs a LightningModule as a plugin plans it; see `SharedStrategy` for the arguments."""
 
 
 GulliverStrategy.register_strategies(StrategyRegistry)

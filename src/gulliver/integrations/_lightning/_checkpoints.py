@@ -1,7 +1,7 @@
 """Checkpoints of Lightning as folders: each rank writes what it has, in Gulliver's format.
 
-With one optimizer such a folder is a run with one step (`Booster.save`), written while training goes
-on where that is asked for. With several it holds a model and a folder for each optimizer. What
+With one optimizer such a folder is a run with one step (`Booster.save`), written while training
+goes on where that is asked for. With several it holds a model and a folder for each optimizer. What
 Lightning keeps besides (loops, callbacks, schedules, hyper-parameters) lies beside them in
 ``lightning.ckpt``, a file of Lightning's own. `to_lightning` makes one such file of all of it.
 """
@@ -184,8 +184,8 @@ def to_lightning(folder: Path | str, file: Path | str) -> None:
         rest["state_dict"] = read_tensors(folder / MODEL)
         values = [_optimizer_values(folder / f"optimizer-{n}") for n in range(len(names))]
     else:
-        wanted = {"model": None, "optimizer": None} if "optimizer_states" in rest else {"model": None}
-        loaded = load(folder, wanted).values
+        wanted = ["model", *(["optimizer"] if "optimizer_states" in rest else [])]
+        loaded = load(folder, dict.fromkeys(wanted)).values
         rest["state_dict"] = loaded["model"]
         values = [loaded["optimizer"]] if "optimizer" in loaded else []
     if "optimizer_states" in rest:

@@ -34,7 +34,7 @@ class SteppedOptimizer(torch.optim.Optimizer):
         self._groups = [_Group(group, whole) for group, whole in groups]
         # Callbacks name what they log after the class, and look for the optimizer of a schedule,
         # which is the user's.
-        self.__class__ = type(type(boosted.inner).__name__, (SteppedOptimizer,), {})
+        self.__class__ = type(type(boosted.inner).__name__, (SteppedOptimizer,), {})  # type: ignore
 
     def __eq__(self, other: object) -> bool:
         return other is self or other is self.boosted.inner

@@ -126,7 +126,9 @@ def _made(kind: type[Plugin], options: dict[str, Any]) -> Plugin:
     known = [n for n in inspect.signature(kind.__init__).parameters if n != "self"]
     for name in options:
         if name not in known:
-            raise GulliverError(f"GulliverStrategy has no argument {name!r}: {nearest(name, known)}")
+            raise GulliverError(
+                f"GulliverStrategy has no argument {name!r}: {nearest(name, known)}"
+            )
     return kind(**options)
 
 

@@ -27,8 +27,7 @@ from gulliver.errors import GulliverError
 from gulliver.integrations._lightning._checkpoints import Folders, rest_of
 from gulliver.integrations._lightning._optimizer import SteppedOptimizer
 from gulliver.integrations._lightning._options import choose_plugin
-from gulliver.integrations._lightning._unmoved import AFTER, allow_moves, refuse_moves
-from gulliver.parallel import ZeroOptimizer
+from gulliver.integrations._lightning._unmoved import AFTER, refuse_moves
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -214,16 +213,18 @@ class SharedStrategy(_Base):
         booster, optimizers, module = self._booster, self._optimizers, self._lightning_module
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
-        if booster is not None and not self._failed:
+        # After an error others may be gone, whom all of this would wait for.
+        if booster is not None and not (self._failed and self.world_size > 1):
             booster.close()
             if not self._stays and self._boosted is not None:
                 booster.release(self._boosted, *(o.boosted for o in self._stepped))
                 self._boosted = None
-        if module is not None and self._stays:
-            allow_moves(module) if self._failed else refuse_moves(module, self._told, AFTER)
+        if module is not None and self._boosted is not None and self._stays:
+            refuse_moves(module, self._told, AFTER)
         self.model = module
         self._optimizers = []  # the state of shards stays where it is
-        if self._boosted is not None:
+        on_meta = module is not None and any(p.is_meta for p in module.parameters())
+        if self._boosted is not None or on_meta:
             self._lightning_module = None  # and so does a module that is still sharded
         try:
             super().teardown()
@@ -425,13 +426,13 @@ class SharedStrategy(_Base):
         if getattr(plugin, "scaler", None) is not None:
             raise GulliverError(
                 f"precision={precision!r} scales gradients on whole parameters: use "
-                "GulliverStrategy(precision='fp16'), which scales those in the shards, 'bf16-mixed' "
-                "or plugin=TorchDDPPlugin()"
+                "GulliverStrategy(precision='fp16'), which scales those in the shards, "
+                "'bf16-mixed' or plugin=TorchDDPPlugin()"
             )
         if precision not in PRECISIONS:
             raise GulliverError(
-                f"precision={precision!r} is not supported: choose from {', '.join(PRECISIONS)}, or "
-                "plugin=TorchDDPPlugin()"
+                f"precision={precision!r} is not supported: choose from {', '.join(PRECISIONS)}, "
+                "or plugin=TorchDDPPlugin()"
             )
         ours = getattr(self._plugin, "precision", None)
         if ours is not None and precision != "32-true":

@@ -14,14 +14,13 @@ from torch import nn
 
 from gulliver.errors import GulliverError
 
-
 DURING = (
-    "and {strategy} keeps its parameters where they are: remove the call, or make it in __init__ or "
-    "configure_model; batches are moved by Lightning"
+    "and {strategy} keeps its parameters where they are: remove the call, or make it in __init__ "
+    "or configure_model; batches are moved by Lightning"
 )
 AFTER = (
-    "and a fit of {strategy} has left its parameters sharded: give other Trainers a new module, with the "
-    "checkpoint (ckpt_path=)"
+    "and a fit of {strategy} has left its parameters sharded: give other Trainers a new module, "
+    "with the checkpoint (ckpt_path=)"
 )
 
 
@@ -53,9 +52,3 @@ def refuse_moves(module: nn.Module, strategy: str, why: str = DURING) -> None:
             moves = "is moved or converted (.to, .cpu(), .half() ...)"
             message = f"{told} {moves}, {why.format(strategy=strategy)}"
             vars(part)["_apply"] = _Unmoved(part, message)
-
-
-def allow_moves(module: nn.Module) -> None:
-    """Ends what `refuse_moves` began."""
-    for part in module.modules():
-        vars(part).pop("_apply", None)
