@@ -164,10 +164,9 @@ def fold(video: Tensor) -> Tensor:
     """
     first = video[:, :, :1].expand(-1, -1, BLOCK - 1, -1, -1)
     video = torch.cat([first, video], dim=2)
-    batch, colours, frames, height, width = video.shape
-    grid = (frames // BLOCK, BLOCK, height // BLOCK, BLOCK, width // BLOCK, BLOCK)
-    blocks = video.reshape(batch, colours, *grid).permute(0, 2, 1, 3, 5, 7, 4, 6)
-    return blocks.flatten(2, 5)
+    for dim in (4, 3, 2):
+        video = video.unflatten(dim, (-1, BLOCK))
+    return video.permute(0, 2, 1, 3, 5, 7, 4, 6).flatten(2, 5)
 
 
 def unfold(blocks: Tensor) -> Tensor:
