@@ -10,6 +10,8 @@ Shapes: videos [B, 3, T, H, W] in [-1, 1] with T = 4 k + 1; latents [B, C, k + 1
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,6 +76,9 @@ class VideoAutoencoder(nn.Module):
     """
 
     compression = (BLOCK, BLOCK, BLOCK)
+    input_dims: ClassVar = {"height": -2, "width": -1, "time": 1, "channels": 2}
+    """Dims of what `encoder` and `decoder` are given."""
+
     mean: Tensor
     std: Tensor
 
@@ -152,6 +157,9 @@ class VideoAutoencoder(nn.Module):
     def decode_raw(self, latents: Tensor) -> Tensor:
         """Decodes latents that were not normalised."""
         return unfold(self.decoder(latents.transpose(1, 2)))
+
+    stream_encoder, stream_decoder = encode, decode
+    """What is called on one stretch of frames after another; see `gulliver.parallel`."""
 
     def _column(self, values: Tensor) -> Tensor:
         return values.view(-1, 1, 1, 1)

@@ -256,7 +256,10 @@ def _pool(func: Any, args: Any, kwargs: Any) -> Sharded:
     space = int(func.__name__[-2])
     size, pads = _spread(size, space), _spread(padding, space)
     stride = _spread(stride or size, space)
-    if any(pads) or len(given) > 3 or set(kwargs) - {name for name, _ in names}:
+    rest = [*given[3:], *(kwargs[name] for name in kwargs if name not in dict(names))]
+    if any(pads) or any(value not in (None, True, False, 1) for value in rest) or kwargs.get(
+        "ceil_mode", func.__name__.startswith("avg") and given[3:4] == [True]
+    ):  # fmt: skip
         refuse(f"torch's {func.__name__} with more than a kernel size and a stride", x)
     at = x.cut.dim - (x.dim() - space)
     if at < 0:
@@ -304,7 +307,7 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Sharded:
     along = 2 * (x.dim() - 1 - x.cut.dim)
     before, after = pads[along : along + 2] if along < len(pads) else (0, 0)
     if (before, after) == (0, 0):
-        return like(x, func(x.local, pads, mode, value))
+        return _of_samples(x, lambda t: func(t, pads, mode, value))
     if before < 0 or after < 0 or not is_plain(x):
         refuse("cropping by pad", x)
     if mode not in ("constant", "replicate"):

@@ -64,7 +64,7 @@ class Ranks(Holder):
 
     def exchange(self, outgoing: list[Tensor], counts: list[int]) -> list[Tensor]:
         """Sends each rank its tensor and receives as many elements of each as counted."""
-        return exchange(self.rank_group, outgoing, counts)
+        return exchange(self.rank_group, [part.contiguous() for part in outgoing], counts)
 
     def shard(self, whole: Tensor, dim: int) -> Sharded:
         """Cuts a tensor that all ranks have, as evenly as can be."""
