@@ -102,12 +102,12 @@ def test_a_convolution_in_pieces_is_the_whole_forward_and_backward(space: int) -
         conv = KINDS[space](
             4, 8, 3, stride, 2 if dilation == 2 else 1, dilation, groups, number % 3 > 0, mode
         ).double()
-        x = torch.randn(2, 4, *(7, 9, 6)[:space]).double()
+        x = torch.randn(2, 4, *(7, 5, 4)[:space]).double()
         whole = _gradients(conv, x)
-        chunked = chunk_convolutions(conv, budget=8 * (3**space + 3 + 40 * (number % 2)))
+        chunked = chunk_convolutions(conv, budget=8 * ((2 * dilation + 1) ** space + 2 + 40 * (number % 2)))
         for a, b in zip(whole, _gradients(conv, x), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-        assert next(iter(chunked.plans.values())).number > 4
+        assert next(iter(chunked.plans.values())).number >= 4
         assert torch.equal(conv(x[0]), conv(x)[0])
         chunked.off()
         assert "_conv_forward" not in vars(conv)
@@ -138,7 +138,7 @@ def test_explain_names_every_convolution_and_wrong_budgets_are_refused() -> None
         chunk_convolutions(network, budget="2 GiC")
     with pytest.raises(GulliverError, match="no convolution"):
         chunk_convolutions(nn.Linear(2, 2))
-    chunk_convolutions(network, budget=100)
+    chunk_convolutions(network, budget=30)
     with pytest.raises(GulliverError, match="bytes would do"):
         network(torch.randn(1, 3, 20, 20))
 

@@ -143,8 +143,7 @@ class VideoAutoencoder(nn.Module):
             GulliverError: the sizes do not fit, as in `latent_shape`.
         """
         self.latent_shape(*video.shape[2:])
-        raw = self.encode_raw(video)
-        return (raw - self._column(self.mean)) / self._column(self.std)
+        return self.stream_encoder(video)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decodes latents of `encode`, [B, C, k + 1, H / 4, W / 4], to [B, 3, 4 k + 1, H, W]."""
@@ -158,8 +157,11 @@ class VideoAutoencoder(nn.Module):
         """Decodes latents that were not normalised."""
         return unfold(self.decoder(latents.transpose(1, 2)))
 
-    stream_encoder, stream_decoder = encode, decode
-    """What is called on one stretch of frames after another; see `gulliver.parallel`."""
+    def stream_encoder(self, video: Tensor) -> Tensor:
+        """Encodes any stretch of a clip, when it is called for one stretch after another."""
+        return (self.encode_raw(video) - self._column(self.mean)) / self._column(self.std)
+
+    stream_decoder = decode
 
     def _column(self, values: Tensor) -> Tensor:
         return values.view(-1, 1, 1, 1)

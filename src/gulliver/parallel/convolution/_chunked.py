@@ -192,9 +192,10 @@ class _InPieces(torch.autograd.Function):
             for term in piece.terms:
                 part = _weight_of(weight, piece, term)
                 read = _read(x, plan, piece, term, mode)
+                if len(piece.terms) > 1 and x.dtype in HALVES:
+                    # Partial sums of half precision would be rounded once each.
+                    read, part = read.float(), part.float()
                 found = convolve(read, part, None, s.stride, 0, s.dilation, piece.groups)
-                # Partial sums of half precision would be rounded once each.
-                found = found.float() if len(piece.terms) > 1 and x.dtype in HALVES else found
                 total = found if total is None else total.add_(found)
             assert total is not None
             if bias is not None:

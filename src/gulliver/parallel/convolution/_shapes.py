@@ -101,9 +101,10 @@ def _unflatten(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
     dim, sizes = given_of(given, kwargs, ("dim", None), ("sizes", None))
     dim, sizes = dim % x.dim(), list(sizes)
+    growing = sizes[0] == -1 and x.holder.grows
     if -1 in sizes:
         sizes[sizes.index(-1)] = x.shape[dim] // -math.prod(sizes)
-    if dim == x.cut.dim and is_plain(x) and x.holder.grows:
+    if dim == x.cut.dim and is_plain(x) and growing:
         x = _in_blocks(x, math.prod(sizes[1:]))
         return _viewed(x, [*x.shape[:dim], *sizes, *x.shape[dim + 1 :]], Cut(dim, x.cut.sizes))
     return reshaped(x, [*x.shape[:dim], *sizes, *x.shape[dim + 1 :]])

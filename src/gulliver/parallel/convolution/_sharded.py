@@ -143,6 +143,9 @@ class Rows:
 
     def take(self, start: int, stop: int, value: float = 0.0) -> Tensor:
         """Returns some positions, those outside filled with a value."""
+        if start >= stop:
+            # Part of the graph, so that backward sends the same messages on all ranks.
+            return torch.cat([part.narrow(self.dim, 0, 0) for part in self.parts], self.dim)
         taken, at = [], self.start
         if start < at:
             taken.append(self._filled(min(stop, at) - start, value))
@@ -154,15 +157,12 @@ class Rows:
             at = end
         if stop > at:
             taken.append(self._filled(stop - max(start, at), value))
-        if not taken:
-            return self.parts[0].narrow(self.dim, 0, 0)
         return taken[0] if len(taken) == 1 else torch.cat(taken, self.dim)
 
     def all(self, span: int, value: float = 0.0) -> Tensor:
         """Returns all that is wanted; where nothing is, one window that is part of the graph."""
         if self.outputs[0] == self.outputs[1]:
-            empty = torch.cat([part.narrow(self.dim, 0, 0) for part in self.parts], self.dim)
-            return torch.cat([empty, self._filled(span, value)], self.dim)
+            return torch.cat([self.take(0, 0), self._filled(span, value)], self.dim)
         return self.take(*self.wanted, value)
 
     def _filled(self, count: int, value: float) -> Tensor:
