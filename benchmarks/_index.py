@@ -39,6 +39,7 @@ AREAS = {
     "memory": "Training under a limit of memory",
     "plan": "Plans: predicted beside measured",
     "stdit": "Text to video: ranks that share a clip",
+    "autoencoder": "Autoencoders streamed, shared and in pieces",
 }
 """First word of a claim to heading, in the order of the page; other claims follow."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gulliver._compat import DispatchMode
+from benchmarks._live_bytes import LiveBytes
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
 from gulliver.parallel.convolution import stream_decode, stream_encode, stream_module
@@ -67,37 +67,6 @@ def test_layers_that_look_ahead_wait_for_the_frames_they_need() -> None:
         torch.testing.assert_close(found, network(clip), rtol=0, atol=1e-12)
 
 
-class _Live(DispatchMode):
-    """Counts the bytes of tensors that are alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, list | tuple) else [made]:
-            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
-                self._count(tensor.untyped_storage())
-        return made
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        import weakref
-
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._gone, key, size)
-
-    def _gone(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
-
-
 def _peak(network: nn.Module, frames: int) -> int:
     def clips() -> Iterator[Tensor]:
         yield torch.zeros(1, 3, 1, 8, 8)
@@ -105,7 +74,7 @@ def _peak(network: nn.Module, frames: int) -> int:
             yield torch.zeros(1, 3, 8, 8, 8)
 
     gc.collect()
-    with torch.no_grad(), _Live() as live:
+    with torch.no_grad(), LiveBytes() as live:
         for latents in stream_encode(network, clips()):
             for _ in stream_decode(network, [latents]):
                 pass
