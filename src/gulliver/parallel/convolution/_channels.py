@@ -1,8 +1,8 @@
 """Layers whose input channels are cut: each rank sums over its own, a reduce-scatter adds them up.
 
-The usual way, a convolution over this rank's input channels and an all-reduce of the output of which
-each keeps its slice, sends the whole output twice; here every rank gets its slice of the sum and
-nothing else, so half of the bytes travel, and activations between layers are never whole.
+The usual way, a convolution over this rank's input channels and an all-reduce of the output of
+which each keeps its slice, sends the whole output twice; here every rank gets its slice of the sum
+and nothing else, so half of the bytes travel, and activations between layers are never whole.
 """
 
 from __future__ import annotations

@@ -126,7 +126,9 @@ def chunked_convolution(
     """
     if has_torch_function_unary(input):
         arguments = input, weight, bias, stride, padding, dilation, groups
-        return handle_torch_function(chunked_convolution, (input,), *arguments, mode=mode, call=call)
+        return handle_torch_function(
+            chunked_convolution, (input,), *arguments, mode=mode, call=call
+        )
     if input.dim() == weight.dim() - 1:
         whole = input.unsqueeze(0)
         how = stride, padding, dilation, groups, mode, call

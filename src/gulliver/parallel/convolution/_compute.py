@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gulliver.parallel.convolution._channels import convolve_channels, linear_channels
 from gulliver.parallel.convolution._chunked import padding_of
+from gulliver.parallel.convolution._shapes import given_of
 from gulliver.parallel.convolution._sharded import (
     Rows,
     Sharded,
@@ -29,22 +30,21 @@ from gulliver.parallel.convolution._sharded import (
     refuse,
     window_rows,
 )
-from gulliver.parallel.convolution._shapes import given_of
 from gulliver.parallel.convolution._windows import Window
 
 PIECES = 8
 """Pieces in which a convolution writes its output where nothing is kept for backward."""
 
 POINTWISE = (
-    "add sub mul div truediv true_divide neg abs pow sqrt rsqrt square exp log sin cos tanh sigmoid "
-    "relu relu6 silu gelu elu selu celu mish softplus leaky_relu hardswish hardtanh hardsigmoid "
+    "add sub mul div truediv true_divide neg abs pow sqrt rsqrt square exp log sin cos tanh "
+    "sigmoid relu relu6 silu gelu elu selu celu mish softplus leaky_relu hardswish hardtanh hardsigmoid "
     "logsigmoid softsign clamp clip clamp_min clamp_max maximum minimum where lerp addcmul addcdiv "
     "to type float double half bfloat16 type_as contiguous clone detach zeros_like ones_like "
     "full_like empty_like radd rsub rmul rdiv rtruediv iadd isub imul itruediv idiv nan_to_num "
     "copysign sign reciprocal expm1 log1p erf floor round isfinite isnan isinf lt gt le ge eq ne "
     "logical_not logical_and logical_or identity fill zero masked_fill cpu cuda rpow"
 )
-IN_PLACE = frozenset("iadd isub imul itruediv idiv".split())
+IN_PLACE = frozenset(["iadd", "isub", "imul", "itruediv", "idiv"])
 ALONG = "softmax log_softmax normalize cumsum glu logsumexp"
 REDUCING = "mean sum amax amin var std norm vector_norm prod"
 POOLS = "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d"
@@ -302,7 +302,9 @@ def _resampled(func: Any, args: Any, kwargs: Any) -> Sharded:
 @handles("pad")
 def _pad(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
-    pads, mode, value = given_of(given, kwargs, ("pad", None), ("mode", "constant"), ("value", None))
+    pads, mode, value = given_of(
+        given, kwargs, ("pad", None), ("mode", "constant"), ("value", None)
+    )
     pads = list(pads)
     along = 2 * (x.dim() - 1 - x.cut.dim)
     before, after = pads[along : along + 2] if along < len(pads) else (0, 0)

@@ -1,8 +1,8 @@
 """Middle blocks of diffusers' autoencoders, without the mask of tokens x tokens that they make.
 
-HunyuanVideo's middle block hides later frames by a dense mask, made on every call. Here its forward
-is replaced, for as long as a `with` block lasts, by one that calls `frame_causal_attention`; layers,
-weights and results are the same. Other blocks are left as they are.
+HunyuanVideo's middle block hides later frames by a dense mask, made on every call. Here its
+forward is replaced, for as long as a `with` block lasts, by one that calls
+`frame_causal_attention`; layers, weights and results are the same. Others are left as they are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ MASKED = ("HunyuanVideoMidBlock3D",)
 def without_masks(network: Any) -> Iterator[None]:
     """Lets the middle blocks of a module compute without their mask."""
     found = network.modules() if isinstance(network, nn.Module) else ()
-    blocks: list[Any] = [b for b in found if type(b).__name__ in MASKED and "forward" not in vars(b)]
+    blocks: list[Any] = [
+        b for b in found if type(b).__name__ in MASKED and "forward" not in vars(b)
+    ]
     for block in blocks:
         block.forward = partial(_middle, block)
     try:

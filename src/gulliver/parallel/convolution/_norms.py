@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gulliver.parallel.convolution._shapes import given_of
 from gulliver.parallel.convolution._sharded import (
     Key,
     Sharded,
@@ -29,7 +30,6 @@ from gulliver.parallel.convolution._sharded import (
     own_run,
     refuse,
 )
-from gulliver.parallel.convolution._shapes import given_of
 
 
 @handles("group_norm", "instance_norm")

@@ -116,9 +116,7 @@ class _Moved(DispatchMode):
         super().__init__()
         self.nbytes = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if isinstance(made, Tensor):
             self.nbytes += made.nbytes

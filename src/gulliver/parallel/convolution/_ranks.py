@@ -7,10 +7,11 @@ reduce-scatter the adjoint of a gather. Intervals follow from sizes that all ran
 asks; extents that do not divide, a halo longer than the neighbour's part and ranks without work are
 nothing special.
 
-[Note: one order on all ranks] Messages are told apart by their order, in backward too. Autograd runs
-the nodes of a graph in the reverse order of their making, whatever their timing, so it is the same
-on all ranks as long as each makes the same nodes. A rank without work therefore computes one window
-of zeros and keeps nothing of it (`Rows.all`).
+[Note: one order on all ranks] Messages are told apart by their order, in backward too. Autograd
+runs the nodes of a graph in the reverse order of their making, whatever their timing, so it is the
+same on all ranks as long as each makes the same nodes. A rank without work therefore computes one
+window of zeros and keeps nothing of it (`Rows.all`), and what it then holds is an empty part of
+the graph, not an empty tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ from gulliver.parallel.convolution._sharded import (
     refuse,
 )
 from gulliver.parallel.convolution._windows import IDENTITY, Interval, Window, even, overlap, runs
-
 
 NORM_GROUPS = 32
 """Groups of most group norms."""

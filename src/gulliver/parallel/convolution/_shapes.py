@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from gulliver.parallel.convolution._sharded import (
     Cut,
     Sharded,
@@ -42,7 +43,7 @@ def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
         alone = extent == 1 and shape[dim] == 1 and below == inside
         if alone or (below <= inside < above and inside * extent <= above):
             if inside % below or (extent and above % (inside * extent)):
-                break
+                refuse(f"a view as {tuple(shape)}", x)
             x = _in_blocks(x, block)
             outer = above // (inside * extent) if extent else 1
             return _viewed(x, shape, Cut(dim, x.cut.sizes, outer, inside // below))
@@ -50,7 +51,7 @@ def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
             # The positions go on in the dim before: whole blocks of them stay together.
             block, extent, inside = block * (above // inside), extent // (above // inside), above
         below = above
-    refuse(f"a view as {tuple(shape)}", x)
+    return refuse(f"a view as {tuple(shape)}", x)
 
 
 def _in_blocks(x: Sharded, block: int) -> Sharded:
@@ -202,7 +203,11 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Sharded:
 def _repeat_interleave(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
     times, dim = given_of(given, kwargs, ("repeats", None), ("dim", None))
-    if not isinstance(times, int) or dim is None or (dim % x.dim() == x.cut.dim and not is_plain(x)):
+    if (
+        not isinstance(times, int)
+        or dim is None
+        or (dim % x.dim() == x.cut.dim and not is_plain(x))
+    ):
         refuse("repeat_interleave", x)
     cut = x.cut.resized(x.cut.sizes, times) if dim % x.dim() == x.cut.dim else x.cut
     return like(x, x.local.repeat_interleave(times, dim), cut)

@@ -14,8 +14,8 @@ in `_shapes.py`, those that compute in `_compute.py`, `_norms.py` and `_attentio
 
 [Note: a cut inside a merged dim] Attention flattens frames, rows and columns to tokens. If rows are
 cut, the tokens of a rank are no run of all tokens, but a run in each frame. So a cut dim is kept as
-three factors, ``outer x extent x inner``, of which the middle one is cut: it survives `flatten`, and
-`unflatten` finds it again. Where nothing is outside, the inner factor is cut along with it.
+three factors, ``outer x extent x inner``, of which the middle one is cut: it survives `flatten`,
+and `unflatten` finds it again. Where nothing is outside, the inner factor is cut along with it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[str, Handler] = {}
 """Meaning of a function for a part, by its name in torch."""
 
-OF_WHOLE = frozenset(
+_WHOLE = (
     "shape ndim dtype layout is_sparse is_quantized is_nested dim size numel nelement element_size "
-    "is_floating_point is_complex len hash itemsize".split()
+    "is_floating_point is_complex len hash itemsize"
 )
+OF_WHOLE = frozenset(_WHOLE.split())
 """What is asked of the whole, and answered by the shell."""
 
-OF_PART = frozenset("requires_grad device is_cuda is_cpu is_meta is_xpu is_mps grad_fn".split())
+_PART = "requires_grad device is_cuda is_cpu is_meta is_xpu is_mps grad_fn"
+OF_PART = frozenset(_PART.split())
 """What is asked of the part."""
 
 
@@ -110,7 +112,7 @@ class Holder(ABC):
 
     @abstractmethod
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
-        """Returns how much of a padding is due now, before the first position and behind the last."""
+        """Returns how much of a padding is due now, before the first position and behind."""
 
     @abstractmethod
     def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:

@@ -1,13 +1,14 @@
 """Shares an autoencoder between ranks: one line, forward and backward, exactly.
 
     shared = share_autoencoder(autoencoder, mesh["vae"])       # dim="auto": the predicted fastest
-    video = autoencoder.decode(latents)                        # every rank calls, and gets the whole
+    video = autoencoder.decode(latents)                        # all ranks call, and get the whole
     loss(video).backward()
     shared.sum_gradients()                                     # each rank had its share of them
     shared.off()
 
-`height`, `width` and `time` cut activations into runs of rows, columns or frames: convolutions fetch
-the border of their neighbours' parts, norms merge statistics, attention gathers keys and values.
+`height`, `width` and `time` cut activations into runs of rows, columns or frames: convolutions
+fetch the border of their neighbours' parts, norms merge statistics, attention gathers keys and
+values.
 `channels` cuts between all layers, and sums with a reduce-scatter.
 
 All ranks call the networks with the same input. What comes out is gathered, so all have the whole;
@@ -131,7 +132,7 @@ def share_autoencoder(
             module made of convolutions, norms, resampling and attention, which is then shared as
             a whole.
         mesh: mesh of one dim, or rank group; None is the whole world.
-        dim: "height", "width", "time", "channels", or "auto" for the predicted fastest of each shape.
+        dim: "height", "width", "time", "channels", or "auto" for the predicted fastest.
         cluster: cluster to predict for; None for the one that was probed.
 
     Raises:

@@ -51,14 +51,16 @@ Norms = Literal["refuse", "passes"]
 Clips = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
 
 
-def stream_encode(autoencoder: nn.Module, clips: Clips, norms: Norms = "refuse") -> Iterator[Tensor]:
+def stream_encode(
+    autoencoder: nn.Module, clips: Clips, norms: Norms = "refuse"
+) -> Iterator[Tensor]:
     """Encodes stretches of one clip, one after the other.
 
     Args:
         autoencoder: one of ours, or one of diffusers' (what its `encoder` and `quant_conv` give:
             mean and log-variance on top of each other).
-        clips: stretches ``[batch, channels, frames, height, width]`` of any lengths; a function that
-            gives them anew where `norms` needs several passes.
+        clips: stretches ``[batch, channels, frames, height, width]`` of any lengths; a function
+            that gives them anew where `norms` needs several passes.
         norms: "refuse", or "passes" for exact statistics of group norms over time.
 
     Yields:
