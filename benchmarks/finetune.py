@@ -56,7 +56,7 @@ READER: Shape = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "vocab_size": 600,
+    "vocab_size": 500,
     "tie_word_embeddings": True,
 }
 ONE_B: Shape = {
@@ -93,7 +93,7 @@ class Options:
     """Timed steps of the large ones."""
     read_steps: int = 100
     """Steps in which the model reads sources."""
-    task_steps: int = 120
+    task_steps: int = 250
     """Steps in which it learns the task."""
     folder: Path = Path("out")
     """Folder on the disk that is used; what is written there is removed."""
