@@ -56,7 +56,6 @@ from gulliver.memory._stores import (
     page_aligned,
     whole_pages,
 )
-from gulliver.memory._traffic import StillSeen
 from gulliver.memory._symbolic import (
     ActivationPeak,
     Kept,
@@ -67,6 +66,7 @@ from gulliver.memory._symbolic import (
     follow_step,
     stand_in_loss,
 )
+from gulliver.memory._traffic import StillSeen
 
 __all__ = [
     "ACTIVATIONS",
