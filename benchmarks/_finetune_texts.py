@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SOURCES, TASK = "sources", "arguments.jsonl"
-LONGEST = 112
+LONGEST = 64
 """Bytes of a head, at most."""
 SPECIAL = ("<unknown>", "<padding>", "<end>")
 SEEN_BY_ALL = {"self", "cls"}

@@ -272,10 +272,18 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Scales the gradients so that their global norm is at most `max_norm`.
 
         Returns:
-            The norm before, as of `torch.nn.utils.clip_grad_norm_`; nan or inf show as they are.
+            The norm before, float64, so that whatever holds the gradients scales them by the same
+            number: an optimizer of chunks adds up in another order. nan or inf show as they are.
         """
         self.check_norm(max_norm)
-        return nn.utils.clip_grad_norm_(list(self.names), max_norm)
+        gradients = [p.grad for p in self.names if p.grad is not None]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+        norm = torch.stack(norms or [torch.zeros((), dtype=torch.float64)]).square().sum().sqrt()
+        if math.isfinite(max_norm):
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            for gradient in gradients:
+                gradient.mul_(scale.to(gradient.dtype))
+        return norm
 
     @staticmethod
     def check_norm(max_norm: float) -> None:
