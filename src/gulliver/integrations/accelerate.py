@@ -95,9 +95,7 @@ class Accelerator(accelerate.Accelerator):
             )
         self._choices = plugin.choices(world.size)
         self._check_ddp(plugin)
-        if self._compiles and (
-            self._choices.stage == 3 or self._dynamo.use_regional_compilation
-        ):
+        if self._compiles and (self._choices.stage == 3 or self._dynamo.use_regional_compilation):
             raise GulliverError(
                 "torch_compile compiles the whole model, which then needs all parameters at once: "
                 "with stage 3 and memory limits compile its blocks, block.compile(), and leave "
@@ -188,7 +186,7 @@ class Accelerator(accelerate.Accelerator):
 
         Args:
             optimizer: optimizer of the parameters of one model.
-            device_placement: of no meaning: state lies with the parameters.
+            device_placement: argument of accelerate; here state lies with the parameters.
 
         Raises:
             GulliverError: its model is not prepared, or not a single one; it cannot be run so.
@@ -316,7 +314,7 @@ class Accelerator(accelerate.Accelerator):
         """Cuts every element of a model's gradients to ``[-clip_value, clip_value]``.
 
         Args:
-            parameters: as of `clip_grad_norm_`.
+            parameters: all parameters of a prepared model, or those of them that are trained.
             clip_value: largest element.
 
         Raises:
@@ -435,7 +433,7 @@ class Accelerator(accelerate.Accelerator):
 
         Args:
             output_dir: folder; None where checkpoints are named automatically.
-            safe_serialization: as of accelerate, for models that are not trained.
+            safe_serialization: whether models that are not trained are saved as safetensors.
             kwargs: those of accelerate.
         """
 
