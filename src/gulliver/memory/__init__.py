@@ -49,7 +49,7 @@ from gulliver.memory._read_locks import (
 )
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
-from gulliver.memory._stores import DiskStore, Store, Transfer, whole_pages
+from gulliver.memory._stores import DiskStore, Store, Transfer, check_disk_folder, whole_pages
 from gulliver.memory._symbolic import (
     ActivationPeak,
     Kept,
@@ -60,6 +60,7 @@ from gulliver.memory._symbolic import (
     follow_step,
     stand_in_loss,
 )
+from gulliver.memory._traffic import StillSeen
 
 __all__ = [
     "ACTIVATIONS",
@@ -108,6 +109,7 @@ __all__ = [
     "Resident",
     "Slot",
     "StepFootprint",
+    "StillSeen",
     "StorageCounter",
     "Store",
     "Transfer",
@@ -119,6 +121,7 @@ __all__ = [
     "before_any_write",
     "before_write",
     "block_activations",
+    "check_disk_folder",
     "drop_read_lock",
     "follow_step",
     "hide_from_compilers",

@@ -158,7 +158,7 @@ class DiskStore:
 
     def __init__(self, folder: str | Path, capacity: int, engine: Engine | None = None) -> None:
         self.folder, self.capacity, self.used = Path(folder), capacity // BLOCK * BLOCK, 0
-        _check_folder(self.folder)
+        check_disk_folder(self.folder)
         if self.capacity < BLOCK:
             raise GulliverError(f"a disk store of {capacity} bytes: at least one page of {BLOCK}")
         require_space(self.folder, self.capacity)
@@ -279,7 +279,12 @@ def _engine() -> Engine:
     return default_engine(page_bytes=BLOCK, pages=1, copiers=1, writers=2)
 
 
-def _check_folder(folder: Path) -> None:
+def check_disk_folder(folder: Path) -> None:
+    """Refuses a folder that no disk store can be in.
+
+    Raises:
+        GulliverError: it does not exist, is no folder, or lies on another machine.
+    """
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise GulliverError(f"disk folder {folder} {what}: make it, or name one on a local disk")

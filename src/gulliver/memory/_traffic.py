@@ -31,8 +31,13 @@ from gulliver.memory._pages import Pages
 from gulliver.memory._placed import Placed, Where
 from gulliver.memory._read_locks import before_write
 from gulliver.memory._stores import Store, whole_pages
+from gulliver.solve import NoRoom
 
 PATIENCE_S = 1.0
+
+
+class StillSeen(NoRoom):
+    """Memory that was given back is looked at on, and there is no room beside it."""
 
 
 class Traffic:
@@ -277,10 +282,11 @@ class Traffic:
             self.tell()
         if not self._leaving and not self._is_let_go():
             kept = sum(size * len(many) for size, many in self._free.items())
-            raise GulliverError(
+            raise StillSeen(
                 f"the memory budget of {self.budget} bytes is too small: {kept} bytes that were "
                 f"given back are still looked at: drop the views of them, or give at least "
-                f"{self.held + size}"
+                f"{self.held + size}",
+                self.held + size,
             )
         if self._leaving:
             self._finish(self._leaving[0])
