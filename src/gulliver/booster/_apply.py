@@ -25,10 +25,16 @@ from gulliver.booster._model import (
     converted,
     no_optimizer,
 )
-from gulliver.booster._ranks import Stages, order_of_use, rank_state, rank_work
+from gulliver.booster._ranks import (
+    Stages,
+    order_of_use,
+    rank_state,
+    rank_work,
+    state_bytes,
+    tensor_sizes,
+)
 from gulliver.booster._replicas import share_ddp, share_zero, tune
 from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
-from gulliver.booster._state_bytes import StateBytes
 from gulliver.booster.hybrid import (
     HooksLast,
     Vocabulary,
@@ -92,7 +98,8 @@ def apply_plan(
     agreed(lambda: _check_whole(plan, model, optimizer, tensor, stages))
     managers = list[LimitedManager | None]()
     agreed(lambda: managers.append(_manager(plan, model, optimizer, tensor, stages)))
-    uses = _state(plan, model, optimizer, tensor, stages).order if plan.stage == 3 else ()
+    sizes = tensor_sizes(plan, model, optimizer, tensor, stages, _place(plan))
+    uses = state_bytes(plan, sizes).order if plan.stage == 3 else ()
     inner = optimizer or no_optimizer()
     if plan.precision.parameters != "none":
         convert(model, HALVES[plan.precision.parameters], plan.precision.kept)
@@ -173,21 +180,14 @@ def _manager(
     """What state is kept by under a memory limit; it is made before anything is changed."""
     if plan.zero is None or plan.zero.tiers is None:
         return None
-    state = _state(plan, model, optimizer, tensor, stages)
+    state = rank_state(plan, model, optimizer, tensor, stages, _place(plan))
     return manager_of(plan, state, rank_work(plan, model, tensor, stages), current_world().device)
 
 
-def _state(
-    plan: Plan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensor: TensorPlan | None,
-    stages: Stages | None,
-) -> StateBytes:
-    """State of this rank in numbers, of the whole model."""
+def _place(plan: Plan) -> tuple[int, int]:
+    """This rank's number on the pipeline axis, and on the tensor axis."""
     world, size = current_world(), plan.mesh.of("tensor")
-    place = world.rank * plan.mesh.of("pipeline") // world.size, world.rank % size
-    return rank_state(plan, model, optimizer, tensor, stages, place)
+    return world.rank * plan.mesh.of("pipeline") // world.size, world.rank % size
 
 
 def _is_streamed(plan: Plan) -> bool:

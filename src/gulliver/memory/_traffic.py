@@ -271,7 +271,7 @@ class Traffic:
         return self.held + size <= self.budget
 
     def _goes(self, memory: Tensor, trusted: bool) -> bool:
-        """Whether memory that was given back goes when it is dropped; waits for a snapshot of it."""
+        """Whether memory that was given back goes when it is dropped; waits for a snapshot."""
         if trusted and storage_users(memory) > 1:
             before_write([memory])
         return (trusted and self._pages.keeps) or storage_users(memory) == 1
