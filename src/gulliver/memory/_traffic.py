@@ -257,6 +257,7 @@ class Traffic:
                 if place is None:
                     break
                 memory, trusted = many.pop(place)
+                before_write([memory])  # a snapshot may still be reading it
                 left = kept - whole_pages(short)
                 if left > 0 and self._pages.fits(memory, left):
                     rest.append((self._pages.resized(memory, left), trusted))
