@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -130,29 +131,34 @@ def _leave() -> None:
     The interpreter ends threads where they stand. One that stands in a backend's code, watching or
     finishing a gather that nobody waited for, takes the process down with it; so all of them are
     done before. After an error nothing is waited for: messages may be on their way that never
-    arrive. The others are told, and the process ends without ending the threads.
+    arrive. The others are told, and the process ends without ending the threads. So it does where a
+    collective does not end, as after errors that were caught on some ranks only: its status is 1,
+    for what the program has asked for was not done.
     """
     error = getattr(sys, "last_type", None)
     if not dist.is_initialized() or (error is not None and hasattr(sys, "ps1")):
         return
     if error is not None:
-        _leave_failed(error)
-    until = time.monotonic() + LEAVING_S
-    _progress.drain(until)
+        text = str(getattr(sys, "last_value", "")).splitlines() or [""]
+        status = 130 if issubclass(error, KeyboardInterrupt) else 1
+        _leave_failed(f"with {error.__name__}: {text[0][:200]}", status)
+    if not _progress.drain(time.monotonic() + LEAVING_S):
+        why = "at its end: other ranks have not taken part in a collective that it began"
+        print(f"gulliver: this rank failed {why}", file=sys.stderr)
+        _leave_failed(why, 1)
     shutdown()
 
 
-def _leave_failed(error: type[BaseException]) -> None:
+def _leave_failed(why: str, status: int) -> NoReturn:
     """Tells the others why this rank ends, and ends it."""
     if _watchdog is not None:
-        text = str(getattr(sys, "last_value", "")).splitlines() or [""]
-        _watchdog.stop(f"with {error.__name__}: {text[0][:200]}")
+        _watchdog.stop(why)
         if _watchdog.rank == 0:
             time.sleep(READING_S)  # its process may keep the store that the others read this in
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(130 if issubclass(error, KeyboardInterrupt) else 1)
+    os._exit(status)
 
 
 @contextmanager

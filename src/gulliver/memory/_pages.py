@@ -84,13 +84,16 @@ class Pages:
     """Makes buffers of whole pages, and others of them that keep their pages.
 
     Args:
-        device: device that they are on; only those of a CPU keep pages.
+        device: device that they are on.
+
+    Attributes:
+        keeps: whether buffers keep pages, and give them back whoever looks: those of a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._rooms: dict[int, _Room] = {}
-        self._keeps = device.type == "cpu" and hasattr(mmap, "MADV_NOHUGEPAGE")
+        self.keeps = device.type == "cpu" and hasattr(mmap, "MADV_NOHUGEPAGE")
 
     def fresh(self, size: int) -> Tensor:
         """Makes a buffer of new pages."""
@@ -98,7 +101,7 @@ class Pages:
             if self._device.type != "cpu":
                 return torch.empty(size, dtype=torch.uint8, device=self._device)
             try:
-                room = _Room.of(1 << (size - 1).bit_length() if self._keeps else size)
+                room = _Room.of(1 << (size - 1).bit_length() if self.keeps else size)
             except OSError:  # a process may be given a limit for addresses, too
                 room = _Room.of(size)
             memory = room.shown(size)
@@ -107,7 +110,7 @@ class Pages:
 
     def fits(self, memory: Tensor, size: int) -> bool:
         """Whether a buffer may become one of another size."""
-        room = self._rooms.get(memory.data_ptr()) if self._keeps else None
+        room = self._rooms.get(memory.data_ptr()) if self.keeps else None
         return room is not None and room.nbytes <= ROOM * size and size <= room.nbytes
 
     def resized(self, memory: Tensor, size: int) -> Tensor:
@@ -121,5 +124,5 @@ class Pages:
     def drop(self, memory: Tensor) -> None:
         """Gives all pages of a buffer back."""
         room = self._rooms.pop(memory.data_ptr(), None)
-        if room is not None and self._keeps:
+        if room is not None and self.keeps:
             room.free(0, memory.numel())  # views of buffers that it was before may live on

@@ -253,10 +253,11 @@ class Traffic:
             many = self._free[kept]
             while (short := self.held + size - self.budget) > 0:
                 # Memory that somebody still looks at would not be freed.
-                place = next((n for n, found in enumerate(many) if _unseen(*found)), None)
+                place = next((n for n, found in enumerate(many) if self._goes(*found)), None)
                 if place is None:
                     break
                 memory, trusted = many.pop(place)
+                before_write([memory])  # a snapshot may still be reading it
                 left = kept - whole_pages(short)
                 if left > 0 and self._pages.fits(memory, left):
                     rest.append((self._pages.resized(memory, left), trusted))
@@ -269,6 +270,12 @@ class Traffic:
         for memory, trusted in rest:
             self.give(memory, trusted)
         return self.held + size <= self.budget
+
+    def _goes(self, memory: Tensor, trusted: bool) -> bool:
+        """Whether memory that was given back goes when it is dropped; waits for a snapshot."""
+        if trusted and storage_users(memory) > 1:
+            before_write([memory])
+        return (trusted and self._pages.keeps) or storage_users(memory) == 1
 
     def _make_way(self, size: int) -> None:
         """Waits for the oldest write, whose memory is needed."""
@@ -418,10 +425,3 @@ class Traffic:
             assert transfer is not None
             with suppress(GulliverError):
                 transfer.wait()
-
-
-def _unseen(memory: Tensor, trusted: bool) -> bool:
-    """Whether memory that was given back goes when it is dropped; waits for a snapshot of it."""
-    if trusted and storage_users(memory) > 1:
-        before_write([memory])
-    return storage_users(memory) == 1

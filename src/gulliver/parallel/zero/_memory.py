@@ -65,7 +65,9 @@ def predicted(shards: ShardedState) -> dict[str, int]:
         )
         for c in shards.everything
     ]
-    events = record.events if record.complete else None
+    names = {name for chunk in chunks for name in chunk.names}
+    uses = shards.uses if names == set(shards.uses) else ()
+    events = record.events if record.complete else list(ordinary_step(chunks, uses))
     options = shards.stage, shards.parts, shards.ahead, _state_bytes(shards)
     found = held_bytes(chunks, *options, events)
     return found if shards.manager is None else _within(found, shards.manager)

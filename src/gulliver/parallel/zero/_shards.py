@@ -70,6 +70,7 @@ class ShardedState:
         pool: lends and counts the buffers of chunks.
         reducer: moves gradients to the shards.
         gatherer: moves parameters from them.
+        uses: names in the order in which a forward is expected to read them, before it is known.
         on_gradient: called with the name of a parameter whose gradient has come.
     """
 
@@ -100,6 +101,7 @@ class ShardedState:
         self.pool = BufferPool() if manager is None else LentBuffers(manager)
         self.tiers = None if manager is None else Tiers(inner)
         self.by_chunk = steps_by_chunk(inner)
+        self.uses: Sequence[str] = ()
         self.on_gradient: Callable[[str], None] | None = None
         self.everything: list[ShardedChunk] = []
         self.chunks: list[ShardedChunk] = []
