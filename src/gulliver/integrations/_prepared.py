@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
@@ -11,14 +11,22 @@ from torch import nn
 from gulliver.errors import GulliverError
 from gulliver.parallel import BoostedOptimizer
 
-if TYPE_CHECKING:
-    from gulliver.integrations.accelerate import Accelerator
+
+class Accelerating(Protocol):
+    """What an optimizer asks of the accelerator that prepared it."""
+
+    @property
+    def num_processes(self) -> int: ...
+    @property
+    def sync_gradients(self) -> bool: ...
+    @property
+    def holds_back(self) -> bool: ...
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
     """A boosted optimizer that steps when gradients are complete."""
 
-    def __init__(self, boosted: BoostedOptimizer, accelerator: Accelerator) -> None:
+    def __init__(self, boosted: BoostedOptimizer, accelerator: Accelerating) -> None:
         super().__init__(boosted, device_placement=False)
         self.boosted, self._accelerator = boosted, accelerator
 
