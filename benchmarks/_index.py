@@ -37,8 +37,10 @@ AREAS = {
     "loader": "Data loader",
     "cost": "Cost model: predicted beside measured",
     "memory": "Training under a limit of memory",
+    "finetune": "Fine-tuning beside transformers' Trainer, in 4 GiB, and of real text",
     "plan": "Plans: predicted beside measured",
     "stdit": "Text to video: ranks that share a clip",
+    "autoencoder": "Autoencoders streamed, shared and in pieces",
 }
 """First word of a claim to heading, in the order of the page; other claims follow."""
 

@@ -10,6 +10,8 @@ Shapes: videos [B, 3, T, H, W] in [-1, 1] with T = 4 k + 1; latents [B, C, k + 1
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,6 +76,9 @@ class VideoAutoencoder(nn.Module):
     """
 
     compression = (BLOCK, BLOCK, BLOCK)
+    input_dims: ClassVar = {"height": -2, "width": -1, "time": 1, "channels": 2}
+    """Dims of what `encoder` and `decoder` are given."""
+
     mean: Tensor
     std: Tensor
 
@@ -138,8 +143,7 @@ class VideoAutoencoder(nn.Module):
             GulliverError: the sizes do not fit, as in `latent_shape`.
         """
         self.latent_shape(*video.shape[2:])
-        raw = self.encode_raw(video)
-        return (raw - self._column(self.mean)) / self._column(self.std)
+        return self.stream_encoder(video)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decodes latents of `encode`, [B, C, k + 1, H / 4, W / 4], to [B, 3, 4 k + 1, H, W]."""
@@ -153,6 +157,12 @@ class VideoAutoencoder(nn.Module):
         """Decodes latents that were not normalised."""
         return unfold(self.decoder(latents.transpose(1, 2)))
 
+    def stream_encoder(self, video: Tensor) -> Tensor:
+        """Encodes any stretch of a clip, when it is called for one stretch after another."""
+        return (self.encode_raw(video) - self._column(self.mean)) / self._column(self.std)
+
+    stream_decoder = decode
+
     def _column(self, values: Tensor) -> Tensor:
         return values.view(-1, 1, 1, 1)
 
@@ -164,10 +174,9 @@ def fold(video: Tensor) -> Tensor:
     """
     first = video[:, :, :1].expand(-1, -1, BLOCK - 1, -1, -1)
     video = torch.cat([first, video], dim=2)
-    batch, colours, frames, height, width = video.shape
-    grid = (frames // BLOCK, BLOCK, height // BLOCK, BLOCK, width // BLOCK, BLOCK)
-    blocks = video.reshape(batch, colours, *grid).permute(0, 2, 1, 3, 5, 7, 4, 6)
-    return blocks.flatten(2, 5)
+    for dim in (4, 3, 2):
+        video = video.unflatten(dim, (-1, BLOCK))
+    return video.permute(0, 2, 1, 3, 5, 7, 4, 6).flatten(2, 5)
 
 
 def unfold(blocks: Tensor) -> Tensor:

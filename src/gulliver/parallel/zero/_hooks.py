@@ -21,13 +21,13 @@ from torch.utils.hooks import RemovableHandle
 
 from gulliver._compat import (
     compiled_call,
-    detach_recomputed,
     is_compiled,
     replace_compiled_call,
+    replace_recomputed,
 )
 from gulliver.errors import GulliverError
 from gulliver.memory import hide_from_compilers
-from gulliver.parallel.zero._gatherer import Gatherer
+from gulliver.parallel.zero._gatherer import Gatherer, refer
 from gulliver.parallel.zero._shards import ShardedState
 from gulliver.parallel.zero._unfreezing import wake
 
@@ -105,7 +105,7 @@ def watch_calls(model: nn.Module, shards: ShardedState) -> list[RemovableHandle]
     calls = _Calls(shards, model)
     hooks.append(model.register_forward_pre_hook(calls.enter, prepend=True))
     if shards.stage == 3:
-        detach_recomputed()
+        replace_recomputed(refer)
         hooks.append(model.register_forward_hook(calls.leave, always_call=True))
     return hooks
 

@@ -9,7 +9,7 @@ Read `ZeroOptimizer._step` first: a step is all there. What a rank has is kept b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -261,11 +261,7 @@ class ZeroOptimizer(BoostedOptimizer):
             self.tuner.mark(name)
 
     def relayout(self, order: Sequence[str], chunk_bytes: int) -> bool:
-        """Cuts the chunks anew; see `gulliver.parallel.zero._relayout.relayout`.
-
-        Raises:
-            GulliverError: there are gradients.
-        """
+        """Cuts the chunks anew; see `gulliver.parallel.zero._relayout.relayout`, for errors too."""
         return relayout(self.shards, order, chunk_bytes)
 
     def _step(self) -> None:
@@ -476,6 +472,14 @@ class ZeroOptimizer(BoostedOptimizer):
         """Dtype of the state that belongs to a parameter."""
         return self.shards.home_dtype(parameter.dtype, trained=True)
 
+    @property
+    def trainable(self) -> Mapping[nn.Parameter, str]:
+        return {**self.names, **self.shards.sleeping}
+
+    def take_up(self, names: Collection[str]) -> set[str]:
+        wake(self.shards, names)
+        return set(names) - set(self.names.values())
+
     def group_names(self) -> list[list[str]]:
         """Names of the trained parameters of each group, what was unfrozen since included."""
         wake(self.shards)
@@ -487,10 +491,7 @@ class ZeroOptimizer(BoostedOptimizer):
         return sum(t.nbytes for t in held if t is not None and not t.is_meta)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of ``parameters``, ``gradients`` and ``optimizer_state`` that this rank will hold.
-
-        See `gulliver.parallel.zero._memory.predicted`.
-        """
+        """Bytes by kind that this rank will hold; see `gulliver.parallel.zero._memory`."""
         return predicted(self.shards)
 
     @property

@@ -1,0 +1,314 @@
+"""An activation of which this process holds a part, and through which a module runs unchanged.
+
+`Sharded` is a tensor with the shape of the whole and the elements of a part along one dim. Torch
+hands every function that is called with one to `HANDLERS`: each says what the function means for
+the part, and what has to come from elsewhere. So a module's own forward runs over several ranks, or
+over one stretch of time after another, and knows nothing of it. A function that is in no table is
+refused by name: nothing is computed that would be nearly right.
+
+Where the rest comes from is the *holder's* business: `Ranks` (`_ranks.py`) exchanges with other
+ranks, `Stream` (`_stream.py`) keeps what earlier calls have seen.
+
+Read `Cut`, `Sharded`, `Holder`. It does not know the functions: those that only move elements are
+in `_shapes.py`, those that compute in `_compute.py`, `_norms.py` and `_attention.py`.
+
+[Note: a cut inside a merged dim] Attention flattens frames, rows and columns to tokens. If rows are
+cut, the tokens of a rank are no run of all tokens, but a run in each frame. So a cut dim is kept as
+three factors, ``outer x extent x inner``, of which the middle one is cut: it survives `flatten`,
+and `unflatten` finds it again. Where nothing is outside, the inner factor is cut along with it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError
+from gulliver.parallel.convolution._windows import Interval, Window, runs
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+HANDLERS: dict[str, Handler] = {}
+"""Meaning of a function for a part, by its name in torch."""
+
+_WHOLE = (
+    "shape ndim dtype layout is_sparse is_quantized is_nested dim size numel nelement element_size "
+    "is_floating_point is_complex len hash itemsize"
+)
+OF_WHOLE = frozenset(_WHOLE.split())
+"""What is asked of the whole, and answered by the shell."""
+
+_PART = "requires_grad device is_cuda is_cpu is_meta is_xpu is_mps grad_fn"
+OF_PART = frozenset(_PART.split())
+"""What is asked of the part."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The dim that is cut, and how.
+
+    Attributes:
+        dim: dim of the whole, counted from the front.
+        sizes: positions that each part has.
+        outer: factor of the dim outside of the positions.
+        inner: factor of the dim inside of them.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def extent(self) -> int:
+        """Positions of all parts."""
+        return sum(self.sizes)
+
+    @property
+    def length(self) -> int:
+        """Length of the dim of the whole."""
+        return self.outer * self.extent * self.inner
+
+    def resized(self, sizes: Sequence[int], times: int = 1) -> Cut:
+        """Returns the cut with other sizes, or with each position repeated."""
+        return replace(self, sizes=tuple(size * times for size in sizes))
+
+
+class Holder(ABC):
+    """Where the parts lie, and how a part gets at the others.
+
+    Attributes:
+        rank: number of the part that is held here.
+        where: kind of the parts, for messages.
+        grows: whether more positions may come, so that a shape of one position says little.
+    """
+
+    rank: int
+    where: str
+    grows = False
+
+    @abstractmethod
+    def rows(self, x: Sharded, window: Window, after: int, key: Key) -> tuple[Rows, Sizes]:
+        """Returns what this part's windows see, and the sizes of the outputs' parts.
+
+        Args:
+            x: plain cut activation.
+            window: window along its cut dim.
+            after: positions of padding behind the last, negative where they are left out.
+            key: name of the operation that asks, the same whenever it asks.
+        """
+
+    @abstractmethod
+    def whole(self, x: Sharded, key: Key) -> Tensor:
+        """Returns all positions, as many as there are up to now."""
+
+    @abstractmethod
+    def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
+        """Returns activations of one extent cut alike."""
+
+    @abstractmethod
+    def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
+        """Returns how much of a padding is due now, before the first position and behind."""
+
+    @abstractmethod
+    def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:
+        """Returns the statistics of all parts from those of this one."""
+
+
+Sizes = tuple[int, ...]
+Key = tuple[str, int]
+Statistics = tuple[float, Tensor, Tensor]
+"""Number of elements, their mean and their sum of squared distances from it."""
+
+
+@dataclass
+class Rows:
+    """Neighbouring positions along one dim, in pieces that need not be copied together.
+
+    Attributes:
+        parts: tensors, one after the other; at least one.
+        start: first position.
+        dim: dim that they follow each other along.
+        wanted: positions that are asked for, some perhaps in the padding.
+        outputs: outputs that they are for.
+    """
+
+    parts: list[Tensor]
+    start: int
+    dim: int
+    wanted: Interval
+    outputs: Interval
+
+    def take(self, start: int, stop: int, value: float = 0.0) -> Tensor:
+        """Returns some positions, those outside filled with a value."""
+        if start >= stop:
+            # Part of the graph, so that backward sends the same messages on all ranks.
+            return torch.cat([part.narrow(self.dim, 0, 0) for part in self.parts], self.dim)
+        taken, at = [], self.start
+        if start < at:
+            taken.append(self._filled(min(stop, at) - start, value))
+        for part in self.parts:
+            end = at + part.shape[self.dim]
+            low, high = max(start, at), min(stop, end)
+            if low < high:
+                taken.append(part.narrow(self.dim, low - at, high - low))
+            at = end
+        if stop > at:
+            taken.append(self._filled(stop - max(start, at), value))
+        return taken[0] if len(taken) == 1 else torch.cat(taken, self.dim)
+
+    def all(self, span: int, value: float = 0.0) -> Tensor:
+        """Returns all that is wanted; where nothing is, one window that is part of the graph."""
+        if self.outputs[0] == self.outputs[1]:
+            return torch.cat([self.take(0, 0), self._filled(span, value)], self.dim)
+        return self.take(*self.wanted, value)
+
+    def _filled(self, count: int, value: float) -> Tensor:
+        shape = list(self.parts[0].shape)
+        shape[self.dim] = count
+        return self.parts[0].new_full((), value).expand(shape)
+
+
+class Sharded(Tensor):
+    """An activation of which this process holds a part.
+
+    Args:
+        local: part that is held here.
+        cut: dim that is cut.
+        holder: object that knows the other parts.
+    """
+
+    local: Tensor
+    cut: Cut
+    holder: Any
+
+    @staticmethod
+    def __new__(cls, local: Tensor, cut: Cut, holder: Holder) -> Sharded:
+        """Makes the shell, of the shape of the whole."""
+        if cut.outer == 1 and cut.inner > 1:
+            cut = Cut(cut.dim, tuple(size * cut.inner for size in cut.sizes))
+        shape = list(local.shape)
+        shape[cut.dim] = cut.length
+        # A shell without storage: nothing is ever read from it.
+        made = torch.empty(shape, dtype=local.dtype, device="meta").as_subclass(cls)
+        made.local, made.cut, made.holder = local, cut, holder
+        return made
+
+    def __init__(self, local: Tensor, cut: Cut, holder: Holder) -> None:
+        pass
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"Sharded({tuple(self.shape)}, {self.cut}, holds {tuple(self.local.shape)})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Hands a function to its handler."""
+        name = func.__name__
+        if name == "__get__":
+            name = func.__self__.__name__
+        name = name.strip("_")
+        if name in OF_PART:
+            return func(args[0].local)
+        if name in OF_WHOLE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        handler = HANDLERS.get(name)
+        if handler is None:
+            refuse(f"torch's {name}", first(args, kwargs))
+        return handler(func, args, kwargs or {})
+
+
+def handles(*names: str) -> Callable[[Handler], Handler]:
+    """Registers a handler under the names of torch's functions."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return register
+
+
+def refuse(what: str, x: Sharded, right: str = "") -> NoReturn:
+    """Refuses what cannot be exact.
+
+    Raises:
+        GulliverError: always.
+    """
+    fix = right or "leave this module plain, or cut another dim"
+    raise GulliverError(
+        f"{what} of an activation {tuple(x.shape)} whose dim {x.cut.dim} is cut over "
+        f"{x.holder.where} is not supported: {fix}"
+    )
+
+
+def first(args: Any, kwargs: Any = None) -> Sharded:
+    """Returns the first part among arguments."""
+    return parts_in((args, kwargs or {}))[0]
+
+
+def parts_in(values: Any) -> list[Sharded]:
+    """Returns the parts in nested arguments, in order."""
+    if isinstance(values, Sharded):
+        return [values]
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, list | tuple):
+        return [part for value in values for part in parts_in(value)]
+    return []
+
+
+def locals_of(values: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns nested arguments with tensors replaced."""
+    if isinstance(values, Tensor):
+        return change(values)
+    if isinstance(values, dict):
+        return {name: locals_of(value, change) for name, value in values.items()}
+    if isinstance(values, list | tuple) and not isinstance(values, torch.Size):
+        return type(values)(locals_of(value, change) for value in values)
+    return values
+
+
+def like(x: Sharded, local: Tensor, cut: Cut | None = None) -> Sharded:
+    """Returns a part with the holder of another."""
+    return Sharded(local, cut or x.cut, x.holder)
+
+
+def is_plain(x: Sharded) -> bool:
+    """Returns whether the cut dim is nothing but its positions."""
+    return x.cut.outer == x.cut.inner == 1
+
+
+def opened(local: Tensor, cut: Cut, held: int) -> Tensor:
+    """Returns the cut dim as its three factors; the positions stand at ``cut.dim + 1``."""
+    return local.unflatten(cut.dim, (cut.outer, held, cut.inner))
+
+
+def own_run(x: Sharded) -> Interval:
+    """Returns the positions that are held here."""
+    return runs(x.cut.sizes)[x.holder.rank]
+
+
+def own_of(whole: Tensor, cut: Cut, holder: Holder) -> Tensor:
+    """Returns the part of a whole that belongs here; a view where nothing is outside."""
+    start, stop = runs(cut.sizes)[holder.rank]
+    parts = opened(whole, cut, cut.extent).narrow(cut.dim + 1, start, stop - start)
+    return parts.flatten(cut.dim, cut.dim + 2)
+
+
+def window_rows(
+    x: Sharded, window: Window, after: int, name: str, weight: Tensor | None = None
+) -> tuple[Rows, Sizes]:
+    """Asks the holder for what windows along the cut dim see; see `Holder.rows`.
+
+    Raises:
+        GulliverError: the cut dim is merged with others.
+    """
+    if not is_plain(x):
+        refuse(f"torch's {name} along a merged dim", x)
+    return x.holder.rows(x, window, after, (name, 0 if weight is None else id(weight)))

@@ -1,0 +1,189 @@
+"""Shares an autoencoder between ranks: one line, forward and backward, exactly.
+
+    shared = share_autoencoder(autoencoder, mesh["vae"])       # dim="auto": the predicted fastest
+    video = autoencoder.decode(latents)                        # all ranks call, and get the whole
+    loss(video).backward()
+    shared.sum_gradients()                                     # each rank had its share of them
+    shared.off()
+
+`height`, `width` and `time` cut activations into runs of rows, columns or frames: convolutions
+fetch the border of their neighbours' parts, norms merge statistics, attention gathers keys and
+values.
+`channels` cuts between all layers, and sums with a reduce-scatter.
+
+All ranks call the networks with the same input. What comes out is gathered, so all have the whole;
+its gradient is taken to be the same on all ranks, and each passes its own part back. So gradients
+of parameters and of the input are shares, to be added up over the ranks: `sum_gradients` does that.
+
+Read `share_autoencoder`, `SharedNetworks`; `choose_dim` predicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from gulliver.comm import ALONE, RankGroup, all_reduce
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware import Cluster, current_cluster
+from gulliver.parallel.convolution._maskless import without_masks
+from gulliver.parallel.convolution._predict import Predicted, predict
+from gulliver.parallel.convolution._ranks import Ranks
+from gulliver.parallel.convolution._sharded import Sharded, own_of
+
+Dim = Literal["height", "width", "time", "channels"]
+DIMS: dict[str, int] = {"height": -2, "width": -1, "time": -3, "channels": 1}
+"""Dims of the networks' inputs; of ``[batch, channels, frames, height, width]``."""
+
+
+@dataclass
+class SharedNetworks:
+    """Networks that the ranks of a group run together; `off` makes them plain again.
+
+    Attributes:
+        rank_group: ranks.
+        dim: dim that is cut, or "auto".
+        chosen: dim that was chosen for each network and shape.
+        predictions: predictions that each choice was made from.
+    """
+
+    rank_group: RankGroup
+    dim: str
+    cluster: Cluster | None = None
+    chosen: dict[Any, str] = field(default_factory=dict)
+    predictions: dict[Any, list[Predicted]] = field(default_factory=dict)
+    _networks: list[Any] = field(default_factory=list)
+
+    def add(self, network: nn.Module, dims: dict[str, int], name: str) -> None:
+        """Makes the ranks run a network together."""
+        plain = network.forward
+        network.forward = partial(self._forward, network, plain, dims, name)
+        self._networks.append(network)
+
+    def off(self) -> None:
+        """Makes every rank run the networks by itself again."""
+        for network in self._networks:
+            vars(network).pop("forward", None)
+        self._networks = []
+
+    def sum_gradients(self) -> None:
+        """Adds up the ranks' gradients of the networks' parameters; all ranks call it."""
+        for network in self._networks:
+            for parameter in network.parameters():
+                if parameter.requires_grad and self.rank_group.size > 1:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    all_reduce(parameter.grad, group=self.rank_group.process_group)
+
+    def explain(self) -> str:
+        """Describes what was cut, and the predictions behind it."""
+        lines = []
+        for key, dim in self.chosen.items():
+            lines.append(f"{key[0]} of {'x'.join(map(str, key[1]))}: {dim}")
+            lines += [f"  {predicted}" for predicted in self.predictions.get(key, [])]
+        return "\n".join(lines or ["nothing was run yet"])
+
+    def _forward(
+        self, network: nn.Module, plain: Any, dims: dict[str, int], name: str, x: Tensor, *rest: Any
+    ) -> Tensor:
+        if isinstance(x, Sharded) or any(isinstance(value, Tensor) for value in rest):
+            raise GulliverError(f"a shared {name} takes one tensor, whole on all ranks")
+        dim = self._choose(network, plain, dims, name, x)
+        ranks = Ranks(self.rank_group, channels=dim == "channels")
+        with without_masks(network):
+            made = plain(ranks.shard(x, dims[dim]), *rest)
+        if not isinstance(made, Sharded):
+            raise GulliverError(
+                f"a shared {name} must return one tensor, not {type(made).__name__}"
+            )
+        return gathered(made)
+
+    def _choose(
+        self, network: nn.Module, plain: Any, dims: dict[str, int], name: str, x: Tensor
+    ) -> str:
+        key = name, tuple(x.shape)
+        if key not in self.chosen:
+            self.chosen[key] = self.dim
+            if self.dim == "auto":
+                cluster = self.cluster or current_cluster(self.rank_group.size)
+                found = predict(network, x, dims, self.rank_group.size, cluster)
+                self.predictions[key] = found
+                self.chosen[key] = found[0].dim
+        return self.chosen[key]
+
+
+def share_autoencoder(
+    autoencoder: nn.Module,
+    mesh: DeviceMesh | RankGroup | None = None,
+    dim: str = "auto",
+    cluster: Cluster | None = None,
+) -> SharedNetworks:
+    """Makes the ranks of a group encode and decode together, in place; all of them call it.
+
+    Args:
+        autoencoder: module with `encoder` and `decoder`, such as ours and diffusers'; or any other
+            module made of convolutions, norms, resampling and attention, which is then shared as
+            a whole.
+        mesh: mesh of one dim, or rank group; None is the whole world.
+        dim: "height", "width", "time", "channels", or "auto" for the predicted fastest.
+        cluster: cluster to predict for; None for the one that was probed.
+
+    Raises:
+        GulliverError: an unknown dim, a mesh of several dims, or an autoencoder shared already.
+    """
+    if dim not in ("auto", *DIMS):
+        raise GulliverError(f"dim={dim!r}: {nearest(dim, ('auto', *DIMS))}")
+    shared = SharedNetworks(_rank_group(mesh), dim, cluster)
+    own = getattr(autoencoder, "input_dims", DIMS)
+    networks = {
+        name: part
+        for name in ("encoder", "decoder")
+        if isinstance(part := getattr(autoencoder, name, None), nn.Module)
+    } or {type(autoencoder).__name__: autoencoder}
+    if any("forward" in vars(part) for part in networks.values()):
+        raise GulliverError("this autoencoder is shared already: call off() of that first")
+    if shared.rank_group.size > 1:
+        for name, part in networks.items():
+            shared.add(part, own, name)
+    return shared
+
+
+def gathered(x: Sharded) -> Tensor:
+    """Returns the whole on all ranks; of its gradient each takes its own part."""
+    return _Gathered.apply(x.local, x)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, x: Sharded) -> Tensor:
+        ctx.how = x.cut, x.holder
+        with torch.no_grad():
+            return x.holder.whole(Sharded(local, x.cut, x.holder), ("gather", 0))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        cut, holder = ctx.how
+        return own_of(grad, cut, holder), None
+
+
+def _rank_group(mesh: DeviceMesh | RankGroup | None) -> RankGroup:
+    if isinstance(mesh, RankGroup):
+        return mesh
+    if not dist.is_initialized():
+        return ALONE
+    if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+        raise GulliverError(
+            f"a mesh of {mesh.ndim} dims does not say which ranks share the autoencoder: give one "
+            "of its dims, as in mesh['vae']"
+        )
+    group = mesh.get_group() if isinstance(mesh, DeviceMesh) else None
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return RankGroup(tuple(ranks), ranks.index(dist.get_rank()), group)

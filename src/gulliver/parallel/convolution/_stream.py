@@ -1,0 +1,308 @@
+"""Encodes and decodes clips of any length in constant memory, equal to the whole.
+
+    for latents in stream_encode(autoencoder, clips):        # clips [B, 3, frames, H, W]
+        ...
+    for video in stream_decode(autoencoder, latents):
+        ...
+
+The network's own forward runs over one stretch of frames after another. What it is given says that
+it is all frames so far, and holds those that are new; every convolution in time keeps its last
+frames (`Stream.rows`), so each output frame is computed once, from the same frames as in the whole.
+The first stretch is padded as the clip is, the last one too. A layer that must leave a remainder
+for later (a downsampling) keeps it.
+
+Group norms over time are told apart: their statistics are of frames that are still to come.
+``norms="passes"`` runs through the clip once for each of them, in their order: with the statistics
+of all norms before, those of the next one can be counted. That is exact and of constant memory, and
+costs as much time as there are norms, halved. Without it they are refused.
+
+Attention of the middle block must be of single frames or causal: then keys and values are kept.
+
+Read `stream_encode`, `stream_module`, `Stream`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.parallel.convolution._maskless import without_masks
+from gulliver.parallel.convolution._networks import decoder_of, encoder_of, time_dim
+from gulliver.parallel.convolution._norms import merged
+from gulliver.parallel.convolution._sharded import (
+    Cut,
+    Holder,
+    Key,
+    Rows,
+    Sharded,
+    Sizes,
+    Statistics,
+    like,
+    refuse,
+)
+from gulliver.parallel.convolution._windows import Window
+
+Norms = Literal["refuse", "passes"]
+Clips = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
+
+
+def stream_encode(
+    autoencoder: nn.Module, clips: Clips, norms: Norms = "refuse"
+) -> Iterator[Tensor]:
+    """Encodes stretches of one clip, one after the other.
+
+    Args:
+        autoencoder: one of ours, or one of diffusers' (what its `encoder` and `quant_conv` give:
+            mean and log-variance on top of each other).
+        clips: stretches ``[batch, channels, frames, height, width]`` of any lengths; a function
+            that gives them anew where `norms` needs several passes.
+        norms: "refuse", or "passes" for exact statistics of group norms over time.
+
+    Yields:
+        Latents of the frames so far, as they become known.
+
+    Raises:
+        GulliverError: a layer looks at frames that are still to come.
+    """
+    return stream_module(encoder_of(autoencoder), clips, time_dim(autoencoder), norms)
+
+
+def stream_decode(
+    autoencoder: nn.Module, latents: Clips, norms: Norms = "refuse"
+) -> Iterator[Tensor]:
+    """Decodes stretches of one clip's latents, one after the other; see `stream_encode`."""
+    return stream_module(decoder_of(autoencoder), latents, time_dim(autoencoder), norms)
+
+
+def stream_module(
+    network: Callable[[Tensor], Tensor], clips: Clips, dim: int = 2, norms: Norms = "refuse"
+) -> Iterator[Tensor]:
+    """Runs any network over stretches of time; see `stream_encode`.
+
+    Args:
+        network: module or function made of convolutions, norms, resampling and attention.
+        clips: stretches of its input.
+        dim: dim of time.
+        norms: "refuse" or "passes".
+
+    Raises:
+        GulliverError: an unknown name, or several passes over what can be read once.
+    """
+    if norms not in ("refuse", "passes"):
+        raise GulliverError(f"norms={norms!r}: {nearest(norms, ('refuse', 'passes'))}")
+    counted: dict[tuple[Key, int], Statistics] = {}
+    if norms == "passes":
+        if not callable(clips):
+            raise GulliverError(
+                "norms='passes' reads the clip several times: give a function that returns its "
+                "stretches, such as lambda: clip.split(16, dim=2)"
+            )
+        while _count(network, clips, dim, counted):
+            pass
+    return _streamed(network, clips, Stream(counted), dim)
+
+
+def _streamed(network: Any, clips: Clips, stream: Stream, dim: int) -> Iterator[Tensor]:
+    with without_masks(network):
+        for part, final in _with_last(clips() if callable(clips) else clips):
+            made = stream.run(network, part, dim, final)
+            if made is not None and made.numel():
+                yield made
+
+
+def _count(network: Any, clips: Any, dim: int, counted: dict[Any, Any]) -> bool:
+    """Counts the statistics of the first norm that is not known; whether there was one."""
+    stream = Stream(counted, counting=True)
+    with torch.no_grad(), without_masks(network):
+        for part, final in _with_last(clips()):
+            stream.run(network, part, dim, final)
+    if stream.asked is None:
+        return False
+    counted[stream.asked] = merged(stream.found)
+    return True
+
+
+def _with_last(parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+    """Yields each part and whether it is the last."""
+    before = None
+    for part in parts:
+        if before is not None:
+            yield before, False
+        before = part
+    if before is None:
+        raise GulliverError("there is nothing to stream: the clip has no frames")
+    yield before, True
+
+
+class _Starved(Exception):
+    """A layer has no output yet at all: the next stretch is needed with this one."""
+
+
+class _Counted(Exception):
+    """The statistics of this stretch are counted: what comes after depends on the others'."""
+
+
+@dataclass
+class _Kept:
+    """What a layer keeps from stretch to stretch.
+
+    Attributes:
+        window: window of the layer.
+        done: outputs that were given.
+        start: first position of the tail.
+        tail: positions that later outputs need.
+    """
+
+    window: Window
+    done: int = 0
+    start: int = 0
+    tail: Tensor | None = None
+
+
+class Stream(Holder):
+    """Parts of an activation in time: what came before is part 0, what is new part 1.
+
+    Args:
+        counted: statistics of norms over time that are known.
+        counting: whether to count those of the first norm that is not known.
+
+    Attributes:
+        asked: norm that was not known.
+        found: its statistics in each stretch.
+    """
+
+    rank = 1
+    where = "time"
+    grows = True
+
+    def __init__(self, counted: dict[Any, Statistics], counting: bool = False) -> None:
+        self.counted, self.counting = counted, counting
+        self.asked: Any = None
+        self.found: list[Statistics] = []
+        self.final = False
+        self._kept: dict[Any, Any] = {}
+        self._new: dict[Any, Any] = {}
+        self._seen: dict[Key, int] = {}
+        self._past = 0
+        self._waiting: Tensor | None = None
+
+    def run(self, network: Any, part: Tensor, dim: int, final: bool) -> Tensor | None:
+        """Runs a network over the next stretch; None where nothing comes out yet."""
+        part = part if self._waiting is None else torch.cat([self._waiting, part], dim)
+        if final and not self._past:
+            return network(part)  # all of it is here
+        self.final, self._seen, self._new = final, {}, {}
+        x = Sharded(part, Cut(dim, (self._past, part.shape[dim])), self)
+        try:
+            made = network(x).local
+        except _Starved:
+            assert not final, "every layer has given something before"
+            self._waiting = part
+            return None
+        except _Counted:
+            made = None
+        self._kept.update(self._new)
+        self._past, self._waiting = self._past + part.shape[dim], None
+        return made
+
+    def rows(self, x: Sharded, window: Window, after: int, key: Key) -> tuple[Rows, Sizes]:
+        """Puts the kept frames before the new ones, and keeps those that later outputs need."""
+        name = self._name(key)
+        kept = self._kept.get(name) or _Kept(window)
+        if kept.window != window:
+            refuse(f"torch's {key[0]} counted from the end", x)
+        local, start, stop = self._joined(x, kept.tail, kept.start)
+        # Padding behind the last frame is only there when the last frame is.
+        count = max(kept.done, window.count(stop, after if self.final else min(after, 0)))
+        if not count:
+            raise _Starved
+        keep = min(max(0, count * window.stride + window.first), stop)
+        tail = local.narrow(x.cut.dim, max(0, keep - start), stop - max(keep, start)).clone()
+        self._new[name] = _Kept(window, count, max(keep, start), tail)
+        needs = window.needs(kept.done, count) if kept.done < count else (0, 0)
+        return Rows([local], start, x.cut.dim, needs, (kept.done, count)), (
+            kept.done,
+            count - kept.done,
+        )
+
+    def wait(self) -> None:
+        """Asks for the next stretch: one position could be any factor of a merged dim."""
+        raise _Starved
+
+    def whole(self, x: Sharded, key: Key) -> Tensor:
+        """Returns all frames so far, and keeps them."""
+        name = self._name(key)
+        if x.cut.outer != 1:
+            refuse("attention over a merged dim", x)
+        tail = self._kept.get(name)
+        local = x.local if tail is None else torch.cat([tail, x.local], x.cut.dim)
+        self._new[name] = local
+        return local
+
+    def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
+        """Lets what is ahead wait for what is behind: a layer may look some frames ahead."""
+        if len({part.cut.sizes for part in parts}) == 1:
+            return list(parts)
+        name = self._name(key)
+        kept = self._kept.get(name) or [_Kept(Window()) for _ in parts]
+        done, ready = kept[0].done, min(part.cut.extent for part in parts)
+        if not ready:
+            raise _Starved
+        news, made = [], []
+        for part, own in zip(parts, kept, strict=True):
+            local, start, stop = self._joined(part, own.tail, own.start)
+            dim = part.cut.dim
+            made.append(
+                like(part, local.narrow(dim, done - start, ready - done),
+                     part.cut.resized((done, ready - done)))
+            )  # fmt: skip
+            tail = local.narrow(dim, ready - start, stop - ready).clone()
+            news.append(_Kept(Window(), ready, ready, tail))
+        self._new[name] = news
+        return made
+
+    def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
+        """Returns the padding before, and that behind once the last frame is there."""
+        if after and self.final and not x.local.shape[x.cut.dim]:
+            refuse("padding behind the last frame", x, "end with a longer stretch")
+        return before, after if self.final else 0
+
+    def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:
+        """Returns counted statistics.
+
+        Raises:
+            GulliverError: they are not to be counted, or the norm is to be trained.
+        """
+        name = self._name(key)
+        if name in self.counted:
+            if torch.is_grad_enabled() and x.local.requires_grad:
+                refuse("training through a group norm over time", x, "share the autoencoder")
+            return self.counted[name]
+        if not self.counting:
+            refuse(
+                "a group norm over time", x,
+                "its statistics are of frames still to come; norms='passes' counts them exactly",
+            )  # fmt: skip
+        self.asked = name
+        self.found.append(own)
+        raise _Counted
+
+    def _name(self, key: Key) -> tuple[Key, int]:
+        """Returns the name of an operation: layers are called in one order in every stretch."""
+        number = self._seen.get(key, 0)
+        self._seen[key] = number + 1
+        return key, number
+
+    def _joined(self, x: Sharded, tail: Tensor | None, start: int) -> tuple[Tensor, int, int]:
+        """Returns kept and new frames, the first of them, and one past the last."""
+        past, new = x.cut.sizes
+        if tail is None:
+            return x.local, past, past + new
+        assert start + tail.shape[x.cut.dim] == past, "a layer was called in another order"
+        joined = torch.cat([tail, x.local], x.cut.dim) if tail.shape[x.cut.dim] else x.local
+        return joined, start, past + new

@@ -1,0 +1,164 @@
+"""Networks of convolutions over ranks are the plain networks, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gulliver.comm import World, all_reduce, sent_bytes
+from gulliver.errors import GulliverError
+from gulliver.models import VideoAutoencoder
+from gulliver.parallel.convolution import share_autoencoder
+from tests.autoencoder_models import TinyAutoencoder, tiny_image_autoencoder
+from tests.pool import Pool
+
+VIDEO_DIMS = ("height", "width", "time", "channels")
+
+
+def _make(name: str) -> tuple[nn.Module, Tensor]:
+    """Returns a network and an input, the same on every rank."""
+    torch.manual_seed(0)
+    if name == "images":
+        return tiny_image_autoencoder().double(), torch.randn(2, 3, 20, 12).double()
+    if name == "ours":
+        return VideoAutoencoder(width=8).double(), torch.randn(1, 3, 9, 20, 12).double()
+    norm, attention, *sizes = name.split()
+    shape = [int(size) for size in sizes] or [5, 10, 6]
+    return TinyAutoencoder(norm, attention).double(), torch.randn(2, 3, *shape).double()
+
+
+def _run(network: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Returns the output, and the gradients of the input and of every parameter."""
+    x = x.clone().requires_grad_()
+    ours = isinstance(network, VideoAutoencoder)
+    out = network.decode(network.encode(x)) if ours else network(x)
+    weights = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view_as(out)
+    gradients = torch.autograd.grad((out.square() * weights).sum(), [x, *network.parameters()])
+    return out.detach(), list(gradients)
+
+
+def _errors(world: World, cases: list[tuple[str, str]]) -> dict[str, float]:
+    found = {}
+    for name, dim in cases:
+        network, x = _make(name)
+        plain = _run(network, x)
+        shared = share_autoencoder(network, dim=dim)
+        out, gradients = _run(network, x)
+        # The input goes into the encoder only: its shares are added up like those of parameters.
+        for gradient in gradients:
+            all_reduce(gradient)
+        with torch.no_grad():
+            eager = network(x) if not isinstance(network, VideoAutoencoder) else out
+        shared.off()
+        pairs = zip([plain[0], plain[0], *plain[1]], [out, eager, *gradients], strict=True)
+        found[f"{name}, {dim}"] = max(
+            float((a - b).abs().max() / a.abs().max().clamp(min=1)) for a, b in pairs
+        )
+    return found
+
+
+CASES = [
+    *(("group raster", dim) for dim in VIDEO_DIMS),
+    *(("frame frame", dim) for dim in ("height", "time")),
+    *(("root full", dim) for dim in ("width", "time")),
+    *(("images", dim) for dim in ("height", "width", "channels")),
+    *(("ours", dim) for dim in VIDEO_DIMS),
+    # Fewer latent rows than ranks; fewer rows than a window covers.
+    ("group raster 5 4 6", "height"),
+    ("group raster 1 6 2", "width"),
+    ("root frame 2 4 4", "time"),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(3, marks=pytest.mark.full)])
+def test_a_shared_network_is_the_plain_one_forward_and_backward(pool: Pool, ranks: int) -> None:
+    for errors in pool.run(_errors, ranks, CASES):
+        assert errors == {key: pytest.approx(0, abs=1e-10) for key in errors}
+
+
+def _refused(world: World) -> list[str]:
+    found = []
+    network, x = _make("root full")
+    wrong = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.InstanceNorm2d(3))
+    for module, dim, given in (
+        (network, "channels", x),
+        (wrong.double(), "height", x[:, :, 0]),
+        (nn.Conv3d(3, 3, 3, padding=1, padding_mode="reflect").double(), "time", x),
+        (nn.Upsample(scale_factor=2, mode="bilinear"), "width", x[:, :, 0]),
+        (nn.Sequential(nn.Dropout(0.5)), "height", x),
+    ):
+        shared = share_autoencoder(module, dim=dim)
+        with pytest.raises(GulliverError) as raised:
+            module(given)
+        shared.off()
+        found.append(str(raised.value))
+    with pytest.raises(GulliverError) as raised:
+        share_autoencoder(network, dim="hight")
+    return [*found, str(raised.value)]
+
+
+def test_what_cannot_be_exact_is_refused_by_name_on_all_ranks(pool: Pool) -> None:
+    messages = pool.run(_refused, 2)
+    assert messages[0] == messages[1]
+    words = ("normalize along the cut dim", "instance norm", "mode reflect", "mode bilinear",
+             "every rank would draw others", "height")  # fmt: skip
+    for word, message in zip(words, messages[0], strict=True):
+        assert word in message
+
+
+def _halo(world: World) -> dict[str, tuple[int, int]]:
+    """Bytes sent by this rank for a convolution, beside those of an all-reduce of its output."""
+    found = {}
+    x = torch.randn(1, 8, 4, 16 * world.size, 16)
+    network = nn.Conv3d(8, 8, 3, padding=1)
+    for dim in ("height", "channels"):
+        shared = share_autoencoder(network, dim=dim)
+        with torch.no_grad():
+            before = sent_bytes()
+            out = network(x)
+        shared.off()
+        gathered = out.nbytes * (world.size - 1) // world.size
+        found[dim] = sent_bytes() - before - gathered // 1, out.nbytes
+    return found
+
+
+def test_halos_are_a_row_a_neighbour_and_channels_send_their_slices_once(pool: Pool) -> None:
+    for rank, found in enumerate(pool.run(_halo, 4)):
+        sent, whole = found["height"]
+        rows = whole // (16 * 4)
+        assert sent == rows * (1 if rank in (0, 3) else 2)
+        sent, whole = found["channels"]
+        assert sent == whole * 3 // 4  # an all-reduce of which each keeps a slice: 6 / 4
+
+
+def _chosen(world: World) -> tuple[str, str, str]:
+    network, x = _make("group raster 3 32 4")
+    shared = share_autoencoder(network, dim="auto")
+    with torch.no_grad():
+        network(x)
+    return shared.chosen["encoder", tuple(x.shape)], shared.explain(), "forward" in vars(network)
+
+
+def test_auto_takes_what_is_predicted_to_be_fastest(pool: Pool) -> None:
+    found = pool.run(_chosen, 2)
+    assert found[0][:2] == found[1][:2]
+    chosen, explained, _ = found[0]
+    assert chosen == "height"
+    assert all(f"{dim}: " in explained for dim in VIDEO_DIMS)
+
+
+def _summed(world: World) -> float:
+    network, x = _make("group raster")
+    _, gradients = _run(network, x)
+    shared = share_autoencoder(network, dim="width")
+    out = network(x)
+    weights = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view_as(out)
+    (out.square() * weights).sum().backward()
+    shared.sum_gradients()
+    pairs = zip(network.parameters(), gradients[1:], strict=True)
+    return max(float((p.grad - g).abs().max() / g.abs().max()) for p, g in pairs)
+
+
+def test_summed_gradients_are_those_of_the_plain_network(pool: Pool) -> None:
+    assert max(pool.run(_summed, 2)) < 1e-10
