@@ -194,9 +194,8 @@ def alone(world: World, folder: str) -> None:
         rates.append([module.lr, *module.losses])
     assert torch.allclose(*(torch.tensor(found) for found in rates))
     with pytest.raises(GulliverError, match="take up folders only"):
-        trainer_of(world, "gulliver", callbacks=[LearningRateFinder(num_training_steps=6)]).fit(
-            Tuned()
-        )
+        options = {"callbacks": [LearningRateFinder(num_training_steps=6)]}
+        trainer_of(world, "gulliver", default_root_dir=folder, **options).fit(Tuned())
     refusals(world, folder)
 
 
@@ -349,39 +348,3 @@ def test_lightning_launches_the_ranks_itself(tmp_path: Path) -> None:
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("NORM")]
         found[strategy] = float(line.split()[1])
     assert all(abs(value - found["ddp"]) < 1e-5 for value in found.values()), found
-
-
-def older(world: World) -> tuple[list[float], list[float]]:
-    """Losses of the package that has the other name, of its ddp and of ours."""
-    from pytorch_lightning import LightningModule, Trainer
-    from pytorch_lightning.demos.boring_classes import BoringModel
-
-    import gulliver.integrations.pytorch_lightning  # noqa: F401
-
-    class Model(BoringModel):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.step(batch)
-            found.append(loss.item())
-            return loss
-
-    results = []
-    for strategy in ("auto", "gulliver_zero3"):
-        found = list[float]()
-        torch.manual_seed(0)
-        module = Model()
-        assert isinstance(module, LightningModule)
-        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
-        limits = {"max_epochs": 1, "limit_train_batches": 5, "limit_val_batches": 0}
-        Trainer(strategy=strategy, accelerator="cpu", devices=1, **limits, **quiet).fit(
-            module, torch.utils.data.DataLoader(torch.linspace(-1, 1, 160).view(5, 32))
-        )
-        results.append(found)
-    return results[0], results[1]
-
-
-@pytest.mark.full
-def test_the_package_of_the_other_name_is_served_too(pool: Pool) -> None:
-    pytest.importorskip("pytorch_lightning")
-    expected, found = pool.run(older, 1)[0]
-    assert len(found) == 5
-    assert torch.allclose(torch.tensor(found), torch.tensor(expected))

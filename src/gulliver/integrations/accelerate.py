@@ -95,9 +95,7 @@ class Accelerator(accelerate.Accelerator):
             )
         self._choices = plugin.choices(world.size)
         self._check_ddp(plugin)
-        if self._compiles and (
-            self._choices.stage == 3 or self._dynamo.use_regional_compilation
-        ):
+        if self._compiles and (self._choices.stage == 3 or self._dynamo.use_regional_compilation):
             raise GulliverError(
                 "torch_compile compiles the whole model, which then needs all parameters at once: "
                 "with stage 3 and memory limits compile its blocks, block.compile(), and leave "
