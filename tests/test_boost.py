@@ -303,3 +303,44 @@ def test_precision_turns_what_hugging_face_turns_and_keeps_tables_and_running_st
         assert model.norm.running_mean.dtype is model.norm.weight.dtype is torch.float32
         booster.backward(found.float().square().sum(), optimizer)
         optimizer.step()
+
+
+def _given_back(world: World) -> None:
+    """Trains, gives the model back, trains it anew: beside a plain model on one process."""
+    for plugin in (TorchDDPPlugin(verbose=False), *(_zero(s).plugin for s in (1, 2, 3))):
+        torch.manual_seed(0)
+        twin = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8))
+        twin[3].bias = twin[0].bias = nn.Parameter(torch.zeros(8))
+        twin[3].weight = twin[2].weight = nn.Parameter(torch.randn(8, 8))
+        twin[2].bias.requires_grad_(False)
+        model = copy.deepcopy(twin.double())
+        for _ in range(2):
+            booster, plain = Booster(plugin), _sgd(twin)
+            boosted, optimizer, *_ = booster.boost(model, _sgd(model))
+            for step in range(2):
+                with optimizer.backward_pass() as scale:  # as a framework calls backward
+                    (boosted(_input(step, world.rank)).square().sum() * scale).backward()
+                mean = [twin(_input(step, r)).square().sum() for r in range(world.size)]
+                (sum(mean) / world.size).backward()  # type: ignore[union-attr]
+                for stepper in (optimizer, plain):
+                    stepper.step()
+                    stepper.zero_grad()
+            assert booster.release(boosted, optimizer) is model
+            assert model[3].weight is model[2].weight
+            for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+                assert mine.requires_grad == theirs.requires_grad
+        # Nothing of the runs is left: a plain backward leaves plain gradients.
+        model(_input(0, 0)).square().sum().backward()
+        twin(_input(0, 0)).square().sum().backward()
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+
+
+def _input(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(3, 4, dtype=torch.float64, generator=generator)
+
+
+def test_a_model_that_is_given_back_is_plain_and_can_be_boosted_again(pool: Pool) -> None:
+    pool.run(_given_back, 2)

@@ -193,10 +193,9 @@ def alone(world: World, folder: str) -> None:
         trainer_of(world, strategy, callbacks=[finder], **options).fit(module)
         rates.append([module.lr, *module.losses])
     assert torch.allclose(*(torch.tensor(found) for found in rates))
+    options = {"callbacks": [LearningRateFinder(num_training_steps=6)]}
     with pytest.raises(GulliverError, match="take up folders only"):
-        trainer_of(world, "gulliver", callbacks=[LearningRateFinder(num_training_steps=6)]).fit(
-            Tuned()
-        )
+        trainer_of(world, "gulliver", default_root_dir=folder, **options).fit(Tuned())
     refusals(world, folder)
 
 

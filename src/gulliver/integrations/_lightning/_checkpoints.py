@@ -80,7 +80,7 @@ class Folders:
             path: folder to make or replace.
             checkpoint: what the Trainer has collected; states in it are placeholders.
             model: model to save.
-            optimizers: its optimizers.
+            optimizers: optimizers of the module.
             is_boosted: whether the model is boosted still.
         """
         self._booster.close()  # what was begun before is complete, and its memory free
