@@ -178,12 +178,12 @@ class Joint(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         model = MMDiT(depth=1, depth_single_blocks=1, fused_qkv=False, context_in_dim=8)
-        self.double, self.single = model.double_blocks[0], model.single_blocks[0]
+        self.two, self.one = model.double_blocks[0], model.single_blocks[0]
 
     def forward(self, img: Tensor, txt: Tensor, vec: Tensor, turns: Any, _: Any) -> Tensor:
         """Computes both."""
-        img, txt = self.double(img, txt, vec, turns)
-        return self.single(torch.cat([txt, img], dim=1), vec, turns)
+        img, txt = self.two(img, txt, vec, turns)
+        return self.one(torch.cat([txt, img], dim=1), vec, turns)
 
 
 class PeerJoint(nn.Module):
@@ -196,20 +196,20 @@ class PeerJoint(nn.Module):
             FluxTransformerBlock,
         )
 
-        self.double = FluxTransformerBlock(3072, 24, 128)
-        self.single = FluxSingleTransformerBlock(3072, 24, 128)
+        self.two = FluxTransformerBlock(3072, 24, 128)
+        self.one = FluxSingleTransformerBlock(3072, 24, 128)
 
     def forward(self, img: Tensor, txt: Tensor, vec: Tensor, _: Any, turns: Any) -> Tensor:
         """Computes both."""
-        txt, img = self.double(img, txt, vec, turns)
-        found = self.single(img, txt, vec, turns)
+        txt, img = self.two(img, txt, vec, turns)
+        found = self.one(img, txt, vec, turns)
         return torch.cat(found, dim=1) if isinstance(found, tuple) else found
 
 
 def copy_joint(peer: PeerJoint, own: Joint) -> None:
     """Gives the peer this library's weights, by diffusers' names."""
-    mine: Any = own.double
-    theirs: Any = peer.double
+    mine: Any = own.two
+    theirs: Any = peer.two
     pairs = [
         (theirs.norm1.linear, mine.img_mod.lin),
         (theirs.norm1_context.linear, mine.txt_mod.lin),
@@ -225,19 +225,19 @@ def copy_joint(peer: PeerJoint, own: Joint) -> None:
         (theirs.ff.net[2], mine.img_mlp[2]),
         (theirs.ff_context.net[0].proj, mine.txt_mlp[0]),
         (theirs.ff_context.net[2], mine.txt_mlp[2]),
-        (peer.single.norm.linear, own.single.modulation.lin),
-        (peer.single.attn.to_q, own.single.q_proj),
-        (peer.single.attn.to_k, own.single.k_proj),
-        (peer.single.proj_out, own.single.linear2),
+        (peer.one.norm.linear, own.one.modulation.lin),
+        (peer.one.attn.to_q, own.one.q_proj),
+        (peer.one.attn.to_k, own.one.k_proj),
+        (peer.one.proj_out, own.one.linear2),
     ]
     for target, source in pairs:
         target.load_state_dict(source.state_dict())
     width = 3072
     with torch.no_grad():
         for kind in ("weight", "bias"):
-            value, inner = getattr(own.single.v_mlp, kind).split([width, 4 * width])
-            getattr(peer.single.attn.to_v, kind).copy_(value)
-            getattr(peer.single.proj_mlp, kind).copy_(inner)
+            value, inner = getattr(own.one.v_mlp, kind).split([width, 4 * width])
+            getattr(peer.one.attn.to_v, kind).copy_(value)
+            getattr(peer.one.proj_mlp, kind).copy_(inner)
 
 
 def joint_steps(options: Options, device: torch.device) -> dict[str, Step]:
@@ -306,15 +306,8 @@ def main() -> None:
             own, name = times[key], names[key]
             ratio = own.median / peer.median
             quartiles = f"{1e3 * own.low:.0f} to {1e3 * own.high:.0f}"
-            report.rows.append(
-                (
-                    name,
-                    f"{1e3 * own.median:.0f}",
-                    quartiles,
-                    f"{1e3 * peer.median:.0f}",
-                    f"{ratio:.2f}",
-                )  # fmt: skip
-            )
+            row = (f"{1e3 * own.median:.0f}", quartiles, f"{1e3 * peer.median:.0f}", f"{ratio:.2f}")
+            report.rows.append((name, *row))
             report.figures[key] = {"step_s": own.median, "diffusers_s": peer.median}
             report.bars.append(at_most(f"{name}: to diffusers", ratio, NOT_SLOWER))
     shape = f"{options.frames} x {options.side} x {options.side}"
