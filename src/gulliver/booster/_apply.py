@@ -16,7 +16,15 @@ from gulliver.booster._activations import take_activations
 from gulliver.booster._checkpoint import agreed
 from gulliver.booster._limited import LimitedManager, manager_of
 from gulliver.booster._meta import check_meta, fill_boosted, lend_shapes
-from gulliver.booster._model import HALVES, broadcast_all, check_unstepped, convert, no_optimizer
+from gulliver.booster._model import (
+    HALVES,
+    broadcast_all,
+    check_range,
+    check_unstepped,
+    convert,
+    converted,
+    no_optimizer,
+)
 from gulliver.booster._ranks import Stages, order_of_use, rank_state, rank_work
 from gulliver.booster._replicas import share_ddp, share_zero, tune
 from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
@@ -197,8 +205,19 @@ def _check_whole(
     if plan.mesh.names_model:
         check_cut(plan, model, optimizer, tensor, stages)
     elif _is_streamed(plan):
-        check_meta(model, plan.weights)
+        check_meta(model, plan.weights, _checked_here(plan, model))
+    if plan.precision.parameters != "none" and plan.weights is None:
+        check_range(model, HALVES[plan.precision.parameters], plan.precision.kept)
     check_recompute(plan, model)
+
+
+def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
+    """Names whose values in a file this rank checks for the range of fp16: its share of them."""
+    if plan.precision.parameters != "fp16":
+        return {}
+    world, turned = current_world(), {t for _, t in converted(model, plan.precision.kept)}
+    names = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor in turned]
+    return dict.fromkeys(names[world.rank :: world.size], HALVES["fp16"])
 
 
 def _unequal(plan: Plan, model: nn.Module, inner: torch.optim.Optimizer) -> list[Tensor]:

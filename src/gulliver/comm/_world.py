@@ -47,14 +47,20 @@ _world: World | None = None
 _watchdog: Watchdog | None = None
 
 
-def init_world(timeout_s: float = COLLECTIVE_TIMEOUT_S, silence_s: float = SILENCE_S) -> World:
+def init_world(
+    timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    silence_s: float = SILENCE_S,
+    device: torch.device | None = None,
+) -> World:
     """Joins the world that torchrun describes in the environment, or a world of one.
 
-    A world of one has no process group at all. Calling it again gives the same world.
+    A world of one makes no process group. Calling it again gives the same world. Where another
+    library has made torch's process group, its ranks are the world.
 
     Args:
         timeout_s: longest wait inside a collective.
         silence_s: a rank not heard of for so long is named and the others end.
+        device: device of this rank; None for the GPU of its local rank, or the CPU without GPUs.
 
     Raises:
         GulliverError: the environment is incomplete, or the ranks could not meet.
@@ -62,23 +68,27 @@ def init_world(timeout_s: float = COLLECTIVE_TIMEOUT_S, silence_s: float = SILEN
     global _world, _watchdog
     if _world is not None:
         return _world
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    joined = dist.is_initialized()  # by another library
+    size = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        _world = World(0, 1, 0, _device(0))
+        _world = World(0, 1, 0, device or _device(0))
         return _world
-    missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    needed = ("MASTER_ADDR", "MASTER_PORT") if joined else ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [n for n in needed if n not in os.environ]
     if missing:
         raise GulliverError(
             f"WORLD_SIZE is {size} but {', '.join(missing)} is not set: "
             "start the ranks with torchrun"
         )
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    device = _device(local_rank)
+    rank = dist.get_rank() if joined else int(os.environ["RANK"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = device or _device(local_rank)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(
-            backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
-        )
+        if not joined:
+            dist.init_process_group(
+                backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+            )
     except (RuntimeError, ValueError) as error:
         raise GulliverError(f"rank {rank} could not meet the other {size - 1}: {error}") from error
     atexit.register(_leave)
