@@ -1,10 +1,11 @@
 """Blocks of the public video models beside those of diffusers of equal size, forward and backward.
 
-A pair of STDiT3-XL/2 blocks (spatial and temporal) beside two of diffusers' PixArt blocks arranged
-as its Latte arranges them, which have the same matrices but neither norms of queries and keys nor
-rotary codes; the same pair of the first form's kind, without them, too. A double and a single block
-of the 2.0 model beside diffusers' FLUX blocks, with the same weights: their outputs must agree.
-diffusers has to be importable, such as from a folder in PYTHONPATH.
+A spatial XL/2 block on a picture beside diffusers' PixArt block: the same work. A pair of blocks
+(spatial and temporal) on a clip beside two of diffusers' arranged as its Latte arranges them, which
+repeats the caption for every row of attention; diffusers has neither norms of queries and keys nor
+rotary codes there, so the pair runs without them and with them. A double and a single block of the
+2.0 model beside diffusers' FLUX blocks. All have the same weights, and their outputs must agree but
+for the pair with norms. diffusers has to be importable, such as from a folder in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -72,6 +73,21 @@ class Pair(nn.Module):
         x = self.spatial(x, y, None, t, None, grid)
         rotation = None if self.rope is None else self.rope(x.shape[1])
         return self.temporal(x, y, None, t, rotation, grid)
+
+
+class Picture(nn.Module):
+    """The spatial block of a pair, of this library or of diffusers."""
+
+    def __init__(self, pair: Any) -> None:
+        super().__init__()
+        self.spatial = pair.spatial
+
+    def forward(self, x: Tensor, y: Tensor, t: Tensor) -> Tensor:
+        """Computes it on one frame, [B, 1, S, C]."""
+        if isinstance(self.spatial, Block):
+            return self.spatial(x, y, None, t, None, Grid(1, x.shape[2], 1, x.shape[2]))
+        time_ = t[:, :, 0, 0].transpose(0, 1).flatten(1)
+        return self.spatial(x[:, 0], encoder_hidden_states=y, timestep=time_)[:, None]
 
 
 class PeerPair(nn.Module):
@@ -169,6 +185,21 @@ def pair_steps(options: Options, device: torch.device) -> dict[str, Step]:
     assert parameters(plain) == parameters(peer), (parameters(plain), parameters(peer))
     with torch.no_grad():
         torch.testing.assert_close(plain(x, y, t), peer(x, y, t), rtol=1e-3, atol=1e-3)
+    return {name: step_of(module, x, y, t) for name, module in modules.items()}
+
+
+def picture_steps(options: Options, device: torch.device) -> dict[str, Step]:
+    """Steps of one spatial block, and diffusers' of the same weights."""
+    torch.manual_seed(0)
+    own, peer = Pair(False, False), PeerPair()
+    copy_pair(peer, own)
+    modules = {"picture": Picture(own).to(device), "peer": Picture(peer).to(device)}
+    x = drawn(1, 1, options.frames * options.side**2, XL["hidden_size"], device=device)
+    y = drawn(1, options.words, XL["hidden_size"], device=device, seed=1)
+    t = drawn(6, 1, 1, 1, XL["hidden_size"], device=device, seed=2)
+    with torch.no_grad():
+        found = [module(x, y, t) for module in modules.values()]
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
     return {name: step_of(module, x, y, t) for name, module in modules.items()}
 
 
@@ -288,10 +319,11 @@ def main() -> None:
         f"blocks of public video models, forward + backward, float32, {device.type}",
         ("", "ms", "quartiles", "diffusers, ms", "ratio"),
     )
-    groups = {"pair": pair_steps(options, device)}
+    groups = {"picture": picture_steps(options, device), "pair": pair_steps(options, device)}
     names = {
+        "picture": "XL/2 block on a picture, equal work",
         "full": "XL/2 pair with qk-norm and rotary codes",
-        "plain": "XL/2 pair, equal work",
+        "plain": "XL/2 pair",
         "own": "2.0 double and single block",
     }
     if options.joint:
