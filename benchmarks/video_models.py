@@ -1,10 +1,11 @@
 """Blocks of the public video models beside those of diffusers of equal size, forward and backward.
 
-A pair of STDiT3-XL/2 blocks (spatial and temporal) beside two of diffusers' PixArt blocks arranged
-as its Latte arranges them, which have the same matrices but neither norms of queries and keys nor
-rotary codes; the same pair of the first form's kind, without them, too. A double and a single block
-of the 2.0 model beside diffusers' FLUX blocks, with the same weights: their outputs must agree.
-diffusers has to be importable, such as from a folder in PYTHONPATH.
+A spatial XL/2 block on a picture beside diffusers' PixArt block: the same work. A pair of blocks
+(spatial and temporal) on a clip beside two of diffusers' arranged as its Latte arranges them, which
+repeats the caption for every row of attention; diffusers has neither norms of queries and keys nor
+rotary codes there, so the pair runs without them and with them. A double and a single block of the
+2.0 model beside diffusers' FLUX blocks. All have the same weights, and their outputs must agree but
+for the pair with norms. diffusers has to be importable, such as from a folder in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -72,6 +73,21 @@ class Pair(nn.Module):
         x = self.spatial(x, y, None, t, None, grid)
         rotation = None if self.rope is None else self.rope(x.shape[1])
         return self.temporal(x, y, None, t, rotation, grid)
+
+
+class Picture(nn.Module):
+    """The spatial block of a pair, of this library or of diffusers."""
+
+    def __init__(self, pair: Any) -> None:
+        super().__init__()
+        self.spatial = pair.spatial
+
+    def forward(self, x: Tensor, y: Tensor, t: Tensor) -> Tensor:
+        """Computes it on one frame, [B, 1, S, C]."""
+        if isinstance(self.spatial, Block):
+            return self.spatial(x, y, None, t, None, Grid(1, x.shape[2], 1, x.shape[2]))
+        time_ = t[:, :, 0, 0].transpose(0, 1).flatten(1)
+        return self.spatial(x[:, 0], encoder_hidden_states=y, timestep=time_)[:, None]
 
 
 class PeerPair(nn.Module):
@@ -172,18 +188,33 @@ def pair_steps(options: Options, device: torch.device) -> dict[str, Step]:
     return {name: step_of(module, x, y, t) for name, module in modules.items()}
 
 
+def picture_steps(options: Options, device: torch.device) -> dict[str, Step]:
+    """Steps of one spatial block, and diffusers' of the same weights."""
+    torch.manual_seed(0)
+    own, peer = Pair(False, False), PeerPair()
+    copy_pair(peer, own)
+    modules = {"picture": Picture(own).to(device), "peer": Picture(peer).to(device)}
+    x = drawn(1, 1, options.frames * options.side**2, XL["hidden_size"], device=device)
+    y = drawn(1, options.words, XL["hidden_size"], device=device, seed=1)
+    t = drawn(6, 1, 1, 1, XL["hidden_size"], device=device, seed=2)
+    with torch.no_grad():
+        found = [module(x, y, t) for module in modules.values()]
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+    return {name: step_of(module, x, y, t) for name, module in modules.items()}
+
+
 class Joint(nn.Module):
     """A double and a single block of the 2.0 model."""
 
     def __init__(self) -> None:
         super().__init__()
         model = MMDiT(depth=1, depth_single_blocks=1, fused_qkv=False, context_in_dim=8)
-        self.double, self.single = model.double_blocks[0], model.single_blocks[0]
+        self.two, self.one = model.double_blocks[0], model.single_blocks[0]
 
     def forward(self, img: Tensor, txt: Tensor, vec: Tensor, turns: Any, _: Any) -> Tensor:
         """Computes both."""
-        img, txt = self.double(img, txt, vec, turns)
-        return self.single(torch.cat([txt, img], dim=1), vec, turns)
+        img, txt = self.two(img, txt, vec, turns)
+        return self.one(torch.cat([txt, img], dim=1), vec, turns)
 
 
 class PeerJoint(nn.Module):
@@ -196,20 +227,20 @@ class PeerJoint(nn.Module):
             FluxTransformerBlock,
         )
 
-        self.double = FluxTransformerBlock(3072, 24, 128)
-        self.single = FluxSingleTransformerBlock(3072, 24, 128)
+        self.two = FluxTransformerBlock(3072, 24, 128)
+        self.one = FluxSingleTransformerBlock(3072, 24, 128)
 
     def forward(self, img: Tensor, txt: Tensor, vec: Tensor, _: Any, turns: Any) -> Tensor:
         """Computes both."""
-        txt, img = self.double(img, txt, vec, turns)
-        found = self.single(img, txt, vec, turns)
+        txt, img = self.two(img, txt, vec, turns)
+        found = self.one(img, txt, vec, turns)
         return torch.cat(found, dim=1) if isinstance(found, tuple) else found
 
 
 def copy_joint(peer: PeerJoint, own: Joint) -> None:
     """Gives the peer this library's weights, by diffusers' names."""
-    mine: Any = own.double
-    theirs: Any = peer.double
+    mine: Any = own.two
+    theirs: Any = peer.two
     pairs = [
         (theirs.norm1.linear, mine.img_mod.lin),
         (theirs.norm1_context.linear, mine.txt_mod.lin),
@@ -225,19 +256,19 @@ def copy_joint(peer: PeerJoint, own: Joint) -> None:
         (theirs.ff.net[2], mine.img_mlp[2]),
         (theirs.ff_context.net[0].proj, mine.txt_mlp[0]),
         (theirs.ff_context.net[2], mine.txt_mlp[2]),
-        (peer.single.norm.linear, own.single.modulation.lin),
-        (peer.single.attn.to_q, own.single.q_proj),
-        (peer.single.attn.to_k, own.single.k_proj),
-        (peer.single.proj_out, own.single.linear2),
+        (peer.one.norm.linear, own.one.modulation.lin),
+        (peer.one.attn.to_q, own.one.q_proj),
+        (peer.one.attn.to_k, own.one.k_proj),
+        (peer.one.proj_out, own.one.linear2),
     ]
     for target, source in pairs:
         target.load_state_dict(source.state_dict())
     width = 3072
     with torch.no_grad():
         for kind in ("weight", "bias"):
-            value, inner = getattr(own.single.v_mlp, kind).split([width, 4 * width])
-            getattr(peer.single.attn.to_v, kind).copy_(value)
-            getattr(peer.single.proj_mlp, kind).copy_(inner)
+            value, inner = getattr(own.one.v_mlp, kind).split([width, 4 * width])
+            getattr(peer.one.attn.to_v, kind).copy_(value)
+            getattr(peer.one.proj_mlp, kind).copy_(inner)
 
 
 def joint_steps(options: Options, device: torch.device) -> dict[str, Step]:
@@ -288,10 +319,11 @@ def main() -> None:
         f"blocks of public video models, forward + backward, float32, {device.type}",
         ("", "ms", "quartiles", "diffusers, ms", "ratio"),
     )
-    groups = {"pair": pair_steps(options, device)}
+    groups = {"picture": picture_steps(options, device), "pair": pair_steps(options, device)}
     names = {
+        "picture": "XL/2 block on a picture, equal work",
         "full": "XL/2 pair with qk-norm and rotary codes",
-        "plain": "XL/2 pair, equal work",
+        "plain": "XL/2 pair",
         "own": "2.0 double and single block",
     }
     if options.joint:
@@ -306,15 +338,8 @@ def main() -> None:
             own, name = times[key], names[key]
             ratio = own.median / peer.median
             quartiles = f"{1e3 * own.low:.0f} to {1e3 * own.high:.0f}"
-            report.rows.append(
-                (
-                    name,
-                    f"{1e3 * own.median:.0f}",
-                    quartiles,
-                    f"{1e3 * peer.median:.0f}",
-                    f"{ratio:.2f}",
-                )  # fmt: skip
-            )
+            row = (f"{1e3 * own.median:.0f}", quartiles, f"{1e3 * peer.median:.0f}", f"{ratio:.2f}")
+            report.rows.append((name, *row))
             report.figures[key] = {"step_s": own.median, "diffusers_s": peer.median}
             report.bars.append(at_most(f"{name}: to diffusers", ratio, NOT_SLOWER))
     shape = f"{options.frames} x {options.side} x {options.side}"

@@ -519,3 +519,10 @@ def test_state_dicts_of_others_are_named() -> None:
             fields_of({name: (2, 2)})
     with pytest.raises(GulliverError, match=r"looks like an STDiT of Open-Sora 1\.0, but lacks"):
         fields_of({"blocks.0.attn_temp.qkv.weight": (2, 2)})
+
+
+def test_the_page_of_models_lists_what_the_table_says() -> None:
+    from benchmarks._models_page import PAGE, filled
+
+    text = PAGE.read_text(encoding="utf-8")
+    assert filled(text) == text, "run python -m benchmarks._models_page"
