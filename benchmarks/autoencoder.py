@@ -225,7 +225,6 @@ def report_wire(options: Options, report: Report) -> None:
             "wire: bytes of the public way to channels",
             sent["public"] / sent["channels"],
             1.8,
-
         ),
         at_least(
             "wire: time of the public way to height",
