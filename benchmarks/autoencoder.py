@@ -4,9 +4,9 @@
 at once while a clip of 17 to 257 frames is encoded and decoded in stretches. *memory*: the same for
 each of several ranks that decode together, beside the plain decoder's divided by the ranks, plus
 the halos and the whole input and output that all ranks have. *wire*: on links of 200 Mbit/s (it
-needs root) the bytes that a decode sends, and its time, beside the public channel-parallel way: every
-convolution over a rank's own input channels, an all-reduce of the whole output, of which each rank
-keeps its slice, and norms of whole groups.
+needs root) the bytes that a decode sends, and its time, beside the public channel-parallel way:
+every convolution over a rank's own input channels, an all-reduce of the whole output, of which each
+rank keeps its slice, and norms of whole groups.
 """
 
 from __future__ import annotations
