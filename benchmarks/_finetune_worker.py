@@ -1,110 +1,219 @@
-"""The process of a job of `benchmarks.finetune`: ours, or transformers' Trainer on its batches."""
+"""The process of a job of `benchmarks.finetune`: ours, or a loop of transformers on our batches.
+
+It is started inside its control group. Every event is a line, as of `_memory_worker.py`, so that
+what was done is known even of a process that is killed.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
+import mmap
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import nn
 
-from benchmarks.finetune import MARK, Job, Shape
-from gulliver.finetune import FinetuneConfig, _prepare, finetune, make_example
+from benchmarks._finetune_texts import exact
+from benchmarks._memory_jobs import MIB, Job, Step
+from benchmarks._memory_worker import disk_counter, say
+from gulliver.comm import init_world
+from gulliver.errors import GulliverError
+from gulliver.finetune import FinetuneConfig, finetune, make_example
+from gulliver.finetune import _prepare as preparing
+from gulliver.finetune._finetune import Finetuner
+from gulliver.finetune._run import Run
 
 RATE = 1e-4
+LEAST = "least"
+"""Memory limit of a job that runs at the least one."""
+ROOMY = "1000GiB"
 
 
-def write(folder: Path, shape: Shape, dtype: str) -> None:
+def write(folder: Path, shape: dict[str, Any], dtype: str) -> None:
     """Writes conversations, a tokenizer and a Llama of a shape; its weights are random."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model, _ = make_example(folder, rows=1500)
     torch.manual_seed(0)
     torch.set_default_dtype(getattr(torch, dtype))
-    made = LlamaForCausalLM(LlamaConfig(max_position_embeddings=512, **shape))
-    made.save_pretrained(model)
+    made = LlamaForCausalLM(LlamaConfig(max_position_embeddings=1024, **shape))
+    (model / "model.safetensors").unlink()  # of the example
+    # Each file is written from a copy of its tensors: of small ones, the model is there once.
+    made.save_pretrained(model, max_shard_size="500MB")
 
 
 def config_of(job: Job) -> FinetuneConfig:
-    """Options of a run without evaluation, so that steps alone are timed."""
+    """Options of a run; steps alone are timed unless it asks for evaluation."""
+    folder, options = Path(job.folder), dict(job.options["config"])
+    paths = {name: folder / job.options[name] for name in ("model", "data", "out")}
+    defaults: dict[str, Any] = {
+        "learning_rate": RATE,
+        "warmup": 0,
+        "schedule": "constant",
+        "held_out": 0.0,
+        "packing": "no",
+        "samples": 0,
+        "save_every": 10**6,
+        "keep": 1,
+    }
+    if job.disk:
+        options["disk"] = f"{folder}:{job.disk // MIB}MiB"
     return FinetuneConfig(
-        model=Path(job.model),
-        data=(Path(job.data),),
-        out=Path(job.out),
-        steps=job.steps,
-        learning_rate=RATE,
-        warmup=0,
-        schedule="constant",
-        held_out=0.0,
-        packing="no",
-        samples=0,
-        save_every=10**6,
-        **job.options,
+        model=paths["model"],
+        data=(paths["data"],),
+        out=paths["out"],
+        steps=job.warm_up + job.steps,
+        **{**defaults, **options},
     )
 
 
-def ours(job: Job) -> dict[str, Any]:
-    """Runs `finetune`; what its log says."""
-    kept = dict[str, float]()
-    inner = _prepare.plan_run
-
-    def planned(*arguments: Any, **options: Any) -> Any:
-        found = inner(*arguments, **options)
-        kept["predicted"] = found.seconds
-        return found
-
-    _prepare.plan_run = planned
-    finetune(config_of(job))
-    log = (Path(job.out) / "log.jsonl").read_text().splitlines()
-    lines = [line for line in map(json.loads, log) if "loss" in line]
-    ends = [0.0, *(line["seconds"] for line in lines)]
-    return {
-        "seconds": [b - a for a, b in itertools.pairwise(ends)],
-        "losses": [line["loss"] for line in lines],
-        "tokens": [line["tokens"] for line in lines],
-        "predicted": kept["predicted"],
-    }
+def prepared_for(config: FinetuneConfig) -> preparing.Job:
+    """All that ``--dry-run`` finds out."""
+    return preparing.prepare(replace(config, dry_run=True), init_world())
 
 
-def trainer(job: Job) -> dict[str, Any]:
-    """Runs transformers' Trainer on the batches of `finetune`."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+def at_least(config: FinetuneConfig) -> FinetuneConfig:
+    """The same run under the least limit that there is for it."""
+    if config.memory != LEAST:
+        return config
+    moved = prepared_for(replace(config, memory=ROOMY)).planned.plan.predicted.moved
+    # The size of chunks is chosen anew under a limit: the least may be less then.
+    assert moved is not None, "a limit moves something"
+    moved = prepared_for(replace(config, memory=f"{moved.minimum}B")).planned.plan.predicted.moved
+    assert moved is not None, "so does another"
+    return replace(config, memory=f"{moved.minimum}B")
 
-    from gulliver.comm import init_world
 
-    prepared = _prepare.prepare(config_of(job), init_world())
-    loader = prepared.batches(0)
-    accumulate = prepared.planned.accumulate
-    batches = [{n: v for n, v in batch.items() if n != "num_items"} for batch in loader]
-    found: dict[str, list[Any]] = {"seconds": [], "losses": [], "tokens": []}
+def anonymous() -> int:
+    """Bytes of anonymous memory of this process."""
+    fields = Path("/proc/self/statm").read_text().split()
+    return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
 
-    parts = list[float]()
+
+class Steps:
+    """Tells of steps as they end.
+
+    Args:
+        job: job that they are of.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.count = job, disk_counter()
+        self.number, self.before = 0, self.count()
+
+    def tell(self, seconds: float, loss: float, tokens: int) -> None:
+        """Tells of one more."""
+        after = self.count()
+        moved = after[0] - self.before[0], after[1] - self.before[1]
+        timed = self.number >= self.job.warm_up
+        say("facts", facts={f"tokens {self.number}": tokens})
+        say("step", timed=timed, step=asdict(Step(seconds, loss, *moved, self.number)))
+        self.number, self.before = self.number + 1, after
+
+
+def ours(job: Job) -> None:
+    """Runs `finetune`, after what it would take has been predicted."""
+    config = at_least(config_of(job))
+    prepared = prepared_for(config)
+    planned = prepared.planned
+    moved = planned.plan.predicted.moved
+    say("ready")
+    facts = {"predicted_s": planned.seconds, "base": anonymous(), "accumulate": planned.accumulate}
+    if moved is not None:
+        facts |= {"least": moved.minimum, "told": config.memory}
+    say("facts", facts=facts)
+    steps, told = Steps(job), Finetuner._tell
+
+    def telling(self: Finetuner, line: dict[str, Any], rate: float, *rest: Any) -> None:
+        steps.tell(line["tokens"] / rate, line["loss"], line["tokens"])
+        if self.booster.moved is not None:
+            say("facts", facts={"moved": list(self.booster.moved)})
+        told(self, line, rate, *rest)
+
+    with patch.object(Finetuner, "_tell", telling):
+        outcome = finetune(config)
+    evaluations = [line for line in Run(config.out).log.read() if "held_out_loss" in line]
+    say("facts", facts={"held out": {str(e["step"]): e["held_out_loss"] for e in evaluations}})
+    if job.options.get("measure"):
+        for when, folder in (("before", prepared.base.folder), ("after", outcome.result)):
+            assert folder is not None, "a run that is over has a result"
+            say("facts", facts={f"exact {when}": exact(folder, prepared.data.held_out)})
+
+
+def _fed(job: Job) -> tuple[list[dict[str, Any]], int, list[int], nn.Module]:
+    """Batches of the run and tokens of the whole step of each, micro-batches of a step, a model."""
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(job)
+    prepared = preparing.prepare(config, init_world())
+    accumulate, batches = prepared.planned.accumulate, list[dict[str, Any]]()
+    while len(batches) < config.steps * accumulate:  # type: ignore[operator]
+        batches += list(prepared.batches(0))
+    items = [batch.pop("num_items") for batch in batches]
+    model = AutoModelForCausalLM.from_pretrained(prepared.base.folder, dtype=torch.float32)
+    model.config.use_cache = False  # packed texts are told apart without one only
+    return batches, accumulate, items, model
+
+
+def plain(job: Job) -> None:
+    """Runs a loop that anybody would write."""
+    batches, accumulate, items, model = _fed(job)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)
+    model.train()
+    say("ready")
+    steps = Steps(job)
+    for number in range(job.warm_up + job.steps):
+        begun, loss, tokens = time.monotonic(), 0.0, 0
+        for place in range(number * accumulate, (number + 1) * accumulate):
+            found = model(**batches[place], num_items_in_batch=items[place]).loss
+            found.backward()
+            loss += float(found.detach())
+            tokens += batches[place]["input_ids"].numel()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.tell(time.monotonic() - begun, loss, tokens)
+
+
+def trainer(job: Job) -> None:
+    """Runs transformers' Trainer."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    batches, accumulate, _, model = _fed(job)
+    parts, tokens = list[float](), list[int]()
 
     class Fed(Trainer):
         def get_train_dataloader(self) -> Any:
             return batches
 
-        def training_step(self, *given: Any, **more: Any) -> torch.Tensor:
-            loss = super().training_step(*given, **more)
+        def training_step(self, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
+            tokens.append(inputs["input_ids"].numel())
+            loss = super().training_step(model, inputs, *more, **options)
             parts.append(float(loss))  # what it logs is rounded
             return loss
 
     class Timed(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            say("ready")
+            self.steps = Steps(job)
+
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.begun = time.monotonic()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            found["seconds"].append(time.monotonic() - self.begun)
-            found["losses"].append(sum(parts))
+            self.steps.tell(time.monotonic() - self.begun, sum(parts), sum(tokens))
             parts.clear()
+            tokens.clear()
 
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     arguments = TrainingArguments(
-        output_dir=job.out,
-        max_steps=job.steps,
+        output_dir=str(Path(job.folder) / job.options["out"]),
+        max_steps=job.warm_up + job.steps,
         learning_rate=RATE,
         lr_scheduler_type="constant",
         gradient_accumulation_steps=accumulate,
@@ -117,20 +226,25 @@ def trainer(job: Job) -> dict[str, Any]:
         use_cpu=not torch.cuda.is_available(),
     )
     Fed(model, arguments, train_dataset=batches, callbacks=[Timed()]).train()  # type: ignore[arg-type]
-    sizes = [batch["input_ids"].numel() for batch in batches]
-    found["tokens"] = [
-        sum(sizes[(n * accumulate + m) % len(sizes)] for m in range(accumulate))
-        for n in range(len(found["seconds"]))
-    ]
-    return {**found, "predicted": 0.0}
 
 
-def main() -> None:
-    """Runs the job of the command line."""
-    job = Job(**json.loads(sys.argv[1]))
-    outcome = {"ours": ours, "trainer": trainer}[job.contestant](job)
-    print(MARK + json.dumps(outcome), flush=True)
+CONTESTANTS: dict[str, Callable[[Job], None]] = {
+    "ours": ours,
+    "plain loop": plain,
+    "Trainer": trainer,
+}
+
+
+def main(text: str) -> int:
+    """Runs the job that a line of JSON says."""
+    job = Job(**json.loads(text))
+    try:
+        CONTESTANTS[job.options["runs"]](job)
+    except GulliverError as error:
+        say("error", end="refused", told=str(error))
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1]))

@@ -55,7 +55,7 @@ class Grid:
 
 
 CONSTANT = 384 * MIB
-SMALL = Grid(Scale(512, 12, 0, (), 0, 2, 120.0), CONSTANT, (64, 512), 2)
+SMALL = Grid(Scale(512, 12, 0, (), 0, 2, 120.0), CONSTANT, (64, 256), 2)
 FULL = Grid(Scale(1024, 12, 0, (), 0, 3, 600.0), CONSTANT, (64, 256, 1024), 3)
 
 

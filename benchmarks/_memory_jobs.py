@@ -32,6 +32,9 @@ LOOK_S = 0.05
 """Seconds between two looks at a group's anonymous memory."""
 LEAST_S = 10.0
 """Seconds below which nothing is begun."""
+TEXTS = "texts"
+WORKERS = {TEXTS: "benchmarks._finetune_worker"}
+"""Modules that run jobs, by their model; all others run in that of `benchmarks.memory`."""
 PLAIN, SWAP, GEMINI = "plain", "plain, swap file", "Gemini"
 DISK, PREDICT = "disk", "predict"
 FSDP2 = "FSDP2, CPU off-load"
@@ -45,7 +48,7 @@ class Job:
     Attributes:
         contestant: name of what trains, ``disk``, which measures the disk alone, or ``predict``,
             which plans for several settings.
-        model: ``gpt`` or ``unet``.
+        model: ``gpt``, ``unet``, or ``texts`` for what `benchmarks.finetune` trains.
         width: width of the model.
         depth: number of blocks.
         length: tokens of a sequence, or pixels of a latent image's side.
@@ -246,7 +249,8 @@ def _run(job: Job, cap_s: float) -> Outcome:
         # The group goes first: with it goes what lies in swap, and need not be brought back.
         group = stack.enter_context(Group(job.limit or None, rate, rate, disk=job.folder))
         log = stack.enter_context(tempfile.TemporaryFile("w+"))
-        command = [sys.executable, "-m", "benchmarks._memory_worker", json.dumps(asdict(job))]
+        worker = WORKERS.get(job.model, "benchmarks._memory_worker")
+        command = [sys.executable, "-m", worker, json.dumps(asdict(job))]
         place = json.dumps([str(group.disk_folder), group.device, group.place.version])
         environment = {**os.environ, "GULLIVER_BENCH_GROUP": place}
         started = time.monotonic()

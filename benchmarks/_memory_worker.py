@@ -145,7 +145,7 @@ def train(job: Job) -> None:
     """Builds and trains."""
     contestant = contestant_of(job)
     say("ready")
-    count = _disk_counter()
+    count = disk_counter()
     for number in range(job.warm_up + job.steps):
         before, started = count(), time.perf_counter()
         contestant.advance(0, 1)
@@ -166,7 +166,7 @@ def _facts(contestant: Contestant) -> dict[str, Any]:
     return {} if manager is None else dict(manager.stats())
 
 
-def _disk_counter() -> Callable[[], tuple[int, int]]:
+def disk_counter() -> Callable[[], tuple[int, int]]:
     """Counts the bytes that this process's group has read and written; of swap, the machine's."""
     folder, device, version = json.loads(os.environ["GULLIVER_BENCH_GROUP"])
 

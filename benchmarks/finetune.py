@@ -1,37 +1,46 @@
-"""Fine-tuning beside transformers' Trainer: tokens per second, peak memory, and the same losses.
+"""Fine-tuning beside transformers' Trainer and a plain loop, in 4 GiB, and of real text.
 
-`python -m benchmarks.finetune` trains a small Llama of random weights on conversations that it
-makes, each contestant in a control group of its own that counts what it is charged with: ours
-without a limit, the Trainer, and ours under a limit with a disk. All read the same batches.
-`--full` adds a 1-B-shaped Llama, trained as a whole, and adapters of a 3-B-shaped one, each in a
-group of 4 GiB that the kernel ends at its limit; predicted seconds stand beside measured ones.
-It needs root, and a disk.
+`python -m benchmarks.finetune` runs each contestant in a process and a control group of its own, so
+it needs root, and a disk. *beside*: a small Llama on conversations, ours, the Trainer and a plain
+loop on the same batches, and ours under a limit of half the Trainer's peak. *text*: a small model
+reads Python's sources, then learns the arguments of functions, with and without a limit. *1b* and
+*3b*, which `--full` adds: all weights of a 1-B-shaped Llama, adapters of a 3-B-shaped one, each in
+a group of 4 GiB that the kernel ends at its limit, with the seconds that `--dry-run` predicts. With
+`--ledger FILE` a run that was ended goes on where it was.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
-from benchmarks._harness import Report, at_least, at_most, finish
-from benchmarks.limits import Group, LimitsError, check_limits
+from benchmarks import _finetune_texts as texts
+from benchmarks._harness import Bar, Report, Spread, at_least, at_most, finish
+from benchmarks._memory_jobs import GB, GIB, MIB, TEXTS, Job, Ledger, Outcome, run
+from benchmarks.limits import LimitsError, check_limits
 
-GIB, MIB = 1 << 30, 1 << 20
 ROOT = Path(__file__).parent.parent
-MARK = "@outcome "
-LOOK_S = 0.05
+Part = Literal["beside", "text", "1b", "3b"]
+USUAL: tuple[Part, ...] = ("beside", "text")
+LARGE: tuple[Part, ...] = ("1b", "3b")
 CONSTANT = 512 * MIB
 """What the interpreter, torch and transformers need beside tensors, of a group's limit."""
-SPEED_BAR, PEAK_BAR, LOSS_BAR, PREDICTED_BAR = 1.0, 0.5, 1e-6, 0.25
+SPARE = 32 * MIB
+"""What they need more of in a run than before it."""
+SPEED_BAR, PEAK_BAR, LOSS_BAR, PREDICTED_BAR = 0.97, 0.5, 1e-6, 0.25
+"""Of speeds 3 % are noise: two turns of one contestant are as far apart."""
+LEARNT_BAR = 0.5
+OURS, PLAIN, TRAINER, LIMITED = "ours", "plain loop", "Trainer", "ours, limited"
+PACKED = {"length": 256, "packing": "yes"}
 Shape = dict[str, Any]
 SMALL: Shape = {
     "hidden_size": 512,
@@ -40,6 +49,15 @@ SMALL: Shape = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "vocab_size": 8192,
+}
+READER: Shape = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 500,
+    "tie_word_embeddings": True,
 }
 ONE_B: Shape = {
     "hidden_size": 2048,
@@ -63,190 +81,330 @@ THREE_B: Shape = {
 class Options:
     """What is run."""
 
+    parts: tuple[Part, ...] = ()
+    """By default beside and text, with --full all."""
     full: bool = False
-    """The 1-B and 3-B shapes in 4 GiB, too; needs 60 GB of disk, and hours."""
-    steps: int = 12
-    """Steps of the small model."""
+    """The 1-B and 3-B shapes in 4 GiB, too; needs 50 GB of disk."""
+    turns: int = 2
+    """Turns of each contestant beside the others."""
+    steps: int = 5
+    """Timed steps of the small model in a turn."""
     large_steps: int = 3
-    """Steps of the large ones."""
+    """Timed steps of the large ones."""
+    read_steps: int = 100
+    """Steps in which the model reads sources."""
+    task_steps: int = 250
+    """Steps in which it learns the task."""
     folder: Path = Path("out")
     """Folder on the disk that is used; what is written there is removed."""
+    minutes: float = 0.0
+    """Minutes after which what runs is ended and what is left is left out; 0 for no end."""
+    ledger: Path | None = None
+    """File of outcomes: jobs that are in it are not run again."""
     keep: bool = False
     """Write benchmarks/results."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """A contestant on a model.
+class Bench:
+    """Where jobs run, and what is known of those that have.
 
     Attributes:
-        contestant: ``ours`` or ``trainer``.
-        model: folder of the model.
-        data: file of conversations.
-        out: folder of the run.
-        steps: optimizer steps.
-        options: options of `FinetuneConfig`, of which the Trainer takes its own.
+        options: options of the command.
+        folder: folder of this run.
+        ledger: outcomes so far.
     """
 
-    contestant: Literal["ours", "trainer"]
-    model: str
-    data: str
-    out: str
-    steps: int
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options
+    folder: Path
+    ledger: Ledger
 
+    def make(self, name: str, shape: Shape, dtype: str = "float32") -> None:
+        """Writes a model of random weights and conversations, unless they are there.
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a job ended.
-
-    Attributes:
-        told: the last line of its output where it failed; empty where it did not.
-        seconds: seconds of each step.
-        losses: loss of each step.
-        tokens: tokens of each step, with padding.
-        peak: most bytes of anonymous memory that were seen.
-        predicted: predicted seconds of a step; 0 where nobody predicts.
-    """
-
-    told: str = ""
-    seconds: tuple[float, ...] = ()
-    losses: tuple[float, ...] = ()
-    tokens: tuple[int, ...] = ()
-    peak: int = 0
-    predicted: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second, the first two steps aside: they make states and record accesses."""
-        skipped = 2 if len(self.seconds) > 3 else 1
-        return sum(self.tokens[skipped:]) / max(1e-9, sum(self.seconds[skipped:]))
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step, the mean, without the first."""
-        return sum(self.seconds[1:]) / max(1, len(self.seconds) - 1)
-
-
-def run(job: Job, limit: int | None, folder: Path) -> Outcome:
-    """Runs a job in a control group of its own."""
-    with Group(limit, None, None, disk=folder) as group, tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, "-m", "benchmarks._finetune_worker", json.dumps(vars(job))]
-        process = group.start(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
-        peak = 0
-        while process.poll() is None:
-            peak = max(peak, group.anonymous)
-            time.sleep(LOOK_S)
-        kills = group.kills
-        log.seek(0)
-        lines = log.read().splitlines()
-    found = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
-    if not found:
-        told = "killed by its limit" if kills else (lines or ["it said nothing"])[-1][:200]
-        return Outcome(told, peak=peak)
-    values = json.loads(found[-1])
-    named: dict[str, Any] = {n: tuple(values[n]) for n in ("seconds", "losses", "tokens")}
-    return Outcome(peak=peak, predicted=values["predicted"], **named)
-
-
-def make_model(folder: Path, shape: Shape, dtype: str = "float32") -> tuple[Path, Path]:
-    """Writes a Llama of random weights, in a process whose memory goes with it."""
-    code = (
-        "import sys, json; from pathlib import Path; from benchmarks._finetune_worker import write;"
-        "write(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3])"
-    )
-    command = [sys.executable, "-c", code, str(folder), json.dumps(shape), dtype]
-    subprocess.run(command, check=True, cwd=ROOT, env=dict(os.environ))
-    return folder / "model", folder / "capitals.jsonl"
-
-
-def row(name: str, outcome: Outcome) -> list[str]:
-    """A line of the table."""
-    if outcome.told:
-        return [name, outcome.told, "", "", ""]
-    predicted = f"{outcome.predicted:.3g}" if outcome.predicted else ""
-    shown = [f"{outcome.rate:,.0f}", f"{outcome.step_s:.3g}", predicted]
-    return [name, *shown, f"{outcome.peak / MIB:,.0f}"]
-
-
-COLUMNS = ("", "tokens/s", "s a step", "predicted", "peak MiB")
-
-
-def beside(options: Options, folder: Path) -> Report:
-    """Ours, with and without a limit, and the Trainer, on the same batches."""
-    model, data = make_model(folder / "small", SMALL)
-    common = {"batch_tokens": 2048, "micro_tokens": 1024}
-    limited = {"memory": "384MiB", "disk": f"{folder}:4GiB", "activations": "recompute"}
-    made = Report(
-        "finetune-beside", f"Fine-tuning of a Llama, {options.steps} steps of 2,048 tokens", COLUMNS
-    )
-    found = dict[str, Outcome]()
-    for name, contestant, more in (
-        ("ours", "ours", {}),
-        ("Trainer", "trainer", {}),
-        ("ours, 384 MiB", "ours", limited),
-    ):
-        out = folder / name.replace(" ", "-").replace(",", "")
-        where = str(model), str(data), str(out)
-        found[name] = run(
-            Job(contestant, *where, options.steps, {**common, **more}),  # type: ignore[arg-type]
-            None,
-            folder,
+        It is a process of its own, whose memory goes with it.
+        """
+        if (self.folder / name).exists():
+            return
+        code = (
+            "import sys, json; from pathlib import Path; from benchmarks._finetune_worker import *;"
+            "write(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3])"
         )
-        made.rows.append(row(name, found[name]))
-        made.figures[name] = {"tokens_per_s": found[name].rate, "peak": found[name].peak}
-    ours, trainer, small = found.values()
-    if all(not outcome.told for outcome in found.values()):
-        for name, outcome in (("ours", ours), ("ours, limited", small)):
-            pairs = zip(outcome.losses, trainer.losses, strict=True)
-            apart = max(abs(a / b - 1) for a, b in pairs)
-            made.bars.append(at_most(f"losses of {name} beside the Trainer's", apart, LOSS_BAR))
-        made.bars.append(at_least("tokens/s, ours / Trainer", ours.rate / trainer.rate, SPEED_BAR))
-        made.bars.append(at_most("peak, limited / Trainer", small.peak / trainer.peak, PEAK_BAR))
+        command = [sys.executable, "-c", code, str(self.folder / name), json.dumps(shape), dtype]
+        say(f"{name}: writing a model")
+        subprocess.run(command, check=True, cwd=ROOT)
+
+    def run(self, job: Job) -> Outcome:
+        """Runs a job, unless it is known."""
+        return run(job, self.ledger, say)
+
+
+def say(line: str) -> None:
+    """Tells what goes on, beside the tables."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def job_of(bench: Bench, runs: str, model: str, data: str, **changes: Any) -> Job:
+    """A job on a model that lies in the folder of this run."""
+    tokens = changes["options"]["config"]["batch_tokens"]
+    job = Job(runs, TEXTS, folder=str(bench.folder), warm_up=1, batch=1, length=tokens)
+    options = {"runs": runs, "model": model, "data": data, "out": f"{model}-{runs}"}
+    return replace(job, **{**changes, "options": {**options, **changes["options"]}})
+
+
+def tokens_of(outcome: Outcome) -> list[int]:
+    """Tokens of each timed step, with padding."""
+    return [outcome.facts[f"tokens {step.number}"] for step in outcome.steps]
+
+
+def rate_of(outcome: Outcome) -> float:
+    """Tokens per second of the timed steps."""
+    return sum(tokens_of(outcome)) / max(1e-9, sum(step.seconds for step in outcome.steps))
+
+
+def apart(one: dict[Any, float], other: dict[Any, float]) -> float:
+    """Largest relative difference of losses; endless where they are of other steps."""
+    if one.keys() != other.keys() or not one:
+        return math.inf
+    return max(abs(one[step] / other[step] - 1) for step in one)
+
+
+def beside(bench: Bench) -> Report:
+    """Ours, with and without a limit, the Trainer and a plain loop, on the same batches."""
+    options = bench.options
+    found: dict[str, list[Outcome]] = {name: [] for name in (OURS, PLAIN, TRAINER, LIMITED)}
+    for turn in range(options.turns):
+        names = list(found)
+        for name in names if turn % 2 == 0 else reversed(names):
+            config: dict[str, Any] = {"batch_tokens": 2048, "micro_tokens": 1024, **PACKED}
+            changes: dict[str, Any] = {"steps": options.steps, "cap_s": 300.0}
+            if name == LIMITED:
+                config["memory"] = f"{half_of(found) // MIB}MiB"
+                changes["disk"] = 4 * GIB
+            runs = OURS if name == LIMITED else name
+            more = {"runs": runs, "config": config, "out": f"small-{name}-{turn}"}
+            data = ("small/model", "small/capitals.jsonl")
+            job = job_of(bench, name, *data, **changes, options={**more, "turn": turn})
+            if bench.ledger.get(job) is None:
+                bench.make("small", SMALL)
+            found[name].append(bench.run(job))
+    return beside_report(found, options)
+
+
+def half_of(found: dict[str, list[Outcome]]) -> int:
+    """The limit for which a process is at half the Trainer's peak; 1 GiB where that is unknown."""
+    trainer, ours = found[TRAINER], found[OURS]
+    if not (trainer and trainer[0].anonymous and ours and ours[0].facts.get("base")):
+        return GIB
+    return int(PEAK_BAR * trainer[0].anonymous) - ours[0].facts["base"] - SPARE
+
+
+def beside_report(found: dict[str, list[Outcome]], options: Options) -> Report:
+    """Table and bars of *beside*."""
+    columns = ("", "ended", "tokens/s", "s a step", "peak MiB", "GB read, written")
+    title = f"Fine-tuning a Llama of 44 M, {options.steps} steps of 2,048 tokens, turn by turn"
+    made = Report("finetune-beside", title, columns)
+    rates = {name: Spread(tuple(map(rate_of, runs))).median for name, runs in found.items()}
+    peaks = {name: max(one.anonymous for one in runs) for name, runs in found.items()}
+    for name, runs in found.items():
+        spread = Spread(tuple(step.seconds for one in runs for step in one.steps) or (0.0,))
+        shown = [f"{rates[name]:,.0f}", f"{spread.median:.2f} ({spread.low:.2f}-{spread.high:.2f})"]
+        moved = f"{runs[0].read / GB:.2f}, {runs[0].written / GB:.2f}"
+        ended = ", ".join(dict.fromkeys(one.told or one.end for one in runs))
+        made.rows.append([name, ended, *shown, f"{peaks[name] / MIB:,.0f}", moved])
+        losses = [list(one.losses.values()) for one in runs]
+        made.figures[name] = {"tokens_per_s": rates[name], "peak": peaks[name], "losses": losses}
+        made.figures[name]["facts"] = runs[0].facts
+    if all(one.end == "done" for runs in found.values() for one in runs):
+        plain = found[PLAIN][0].losses
+        for name in (OURS, TRAINER, LIMITED):
+            off = max(apart(one.losses, plain) for one in found[name])
+            made.bars.append(at_most(f"losses of {name}, off the plain loop's", off, LOSS_BAR))
+        for name in (TRAINER, PLAIN):
+            made.bars.append(at_least(f"tokens/s, ours / {name}", *_over(rates, OURS, name)))
+        share = peaks[LIMITED] / peaks[TRAINER]
+        made.bars.append(at_most("peak, limited / Trainer", share, PEAK_BAR))
     made.notes = [
-        "Peaks are of anonymous memory of the whole process, looked at every 50 ms. Ours saves a "
-        "checkpoint of the last step while it goes on, which the Trainer does not: without a limit "
-        "that is a copy of weights and moments.",
+        "Peaks are of anonymous memory of the whole process, the interpreter included, looked at "
+        "every 50 ms. Ours saves a checkpoint of the last step, which the others do not: without a "
+        "limit that is a copy of weights and moments. The limit is what is left of half the "
+        "Trainer's peak beside the interpreter.",
     ]
     return made
 
 
-def large(options: Options, folder: Path) -> Report:
-    """Models whose states are several times a group's 4 GiB."""
-    made = Report("finetune-4gib", "Fine-tuning in a control group of 4 GiB", COLUMNS)
+def _over(rates: dict[str, float], one: str, other: str) -> tuple[float, float]:
+    return rates[one] / max(1e-9, rates[other]), SPEED_BAR
+
+
+def large(bench: Bench, part: Part) -> Report:
+    """A model whose states are several times a group's 4 GiB."""
+    name, shape, more = {
+        "1b": ("1 B, all weights", ONE_B, {}),
+        "3b": ("3 B, adapters", THREE_B, {"method": "lora", "precision": "bf16"}),
+    }[part]
     memory = f"{(4 * GIB - CONSTANT) // MIB}MiB"
-    common = {"memory": memory, "disk": f"{folder}:40GiB", "batch_tokens": 512, "length": 256}
-    for name, shape, more in (
-        ("1 B, all weights", ONE_B, {}),
-        ("3 B, adapters", THREE_B, {"method": "lora", "precision": "bf16"}),
-    ):
-        place = folder / name.split(",")[0].replace(" ", "-")
-        model, data = make_model(place, shape, "bfloat16")
-        where = str(model), str(data), str(place / "run")
-        job = Job("ours", *where, options.large_steps, {**common, **more})
-        outcome = run(job, 4 * GIB, folder)
-        made.rows.append(row(name, outcome))
-        made.figures[name] = {**vars(outcome), "tokens_per_s": outcome.rate}
-        made.bars.append(at_least(f"{name}: it ran", float(not outcome.told), 1))
-        if not outcome.told and outcome.predicted:
-            error = abs(outcome.predicted / outcome.step_s - 1)
-            made.bars.append(at_most(f"{name}: error of the prediction", error, PREDICTED_BAR))
+    batches = {"batch_tokens": 512, **PACKED}
+    job = job_of(
+        bench,
+        OURS,
+        f"{part}/model",
+        f"{part}/capitals.jsonl",
+        steps=bench.options.large_steps,
+        limit=4 * GIB,
+        disk=24 * GIB,
+        cap_s=1500.0,
+        options={"config": {"memory": memory, **batches, **more}, "out": f"{part}/run"},
+    )
+    if bench.ledger.get(job) is None:
+        bench.make(part, shape, "bfloat16")
+        probe(bench.folder)
+    found = bench.run(job)
+    predicted, seconds = found.facts.get("predicted_s", 0.0), found.seconds
+    columns = ("", "ended", "tokens/s", "s a step", "predicted s", "GB read, written")
+    made = Report(f"finetune-{part}", f"Fine-tuning in a group of 4 GiB: {name}", columns)
+    made.columns = (*columns, "anonymous MiB", "peak MiB")
+    rate = rate_of(found) if found.ran else 0.0
+    shown = [f"{rate:,.1f}", f"{seconds:.1f}", f"{predicted:.1f}"]
+    moved = f"{found.read / GB:.2f}, {found.written / GB:.2f}"
+    memories = [f"{nbytes / MIB:,.0f}" for nbytes in (found.anonymous, found.peak)]
+    made.rows.append([name, found.told or found.end, *shown, moved, *memories])
+    made.figures[part] = {"tokens_per_s": rate, "step_s": seconds, "predicted_s": predicted}
+    made.figures[part]["facts"] = found.facts
+    made.bars.append(at_least(f"{name}: it ran in 4 GiB", float(found.end == "done"), 1))
+    if found.ran and predicted:
+        error = abs(predicted / seconds - 1)
+        made.bars.append(at_most(f"{name}: error of the prediction", error, PREDICTED_BAR))
+    made.notes = [
+        f"Weights are random, written by transformers in bf16. The limit is {memory}, the rest of "
+        "the group for the interpreter and libraries; peak is what the kernel charged, page cache "
+        "included. Predicted by --dry-run from what gulliver probe measured just before. Seconds "
+        "and bytes are of steps after the first, which makes the optimizer's state; the group also "
+        "holds the run's start, its checkpoint and its result.",
+    ]
     return made
+
+
+def probe(folder: Path) -> None:
+    """Measures this machine and the disk, as a user would before a prediction."""
+    command = [sys.executable, "-m", "gulliver.cli", "probe", "--folder", str(folder), "--again"]
+    say("probing the machine")
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def reading_job(bench: Bench) -> Job:
+    """The job in which a model reads sources."""
+    config = {
+        "learning_rate": 2e-3,
+        "warmup": 20,
+        "schedule": "cosine",
+        "batch_tokens": 4096,
+        "micro_tokens": 2048,
+        "length": 256,
+        "packing": "yes",
+        "held_out": 0.02,
+    }
+    steps, options = bench.options.read_steps - 1, {"runs": OURS, "out": "reader/read"}
+    where = "reader/model", f"reader/{texts.SOURCES}"
+    return job_of(bench, "reading", *where, steps=steps, options={**options, "config": config})
+
+
+def task_jobs(bench: Bench, reading: Job) -> dict[str, Job]:
+    """The jobs in which it learns the task, with and without a limit."""
+    config = {**reading.options["config"], "learning_rate": 3e-3, "held_out": 0.05, "length": 128}
+    config |= {"batch_tokens": 3072, "micro_tokens": 1536}
+    found = dict[str, Job]()
+    for name, disk, more in ((OURS, 0, {}), (LIMITED, GIB, {"memory": "least"})):
+        options = {"runs": OURS, "out": f"reader/{name}", "measure": True}
+        found[name] = job_of(
+            bench,
+            name,
+            "reader/read/model",
+            f"reader/{texts.TASK}",
+            steps=bench.options.task_steps - 1,
+            disk=disk,
+            options={**options, "config": {**config, **more}},
+        )
+    return found
+
+
+def text(bench: Bench) -> Report:
+    """A model that reads sources first, then learns a task, with and without a limit."""
+    reading = reading_job(bench)
+    task, read = task_jobs(bench, reading), bench.ledger.get(reading)
+    if read is None or any(bench.ledger.get(job) is None for job in task.values()):
+        # What is known of the reading has left no model: it is done again.
+        bench.make("reader", READER)
+        texts.texts_of(bench.folder / "reader", 2.0, rows=6000, words=READER["vocab_size"])
+        read = replace(bench, ledger=Ledger(None, bench.ledger.left_s)).run(reading)
+        bench.ledger.add(reading, read)
+    jobs = task.items() if read.end == "done" else ()
+    return text_report(read, {name: bench.run(job) for name, job in jobs})
+
+
+def text_report(read: Outcome, found: dict[str, Outcome]) -> Report:
+    """Table and bars of *text*."""
+    made = Report("finetune-text", "Arguments of functions, by a model that has read sources", ())
+    if not found or any(one.end != "done" for one in found.values()):
+        made.columns = ("", "ended")
+        made.rows = [
+            [n, f"{one.end}: {one.told}"] for n, one in (("reading", read), *found.items())
+        ]
+        made.bars = [at_least("all runs ended well", 0.0, 1.0)]
+        return made
+    made.columns = ("step", *(f"held-out loss, {name}" for name in found))
+    curves = {n: {int(k): v for k, v in one.facts["held out"].items()} for n, one in found.items()}
+    for step in sorted({step for curve in curves.values() for step in curve}):
+        made.rows.append([str(step), *(f"{curve[step]:.7f}" for curve in curves.values())])
+    for when in ("before", "after"):
+        shares = [f"{100 * one.facts[f'exact {when}']:.1f} %" for one in found.values()]
+        made.rows.append([f"exact {when}", *shares])
+    made.figures = {name: {**one.facts, "losses": one.losses} for name, one in found.items()}
+    made.figures["reading"] = read.facts["held out"]
+    made.bars = text_bars(curves, found)
+    limited = found[LIMITED]
+    made.notes = [
+        "The task is to name the arguments behind the head of a function. Exact: all names and the "
+        "end, of functions that are held out. The limit is the least that the plan states, "
+        f"{limited.facts['least'] / MIB:.1f} MiB above the interpreter; a step reads "
+        f"{limited.facts['moved'][0] / MIB:.1f} and writes {limited.facts['moved'][1] / MIB:.1f} "
+        "MiB of state.",
+    ]
+    return made
+
+
+def text_bars(curves: dict[str, dict[int, float]], found: dict[str, Outcome]) -> list[Bar]:
+    """What must hold of *text*."""
+    before, after = (found[OURS].facts[f"exact {when}"] for when in ("before", "after"))
+    losses = [one.losses for one in found.values()]
+    return [
+        at_most("held-out losses with a limit, off", apart(*curves.values()), LOSS_BAR),
+        at_most("losses of steps with a limit, off", apart(*losses), LOSS_BAR),
+        at_least("bytes that leave in a step", float(found[LIMITED].facts["moved"][1]), 1.0),
+        at_most("exact before", before, 0.01),
+        at_least("exact after", after, LEARNT_BAR),
+    ]
 
 
 def main() -> None:
     """Runs what the options say."""
     options = tyro.cli(Options, description=__doc__)
+    parts = options.parts or (*USUAL, *(LARGE if options.full else ()))
     try:
         check_limits()
+        options.folder.mkdir(parents=True, exist_ok=True)
+        ledger = Ledger(options.ledger, 60 * options.minutes or math.inf)
+        prefix, place = "gulliver-finetune-", options.folder.absolute()
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as name:
+            bench = Bench(options, Path(name), ledger)
+            os.environ["GULLIVER_CACHE"] = str(bench.folder / "cache")
+            for part in parts:
+                if part in LARGE:
+                    finish(large(bench, part), options.keep)
+                else:
+                    finish({"beside": beside, "text": text}[part](bench), options.keep)
     except LimitsError as error:
         sys.exit(f"benchmarks.finetune: {error}")
-    options.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="gulliver-finetune-", dir=options.folder) as name:
-        folder = Path(name).absolute()
-        finish(beside(options, folder), options.keep)
-        if options.full:
-            finish(large(options, folder), options.keep)
 
 
 if __name__ == "__main__":

@@ -328,6 +328,7 @@ def _start(size: int, program: str = LOOP, *arguments: str) -> list[subprocess.P
             subprocess.Popen(
                 [sys.executable, "-c", program, *arguments],
                 env=environment,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -385,6 +386,33 @@ def test_an_error_of_one_rank_ends_those_that_wait_for_it(then: str) -> None:
         _, errors = processes[0].communicate(timeout=40)
         assert processes[0].returncode == (1 if then == "stay" else 3)
         assert "rank 1 failed: ValueError: the label 99 is outside the vocabulary" in errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+ALONE = """
+import sys, torch
+from gulliver.comm import _world, all_gather, init_world
+_world.LEAVING_S = 0.5
+world = init_world()
+torch.distributed.barrier()
+print("running", flush=True)
+if world.rank == 0:
+    # It has caught what went wrong before the other came so far.
+    all_gather(torch.ones(8), torch.ones(4), async_op=True)
+else:
+    sys.stdin.read()
+"""
+
+
+def test_a_collective_that_never_ends_does_not_abort_the_process() -> None:
+    processes = _start(2, ALONE)
+    try:
+        _, errors = processes[0].communicate(timeout=patient(40))
+        assert processes[0].returncode == 1, errors
+        assert "have not taken part in a collective" in errors
     finally:
         for process in processes:
             process.kill()

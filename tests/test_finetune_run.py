@@ -14,12 +14,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from benchmarks._finetune_worker import LEAST, at_least
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from gulliver.booster import _limited
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.finetune import FinetuneConfig, check_finetune, finetune, make_example
+from gulliver.finetune._finetune import Finetuner
 from gulliver.finetune._run import Run
 from gulliver.finetune._step import Learner
 from tests.finetune_killed import POINTS
@@ -40,6 +42,19 @@ def _limited_run(world: World, config: FinetuneConfig) -> list[dict[str, Any]]:
         return run_in_world(world, config)
 
 
+def _moving_run(world: World, config: FinetuneConfig) -> tuple[list[dict[str, Any]], list[int]]:
+    """The log of a run, and the bytes that each of its steps wrote to the disk."""
+    moved, tell = list[int](), Finetuner._tell
+
+    def telling(self: Finetuner, *arguments: Any) -> None:
+        assert self.booster.moved is not None
+        moved.append(self.booster.moved[1])
+        tell(self, *arguments)
+
+    with patch.object(Finetuner, "_tell", telling):
+        return _limited_run(world, config), moved
+
+
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
 
@@ -57,12 +72,13 @@ def _close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> floa
     ids=str,
 )
 def test_losses_and_weights_are_those_of_a_plain_loop(
-    pool: Pool, tmp_path: Path, example: Example, packing: str, answers: str
+    pool: Pool, tmp_path: Path, example: Example, packing: str, answers: str, full: bool
 ) -> None:
     config = small(example, tmp_path / "one", packing=packing, answers_only=answers)
     expected, model = plain_loop(config, packing == "yes")
-    for ranks, micro in ((1, None), (2, 300)):
-        one = replace(config, out=tmp_path / str(ranks), ranks=ranks, micro_tokens=micro)
+    ways: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {"micro_tokens": 300}), (2, {"pp": 2})]
+    for number, (ranks, way) in enumerate(ways if full else ways[:2]):
+        one = replace(config, out=tmp_path / str(number), ranks=ranks, **way)
         log = pool.run(run_in_world, ranks, one)[0]
         assert losses(log) == pytest.approx(expected, rel=1e-6)
         assert _close(_weights(one.out / "model"), dict(model.state_dict())) < 1e-6
@@ -76,16 +92,42 @@ def test_axes_and_limits_change_nothing(
     limit = {"memory": "80MiB", "disk": f"{tmp_path}:1GiB", "activations": "keep"}
     ways: list[tuple[int, dict[str, Any]]] = [
         (2, {"tp": 2}),
-        (2, {"pp": 2}),
-        (2, {"sp": 2}),
-        (1, limit),
+        (2, {"tp": 2, **limit}),
         (2, limit),
+        (2, {"pp": 2}),
+        (2, {"pp": 2, **limit}),
+        (2, {"sp": 2}),
+        (2, {"sp": 2, **limit}),
+        (1, limit),
     ]
-    for number, (ranks, way) in enumerate(ways if full else [ways[0], ways[-1]]):
+    for number, (ranks, way) in enumerate(ways if full else ways[:3]):
         one = replace(config, out=tmp_path / str(number), **way)
         log = pool.run(_limited_run, ranks, one)[0]
         for name in ("loss", "held_out_loss"):
             assert losses(log, name) == pytest.approx(losses(expected, name), rel=1e-6), way
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activations": "recompute"},
+        {"activations": "keep", "method": "lora", "precision": "bf16"},
+        pytest.param({"activations": "keep"}, marks=pytest.mark.full),
+        pytest.param({"activations": "auto"}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_under_the_least_limit_state_moves_and_changes_nothing(
+    pool: Pool, tmp_path: Path, example: Example, changes: dict[str, Any]
+) -> None:
+    base = small(example, tmp_path / "plain", learning_rate=1e-3, micro_tokens=512, samples=0)
+    config = replace(base, **changes)
+    expected = pool.run(run_in_world, 1, config)[0]
+    limited = replace(config, out=tmp_path / "limited", memory=LEAST, disk=f"{tmp_path}:1GiB")
+    log, moved = pool.run(_moving_run, 1, at_least(limited))[0]
+    for name in ("loss", "held_out_loss"):
+        assert losses(log, name) == pytest.approx(losses(expected, name), rel=1e-6)
+    assert min(moved) > 0
 
 
 @pytest.mark.deadline(240)
@@ -117,6 +159,7 @@ def test_an_adapter_loads_in_peft_and_its_merged_model_is_the_same(
     config = small(example, tmp_path / "run", method="lora", merge=True, learning_rate=1e-2)
     outcome = finetune(config)
     assert outcome.finished
+    assert outcome.result is not None
     assert outcome.result == config.out / "adapter"
     base = AutoModelForCausalLM.from_pretrained(example[0], dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, str(outcome.result)).eval()
@@ -182,7 +225,7 @@ def test_a_dry_run_plans_for_all_ranks_and_writes_nothing(
     assert finetune(config).finished
     told = capsys.readouterr().err
     assert "LowLevelZeroPlugin, stage 1 on data 2" in told
-    for word in ("parameters", "optimizer state", "learning rate", "a step predicted on"):
+    for word in ("parameters", "optimizer state", "learning rate", "a step predicted"):
         assert word in told
     finetune(replace(config, ranks=1, memory="80MiB", disk=f"{tmp_path}:1GiB"))
     assert "the least is" in capsys.readouterr().err
@@ -216,7 +259,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, example: Example
         finetune(other)
     (adapter / "gulliver.json").unlink()  # of somebody else's adapter only shapes tell
     config_of = LlamaConfig(
-        vocab_size=260,
+        vocab_size=261,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -237,7 +280,6 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, example: Example
         ({"data": ()}, "no data is named"),
         ({"method": "qlora"}, "int8 and int4 bases come with precision"),
         ({"disk": "/tmp:1GiB"}, "needs --memory"),
-        ({"memory": "1GiB", "tp": 2}, "a memory limit is for whole models on each rank"),
         ({"ranks": 3, "tp": 2}, "--ranks 3 is no multiple of"),
         ({"packing": "yes", "sp": 2}, "--packing yes with --sp 2"),
         ({"merge": True}, "--merge is of adapters: add --method lora"),
@@ -261,9 +303,13 @@ def test_what_cannot_run_is_refused_before_a_weight_is_read(
 
     monkeypatch.setattr("gulliver.finetune._base.Base.load", lambda *_: pytest.fail("weights"))
     assert "the smallest limit that works is" in told(memory="1MiB", disk=f"{tmp_path}:1GiB")
+    assert "does not exist: make it" in told(memory="80MiB", disk=f"{tmp_path}/no:1GiB")
     assert "no linear layer of that name" in told(method="lora", lora_targets=("q_porj",))
     (tmp_path / "file").write_text("")
     assert "cannot be written" in told(out=tmp_path / "file" / "run")
+    # Room for checkpoints and result, and not for what leaves the memory as well.
+    monkeypatch.setattr("gulliver.io._atomic._free", lambda _: 7_000_000)
+    assert "no space for" in told(memory="80MiB", disk=f"{tmp_path}:1GiB")
     monkeypatch.setattr("gulliver.io._atomic._free", lambda _: 1000)
     assert "no space for" in told()
     bare = tmp_path / "bare"
@@ -274,6 +320,24 @@ def test_what_cannot_run_is_refused_before_a_weight_is_read(
     values = json.loads((bare / "config.json").read_text()) | {"model_type": "t5"}
     (bare / "config.json").write_text(json.dumps(values))
     assert "does not continue texts" in told(model=bare)
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(
+    tmp_path: Path, example: Example, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = make_example(tmp_path / "example", rows=20)
+    config_of = LlamaConfig(
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config_of).save_pretrained(model)
+    monkeypatch.setattr("gulliver.finetune._base.Base.load", lambda *_: pytest.fail("weights"))
+    with pytest.raises(GulliverError, match="has 200 embeddings, and its tokenizer makes token 2"):
+        finetune(small((model, data), tmp_path / "run"))
 
 
 def test_steps_of_a_run_are_those_of_its_options(tmp_path: Path, example: Example) -> None:

@@ -551,6 +551,67 @@ def test_a_step_that_takes_more_than_the_limit_is_told_once_with_the_limit_that_
     controller.close()
 
 
+def test_freed_memory_is_kept_where_steps_hardly_wait_and_it_fits() -> None:
+    def ended(limit: int, other: int, *waits: float | None) -> BudgetRule:
+        rule = BudgetRule(limit, 50 * MIB)
+        rule.begin(None)
+        for one in waits:
+            rule.end_step(other, one)
+        return rule
+
+    kept = ended(500 * MIB, 100 * MIB, None, 0.02)
+    assert kept.keeps is True
+    kept.end_step(110 * MIB, 0.2)
+    assert kept.keeps is True
+    assert kept.budget <= 500 * MIB - kept.margin - 140 * MIB, "room for what does not fit"
+    assert any("freed memory is kept: a step waits 2%" in str(c) for c in kept.changes)
+    for rule in (
+        ended(500 * MIB, 100 * MIB, None),
+        ended(500 * MIB, 100 * MIB, 0.12),
+        ended(500 * MIB, 10 * MIB, 0.0),
+        ended(210 * MIB, 100 * MIB, 0.0),
+    ):
+        assert rule.keeps is None
+    kept.end_step(110 * MIB, 0.3)
+    assert kept.keeps is False
+    kept.end_step(110 * MIB, 0.0)
+    assert kept.keeps is False, "given up for good"
+
+
+FAULTS = """
+import resource
+import torch
+from gulliver.memory import FreedMemory
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        (torch.ones(1 << 20) + 1).sum()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+freed = FreedMemory()
+faults()
+back = faults()
+freed.keep(True)
+faults()
+kept = faults()
+freed.keep(False)
+print(back, kept)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
+def test_kept_memory_is_not_cleared_again() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        check=True,
+    )
+    back, kept = map(int, done.stdout.split())
+    assert back > 20 * 2 * 1000
+    assert kept < back // 100
+
+
 MALLOC = """
 from gulliver.memory import FreedMemory
 said = []

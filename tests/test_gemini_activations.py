@@ -18,7 +18,7 @@ from gulliver.booster import _limited
 from gulliver.booster._blocks import blocks_of, recomputable_blocks
 from gulliver.comm import World
 from gulliver.hardware import described
-from gulliver.memory import ACTIVATIONS, StorageCounter
+from gulliver.memory import ACTIVATIONS, ActivationOffload, StorageCounter
 from gulliver.plan import BlockWork, Work, check_plan
 from tests.pool import Pool
 
@@ -129,13 +129,15 @@ def _modes(world: World, folder: str) -> dict[str, tuple[bool, int]]:
         ("offload", stack, {"activations": "offload"}),
         ("least", stack, {"activations": "offload"}),
         ("early", stack, {"activations": "offload", "step_in_backward": True}),
+        ("least, early", stack, {"step_in_backward": True}),
+        ("least, again", stack, {"activations": "recompute", "step_in_backward": True}),
         ("compiled", lambda: flow(compiled=True), {"activations": "offload"}),
     ):
         limit: str | int = "3MiB"
-        if name == "least":
+        if name.startswith("least"):
             roomy = GeminiPlugin("1GiB", **options, **more)
             plan = roomy.make_plan(model := make(), torch.optim.AdamW(model.parameters()))
-            limit = plan.predicted.moved.minimum + 8192
+            limit = plan.predicted.moved.minimum + 8192 * ("offload" in more.values())
         booster = Booster(plugin=GeminiPlugin(limit, **options, **more))
         got = trained(booster, make)
         found[name] = same(got, plain(flow if name == "compiled" else make)), held(got)
@@ -171,6 +173,35 @@ def test_what_becomes_of_activations_changes_no_value(pool: Pool, tmp_path: Path
     assert [name for name, (equal, _) in found.items() if not equal] == []
     moved = {name for name, (_, most) in found.items() if most}
     assert moved == {"offload", "least", "early", "compiled", "mixed"}
+
+
+def _recut(world: World, folder: str) -> tuple[bool, list[str]]:
+    """Whether values stay those of torch when chunks are cut anew, and who makes room then."""
+    options: dict[str, Any] = {"disk": f"{folder}:64MiB", "chunk_mb": 0.05, "verbose": False}
+    booster, asked = Booster(plugin=GeminiPlugin("3MiB", activations="offload", **options)), []
+    boost = booster.boost
+
+    def recut(*arguments: Any) -> Any:
+        model, optimizer, *rest = boost(*arguments)
+        assert optimizer.relayout([name for name, _ in model.named_parameters()], 1 << 17)
+        return model, optimizer, *rest
+
+    with patch.object(booster, "boost", recut):
+        got = trained(booster, stack)
+    shards = got[3].shards
+    with (
+        patch.object(ActivationOffload, "sweep", lambda self: asked.append("activations")),
+        patch.object(shards.gatherer, "relieve", lambda: asked.append("parameters")),
+        patch.object(shards.reducer, "relieve", lambda: asked.append("gradients")),
+    ):
+        shards.manager.relieve()
+    return same(got, plain(stack)), asked
+
+
+def test_activations_make_room_after_chunks_were_cut_anew(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(_recut, 1, str(tmp_path)) == [
+        (True, ["activations", "parameters", "gradients"])
+    ]
 
 
 def _ranks(world: World, folder: str) -> tuple[bool, int]:

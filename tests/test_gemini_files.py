@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +12,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gulliver.booster import Booster, GeminiPlugin, TorchDDPPlugin, _limited
+from gulliver.booster import (
+    Booster,
+    GeminiPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    _limited,
+    lazy_parameters,
+)
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from tests.pool import Pool
@@ -139,6 +147,47 @@ def test_a_run_is_resumed_at_the_least_limit(pool: Pool, tmp_path: Path) -> None
     for limit in (least, "23MiB"):
         ((whole, resumed),) = pool.run(_resume, 1, str(tmp_path), limit)
         assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+def _beyond(world: World, text: str) -> list[str]:
+    """What is said of a value that fp16 does not have, on its ways into a model."""
+    folder, said = Path(text), list[str]()
+
+    def boosted(model: nn.Module, plugin: Any = None, **options: Any) -> tuple[Any, ...]:
+        limit = {"disk": f"{folder}:64MiB", "chunk_mb": 0.5, "verbose": False}
+        plugin = plugin or GeminiPlugin("16MiB", precision="fp16", **limit, **options)
+        booster = Booster(plugin=plugin)
+        return booster, *booster.boost(model, torch.optim.AdamW(model.parameters()))[:2]
+
+    def tell(call: Callable[[], object]) -> None:
+        with pytest.raises(GulliverError) as caught:
+            call()
+        said.append(str(caught.value))
+
+    large: Any = _model()
+    with torch.no_grad():
+        large[2].bias[3] = 1e6
+    tell(lambda: boosted(large))
+    assert large[2].bias.dtype is torch.float32, "nothing was done"
+    booster, model, optimizer = boosted(large, LowLevelZeroPlugin(1, verbose=False))
+    booster.save(folder / "run", 0, model, optimizer, use_async=False)
+    booster.save_huggingface(model, folder / "hf")
+    with lazy_parameters():
+        empty: Any = _model()
+    tell(lambda: boosted(empty, weights=folder / "hf"))
+    assert empty[2].bias.is_meta, "nothing was done"
+    booster, model, optimizer = boosted(_model())
+    before = model.state_dict()
+    tell(lambda: booster.load(folder / "run", model, optimizer))
+    tell(lambda: booster.load_model(model, folder / "hf"))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return said
+
+
+def test_values_beyond_fp16_are_refused_by_name_on_all_ways(pool: Pool, tmp_path: Path) -> None:
+    for said in pool.run(_beyond, 2, str(tmp_path)):
+        assert all("2.bias" in line and "\n" not in line for line in said), said
+        assert all("1000000.0" in line for line in said), said
 
 
 def _assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gulliver import Booster, GeminiPlugin, GulliverError
+from gulliver import (
+    Booster,
+    GeminiPlugin,
+    GulliverError,
+    LowLevelZeroPlugin,
+    Plugin,
+    TorchDDPPlugin,
+)
 from gulliver.booster import _limited
 from gulliver.comm import World
 from tests.pool import Pool
@@ -143,3 +152,146 @@ def test_frozen_parts_train_at_the_least_limit_and_on_the_least_disk_that_are_na
     for kind, early in (("adapted", False), ("adapted", True), ("head", False), ("tail", True)):
         (found,) = pool.run(_run, 1, str(tmp_path), kind, early)
         assert all(torch.equal(value, wanted) for value, wanted in found), (kind, early)
+
+
+class Run:
+    """A run of which a layer is frozen at times; without a folder that of plain PyTorch."""
+
+    def __init__(
+        self, world: World, folder: str, kind: str, frozen: bool, precision: str | None = None
+    ) -> None:
+        torch.manual_seed(3)
+        dtype = torch.float64 if precision is None else torch.float32
+        maps = [nn.Linear(64, 64, dtype=dtype) for _ in range(4)]
+        self.world, self.model = world, nn.Sequential(*(nn.Sequential(m, nn.Tanh()) for m in maps))
+        self.layer, self.dtype = maps[2].requires_grad_(not frozen), dtype
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer: Any = optimizer
+        self.booster: Booster | None = None
+        if kind == "plain":
+            return
+        plugins: dict[str, Plugin] = {
+            "limit": GeminiPlugin(
+                "1.5MiB", disk=f"{folder}:64MiB", chunk_mb=0.04, precision=precision, verbose=False
+            ),
+            "zero 3": LowLevelZeroPlugin(3, verbose=False),
+            "zero 1": LowLevelZeroPlugin(1, verbose=False),
+            "ddp": TorchDDPPlugin(verbose=False),
+        }
+        self.booster = Booster(plugin=plugins[kind])
+        with patch.object(_limited, "Footprint", side_effect=OSError):
+            self.model, self.optimizer, *_ = self.booster.boost(self.model, optimizer)
+
+    def train(self, first: int, last: int) -> Run:
+        for step in range(first, last):
+            draw = torch.Generator().manual_seed(step)
+            x = torch.randn(4, 64, generator=draw, dtype=torch.float64).to(self.dtype)
+            x = x if self.booster is None else x[self.world.rank :: self.world.size]
+            loss = (self.model(x) - 1).square().mean()
+            if self.booster is None:
+                loss.backward()
+            else:
+                self.booster.backward(loss, self.optimizer)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def load(self, folder: str, whole: bool) -> Run:
+        assert self.booster is not None
+        if whole:
+            self.booster.load(f"{folder}/run", self.model, self.optimizer)
+        else:
+            self.booster.load_model(self.model, f"{folder}/run")
+            self.booster.load_optimizer(self.optimizer, f"{folder}/optimizer")
+        return self
+
+    def save(self, folder: str) -> Run:
+        if self.booster is not None:
+            self.booster.save(f"{folder}/run", 3, self.model, self.optimizer, use_async=False)
+            self.booster.save_optimizer(self.optimizer, f"{folder}/optimizer")
+        return self
+
+    def values(self) -> list[Tensor]:
+        return [value.detach().clone() for value in self.model.state_dict().values()]
+
+
+def _resumed(
+    world: World, folder: str, kind: str, precision: str | None
+) -> tuple[list[Tensor], list[list[Tensor]], list[str]]:
+    """Values of a run that freezes and unfreezes a layer, of those resumed while it was frozen."""
+    later, said = kind in ("plain", "limit", "zero 3"), list[str]()
+
+    def go_on(run: Run) -> list[Tensor]:
+        run.train(3, 4)
+        run.layer.requires_grad_(later)
+        return run.train(4, 6).values()
+
+    first = Run(world, folder, kind, False, precision).train(0, 2)
+    first.layer.requires_grad_(False)
+    wanted = go_on(first.train(2, 3).save(folder))
+    logger, handler = logging.getLogger("gulliver"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        found = [
+            go_on(Run(world, folder, kind, True, precision).load(folder, whole))
+            for whole in ((True, False) if kind != "plain" else ())
+        ]
+    finally:
+        logger.removeHandler(handler)
+    return wanted, found, said
+
+
+def _all_resumed(world: World, folder: str, cases: list[tuple[str, str | None]]) -> list[str]:
+    """What is wrong with each of some cases."""
+    found, (plain, _, _) = list[str](), _resumed(world, folder, "plain", None)
+    for number, (kind, precision) in enumerate(cases):
+        wanted, ways, said = _resumed(world, f"{folder}/{number}", kind, precision)
+        for way in ways:
+            if not all(torch.equal(a, b) for a, b in zip(wanted, way, strict=True)):
+                found.append(f"{kind} {precision}: other bits than those of a run that goes on")
+        if kind in ("limit", "zero 3"):
+            found += said
+            pairs = zip(wanted, plain, strict=True)
+            if precision is None and not all(torch.allclose(a, b) for a, b in pairs):
+                found.append(f"{kind}: other values than those of torch")
+        elif world.is_main:
+            text = "2 frozen parameters (2.0.bias, 2.0.weight) is left out"
+            found += [line for line in said if text not in line]
+            found += [] if len(said) == 2 else [f"{kind}: said {said}"]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_is_resumed_while_a_layer_is_frozen(pool: Pool, tmp_path: Path, ranks: int) -> None:
+    cases: list[tuple[str, str | None]]
+    cases = [("zero 3", None), ("zero 1", None)]
+    cases = [("limit", "bf16"), ("ddp", None)] if ranks == 1 else cases
+    for number in range(len(cases)):
+        (tmp_path / str(number)).mkdir()
+    assert not [
+        line for said in pool.run(_all_resumed, ranks, str(tmp_path), cases) for line in said
+    ]
+
+
+def _thawed(world: World, folder: str, kind: str) -> list[Tensor]:
+    """Values of a run that was saved while a layer was frozen from the start, and is not later."""
+    run = Run(world, folder, kind, True).train(0, 3).save(folder)
+    if kind == "plain":
+        run.layer.requires_grad_(True)
+    else:
+        run = Run(world, folder, kind, False).load(folder, True)
+    return run.train(3, 5).values()
+
+
+def test_what_was_frozen_when_it_was_saved_may_be_trained_from_there(
+    pool: Pool, tmp_path: Path
+) -> None:
+    ((plain,), *others) = (
+        pool.run(_thawed, 1 if kind in ("plain", "ddp") else 2, str(tmp_path / kind), kind)
+        for kind in ("plain", "limit", "zero 1", "ddp")
+        if (tmp_path / kind).mkdir() is None
+    )
+    for found in others:
+        for values in found:
+            assert all(torch.allclose(a, b) for a, b in zip(values, plain, strict=True))

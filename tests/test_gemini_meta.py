@@ -120,6 +120,40 @@ def test_a_model_on_meta_is_filled_within_its_limit(pool: Pool, tmp_path: Path, 
             assert most <= budget < 6 * ranks * 2**20 - 2**20
 
 
+def _planned(world: World, folder: str) -> tuple[list[Any], dict[str, Tensor]]:
+    """What plans of a sample say with values and on meta; the model that the latter trains."""
+    options = {"disk": f"{folder}:64MiB", "chunk_mb": 0.3, "verbose": False}
+    plugin = GeminiPlugin("24MiB", weights=f"{folder}/saved", **options)
+    with lazy_parameters():
+        model = Net(tied=True)
+    optimizer, there = _adamw(model), Net(tied=True)
+    plan = plugin.make_plan(model, optimizer, sample=_batch(0))
+    other = plugin.make_plan(there, _adamw(there), sample=_batch(0))
+    assert all(p.is_meta for p in model.parameters()), "nothing was done"
+    assert plan.work.forward_s > 0
+    assert plan.predicted.seconds.step > 0
+    said = [
+        (found.work.peak, found.work.samples, moved.needed, moved.minimum, moved.read, found.chunks)
+        for found in (plan, other)
+        if (moved := found.predicted.moved) is not None
+    ]
+    booster = Booster(plan=plan, verbose=False)
+    with patch.object(_limited, "Footprint", side_effect=OSError):
+        model, optimizer, *_ = booster.boost(model, optimizer)
+    for step in range(STEPS):
+        booster.backward(model(_batch(step)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return said, _values(model)
+
+
+def test_a_plan_of_a_sample_needs_no_values(pool: Pool, tmp_path: Path) -> None:
+    *_, expected = _plain(str(tmp_path / "saved"), loaded=True)
+    (((one, other), values),) = pool.run(_planned, 1, str(tmp_path))
+    assert one == other
+    assert all(torch.equal(values[name], value) for name, value in expected.items())
+
+
 class _Own(nn.Module):
     """A layer that does not say how it is initialised."""
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,11 +32,13 @@ from gulliver.memory import (
     HostStore,
     Manager,
     Placed,
+    ProcessGauge,
     Where,
     add_read_lock,
     drop_read_lock,
     storage_of,
 )
+from gulliver.memory._pages import Pages
 from gulliver.solve import Event, simulate
 from tests.test_memory_stores import LateCopier
 
@@ -270,6 +273,48 @@ def test_memory_is_used_again_and_what_is_still_looked_at_is_not(tmp_path: Path)
     manager.close()
 
 
+def test_pages_go_from_what_leaves_to_what_comes(tmp_path: Path, monkeypatch):
+    manager = Manager(1000 * PAGE, "cpu", DiskStore(tmp_path, 2**25))
+    sizes = (300, 420, 350, 410)
+    objects = [
+        manager.add(
+            f"o{n}", PARAMETERS, 1024 * pages, torch.float32, torch.full((1024 * pages,), n)
+        )
+        for n, pages in enumerate(sizes)
+    ]
+    made, fresh = [], Pages.fresh
+    monkeypatch.setattr(Pages, "fresh", lambda self, size: made.append(size) or fresh(self, size))
+    for turn in range(6):
+        made *= turn > 1
+        for n, placed in enumerate(objects):
+            with manager.using(placed, write=True) as tensor:
+                assert torch.equal(tensor, torch.full_like(tensor, n + turn))
+                tensor.add_(1)
+            assert manager.held <= manager.budget
+        manager.end_step()
+    moved = manager.stats()["bytes_in"]
+    assert moved > 4 * sum(sizes) * PAGE
+    assert sum(made) < moved // 4
+    manager.close()
+
+
+def test_a_buffer_that_shrinks_gives_its_pages_back_at_once():
+    mib, gauge, pages = 1 << 20, ProcessGauge(), Pages(torch.device("cpu"))
+    memory = pages.fresh(64 * mib).fill_(1)
+    view, before = memory[:8], gauge.used()
+    memory = pages.resized(memory, 16 * mib + PAGE)
+    assert abs(before - gauge.used() - 48 * mib) < 4 * mib
+    memory = pages.resized(memory, 40 * mib)
+    assert memory.sum(dtype=torch.int64) == 16 * mib + PAGE
+    assert pages.fits(memory, 64 * mib)
+    assert not pages.fits(memory, 65 * mib)
+    memory.fill_(2)
+    pages.drop(memory)
+    assert abs(before - gauge.used() - 64 * mib) < 4 * mib
+    assert view.sum() == 0, "its memory is gone, whoever looks"
+    gauge.close()
+
+
 @pytest.mark.parametrize("call", ["write", "read"])
 def test_an_error_of_the_disk_is_told_at_the_next_use_and_nothing_is_lost(tmp_path: Path, call):
     for times in (1, 3):
@@ -295,6 +340,35 @@ def test_an_error_of_the_disk_is_told_at_the_next_use_and_nothing_is_lost(tmp_pa
         assert manager.held <= manager.budget
         manager.close()
         engine.close()
+
+
+def told(manager: Manager, objects: list[Placed]) -> weakref.ref[torch.Tensor]:
+    """A tensor of whoever was told of an error, and caught it."""
+    mine = torch.ones(8)
+    for _ in range(4):
+        for placed in objects:
+            try:
+                with manager.using(placed, write=True):
+                    pass
+            except IoError:
+                return weakref.ref(mine)
+    raise AssertionError("nothing was told")
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+def test_an_error_that_was_caught_keeps_nothing_of_its_callers(tmp_path: Path, call):
+    engine = default_engine(page_bytes=PAGE, pages=1)
+    manager = Manager(3 * PAGE, "cpu", DiskStore(tmp_path, 2**20, engine))
+    objects = filled(manager, 7)
+    engine.inject(call, errno=errno.EIO, times=1)
+    gc.collect()
+    gc.disable()
+    try:
+        assert told(manager, objects)() is None
+    finally:
+        gc.enable()
+    manager.close()
+    engine.close()
 
 
 def test_a_full_disk_says_what_is_needed(tmp_path: Path):

@@ -410,6 +410,9 @@ def test_what_cannot_be_wired_is_refused_by_name() -> None:
     groups = make_groups(SequencePlan())
     with pytest.raises(GulliverError, match="only an STDiT3 can be wired so, not Linear"):
         wire_stdit(nn.Linear(2, 2), groups, "all_to_all")
+    for changes in ({"hidden_size": 48, "kernel_size": (2, 2, -1)}, {"image_conditioning": True}):
+        with pytest.raises(GulliverError, match="kernel_size or image_conditioning"):
+            wire_stdit(build(**changes), groups, "all_to_all")
     for mode in ("split_gather", "ring"):
         with pytest.raises(GulliverError, match=r"'all_to_all' or 'ring_attn'.*tensor parallelism"):
             wire_stdit(build(), groups, mode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from benchmarks._models import Task, gpt, stdit
+from torch import nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import World
@@ -68,6 +69,50 @@ def test_the_predicted_peak_is_what_is_held(pool: Pool, model: str) -> None:
         for planned, counted, seen in rank:
             assert 0.97 * planned <= counted <= planned, rank
             assert seen <= counted, rank
+
+
+class Late(nn.Module):
+    """A block as those of transformers: its norms are registered behind its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.before, self.between = nn.LayerNorm(64), nn.LayerNorm(128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.between(self.up(self.before(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Late() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _late(world: World) -> tuple[int, int, int]:
+    torch.manual_seed(0)
+    model = Blocks()
+    inner = torch.optim.AdamW(model.parameters())
+    plan = LowLevelZeroPlugin(3, chunk_mb=0.03, verbose=False).make_plan(model, inner)
+    booster = Booster(plan=plan, verbose=False)
+    model, optimizer, *_ = booster.boost(model, inner)
+    for _ in range(3):
+        booster.backward(model(torch.ones(2, 64)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    held = sum(optimizer.held_bytes.fullest.values())
+    return plan.memory.total, sum(optimizer.memory().values()), held
+
+
+def test_the_plan_knows_that_norms_are_used_before_the_layers_they_stand_behind(pool: Pool) -> None:
+    for planned, recorded, held in pool.run(_late, 2):
+        assert recorded == held
+        assert planned == pytest.approx(held, rel=0.03)
 
 
 def _placed(world: World) -> None:

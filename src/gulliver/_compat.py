@@ -233,23 +233,57 @@ def saving_is_hooked() -> bool:
     return autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+class Recomputed:
+    """Stands for a tensor that non-reentrant checkpointing has computed again.
+
+    Args:
+        value: tensor.
+        find: called to have it back.
+    """
+
+    requires_grad = False
+
+    def __init__(self, value: Tensor, find: Callable[[], Tensor]) -> None:
+        self.shape, self.dtype, self.device = value.shape, value.dtype, value.device
+        self.find = find
+
+    def detach(self) -> Recomputed:
+        """Returns itself: it refers to no graph."""
+        return self
+
+
 @cache
-def detach_recomputed() -> None:
-    """Lets non-reentrant checkpointing keep detached tensors of what it recomputes, once for all.
+def replace_recomputed(refer: Callable[[Tensor], Recomputed | None]) -> None:
+    """Lets non-reentrant checkpointing keep what stands for parameters, once for all.
 
     It keeps a frozen parameter as the very object that it is. Its data are another's once its
     memory is given back, which a backward that comes later would read; a detached tensor goes on
     looking at the memory that it was made of.
+
+    Args:
+        refer: returns what stands for a tensor; None where it is to be kept, detached.
     """
-    hook: Any = checkpoint._recomputation_hook
-    begin = hook.__init__
 
-    def init(self: Any, *arguments: Any, **options: Any) -> None:
-        begin(self, *arguments, **options)
-        pack = self.pack_hook
-        self.pack_hook = lambda x: pack(x.detach() if isinstance(x, torch.nn.Parameter) else x)
+    def pack(x: Any) -> Any:
+        kept = x.detach() if isinstance(x, torch.nn.Parameter) else x
+        return refer(x) or kept
 
-    hook.__init__ = init
+    def unpack(x: Any) -> Any:
+        return x.find() if type(x) is Recomputed else x
+
+    def wrap(hook: Any, packs: bool) -> None:
+        begin = hook.__init__
+
+        def init(self: Any, *arguments: Any, **options: Any) -> None:
+            begin(self, *arguments, **options)
+            first, last = self.pack_hook, self.unpack_hook
+            self.pack_hook = (lambda x: first(pack(x))) if packs else first
+            self.unpack_hook = lambda x: unpack(last(x))
+
+        hook.__init__ = init
+
+    wrap(checkpoint._recomputation_hook, packs=True)
+    wrap(checkpoint._checkpoint_hook, packs=False)
 
 
 def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:

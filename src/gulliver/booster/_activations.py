@@ -17,6 +17,7 @@ from torch import nn
 from gulliver._compat import is_compiled
 from gulliver.booster._blocks import recomputable_blocks
 from gulliver.booster._replay import Replay
+from gulliver.booster._residency import largest_made
 from gulliver.booster._state_bytes import BACKWARD, FORWARD, StateBytes
 from gulliver.booster.hybrid import NO_BLOCKS
 from gulliver.errors import GulliverError, nearest
@@ -167,7 +168,8 @@ def _best(
         endless.step()
     rule = BudgetRule(tiers.limit)
     whole = tiers.limit - rule.margin
-    needed = endless.minimum if rates is not None else endless.most
+    least = max(endless.minimum, largest_made(state)[0])
+    needed = least if rates is not None else endless.most
     tried = list[tuple[float, int, ActivationChoice]]()
     # What has left comes back beside the state that is in use.
     beside = {allowed: max(block.movable for block in blocks), allowed[:2]: 0}

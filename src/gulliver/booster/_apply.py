@@ -16,8 +16,23 @@ from gulliver.booster._activations import take_activations
 from gulliver.booster._checkpoint import agreed
 from gulliver.booster._limited import LimitedManager, manager_of
 from gulliver.booster._meta import check_meta, fill_boosted, lend_shapes
-from gulliver.booster._model import HALVES, broadcast_all, check_unstepped, convert, no_optimizer
-from gulliver.booster._ranks import Stages, order_of_use, rank_state, rank_work
+from gulliver.booster._model import (
+    HALVES,
+    broadcast_all,
+    check_range,
+    check_unstepped,
+    convert,
+    converted,
+    no_optimizer,
+)
+from gulliver.booster._ranks import (
+    Stages,
+    order_of_use,
+    rank_state,
+    rank_work,
+    state_bytes,
+    tensor_sizes,
+)
 from gulliver.booster._replicas import share_ddp, share_zero, tune
 from gulliver.booster._resolve import plan_stages, plan_tensors, recomputable
 from gulliver.booster.hybrid import (
@@ -83,6 +98,8 @@ def apply_plan(
     agreed(lambda: _check_whole(plan, model, optimizer, tensor, stages))
     managers = list[LimitedManager | None]()
     agreed(lambda: managers.append(_manager(plan, model, optimizer, tensor, stages)))
+    sizes = tensor_sizes(plan, model, optimizer, tensor, stages, _place(plan))
+    uses = state_bytes(plan, sizes).order if plan.stage == 3 else ()
     inner = optimizer or no_optimizer()
     if plan.precision.parameters != "none":
         convert(model, HALVES[plan.precision.parameters], plan.precision.kept)
@@ -112,6 +129,7 @@ def apply_plan(
     names = rewrite_groups(inner, model, whole) if mesh is not None else whole.trained
 
     boosted = share_zero(plan, model, inner, names, whole, mesh, stage, managers[0])
+    boosted.shards.uses = uses
     take_activations(plan, model, boosted, managers[0])
     if streamed:
         fill_boosted(boosted, model, empty, plan.weights)
@@ -162,10 +180,14 @@ def _manager(
     """What state is kept by under a memory limit; it is made before anything is changed."""
     if plan.zero is None or plan.zero.tiers is None:
         return None
+    state = rank_state(plan, model, optimizer, tensor, stages, _place(plan))
+    return manager_of(plan, state, rank_work(plan, model, tensor, stages), current_world().device)
+
+
+def _place(plan: Plan) -> tuple[int, int]:
+    """This rank's number on the pipeline axis, and on the tensor axis."""
     world, size = current_world(), plan.mesh.of("tensor")
-    place = world.rank * plan.mesh.of("pipeline") // world.size, world.rank % size
-    state = rank_state(plan, model, optimizer, tensor, stages, place)
-    return manager_of(plan, state, rank_work(plan, model, tensor, stages), world.device)
+    return world.rank * plan.mesh.of("pipeline") // world.size, world.rank % size
 
 
 def _is_streamed(plan: Plan) -> bool:
@@ -197,8 +219,19 @@ def _check_whole(
     if plan.mesh.names_model:
         check_cut(plan, model, optimizer, tensor, stages)
     elif _is_streamed(plan):
-        check_meta(model, plan.weights)
+        check_meta(model, plan.weights, _checked_here(plan, model))
+    if plan.precision.parameters != "none" and plan.weights is None:
+        check_range(model, HALVES[plan.precision.parameters], plan.precision.kept)
     check_recompute(plan, model)
+
+
+def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
+    """Names whose values in a file this rank checks for the range of fp16: its share of them."""
+    if plan.precision.parameters != "fp16":
+        return {}
+    world, turned = current_world(), {t for _, t in converted(model, plan.precision.kept)}
+    names = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor in turned]
+    return dict.fromkeys(names[world.rank :: world.size], HALVES["fp16"])
 
 
 def _unequal(plan: Plan, model: nn.Module, inner: torch.optim.Optimizer) -> list[Tensor]:

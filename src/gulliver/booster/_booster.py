@@ -196,6 +196,25 @@ class Booster(FileKeeper):
         with guard():
             boosted_only(optimizer).backward(loss)
 
+    def release(self, model: nn.Module, *optimizers: BoostedOptimizer) -> nn.Module:
+        """Ends what `boost` began: the model has whole parameters of its own again.
+
+        Every rank calls it. The parameters are new tensors; the optimizers can still be saved, and
+        no longer step. 16 bits stay 16 bits.
+
+        Args:
+            model: model that `boost` returned.
+            optimizers: optimizers that it was boosted with, where there are several.
+
+        Returns:
+            The user's module, which may be boosted again.
+        """
+        plain, holder = unwrapped(model), self._optimizers.pop(model, None)
+        for optimizer in dict.fromkeys([*optimizers, *([] if holder is None else [holder])]):
+            boosted_only(optimizer).release(plain)
+        self._several.discard(model)
+        return plain
+
     def execute_pipeline(
         self,
         data_iter: Iterator[Any],

@@ -6,15 +6,17 @@ What is saved knows neither the number of ranks nor how the model was sharded; s
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gulliver.booster._model import unwrapped
+from gulliver.booster._model import narrow_dtypes, unwrapped
 from gulliver.booster._old_files import Source
 from gulliver.booster._states import (
     check_groups,
@@ -30,6 +32,7 @@ from gulliver.checkpoint import (
     Ref,
     StepReader,
     fill_all,
+    listed,
     match,
     plan_all,
     refs_in,
@@ -157,15 +160,21 @@ def load_boosted(
     loaded = Loaded.of(reader)
     entries: dict[str, Any] = {}
     # Groups may be asked of all ranks: not where one of them might have failed before.
-    groups = None if optimizer is None else optimizer.all_group_names()
+    groups = None if optimizer is None else Groups.of(optimizer)
     elsewhere = names_of_all(model, holder)
     wanted: dict[str, Tensor | Part] = {}
     rest: dict[str, Filling] = {}
 
-    def check() -> None:
+    def check_entries() -> None:
         for entry, given in ((MODEL, model), (OPTIMIZER, optimizer), (SCHEDULER, lr_scheduler)):
             if given is not None:
                 reader.skeleton(entry)
+        if optimizer is not None and groups is not None:
+            entries.update(check_optimizer_entry(reader, optimizer, groups))
+        if lr_scheduler is not None:
+            _check_scheduler(reader, lr_scheduler)
+
+    def check() -> None:
         if model is not None and holder is None:
             rest.update(plan_all(reader, {MODEL: unwrapped(model)}, strict, prefix, loaded))
         elif model is not None and holder is not None:
@@ -174,14 +183,15 @@ def load_boosted(
             _check_model(reader, leaves, elsewhere, strict, prefix, loaded)
             odd = loaded.mismatches.get(MODEL, Mismatch())
             wanted.update((n, leaf) for n, leaf in leaves.items() if n not in odd.missing)
-            reader.check_fits(MODEL, wanted, prefix)
+            # What is trained in 16 bits is filled by its float32 copies, and rounded from them.
+            reader.check_fits(MODEL, wanted, prefix, narrow_dtypes(unwrapped(model)))
             reader.check_tied(MODEL, holder.canonical_names(unwrapped(model)), prefix)
-        if optimizer is not None:
-            entries.update(check_optimizer_entry(reader, optimizer, groups or []))
-        if lr_scheduler is not None:
-            _check_scheduler(reader, lr_scheduler)
         rest.update(plan_all(reader, state or {}, strict, "", loaded))
 
+    agreed(check_entries)
+    if optimizer is not None and groups is not None:
+        # Before the model is filled: of 16 bits there is a float32 copy to fill then.
+        take_up(reader, optimizer, entries, groups)
     agreed(check)
     if model is not None and holder is not None:
         holder.before_model_load()
@@ -237,8 +247,48 @@ def _check_model(
         loaded.mismatches[MODEL] = odd
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Groups of an optimizer.
+
+    Attributes:
+        trained: names of the trained parameters of each group, of all ranks.
+        frozen: names of those that each was given, too.
+    """
+
+    trained: list[list[str]]
+    frozen: list[list[str]]
+
+    @classmethod
+    def of(cls, optimizer: BoostedOptimizer) -> Self:
+        """Asks an optimizer; every rank calls it."""
+        return cls(optimizer.all_group_names(), optimizer.frozen_groups())
+
+
+def take_up(
+    reader: Source, optimizer: BoostedOptimizer, content: Mapping[str, Any], groups: Groups
+) -> None:
+    """Makes room for the saved state of what is frozen here, or says that it is left out.
+
+    Args:
+        reader: reader of the step.
+        optimizer: optimizer to fill.
+        content: its entry, which was checked.
+        groups: its groups.
+    """
+    frozen = {name for names in groups.frozen for name in names}
+    saved = [name for name, entries in content["state"].items() if entries and name in frozen]
+    lost = optimizer.take_up(saved)
+    if lost and init_world().is_main:
+        logging.getLogger("gulliver").warning(
+            "%s: the optimizer state of %s is left out: only stage 3 unfreezes after boost",
+            reader.folder,
+            listed("frozen parameters", sorted(lost)),
+        )
+
+
 def check_optimizer_entry(
-    reader: Source, optimizer: BoostedOptimizer, groups: list[list[str]]
+    reader: Source, optimizer: BoostedOptimizer, groups: Groups
 ) -> dict[str, Any]:
     """The optimizer's entry, with stand-ins for tensors."""
     content = with_refs(reader.skeleton(OPTIMIZER), reader.tensors(OPTIMIZER))
@@ -249,7 +299,7 @@ def check_optimizer_entry(
         raise GulliverError(
             f"{reader.folder} is of {content['optimizer']}, the optimizer is {ours}"
         )
-    check_groups(groups, content["groups"], reader.folder)
+    check_groups(groups.trained, groups.frozen, content["groups"], reader.folder)
     _check_shapes(reader, optimizer, content)
     return content
 
@@ -267,7 +317,7 @@ def _check_shapes(reader: Source, optimizer: BoostedOptimizer, content: Mapping[
     Where every rank has all of it, it may have any shape itself: then the step tells the
     parameters'.
     """
-    shapes = {name: whole_shape(p) for p, name in optimizer.names.items()}
+    shapes = {name: whole_shape(p) for p, name in optimizer.trainable.items()}
     known = _stepped(reader, content) if optimizer.has_whole_state else {}
     for name, entries in content["state"].items():
         ours = shapes.get(name)

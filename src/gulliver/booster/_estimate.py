@@ -7,12 +7,20 @@ matrices, and the attention of transformers; it does not know what a model does 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
 
-from gulliver.booster._measure import with_peaks
-from gulliver.hardware import BACKWARD_OF_LINEAR, Device, layer_seconds, update_seconds
+from gulliver.booster._measure import samples_of, tensors_of, with_peaks
+from gulliver.booster._model import no_optimizer
+from gulliver.hardware import (
+    BACKWARD_OF_LINEAR,
+    Device,
+    current_cluster,
+    layer_seconds,
+    update_seconds,
+)
 from gulliver.parallel import state_sizes
 from gulliver.plan import Work
 
@@ -30,7 +38,7 @@ def estimate_work(
     precision: str = "fp32",
     activations: str = "keep",
 ) -> Work:
-    """Estimates what a step of a model computes.
+    """Estimates what a step of a model of tokens computes.
 
     Args:
         model: whole model, perhaps on meta.
@@ -41,6 +49,43 @@ def estimate_work(
         precision: ``fp32``, ``bf16`` or ``fp16``, of the products.
         activations: what may become of activations, as `GeminiPlugin` takes it.
     """
+    work = _computed(model, optimizer, device, batch, length, precision)
+    if getattr(model, "config", None) is None:
+        return work
+    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    computing = copy.deepcopy(model).to(getattr(torch, NAMES[precision]))
+    return with_peaks(work, computing, {"input_ids": ids, "labels": ids}, None, activations)
+
+
+def estimate_sample(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, sample: Any, precision: str
+) -> Work:
+    """Estimates what a sample costs a model on meta, for which nothing can be measured.
+
+    Args:
+        model: whole model.
+        optimizer: optimizer of its parameters.
+        sample: keyword arguments, a tuple of arguments, or one.
+        precision: ``bf16`` or ``fp16`` of autocast, or none.
+    """
+    batch = samples_of(sample)
+    # Rows that matrices multiply: numbers of words, or vectors.
+    rows = (t.numel() // (t.shape[-1] if t.is_floating_point() else 1) for t in tensors_of(sample))
+    length = max(1, max(rows, default=1) // max(1, batch))
+    device = current_cluster(1).device
+    return _computed(
+        model, optimizer, device, batch, length, precision if precision in NAMES else "fp32"
+    )
+
+
+def _computed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    device: Device,
+    batch: int,
+    length: int,
+    precision: str,
+) -> Work:
     tokens = batch * length
     config = getattr(model, "config", None)
     layers = getattr(config, "num_hidden_layers", 0)
@@ -48,11 +93,13 @@ def estimate_work(
     # Scores and their product with the values are as if of 2 x length x width more weights.
     weights = _multiplied(model) + layers * 2 * length * width
     forward = layer_seconds(device, weights, tokens, NAMES[precision])
-    stepped = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-    states = max((len(state_sizes(optimizer, g, p.shape)) for g, p in stepped), default=0)
-    trained = sum(p.numel() for _, p in stepped)
+    states, trained, stepper = 0, 0, optimizer or no_optimizer()
+    for group in stepper.param_groups:
+        for parameter in (p for p in group["params"] if p.requires_grad):
+            trained += parameter.numel()
+            states = max(states, len(state_sizes(stepper, group, parameter.shape)))
     item = 4 if precision == "fp32" else 2
-    work = Work(
+    return Work(
         samples=batch,
         tokens=tokens,
         forward_s=forward,
@@ -60,11 +107,6 @@ def estimate_work(
         update_s=update_seconds(device, 4 * trained, states),
         hidden_bytes=item * tokens * width,
     )
-    if config is None:
-        return work
-    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
-    computing = copy.deepcopy(model).to(getattr(torch, NAMES[precision]))
-    return with_peaks(work, computing, {"input_ids": ids, "labels": ids}, None, activations)
 
 
 def _multiplied(model: nn.Module) -> int:

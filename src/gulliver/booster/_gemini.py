@@ -42,6 +42,9 @@ class GeminiPlugin(Plugin):
         activations: what forward keeps for backward: ``keep`` it, ``recompute`` blocks, or
             ``offload`` it to the disk or the host, where it shares the budget of the state;
             ``auto`` chooses for each block by the predicted step.
+        keep_freed: let freed memory stay with the process for its next tensors, on a CPU with
+            glibc, once steps hardly wait for transfers and the limit has the room: it spares page
+            faults. False gives it back to the system always.
         gather_ahead: chunks that are gathered from other ranks ahead of the one in use.
         assume_elementwise: the same as in `LowLevelZeroPlugin`.
         broadcast_buffers: the same as in `LowLevelZeroPlugin`.
@@ -71,6 +74,7 @@ class GeminiPlugin(Plugin):
         max_norm: float = 0.0,
         step_in_backward: bool = False,
         activations: str = "keep",
+        keep_freed: bool = True,
         gather_ahead: int = 2,
         assume_elementwise: bool = False,
         broadcast_buffers: bool = True,
@@ -87,6 +91,7 @@ class GeminiPlugin(Plugin):
             offload_param_frac,
             step_in_backward,
             activations,
+            keep_freed,
         )
         if isinstance(chunk_mb, str) and chunk_mb != "auto":
             raise GulliverError(f"chunk_mb={chunk_mb!r} is not known: 'auto', or a number of MiB")

@@ -6,6 +6,7 @@ with what lies behind it, and its budget follows what the steps really need besi
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ from gulliver.memory import (
     HostStore,
     Manager,
     Placed,
+    StillSeen,
     Store,
 )
 from gulliver.parallel import ZeroOptimizer
@@ -63,6 +65,7 @@ class LimitedManager(Manager):
         self._freed, self._added = FreedMemory(), 0
         weakref.finalize(self, self._freed.close)
         self.step_moved = self._before = (0, 0)
+        self._clock = (0.0, 0.0)
 
     def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> Placed:
         """Takes an object, and pins it where the shares say that it stays.
@@ -98,6 +101,12 @@ class LimitedManager(Manager):
         """Brings an object; the budget falls before, where memory becomes scarce."""
         if self.controller is not None:
             self.controller.check(placed.name)
+        try:
+            return super().use(placed, write, fresh)
+        except StillSeen as error:  # views of recomputed blocks, in their graph
+            if self.controller is None:
+                raise
+            self._grow(self.controller, str(error), error.budget)
         return super().use(placed, write, fresh)
 
     def _decided(self, decide: Callable[[], list[Action]]) -> list[Action]:
@@ -107,10 +116,14 @@ class LimitedManager(Manager):
         except NoRoom as error:
             if self.controller is None:
                 raise
-            if not self.controller.grow(error.budget):
-                why = f"{error}; {self.controller.least_limit(error.budget)}"
-                raise NoRoom(why, error.budget) from None
+            self._grow(self.controller, str(error), error.budget)
         return super()._decided(decide)
+
+    @staticmethod
+    def _grow(controller: BudgetController, text: str, needed: int) -> None:
+        """Raises the budget to what would do, or an error where the limit has no room for it."""
+        if not controller.grow(needed):
+            raise NoRoom(f"{text}; {controller.least_limit(needed)}", needed) from None
 
     def end_step(self) -> None:
         """Ends a step."""
@@ -120,7 +133,11 @@ class LimitedManager(Manager):
         self.step_moved = moved[0] - self._before[0], moved[1] - self._before[1]
         self._before = moved
         if self.controller is not None:
-            self.controller.end_step()
+            now, waited = time.perf_counter(), stats["seconds_waited"]
+            began, waited_before = self._clock
+            self._clock = now, waited
+            # The first step has built all state, so it says nothing of the next.
+            self.controller.end_step((waited - waited_before) / (now - began) if began else None)
 
 
 def manager_of(
@@ -189,5 +206,6 @@ def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager 
         ActivationPeak(manager.other or None, reason="no sample was planned with"),
         0 if moved is None else moved.needed,
         "" if moved is None else moved.decides,
+        tiers.keep_freed,
     )
     weakref.finalize(optimizer, manager.controller.close)

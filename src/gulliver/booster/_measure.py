@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gulliver.booster._blocks import offloadable_blocks, recomputable_blocks, recompute_blocks
-from gulliver.errors import GulliverError
 from gulliver.memory import ActivationPeak, activation_peak, block_activations
 from gulliver.parallel.tensor import TensorPlan
 from gulliver.plan import BlockWork, Work
@@ -51,14 +50,7 @@ def measure_work(
         blocks: paths of its blocks, of which the first tells the size of a hidden state.
         autocast: dtype of autocast.
         each: whether to say the seconds of each block.
-
-    Raises:
-        GulliverError: the model is on meta.
     """
-    if any(p.is_meta for p in model.parameters()):
-        raise GulliverError(
-            "a sample is measured with values: the model is on meta, so leave it out"
-        )
     sizes: dict[str, list[int]] = {"forward": [], "backward": [], "hidden": [], "again": []}
     with _put_back(model), _sizes_of(model, tensor, blocks, sizes), _counted() as kept:
         _timed(model, sample, autocast)
@@ -70,9 +62,9 @@ def measure_work(
         with _put_back(model), _seconds_in(model, parts) as found:
             took, _ = _timed(model, sample, autocast)
         whole, inside = min((whole, inside), (took, found), key=lambda turn: turn[0])
-    tensors = [t for t in _tensors(sample) if t.ndim]
+    tensors = [t for t in tensors_of(sample) if t.ndim]
     return Work(
-        samples=tensors[0].shape[0] if tensors else 1,
+        samples=samples_of(sample),
         tokens=max((t.shape[0] * t.shape[1] for t in tensors if t.ndim > 1), default=0),
         forward_s=statistics.median(forward for forward, _ in turns),
         backward_s=statistics.median(backward for _, backward in turns),
@@ -86,6 +78,11 @@ def measure_work(
         share_cut=min(1.0, inside["cut"] / whole),
         blocks=tuple(BlockWork(path, inside[f"block {path}"]) for path in blocks if each),
     )
+
+
+def samples_of(sample: Any) -> int:
+    """Number of samples of a batch."""
+    return next((t.shape[0] for t in tensors_of(sample) if t.ndim), 1)
 
 
 def with_peaks(
@@ -168,7 +165,7 @@ def _timed(model: nn.Module, sample: Any, autocast: torch.dtype | None) -> tuple
             out = model(*sample) if isinstance(sample, tuple) else model(sample)
     between = _now(device)
     found = getattr(out, "loss", None)
-    floats = [t for t in _tensors(out) if t.is_floating_point() and t.requires_grad]
+    floats = [t for t in tensors_of(out) if t.is_floating_point() and t.requires_grad]
     loss = found if isinstance(found, Tensor) else sum(t.float().square().mean() for t in floats)
     if isinstance(loss, Tensor) and loss.requires_grad:
         loss.backward()
@@ -325,17 +322,18 @@ def _measured_update(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
     return statistics.median(took[1:]) * sum(p.numel() for p in trained) / count
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors of nested values."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for inner in value.values():
-            yield from _tensors(inner)
+            yield from tensors_of(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _tensors(inner)
+            yield from tensors_of(inner)
 
 
 def _nbytes(value: Any) -> int:
     """Size of the largest tensor of what a module takes or gives."""
-    return max((t.nbytes for t in _tensors(value) if t.is_floating_point()), default=0)
+    return max((t.nbytes for t in tensors_of(value) if t.is_floating_point()), default=0)

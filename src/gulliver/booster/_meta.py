@@ -9,7 +9,7 @@ is more of the model in memory than the limit allows, and a chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,16 +22,19 @@ from gulliver.errors import GulliverError
 from gulliver.parallel import ZeroOptimizer
 
 
-def check_meta(model: nn.Module, weights: str | None) -> None:
+def check_meta(
+    model: nn.Module, weights: str | None, dtypes: Mapping[str, torch.dtype] | None = None
+) -> None:
     """Refuses a model on meta that nothing would fill.
 
     Args:
         model: whole model.
         weights: checkpoint in Hugging Face's format; None if modules initialise themselves.
+        dtypes: dtypes by name that this rank checks values for, where the model is turned to them.
 
     Raises:
-        GulliverError: something would stay empty, or the checkpoint is of another model; it is
-            named, with what to do.
+        GulliverError: something would stay empty, the checkpoint is of another model, or a value
+            does not fit; it is named, with what to do.
     """
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
@@ -40,7 +43,7 @@ def check_meta(model: nn.Module, weights: str | None) -> None:
                 "gulliver.booster.lazy_parameters(), which leaves buffers alone"
             )
     if weights is not None:
-        match_huggingface(model, weights)
+        match_huggingface(model, weights, dtypes=dtypes)
         return
     owners: dict[nn.Parameter, str] = {}
     for path, module in model.named_modules():
@@ -91,7 +94,7 @@ def fill_boosted(
         weights: checkpoint to read from instead.
     """
     if weights is not None:
-        read_model(optimizer, model, Path(weights), strict=True)
+        read_model(optimizer, model, Path(weights), strict=True, checked=True)
     elif empty:
         _initialise(empty)
         optimizer.shards.take_writes()

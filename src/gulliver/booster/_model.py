@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +42,20 @@ def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    """Dtypes of parameters by all their names."""
+    return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def narrow_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Dtypes of parameters whose range is less than that of the float32 copies that are loaded.
+
+    The range of bfloat16 is float32's but for its very end: to look at that, every resumed run
+    would read all values twice.
+    """
+    return {name: dtype for name, dtype in dtypes_of(model).items() if dtype is torch.float16}
+
+
 def broadcast_all(tensors: Iterable[Tensor]) -> None:
     """Gives all ranks rank 0's values, whatever layout in memory and dtype the tensors have."""
     with torch.no_grad():
@@ -61,16 +75,15 @@ def modules_kept(model: nn.Module) -> tuple[str, ...]:
     )
 
 
-def convert(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None:
-    """Turns a model and what it is called with to `dtype`.
+def converted(model: nn.Module, kept: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yields what `convert` turns, by name: parameters and persistent buffers.
 
-    Parameters and persistent buffers are turned. As with Hugging Face's ``from_pretrained(dtype=)``
-    buffers that are no part of the state dict keep their dtype: tables that modules compute from,
-    such as rotary frequencies, which 16 bits would spoil.
+    As with Hugging Face's ``from_pretrained(dtype=)`` buffers that are no part of the state dict
+    keep their dtype: tables that modules compute from, such as rotary frequencies, which 16 bits
+    would spoil.
 
     Args:
         model: whole model.
-        dtype: dtype of 16 bits.
         kept: paths of modules that are left alone.
     """
     for path, module in model.named_modules():
@@ -79,7 +92,42 @@ def convert(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None
         tables = module._non_persistent_buffers_set
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and tensor.is_floating_point() and name not in tables:
-                tensor.data = tensor.data.to(dtype)
+                yield f"{path}.{name}" if path else name, tensor
+
+
+def check_range(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None:
+    """Refuses values that would become infinite in a dtype; arguments as of `convert`.
+
+    Raises:
+        GulliverError: there is one; it is named.
+    """
+    for name, tensor in converted(model, kept):
+        wider = torch.finfo(tensor.dtype).max > torch.finfo(dtype).max
+        if not wider or tensor.is_meta or not tensor.numel():
+            continue
+        values = tensor.detach()
+        # One pass that makes no copy; values that are no numbers, or infinite already, take more.
+        if torch.stack(torch.aminmax(values)).to(dtype).isfinite().all():
+            continue
+        lost = values.isfinite() & ~values.to(dtype).isfinite()
+        if lost.any():
+            half = next(half for half, other in HALVES.items() if other is dtype)
+            raise GulliverError(
+                f"precision={half!r} cannot hold {name!r}: {values[lost][0].item()} is beyond "
+                f"{torch.finfo(dtype).max:g}; scale it, or train with another precision"
+            )
+
+
+def convert(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None:
+    """Turns a model and what it is called with to `dtype`; see `converted`.
+
+    Args:
+        model: whole model.
+        dtype: dtype of 16 bits.
+        kept: paths of modules that are left alone.
+    """
+    for _, tensor in converted(model, kept):
+        tensor.data = tensor.data.to(dtype)
 
     def cast(value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -17,10 +17,12 @@ from typing import Any
 
 from gulliver.booster._checkpoint import (
     OPTIMIZER,
+    Groups,
     agreed,
     check_optimizer_entry,
     fill_optimizer,
     optimizer_entry,
+    take_up,
 )
 from gulliver.booster._old_files import Source
 from gulliver.booster._states import on_main
@@ -99,7 +101,7 @@ def stepped(optimizer: BoostedOptimizer) -> dict[str, Any]:
     """Shapes of the parameters by name, whole, and the dtypes of their state."""
     return {
         name: [list(whole_shape(p)), optimizer.state_dtype(p)]
-        for p, name in optimizer.names.items()
+        for p, name in optimizer.trainable.items()
     }
 
 
@@ -110,7 +112,7 @@ def read_optimizer(optimizer: BoostedOptimizer, reader: Source) -> None:
         GulliverError: on any rank, it does not fit, and nothing has changed then; or bytes are
             not those that were written, which is seen as they are read in place.
     """
-    groups = optimizer.all_group_names()
+    groups = Groups.of(optimizer)
     content: dict[str, Any] = {}
 
     def check() -> None:
@@ -119,6 +121,7 @@ def read_optimizer(optimizer: BoostedOptimizer, reader: Source) -> None:
         _check_stepped(optimizer, content, reader.folder)
 
     agreed(check)
+    take_up(reader, optimizer, content, groups)
     if isinstance(optimizer, ZeroOptimizer):
         optimizer.shards.take_writes()
     agreed(lambda: fill_optimizer(reader, optimizer, content))

@@ -100,7 +100,8 @@ class Plugin(ABC, metaclass=_NamedArguments):
             cluster: machines to plan for, one device of it for each rank; None for those at hand,
                 as they were measured by ``gulliver probe`` or are described.
             sample: batch of one model, as keyword or positional arguments or a tensor, with which
-                compute is measured here; without it seconds are those of messages alone.
+                compute is measured here, or of a model on meta estimated; without it seconds are
+                those of messages alone.
             precision: dtype of autocast, or none.
             work: what a batch costs, such as `estimate_work` says, instead of a sample.
 

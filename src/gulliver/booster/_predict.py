@@ -15,6 +15,7 @@ from torch import nn
 
 from gulliver.booster._autocast import PRECISIONS
 from gulliver.booster._blocks import offloadable_blocks
+from gulliver.booster._estimate import estimate_sample
 from gulliver.booster._measure import follow_sample, measure_work, with_peaks
 from gulliver.booster._ranks import largest_residency, rank_states, rank_work
 from gulliver.booster._residency import other_bytes, priced
@@ -88,7 +89,7 @@ def predict(
 def with_work(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, sample: Any
 ) -> Plan:
-    """A plan with what a sample costs, measured here."""
+    """A plan with what a sample costs: measured here, or estimated for a model on meta."""
     autocast = PRECISIONS.get(plan.precision.autocast)
     tensor, blocks = plan_tensors(plan, model), _blocks(plan, model)
     chosen = (
@@ -97,7 +98,10 @@ def with_work(
         and plan.zero.tiers.activations == "auto"
     )
     blocks = offloadable_blocks(model) if chosen else blocks
-    work = measure_work(model, optimizer, sample, tensor, blocks, autocast, chosen)
+    if any(p.is_meta for p in model.parameters()):
+        work = estimate_sample(model, optimizer, sample, plan.precision.autocast)
+    else:
+        work = measure_work(model, optimizer, sample, tensor, blocks, autocast, chosen)
     if plan.zero is not None and plan.zero.tiers is not None:
         work = with_peaks(work, model, sample, autocast, plan.zero.tiers.activations)
     return replace(plan, work=work)

@@ -77,14 +77,22 @@ def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
 
     A tied one is there at each of its names. That is under a limit, where they are gathered from
     several ranks: these come in one order, and a chunk that is used again behind others would have
-    to stay. Blocks of transformers have norms that are registered behind the layers before or
-    around which they run.
+    to stay.
     """
     if not (plan.limited and plan.mesh.names_model):
         return []
-    named = list(model.named_parameters(remove_duplicate=False))
     if plan.mesh.replicas == 1:
-        return [name for name, _ in named]
+        return [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return _forward_order(model)
+
+
+def _forward_order(model: nn.Module) -> list[str]:
+    """Names of parameters as a forward reads them, a tied one at each of its names.
+
+    Blocks of transformers have norms that are registered behind the layers before or around which
+    they run.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
     blocks = dict[str, list[tuple[str, nn.Parameter]]]()
     for name, parameter in named:
         inside = NUMBERED.fullmatch(name)
@@ -240,7 +248,7 @@ def _turns(plan: Plan, model: nn.Module) -> dict[nn.Parameter, list[int]]:
     """Places of parameters in the order of use, where a tied one has several."""
     known = dict(model.named_parameters(remove_duplicate=False))
     turns: dict[nn.Parameter, list[int]] = {}
-    for turn, name in enumerate(order_of_use(plan, model) or known):
+    for turn, name in enumerate(order_of_use(plan, model) or _forward_order(model)):
         turns.setdefault(known[name], []).append(turn)
     return turns
 

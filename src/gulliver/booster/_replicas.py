@@ -22,6 +22,7 @@ from gulliver.parallel import (
     BufferSync,
     ZeroOptimizer,
     is_boosted,
+    named_groups,
     named_trainables,
 )
 from gulliver.parallel.pipeline import Stage
@@ -36,6 +37,7 @@ def share_ddp(
     plain, idle = unwrapped(model), optimizer is None
     names = {} if optimizer is None else named_trainables(plain, optimizer)
     optimizer = optimizer or no_optimizer()
+    given = named_groups(plain, optimizer, frozen=True)
     if idle and world.size > 1:
         broadcast_all([*plain.parameters(), *plain.buffers()])
     elif world.size > 1 and plain is model:
@@ -47,7 +49,9 @@ def share_ddp(
             static_graph=plan.ddp.static_graph,
             gradient_as_bucket_view=True,
         )
-    return model, _DDPOptimizer(optimizer, names, model)
+    boosted = _DDPOptimizer(optimizer, names, model)
+    boosted.given_groups = given
+    return model, boosted
 
 
 def share_zero(
@@ -86,6 +90,7 @@ def share_zero(
         torus, order = plan.mesh.torus, plan.mesh.rank_order or None
         group = Torus(torus, order, plan.mesh.device) if torus else None
         boosted = ZeroOptimizer(inner, names, zero.stage, group=group, **options)
+    boosted.given_groups = whole.given
     keep_to_limit(plan, boosted, manager)
     return boosted
 

@@ -26,7 +26,7 @@ from gulliver.hardware import (
     seconds_text,
     tiered_seconds,
 )
-from gulliver.memory import ActivationPeak, BudgetRule, smallest_limit
+from gulliver.memory import ActivationPeak, BudgetRule, smallest_limit, whole_pages
 from gulliver.options import size_at_least, size_text
 from gulliver.plan import MemoryPlan, Moved, Tiers, Work
 from gulliver.solve import Policy
@@ -87,7 +87,8 @@ def _least(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
     # A backward that only adds up steps nothing, and one that clips waits.
     waiting = replace(tiers, step_in_backward=False)
     tightest = endless if tiers == waiting else max(endless, _endless(state, waiting), key=_needs)
-    return tightest.minimum + _again(state), tightest.decides, endless.most
+    needed, deciding = max((tightest.minimum, tightest.decides), largest_made(state))
+    return needed + _again(state), deciding, endless.most
 
 
 @lru_cache(maxsize=KNOWN)
@@ -142,6 +143,12 @@ def find_residency(
         written=sum(m.nbytes for seen in visits for m in seen.moves if m.write),
     )
     return Residency(state, visits, replay.counter.fullest, budget, moved)
+
+
+def largest_made(state: StateBytes) -> tuple[int, int]:
+    """Bytes that the making of a chunk takes at most, of it and its shard, and its number."""
+    made = (whole_pages(chunk.whole) + whole_pages(chunk.shard) for chunk in state.chunks)
+    return max(((size, number) for number, size in enumerate(made)), default=(0, 0))
 
 
 def _endless(state: StateBytes, tiers: Tiers) -> Replay:

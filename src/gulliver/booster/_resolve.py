@@ -32,6 +32,7 @@ from gulliver.parallel.zero import (
     TensorSize,
     held_bytes,
     ordered_layouts,
+    ordinary_step,
 )
 from gulliver.plan import ChunkPlan, MemoryPlan, Model, Plan, join
 
@@ -308,7 +309,8 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
         return MemoryPlan(held, gradients, state)
     state = state_bytes(plan, sizes)
     kept = sum(sum(moments) for moments in state.moments)
-    found = held_bytes(state.chunks, zero.stage, state.parts, state.ahead, kept)
+    events = list(ordinary_step(state.chunks, state.order)) if zero.stage == 3 else None
+    found = held_bytes(state.chunks, zero.stage, state.parts, state.ahead, kept, events)
     beside = 0
     if zero.stage < 3:
         # What is not in chunks: frozen parameters, and those of another optimizer.

@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from gulliver.booster._checkpoint import agreed, names_of_all
+from gulliver.booster._model import dtypes_of, narrow_dtypes
 from gulliver.checkpoint import (
     GatheredWeights,
     Mismatch,
@@ -30,22 +30,18 @@ from gulliver.comm import gather_objects
 from gulliver.parallel import BoostedOptimizer
 
 
-def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
-
-
 def write_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> None:
     """Writes a model as one file, under its own names and in its own dtypes."""
 
     def write(weights: GatheredWeights) -> None:
         write_single(weights, {name: name for name in weights.infos}, path)
 
-    on_gathered(holder.model_leaves(model), write, _dtypes(model))
+    on_gathered(holder.model_leaves(model), write, dtypes_of(model))
 
 
 def begin_model(holder: BoostedOptimizer, model: nn.Module, path: Path) -> PartsSaver:
     """Begins to write what `write_model` writes, while training goes on."""
-    leaves, dtypes = holder.model_leaves(model), _of_all(_dtypes(model))
+    leaves, dtypes = holder.model_leaves(model), _of_all(dtypes_of(model))
     return begin_single(leaves, model.buffers(), path, dtypes, holder.copy_limit)
 
 
@@ -53,7 +49,7 @@ def write_folder(holder: BoostedOptimizer, model: nn.Module, folder: Path, **opt
     """Writes a model as a Hugging Face folder; tied weights are there once."""
     aliases = _of_all(holder.canonical_names(model))
     leaves = holder.model_leaves(model)
-    gather_huggingface(leaves, folder, dtypes=_dtypes(model), aliases=aliases, **options)
+    gather_huggingface(leaves, folder, dtypes=dtypes_of(model), aliases=aliases, **options)
 
 
 def begin_folder(
@@ -61,7 +57,7 @@ def begin_folder(
 ) -> PartsSaver:
     """Begins to write what `write_folder` writes, while training goes on."""
     agreed(lambda: refuse_existing(folder))
-    aliases, dtypes = _of_all(holder.canonical_names(model)), _of_all(_dtypes(model))
+    aliases, dtypes = _of_all(holder.canonical_names(model)), _of_all(dtypes_of(model))
     leaves, limit = holder.model_leaves(model), holder.copy_limit
     buffers = model.buffers()
     return begin_huggingface(
@@ -74,18 +70,27 @@ def _of_all(mine: dict[str, Any]) -> dict[str, Any]:
     return {name: value for found in gather_objects(mine) for name, value in found.items()}
 
 
-def read_model(holder: BoostedOptimizer, model: nn.Module, path: Path, strict: bool) -> list[str]:
+def read_model(
+    holder: BoostedOptimizer, model: nn.Module, path: Path, strict: bool, checked: bool = False
+) -> list[str]:
     """Fills a model from a file or a Hugging Face folder, each rank with what it holds.
+
+    Args:
+        holder: optimizer that the model was boosted with.
+        model: boosted model.
+        path: path of the file or folder.
+        strict: whether to refuse names that are missing or left over.
+        checked: whether the values are known to fit the dtypes that are computed with.
 
     Returns:
         Names that were missing or left over.
     """
     leaves, elsewhere = holder.load_leaves(model), names_of_all(model, holder)
     aliases = holder.canonical_names(model)
-    found = Mismatch()
+    found, narrow = Mismatch(), {} if checked else narrow_dtypes(model)
 
     def check() -> None:
-        odd = match_huggingface(leaves, path, strict, "", elsewhere, aliases)
+        odd = match_huggingface(leaves, path, strict, "", elsewhere, aliases, narrow)
         found.missing, found.unexpected = odd.missing, odd.unexpected
 
     agreed(check)

@@ -79,20 +79,25 @@ def read_model(model: nn.Module, path: Path, strict: bool) -> list[str]:
 
 
 def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:
-    """The groups by the names of their parameters, with their options."""
-    return [
-        {"names": names, "options": {k: v for k, v in group.items() if k != "params"}}
-        for names, group in zip(optimizer.all_group_names(), optimizer.param_groups, strict=True)
-    ]
+    """The groups by the names of their parameters, trained and frozen, with their options."""
+    named = zip(optimizer.all_group_names(), optimizer.frozen_groups(), strict=True)
+    found = list[dict[str, Any]]()
+    for (names, frozen), group in zip(named, optimizer.param_groups, strict=True):
+        options = {key: value for key, value in group.items() if key != "params"}
+        found.append({"names": names, "options": options} | ({"frozen": frozen} if frozen else {}))
+    return found
 
 
-def check_groups(ours: list[list[str]], saved: list[Any], folder: Path) -> None:
-    """Refuses groups of other parameters."""
-    theirs = [set(group["names"]) for group in saved]
-    if len(theirs) != len(ours):
-        raise GulliverError(f"{folder} has {len(theirs)} parameter groups, not {len(ours)}")
-    for number, (found, names) in enumerate(zip(theirs, ours, strict=True)):
-        odd = Mismatch(sorted(set(names) - found), sorted(found - set(names)))
+def check_groups(
+    ours: list[list[str]], frozen: list[list[str]], saved: list[Any], folder: Path
+) -> None:
+    """Refuses groups of other parameters; what is frozen here may be trained there, and back."""
+    if len(saved) != len(ours):
+        raise GulliverError(f"{folder} has {len(saved)} parameter groups, not {len(ours)}")
+    for number, (group, names, still) in enumerate(zip(saved, ours, frozen, strict=True)):
+        found = set(group["names"])
+        missing = set(names) - found - set(group.get("frozen", ()))
+        odd = Mismatch(sorted(missing), sorted(found - set(names) - set(still)))
         if odd:
             raise GulliverError(f"{folder} is of other parameters, group {number}: {odd}")
 

@@ -50,6 +50,7 @@ class TierOptions:
         offload_param_frac: the same of parameters.
         step_in_backward: step a chunk as soon as its gradient is complete.
         activations: what is done with what forward keeps.
+        keep_freed: whether freed memory may stay with the process.
 
     Raises:
         GulliverError: a size, a share or a name of no sense, or shares without ``static``.
@@ -66,6 +67,7 @@ class TierOptions:
         offload_param_frac: float | None = None,
         step_in_backward: bool = False,
         activations: str = "keep",
+        keep_freed: bool = True,
     ) -> None:
         self.memory_limit, self.host_limit = memory_limit, host_limit
         byte_size("memory_limit", memory_limit, _ANY)
@@ -79,7 +81,7 @@ class TierOptions:
             if value not in known:
                 raise GulliverError(f"{name}={value!r} is not known: {nearest(str(value), known)}")
         self.policy, self.activations = placement_policy, activations
-        self.step_in_backward = step_in_backward
+        self.step_in_backward, self.keep_freed = step_in_backward, keep_freed
         if shard_param_frac != 1:
             raise GulliverError(
                 f"shard_param_frac={shard_param_frac} is not supported: 1.0 shards all parameters; "
@@ -146,6 +148,7 @@ class TierOptions:
             offload_param=self.shares["offload_param_frac"],
             step_in_backward=self.step_in_backward,
             activations=self.activations,
+            keep_freed=self.keep_freed,
         )
 
 

@@ -66,7 +66,7 @@ def load_huggingface(
         odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
         sources = _sources(weights, targets, prefix)
         if not checked:
-            _check_fits(weights, sources)
+            _check_fits(weights, sources, {})
         before_write(_value(leaf) for leaf in sources.values() if _is_plain(leaf))
         _fill(weights, sources)
     return odd
@@ -79,12 +79,14 @@ def match_huggingface(
     prefix: str = "",
     elsewhere: Collection[str] = (),
     aliases: Mapping[str, str] | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Mismatch:
     """Returns what `load_huggingface` would of these arguments; changes nothing.
 
     The model may be on meta.
 
-    Headers are read, and values that are to go to a narrower dtype.
+    Headers are read, and values that are to go to a narrower dtype: that of the tensor, or the one
+    that `dtypes` has under its name, in which it will be computed with.
 
     Raises:
         GulliverError: in the cases of `load_huggingface`, but for other broken values.
@@ -92,7 +94,8 @@ def match_huggingface(
     targets = _targets(model, filled=False)
     with open_weights(path) as weights:
         odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
-        _check_fits(weights, _sources(weights, targets, prefix))
+        narrow = {prefix + name: dtype for name, dtype in (dtypes or {}).items()}
+        _check_fits(weights, _sources(weights, targets, prefix), narrow)
     return odd
 
 
@@ -126,11 +129,13 @@ def _sources(weights: Weights, targets: Mapping[str, Leaf], prefix: str) -> dict
     return {prefix + n: leaf for n, leaf in targets.items() if prefix + n in weights.infos}
 
 
-def _check_fits(weights: Weights, sources: Mapping[str, Leaf]) -> None:
+def _check_fits(
+    weights: Weights, sources: Mapping[str, Leaf], dtypes: Mapping[str, torch.dtype]
+) -> None:
     """Refuses values that do not fit; they are read again to be kept, for they may be many."""
     batch = Batch()
     for source, leaf in sources.items():
-        target = _value(leaf).dtype
+        target = dtypes.get(source, _value(leaf).dtype)
         if not always_fits(weights.infos[source].dtype, target):
             for _, values in _pieces(weights, source, leaf, batch):
                 refuse_misfit(str(weights.path), source, values, target)

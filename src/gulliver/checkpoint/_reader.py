@@ -182,37 +182,55 @@ class StepReader:
                     "which differ: untie them in the model"
                 )
 
-    def check_fits(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> None:
+    def check_fits(
+        self,
+        entry: str,
+        wanted: Mapping[str, Leaf],
+        prefix: str = "",
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
         """Reads what is to be converted to a narrower dtype, and keeps nothing; see `read_into`.
 
         `read_into` reads it again: to keep all of it until it is checked might take any amount of
         memory.
+
+        Args:
+            entry: name of the entry.
+            wanted: tensors and parts by name, as of `read_into`.
+            prefix: text that the names in the entry begin with.
+            dtypes: dtypes by name in which values are computed with, where the tensors have wider
+                ones.
 
         Raises:
             GulliverError: a value does not fit; the message names its tensor.
         """
         saved = self.tensors(entry)
         batch: dict[str, Part] = {}
+        targets = {n: (dtypes or {}).get(n, _values(leaf).dtype) for n, leaf in wanted.items()}
         for name, leaf in wanted.items():
             place, there = place_of(leaf), saved[prefix + name].dtype
-            if always_fits(there, _values(leaf).dtype):
+            if always_fits(there, targets[name]):
                 continue
             step = SCRATCH // there.itemsize
             for start in range(place.start, place.stop, step):
                 scratch = torch.empty(min(step, place.stop - start), dtype=there)
                 if sum(p.value.nbytes for p in batch.values()) + scratch.nbytes > SCRATCH:
-                    self._check_batch(entry, batch, wanted, prefix)
+                    self._check_batch(entry, batch, targets, prefix)
                     batch = {}
                 batch[name] = Part(scratch, place.shape, start, region=place.region)
-        self._check_batch(entry, batch, wanted, prefix)
+        self._check_batch(entry, batch, targets, prefix)
 
     def _check_batch(
-        self, entry: str, batch: Mapping[str, Part], wanted: Mapping[str, Leaf], prefix: str
+        self,
+        entry: str,
+        batch: Mapping[str, Part],
+        targets: Mapping[str, torch.dtype],
+        prefix: str,
     ) -> None:
         self.read_into(entry, batch, prefix)
+        where = f"{self.folder}, entry {entry!r}"
         for name, part in batch.items():
-            where, target = f"{self.folder}, entry {entry!r}", _values(wanted[name]).dtype
-            refuse_misfit(where, prefix + name, part.value, target)
+            refuse_misfit(where, prefix + name, part.value, targets[name])
 
     def read_into(self, entry: str, wanted: Mapping[str, Leaf], prefix: str = "") -> None:
         """Fills tensors, and parts of tensors, in place; converts to their dtype.

@@ -55,6 +55,13 @@ COMMANDS = {
             "say which I/O engine runs and how fast the disk is",
         ),
         ("plan", OPTIONS, "PlanConfig", "_plan", "say what fits a memory limit, and what it takes"),
+        (
+            "models",
+            OPTIONS,
+            "ModelsConfig",
+            "_models",
+            "list the public video models and the memory they take",
+        ),
         ("capabilities", OPTIONS, "CapabilitiesConfig", "_commands", "show what may be combined"),
         (
             "demo",

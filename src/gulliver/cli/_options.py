@@ -98,6 +98,26 @@ class DoctorConfig:
 
 
 @dataclass(frozen=True)
+class ModelsConfig:
+    """Lists the public video models, and the memory that they take to train and to sample."""
+
+    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Names of models; all by default."""
+    frames: Annotated[int | None, Range(1, 65535)] = None
+    """Length of the clip; by default each model's usual one."""
+    height: Annotated[int | None, Range(8, 65535)] = None
+    """Rows of the clip, in pixels."""
+    width: Annotated[int | None, Range(8, 65535)] = None
+    """Columns of the clip, in pixels."""
+    batch: Annotated[int, Range(1, 2**20)] = 1
+    """Clips of a training step."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Dtype of the parameters; 16 bits have float32 copies in training."""
+    json: bool = False
+    """Print JSON, with sizes in bytes."""
+
+
+@dataclass(frozen=True)
 class CapabilitiesConfig:
     """Shows what may be combined: sequence modes, masks and dtypes by family of models."""
 

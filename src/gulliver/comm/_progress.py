@@ -143,14 +143,17 @@ def drive(steps: Steps) -> None:
         messages.wait()
 
 
-def drain(until: float) -> None:
+def drain(until: float) -> bool:
     """Lets collectives that are under way end, whether or not anybody waits for them.
 
     Args:
         until: moment of `time.monotonic` at which no more is waited for.
+
+    Returns:
+        Whether all of them have ended.
     """
-    for exchange in list(_under_way):
-        exchange._done.wait(max(0.0, until - time.monotonic()))
+    every = [e._done.wait(max(0.0, until - time.monotonic())) for e in list(_under_way)]
+    return all(every)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -47,14 +48,20 @@ _world: World | None = None
 _watchdog: Watchdog | None = None
 
 
-def init_world(timeout_s: float = COLLECTIVE_TIMEOUT_S, silence_s: float = SILENCE_S) -> World:
+def init_world(
+    timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    silence_s: float = SILENCE_S,
+    device: torch.device | None = None,
+) -> World:
     """Joins the world that torchrun describes in the environment, or a world of one.
 
-    A world of one has no process group at all. Calling it again gives the same world.
+    A world of one makes no process group. Calling it again gives the same world. Where another
+    library has made torch's process group, its ranks are the world.
 
     Args:
         timeout_s: longest wait inside a collective.
         silence_s: a rank not heard of for so long is named and the others end.
+        device: device of this rank; None for the GPU of its local rank, or the CPU without GPUs.
 
     Raises:
         GulliverError: the environment is incomplete, or the ranks could not meet.
@@ -62,23 +69,27 @@ def init_world(timeout_s: float = COLLECTIVE_TIMEOUT_S, silence_s: float = SILEN
     global _world, _watchdog
     if _world is not None:
         return _world
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    joined = dist.is_initialized()  # by another library
+    size = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        _world = World(0, 1, 0, _device(0))
+        _world = World(0, 1, 0, device or _device(0))
         return _world
-    missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    needed = ("MASTER_ADDR", "MASTER_PORT") if joined else ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [n for n in needed if n not in os.environ]
     if missing:
         raise GulliverError(
             f"WORLD_SIZE is {size} but {', '.join(missing)} is not set: "
             "start the ranks with torchrun"
         )
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    device = _device(local_rank)
+    rank = dist.get_rank() if joined else int(os.environ["RANK"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = device or _device(local_rank)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(
-            backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
-        )
+        if not joined:
+            dist.init_process_group(
+                backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+            )
     except (RuntimeError, ValueError) as error:
         raise GulliverError(f"rank {rank} could not meet the other {size - 1}: {error}") from error
     atexit.register(_leave)
@@ -120,29 +131,34 @@ def _leave() -> None:
     The interpreter ends threads where they stand. One that stands in a backend's code, watching or
     finishing a gather that nobody waited for, takes the process down with it; so all of them are
     done before. After an error nothing is waited for: messages may be on their way that never
-    arrive. The others are told, and the process ends without ending the threads.
+    arrive. The others are told, and the process ends without ending the threads. So it does where a
+    collective does not end, as after errors that were caught on some ranks only: its status is 1,
+    for what the program has asked for was not done.
     """
     error = getattr(sys, "last_type", None)
     if not dist.is_initialized() or (error is not None and hasattr(sys, "ps1")):
         return
     if error is not None:
-        _leave_failed(error)
-    until = time.monotonic() + LEAVING_S
-    _progress.drain(until)
+        text = str(getattr(sys, "last_value", "")).splitlines() or [""]
+        status = 130 if issubclass(error, KeyboardInterrupt) else 1
+        _leave_failed(f"with {error.__name__}: {text[0][:200]}", status)
+    if not _progress.drain(time.monotonic() + LEAVING_S):
+        why = "at its end: other ranks have not taken part in a collective that it began"
+        print(f"gulliver: this rank failed {why}", file=sys.stderr)
+        _leave_failed(why, 1)
     shutdown()
 
 
-def _leave_failed(error: type[BaseException]) -> None:
+def _leave_failed(why: str, status: int) -> NoReturn:
     """Tells the others why this rank ends, and ends it."""
     if _watchdog is not None:
-        text = str(getattr(sys, "last_value", "")).splitlines() or [""]
-        _watchdog.stop(f"with {error.__name__}: {text[0][:200]}")
+        _watchdog.stop(why)
         if _watchdog.rank == 0:
             time.sleep(READING_S)  # its process may keep the store that the others read this in
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(130 if issubclass(error, KeyboardInterrupt) else 1)
+    os._exit(status)
 
 
 @contextmanager

@@ -20,6 +20,8 @@ STDIT3 = Family(
             "mlp.fc2": "row",
             # What sees no tokens is small, and the same on all ranks.
             "x_embedder.proj": "replicate",
+            "x_embedder_cond.proj": "replicate",
+            "x_embedder_cond_mask.proj": "replicate",
             "t_embedder.mlp.*": "replicate",
             "fps_embedder.mlp.*": "replicate",
             "t_block.*": "replicate",

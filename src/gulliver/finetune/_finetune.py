@@ -106,11 +106,7 @@ class Finetuner:
     def _load(self) -> nn.Module:
         """The model with its weights and adapters."""
         config, plan = self.config, self.job.planned.plan
-        scratch = None
-        if plan.limited:
-            assert plan.zero is not None, "a limit is of ZeRO"
-            assert plan.zero.tiers is not None, "a limit is of tiers"
-            scratch = Path(plan.zero.tiers.disk or self.run.folder)
+        scratch = (self.job.planned.disk or self.run.folder) if plan.limited else None
         dtype = DTYPES[self.recipe.precision]
         model = self.job.base.load(dtype, self.world.device, scratch, self.world.size == 1)
         return adapt(model, config) if config.method == "lora" else model

@@ -141,21 +141,15 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
     _check_adapters(config)
     if config.disk is not None and config.memory is None:
         raise GulliverError(f"--disk {config.disk} needs --memory: what fits that stays in memory")
-    if config.memory is not None and config.ranks_of_a_model > 1:
-        raise GulliverError(
-            f"--memory {config.memory} with --tp {config.tp} --pp {config.pp} --sp {config.sp}: "
-            "a memory limit is for whole models on each rank; give --ranks alone, or leave it out"
-        )
     if config.ranks and config.ranks % config.ranks_of_a_model:
         raise GulliverError(
             f"--ranks {config.ranks} is no multiple of --tp {config.tp} x --pp {config.pp} x "
             f"--sp {config.sp} = {config.ranks_of_a_model}"
         )
-    if config.packing == "yes" and (config.pp > 1 or config.sp > 1):
-        axis = "--pp" if config.pp > 1 else "--sp"
+    if config.packing == "yes" and config.sp > 1:
         raise GulliverError(
-            f"--packing yes with {axis} {max(config.pp, config.sp)}: masks of documents are exact "
-            "for whole sequences on a rank only; leave --packing at auto, which sorts batches then"
+            f"--packing yes with --sp {config.sp}: masks of documents are exact for whole "
+            "sequences on a rank only; leave --packing at auto, which sorts batches then"
         )
     return config
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +37,11 @@ USABLE = 0.9
 """Share of the memory that a plan without a limit may take: the interpreter needs some, too."""
 HOST_SHARE = "70%"
 """Share of the host's memory behind a GPU with a limit, where no disk is named."""
-KINDS = ("parameters", "gradients", "optimizer_state", "activations")
+UNMEASURED = "for a machine of this kind (gulliver probe measures this one)"
+AGAIN = {"keep": (False,), "recompute": (True,), "auto": (False, True)}
+"""Whether blocks are computed again, in the order that it is tried, where ranks share a model."""
+STATE = ("parameters", "gradients", "optimizer_state")
+KINDS = (*STATE, "activations")
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ class Planned:
         accumulate: micro-batches of an optimizer step.
         recompute: whether the model's blocks are to be recomputed by transformers' own means.
         needed: bytes of memory that a rank needs, state and activations.
+        rates: words for the machine that seconds are predicted for.
     """
 
     plan: Plan
@@ -72,6 +79,13 @@ class Planned:
     accumulate: int
     recompute: bool
     needed: int
+    rates: str = ""
+
+    @property
+    def disk(self) -> Path | None:
+        """Folder for what does not fit a limit; None where nothing goes to a disk."""
+        tiers = self.plan.zero.tiers if self.plan.zero is not None else None
+        return Path(tiers.disk) if tiers is not None and tiers.disk is not None else None
 
     @property
     def seconds(self) -> float:
@@ -85,7 +99,7 @@ class Planned:
         stage = "" if plan.stage is None else f", stage {plan.stage}"
         found = [
             f"plan: {plan.plugin}{stage} on {_axes(plan)}, {plan.model.trainable:,} of "
-            f"{plan.model.parameters:,} parameters trained, {self.accumulate} micro-batches a step"
+            f"{plan.model.parameters:,} parameters trained, {_counted(self.accumulate)} a step"
         ]
         for kind in KINDS:
             most = getattr(plan.memory, kind) or (plan.work.peak if kind == KINDS[-1] else 0)
@@ -106,10 +120,14 @@ class Planned:
                 f"{moved.price or 'more memory saves nothing'}"
             )
         found.append(
-            f"  {seconds_text(self.seconds)} a step predicted on {plan.predicted.cluster}, "
+            f"  {seconds_text(self.seconds)} a step predicted {self.rates}, "
             f"{seconds_text(self.seconds * steps)} in all without evaluation"
         )
         return found
+
+
+def _counted(batches: int) -> str:
+    return "1 micro-batch" if batches == 1 else f"{batches:,} micro-batches"
 
 
 def _axes(plan: Plan) -> str:
@@ -141,6 +159,7 @@ def plan_run(
         GulliverError: nothing fits; the least limit is named where there is one.
     """
     cluster, places = current_cluster(ranks), ranks // config.ranks_of_a_model
+    rates = f"on {cluster.name}" if cluster.measured else UNMEASURED
     made, refusal, works = optimizer(model), GulliverError(""), dict[int, Work]()
     for plugin in _plugins(config, precision, ranks):
         for times in [accumulate] if accumulate else _splits(config, shape, places):
@@ -152,7 +171,7 @@ def plan_run(
                 works[times] = _with_frozen(work, model)
             try:
                 plan = plugin.make_plan(model, made, cluster, work=works[times])
-                return _fitting(config, plan, places, times)
+                return replace(_fitting(config, plan, places, times), rates=rates)
             except GulliverError as error:
                 refusal = error
     raise refusal
@@ -175,32 +194,31 @@ def _splits(config: FinetuneConfig, shape: Shape, places: int) -> Iterator[int]:
 def _plugins(config: FinetuneConfig, precision: str, ranks: int) -> Iterator[Plugin]:
     """Ways to run, the fastest first."""
     half = None if precision == "fp32" else precision
-    if config.memory is not None:
-        on_gpu = torch.cuda.is_available() and config.disk is None
-        yield GeminiPlugin(
-            config.memory,
-            host_limit=HOST_SHARE if on_gpu else None,
-            disk=config.disk,
-            precision=half,
-            activations=config.activations,
-            verbose=False,
-        )
-    elif config.ranks_of_a_model > 1:
-        yield HybridParallelPlugin(
-            tp_size=config.tp,
-            pp_size=config.pp,
-            sp_size=config.sp,
-            sequence_parallelism_mode="auto" if config.sp > 1 else None,
-            zero_stage=1,
-            precision=half,
-            checkpoint_activations=config.activations == "recompute",
-            chunk_mb=CHUNK_MB,
-            verbose=False,
-        )
+    limit: dict[str, Any] = {"memory_limit": config.memory, "disk": config.disk}
+    if config.memory is not None and config.disk is None and torch.cuda.is_available():
+        limit["host_limit"] = HOST_SHARE
+    if config.ranks_of_a_model > 1:
+        for again in AGAIN[config.activations]:
+            yield HybridParallelPlugin(
+                tp_size=config.tp,
+                pp_size=config.pp,
+                sp_size=config.sp,
+                sequence_parallelism_mode="auto" if config.sp > 1 else None,
+                zero_stage=1 if config.memory is None else 3,
+                precision=half,
+                checkpoint_activations=again,
+                chunk_mb=CHUNK_MB if config.memory is None else "auto",
+                verbose=False,
+                **limit,
+            )
+    elif config.memory is not None:
+        yield GeminiPlugin(**limit, precision=half, activations=config.activations, verbose=False)
     elif ranks == 1 and half is None:
         yield TorchDDPPlugin(verbose=False)
     else:
-        for stage in (1, 2, 3) if ranks > 1 else (1,):
+        # From stage 2 on gradients of micro-batches are added up in float32, as under a limit; with
+        # other ranks that would send each of them.
+        for stage in (1, 2, 3) if ranks > 1 else (2,):
             yield LowLevelZeroPlugin(stage, CHUNK_MB, precision=half, verbose=False)
 
 
@@ -219,7 +237,7 @@ def _fitting(config: FinetuneConfig, plan: Plan, places: int, accumulate: int) -
         GulliverError: it does not; a limit with a disk is named.
     """
     memory, work = plan.memory, plan.work
-    state = memory.parameters + memory.gradients + memory.optimizer_state
+    state = sum(getattr(memory, kind) for kind in STATE)
     if plan.limited:
         assert plan.zero is not None, "a limit is of ZeRO"
         assert plan.zero.tiers is not None, "a limit is of tiers"
@@ -228,9 +246,9 @@ def _fitting(config: FinetuneConfig, plan: Plan, places: int, accumulate: int) -
     # Ranks of one machine have a GPU each, or the host's memory together.
     sharing = plan.mesh.size if plan.mesh.device == "cpu" else 1
     room = USABLE * memory_bytes(plan.mesh.device) / sharing
-    peak, recompute = work.peak, config.activations == "recompute"
+    recompute = bool(plan.recompute) if shared else config.activations == "recompute"
     # Ranks that share a model share what it computes, too, each mode in its own way.
-    peak = peak // config.ranks_of_a_model
+    peak = work.peak // config.ranks_of_a_model
     again = work.peak_recomputed // config.ranks_of_a_model
     if config.activations == "auto" and again and not shared and state + peak > room:
         recompute = True

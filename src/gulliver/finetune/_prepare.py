@@ -20,12 +20,13 @@ from gulliver.finetune._batches import make_batches
 from gulliver.finetune._documents import packing_support
 from gulliver.finetune._encode import load_tokenizer
 from gulliver.finetune._job_config import FinetuneConfig
-from gulliver.finetune._planning import Planned, Shape, plan_run
+from gulliver.finetune._planning import STATE, Planned, Shape, plan_run
 from gulliver.finetune._recipe import SAMPLES, Recipe, choose_batch, choose_precision, complete
 from gulliver.finetune._run import Run
 from gulliver.finetune._sampling import Prompt, prompts_of
 from gulliver.finetune._texts import TextData, read_text
 from gulliver.jobs import console
+from gulliver.memory import check_disk_folder
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,6 @@ class Job:
         return loader_of(
             self.config,
             self.data.held_out if held_out else self.data.train,
-            self.tokenizer,
             self.recipe.batch_tokens,
             self.length,
             self.packing,
@@ -92,14 +92,12 @@ def row_length(data: TextData, packing: bool) -> int:
 def loader_of(
     config: FinetuneConfig,
     examples: Any,
-    tokenizer: Any,
     tokens: int,
     length: int,
     packing: bool,
     **options: Any,
 ) -> Any:
     """A loader of micro-batches; see `make_batches`."""
-    pad = tokenizer.pad_token_id
     return make_batches(
         examples,
         tokens=tokens,
@@ -108,15 +106,8 @@ def loader_of(
         seed=config.seed,
         # Zigzag layouts give each of the ranks of a sequence two pieces.
         multiple=2 * config.sp if config.sp > 1 else 1,
-        padding=pad if pad is not None else tokenizer.eos_token_id or 0,
         **options,
     )
-
-
-def trained_model(base: Base, config: FinetuneConfig) -> nn.Module:
-    """The model on meta, with its adapters where there are some."""
-    model = base.on_meta()
-    return adapt(model, config) if config.method == "lora" else model
 
 
 def make_optimizer(
@@ -155,13 +146,17 @@ def prepare(config: FinetuneConfig, world: World) -> Job:
         check_adapter(config.adapter, fingerprint)
     tokenizer = load_tokenizer(config.model, config.chat_template)
     data = read_text(config, tokenizer, say, context=context)
-    model = trained_model(base, config)
-    packing = _packing(config, model, say)
+    model = base.on_meta()
+    parameters = sum(p.numel() for p in model.parameters())
+    _check_vocabulary(config, data, model)
+    model = adapt(model, config) if config.method == "lora" else model
+    packing = _packing(config, model, data, say)
     checkpoint = run.open(config, {"base": fingerprint, "data": data.fingerprint})
     barrier()  # nobody writes before everybody has looked
-    parameters = sum(p.numel() for p in base.on_meta().parameters())
-    recipe = _recipe(config, data, tokenizer, packing, parameters, world)
+    recipe = _recipe(config, data, packing, parameters, world)
     planned = _plan(config, run, data, recipe, model, packing, world)
+    if planned.disk is not None:
+        check_disk_folder(planned.disk)
     for line in (*recipe.lines(), *planned.lines(recipe.steps)):
         say(line)
     prompts = [] if config.dry_run else _prompts(config, data, tokenizer, planned, say)
@@ -171,7 +166,22 @@ def prepare(config: FinetuneConfig, world: World) -> Job:
     return job
 
 
-def _packing(config: FinetuneConfig, model: nn.Module, say: Any) -> bool:
+def _check_vocabulary(config: FinetuneConfig, data: TextData, model: nn.Module) -> None:
+    """Refuses tokens that a model has no embedding for.
+
+    Raises:
+        GulliverError: naming the highest token, and the number of embeddings.
+    """
+    table = model.get_input_embeddings()  # type: ignore[operator]
+    if data.facts["highest"] >= (rows := len(table.weight)):
+        raise GulliverError(
+            f"--model {config.model} has {rows:,} embeddings, and its tokenizer makes token "
+            f"{data.facts['highest']:,}: they are not of one another, or tokens were added to the "
+            "tokenizer alone; use model.resize_token_embeddings(len(tokenizer)) and save it"
+        )
+
+
+def _packing(config: FinetuneConfig, model: nn.Module, data: TextData, say: Any) -> bool:
     """Whether several texts share a row.
 
     Raises:
@@ -179,9 +189,9 @@ def _packing(config: FinetuneConfig, model: nn.Module, say: Any) -> bool:
     """
     if config.packing == "no":
         return False
-    reason = packing_support(model)
-    if reason is None and (config.pp > 1 or config.sp > 1):
-        reason = "ranks that share a sequence, or stages of a pipeline, see no documents"
+    reason = packing_support(model, data.facts["length"])
+    if reason is None and config.sp > 1:
+        reason = "ranks that share a sequence see no documents"
     if reason is None:
         return True
     if config.packing == "yes":
@@ -193,14 +203,13 @@ def _packing(config: FinetuneConfig, model: nn.Module, say: Any) -> bool:
 def _recipe(
     config: FinetuneConfig,
     data: TextData,
-    tokenizer: Any,
     packing: bool,
     parameters: int,
     world: World,
 ) -> Recipe:
     length = row_length(data, packing)
     batch = choose_batch(config, sum(map(len, data.train)), length)
-    loader = loader_of(config, data.train, tokenizer, batch[0], length, packing, rank=0, ranks=1)
+    loader = loader_of(config, data.train, batch[0], length, packing, rank=0, ranks=1)
     precision = choose_precision(config, world.device.type)
     return complete(config, precision, batch, len(loader), parameters, bool(data.held_out))
 
@@ -250,10 +259,19 @@ def _prompts(
 
 
 def _bytes_of_run(job: Job) -> int:
-    """Bytes that checkpoints, the best weights and the result take at most."""
+    """Bytes that the disk of the run folder has to have at most, for all that a run writes."""
     plan, config = job.planned.plan, job.config
     # Each step has weights in float32 and the optimizer's two moments, of what is trained.
     weights = 4 * plan.model.trainable
     result = plan.model.parameters * 4 if config.merge or config.method == "full" else weights
     kept = (config.keep + 1) * 3 * weights
-    return kept + (2 * weights if job.data.held_out else 0) + result
+    behind, disk = 0, job.planned.disk
+    if disk is not None and _device(disk) == _device(config.out):
+        behind = plan.mesh.size * sum(getattr(plan.memory, kind) for kind in STATE)
+    return kept + (2 * weights if job.data.held_out else 0) + result + behind
+
+
+def _device(path: Path) -> int:
+    """The disk that a path is on, or will be."""
+    path = path.absolute()
+    return next(p for p in (path, *path.parents) if p.exists()).stat().st_dev

@@ -126,7 +126,9 @@ def complete(
     if every is None:
         every = max(1, math.ceil(steps / EVALUATIONS))
         reasons["evaluation"] = (
-            f"{EVALUATIONS} in all" if held_out else "nothing is held out: none of them"
+            f"{math.ceil(steps / every)} in all"
+            if held_out
+            else "nothing is held out: none of them"
         )
     save = config.save_every
     if save is None:

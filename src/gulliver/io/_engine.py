@@ -97,8 +97,11 @@ class Ticket(ABC):
         if not self._wait_done(timeout):
             raise TimeoutError(f"not done within {timeout:g} s")
         failure = self._failure()
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # which holds this frame, and so what its callers have
 
     @abstractmethod
     def _wait_copied(self, timeout: float | None) -> bool: ...

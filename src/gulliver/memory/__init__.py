@@ -31,6 +31,7 @@ from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
 from gulliver.memory._malloc import FreedMemory
 from gulliver.memory._manager import Manager
 from gulliver.memory._moments import Moment, moment_size
+from gulliver.memory._pages import page_aligned
 from gulliver.memory._parts import Part, Region, part_of, region_of, set_region, whole_shape
 from gulliver.memory._pending import hide_from_compilers, mark_pending, mark_ready
 from gulliver.memory._placed import HELD, Placed, Where
@@ -48,7 +49,7 @@ from gulliver.memory._read_locks import (
 )
 from gulliver.memory._record import AccessRecord, UseRecorder, seconds_between
 from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
-from gulliver.memory._stores import DiskStore, Store, Transfer, page_aligned, whole_pages
+from gulliver.memory._stores import DiskStore, Store, Transfer, check_disk_folder, whole_pages
 from gulliver.memory._symbolic import (
     ActivationPeak,
     Kept,
@@ -59,6 +60,7 @@ from gulliver.memory._symbolic import (
     follow_step,
     stand_in_loss,
 )
+from gulliver.memory._traffic import StillSeen
 
 __all__ = [
     "ACTIVATIONS",
@@ -107,6 +109,7 @@ __all__ = [
     "Resident",
     "Slot",
     "StepFootprint",
+    "StillSeen",
     "StorageCounter",
     "Store",
     "Transfer",
@@ -118,6 +121,7 @@ __all__ = [
     "before_any_write",
     "before_write",
     "block_activations",
+    "check_disk_folder",
     "drop_read_lock",
     "follow_step",
     "hide_from_compilers",

@@ -9,6 +9,10 @@ quarter of the room in each step, so that lengths of sequences that alternate do
 and fro. Inside a step an alarm, half a margin below the limit, lowers it as soon as the next
 position is passed, by twice what is missing: what grew so far goes on growing. A budget never falls
 below what the manager has to hold at once: there the loop can do no more, and says so.
+
+[Note: freed memory] Where a step hardly waits for transfers, and the room is there, freed memory is
+kept for the next tensors, which spares page faults; budgets then leave room for what does not fit.
+The first alarm, or steps that wait after all, end that for good.
 """
 
 from __future__ import annotations
@@ -28,6 +32,10 @@ MARGIN_SHARE, MARGIN_BYTES = 32, 1 << 20
 UNSEEN_SHARE, UNSEEN_BYTES = 8, 16 << 20
 RISE_SHARE = 4
 WINDOW = 8
+KEPT_SHARE, KEPT_BYTES = 0.4, 64 << 20
+"""Share of other memory that is added where freed memory is kept, and what is too little for it."""
+FEW_WAITS, MANY_WAITS = 0.1, 0.25
+"""Shares of a step's seconds in which it waits: below which freed memory is kept, above not."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +72,12 @@ class BudgetRule:
     Attributes:
         budget: bytes that the manager may hold now.
         changes: changes so far.
+        keeps: whether freed memory is kept; None before that was decided, False for good.
     """
 
     def __init__(self, limit: int, minimum: int = 0) -> None:
         self.limit, self.minimum = limit, minimum
+        self.keeps: bool | None = None
         self.margin = limit // MARGIN_SHARE + MARGIN_BYTES
         self.step = 0
         self.changes: list[Change] = []
@@ -100,14 +110,17 @@ class BudgetRule:
         why = predicted.reason if predicted is not None else "no prediction"
         return self._set(max(self.minimum, room // 4), "", f"first step, {why}")
 
-    def end_step(self, other: int) -> int:
+    def end_step(self, other: int, waits: float | None = None) -> int:
         """Sets the budget of the next step.
 
         Args:
             other: most bytes of the step that no manager held.
+            waits: share of its seconds in which it waited for transfers; None where not known.
         """
         self.step += 1
         self._peaks.append(other)
+        if waits is not None:
+            self._decide_keeping(other, waits)
         most = max(self._peaks)
         room = max(self.limit - self.margin - most, self.minimum)
         why = f"other memory took {_mib(most)}"
@@ -116,6 +129,26 @@ class BudgetRule:
         # A room of a page is not worth a change.
         rise = max((room - self.budget) // RISE_SHARE, min(room - self.budget, MARGIN_BYTES))
         return self._set(self.budget + rise, "", why)
+
+    def _decide_keeping(self, other: int, waits: float) -> None:
+        """Keeps freed memory where steps hardly wait and it fits; gives that up where they do."""
+        if self.keeps and waits > MANY_WAITS:
+            self.stop_keeping(f"a step waits {waits:.0%} of its time")
+        if self.keeps is not None or waits > FEW_WAITS or other < KEPT_BYTES:
+            return
+        more = other + int(KEPT_SHARE * other)
+        if self.limit - self.margin - more < self.minimum + self.minimum // RISE_SHARE:
+            return
+        self.keeps = True
+        self._peaks.append(more)
+        why = f"freed memory is kept: a step waits {waits:.0%} of its time"
+        self.changes.append(Change(self.step, "", self.budget, self.budget, why))
+
+    def stop_keeping(self, why: str, at: str = "") -> None:
+        """Gives freed memory back from now on."""
+        self.keeps = False
+        why = f"freed memory goes back: {why}"
+        self.changes.append(Change(self.step, at, self.budget, self.budget, why))
 
     def press(self, other: int, total: int, at: str = "") -> int:
         """Lowers the budget inside a step, if what is used now is close to the limit.
@@ -184,6 +217,7 @@ class BudgetController:
         predicted: memory of a step as it was predicted.
         minimum: least bytes that the manager has to hold at once, as planned.
         decides: what that minimum comes from.
+        keeps: whether freed memory may be kept where steps hardly wait for transfers.
 
     Attributes:
         steps: footprint of every step so far.
@@ -200,7 +234,9 @@ class BudgetController:
         predicted: ActivationPeak | None = None,
         minimum: int = 0,
         decides: str = "",
+        keeps: bool = True,
     ) -> None:
+        self._keeps = keeps
         self.rule = BudgetRule(limit, max(minimum, manager.minimum))
         self._least, self._warned = minimum or manager.minimum, False
         self.steps: list[StepFootprint] = []
@@ -221,6 +257,9 @@ class BudgetController:
         if footprint is None or not footprint.alarmed:
             return
         # Memory that was freed and kept is given back first: it may be all that is missing.
+        if self.rule.keeps:
+            self.rule.stop_keeping("the limit is near", at)
+            self._freed.keep(False)
         self._freed.trim()
         other, total = footprint.now()
         self._apply(self.rule.press(other, total, at))
@@ -249,14 +288,20 @@ class BudgetController:
         least = math.ceil(_limit_for(needed + other) / 2**20)
         return f"with {_mib(other)} besides state, a limit of about {least}MiB"
 
-    def end_step(self) -> None:
-        """Takes the measurements of the step that ends, and sets the budget of the next."""
+    def end_step(self, waits: float | None = None) -> None:
+        """Takes the measurements of the step that ends, and sets the budget of the next.
+
+        Args:
+            waits: share of its seconds in which it waited for transfers; None where not known.
+        """
         if self._footprint is None:
             return
-        step = self._footprint.end_step()
+        step, kept = self._footprint.end_step(), self.rule.keeps
         self.steps.append(step)
         self.rule.minimum = max(self.rule.minimum, self._manager.minimum)
-        self._apply(self.rule.end_step(step.other))
+        self._apply(self.rule.end_step(step.other, waits if self._keeps else None))
+        if self.rule.keeps != kept:
+            self._freed.keep(bool(self.rule.keeps))
         self._warn(step.other)
 
     def _warn(self, other: int) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError
 from gulliver.io import BLOCK, PARTIAL, Engine, File, Ticket, default_engine, require_space
+from gulliver.memory._pages import page_aligned
 from gulliver.solve import Extents
 
 NETWORK = frozenset(
@@ -34,10 +35,6 @@ NETWORK = frozenset(
 )
 """File systems whose disk is another machine's."""
 MOUNTS = "/proc/self/mounts"
-WIPE_ON_FORK = 18
-"""Linux's MADV_WIPEONFORK, which the module mmap does not name."""
-HUGE = 1 << 21
-"""Bytes of a huge page."""
 IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 """File systems whose disk is memory."""
 
@@ -161,7 +158,7 @@ class DiskStore:
 
     def __init__(self, folder: str | Path, capacity: int, engine: Engine | None = None) -> None:
         self.folder, self.capacity, self.used = Path(folder), capacity // BLOCK * BLOCK, 0
-        _check_folder(self.folder)
+        check_disk_folder(self.folder)
         if self.capacity < BLOCK:
             raise GulliverError(f"a disk store of {capacity} bytes: at least one page of {BLOCK}")
         require_space(self.folder, self.capacity)
@@ -282,27 +279,12 @@ def _engine() -> Engine:
     return default_engine(page_bytes=BLOCK, pages=1, copiers=1, writers=2)
 
 
-def page_aligned(nbytes: int) -> Tensor:
-    """Makes a flat uint8 tensor of memory that begins on a page, and returns to the system.
+def check_disk_folder(folder: Path) -> None:
+    """Refuses a folder that no disk store can be in.
 
-    It is private, and counts as such. A process that is forked finds zeros in it: copies of what
-    changes here while a loader's workers live would be memory that no budget knows of, and a read
-    that is under way would end in the child's copy.
+    Raises:
+        GulliverError: it does not exist, is no folder, or lies on another machine.
     """
-    # It begins on a huge page, if it is that large: addresses that are not touched cost nothing.
-    spare = HUGE if nbytes >= HUGE else 0
-    memory = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a system that does not know it copies
-        memory.madvise(WIPE_ON_FORK)
-    begin = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % HUGE if spare else 0
-    # Fewer page faults where it is first touched, which would cost more than a copy. Only huge
-    # pages that lie inside: one that is shared with a neighbour stays when either goes.
-    if spare and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE, begin, nbytes // HUGE * HUGE)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=begin)
-
-
-def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise GulliverError(f"disk folder {folder} {what}: make it, or name one on a local disk")

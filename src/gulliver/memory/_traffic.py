@@ -27,11 +27,17 @@ from torch import Tensor
 from gulliver._compat import storage_users
 from gulliver.errors import GulliverError
 from gulliver.memory._bytes import ByteCounter
+from gulliver.memory._pages import Pages
 from gulliver.memory._placed import Placed, Where
 from gulliver.memory._read_locks import before_write
-from gulliver.memory._stores import Store, page_aligned
+from gulliver.memory._stores import Store, whole_pages
+from gulliver.solve import NoRoom
 
 PATIENCE_S = 1.0
+
+
+class StillSeen(NoRoom):
+    """Memory that was given back is looked at on, and there is no room beside it."""
 
 
 class Traffic:
@@ -66,6 +72,7 @@ class Traffic:
         self._leaving: deque[Placed] = deque()
         self._failed: list[tuple[Placed, GulliverError]] = []
         self._free: dict[int, list[tuple[Tensor, bool]]] = {}
+        self._pages = Pages(device)
         self._worker: threading.Thread | None = None
 
     # Objects
@@ -145,9 +152,14 @@ class Traffic:
                 self._finish(self._leaving[0], again=False)
         if self._failed:
             failed, self._failed = self._failed, []
-            for placed, _ in failed:
+            for placed in [placed for placed, _ in failed]:
                 self._write(placed)
-            raise failed[0][1]
+            try:
+                raise failed[0][1]
+            finally:
+                # The error holds this frame, which must not hold the error: together they would
+                # keep the callers' tensors until the garbage collector comes.
+                del failed
 
     # Memory
 
@@ -203,34 +215,67 @@ class Traffic:
                     free.pop(number)
                     before_write([memory])  # a snapshot may still be reading it
                     return memory
+            if self.held + size > self.budget and (found := self._resized(size)) is not None:
+                return found
             if self._trim(size):
                 self.held += size
-                return self._fresh(size)
+                return self._pages.fresh(size)
             if not wait and not self._reaped():
                 return None
             if wait:
                 self._make_way(size)
 
-    def _fresh(self, size: int) -> Tensor:
-        with torch.inference_mode(False):  # it serves a training, too
-            if self.device.type == "cpu":
-                return page_aligned(size)
-            return torch.empty(size, dtype=torch.uint8, device=self.device)
+    def _resized(self, size: int) -> Tensor | None:
+        """Memory of a size out of that kept of the nearest other size; None where there is none."""
+        # One of twice the size loses more pages than a new one takes.
+        near = [(kept, many) for kept, many in self._free.items() if kept < 2 * size]
+        found = [
+            (abs(kept - size), kept, number)
+            for kept, many in near
+            for number, (memory, trusted) in enumerate(many)
+            if self._pages.fits(memory, size) and (trusted or storage_users(memory) == 1)
+        ]
+        if not found:
+            return None
+        _, kept, number = min(found)
+        taken = self._free[kept].pop(number)
+        if not self._trim(size - kept):
+            self._free.setdefault(kept, []).append(taken)
+            return None
+        before_write([taken[0]])  # a snapshot may still be reading it
+        self.held += size - kept
+        return self._pages.resized(taken[0], size)
 
     def _trim(self, size: int) -> bool:
         """Frees memory that is kept until `size` more may be held; False where it is not enough."""
+        rest = list[tuple[Tensor, bool]]()
         for kept in sorted(self._free, reverse=True):
             many = self._free[kept]
-            while self.held + size > self.budget:
+            while (short := self.held + size - self.budget) > 0:
                 # Memory that somebody still looks at would not be freed.
-                place = next((n for n, found in enumerate(many) if _unseen(*found)), None)
+                place = next((n for n, found in enumerate(many) if self._goes(*found)), None)
                 if place is None:
                     break
-                many.pop(place)
-                self.held -= kept
+                memory, trusted = many.pop(place)
+                before_write([memory])  # a snapshot may still be reading it
+                left = kept - whole_pages(short)
+                if left > 0 and self._pages.fits(memory, left):
+                    rest.append((self._pages.resized(memory, left), trusted))
+                else:
+                    self._pages.drop(memory)
+                    left = 0
+                self.held -= kept - left
             if not many:
                 del self._free[kept]
+        for memory, trusted in rest:
+            self.give(memory, trusted)
         return self.held + size <= self.budget
+
+    def _goes(self, memory: Tensor, trusted: bool) -> bool:
+        """Whether memory that was given back goes when it is dropped; waits for a snapshot."""
+        if trusted and storage_users(memory) > 1:
+            before_write([memory])
+        return (trusted and self._pages.keeps) or storage_users(memory) == 1
 
     def _make_way(self, size: int) -> None:
         """Waits for the oldest write, whose memory is needed."""
@@ -238,10 +283,11 @@ class Traffic:
             self.tell()
         if not self._leaving and not self._is_let_go():
             kept = sum(size * len(many) for size, many in self._free.items())
-            raise GulliverError(
+            raise StillSeen(
                 f"the memory budget of {self.budget} bytes is too small: {kept} bytes that were "
                 f"given back are still looked at: drop the views of them, or give at least "
-                f"{self.held + size}"
+                f"{self.held + size}",
+                self.held + size,
             )
         if self._leaving:
             self._finish(self._leaving[0])
@@ -379,10 +425,3 @@ class Traffic:
             assert transfer is not None
             with suppress(GulliverError):
                 transfer.wait()
-
-
-def _unseen(memory: Tensor, trusted: bool) -> bool:
-    """Whether memory that was given back goes when it is dropped; waits for a snapshot of it."""
-    if trusted and storage_users(memory) > 1:
-        before_write([memory])
-    return storage_users(memory) == 1

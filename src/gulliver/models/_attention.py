@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.models._embeddings import rotate, working_precision
+from gulliver.models._embeddings import Rotation, rotate, working_precision
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 """An attention function: queries, keys and values [R, heads, N, head size] to outputs alike."""
@@ -23,16 +23,18 @@ class RMSNorm(nn.Module):
     Args:
         size: width of the last dim.
         eps: number added to the mean square, so that a row of zeros stays finite.
+        name: name of the learnt scale in public weights.
     """
 
-    def __init__(self, size: int, eps: float = 1e-6) -> None:
+    def __init__(self, size: int, eps: float = 1e-6, name: str = "weight") -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.register_parameter(name, nn.Parameter(torch.ones(size)))
+        self.eps, self._name = eps, name
 
     def forward(self, x: Tensor) -> Tensor:
         precise = x.to(working_precision(x.dtype))
-        return self.weight * F.rms_norm(precise, x.shape[-1:], eps=self.eps).to(x.dtype)
+        normed = F.rms_norm(precise, x.shape[-1:], eps=self.eps).to(x.dtype)
+        return getattr(self, self._name) * normed
 
 
 class SelfAttention(nn.Module):
@@ -43,12 +45,15 @@ class SelfAttention(nn.Module):
         num_heads: attention heads; they divide C.
         qk_norm: whether queries and keys are RMS-normed per head before the rotation, which keeps
             logits bounded in low precision (Dehghani et al., 2023, arXiv 2302.05442).
+        rotate_first: whether the rotation comes before that norm.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, qk_norm: bool) -> None:
+    def __init__(
+        self, hidden_size: int, num_heads: int, qk_norm: bool, rotate_first: bool = False
+    ) -> None:
         super().__init__()
         head_size = hidden_size // num_heads
-        self.num_heads = num_heads
+        self.num_heads, self.rotate_first = num_heads, rotate_first
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.q_norm = RMSNorm(head_size) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_size) if qk_norm else nn.Identity()
@@ -57,10 +62,10 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None = None,
+        rotation: Rotation | None = None,
         mix: Mix = F.scaled_dot_product_attention,
     ) -> Tensor:
-        """Attends; queries and keys are rotated by `rotation` after their norm.
+        """Attends among the tokens of each row.
 
         Args:
             x: tokens [R, N, C].
@@ -73,8 +78,10 @@ class SelfAttention(nn.Module):
         """
         heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = heads.unbind(0)
+        if rotation is not None and self.rotate_first:
+            q, k = rotate(q, rotation), rotate(k, rotation)
         q, k = self.q_norm(q), self.k_norm(k)
-        if rotation is not None:
+        if rotation is not None and not self.rotate_first:
             q, k = rotate(q, rotation), rotate(k, rotation)
         return self.proj(mix(q, k, v).transpose(1, 2).flatten(2))
 

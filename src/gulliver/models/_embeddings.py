@@ -33,7 +33,7 @@ def sinusoid(values: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
 
 
 class ScalarEmbedder(nn.Module):
-    """A two-layer MLP over the sinusoids of a scalar: [B] to [B, hidden_size]."""
+    """A two-layer MLP over the sinusoids of scalars: [B] or [B, n] to [B, n * hidden_size]."""
 
     CHANNELS = 256
 
@@ -45,7 +45,8 @@ class ScalarEmbedder(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         dtype = next(self.mlp.parameters()).dtype
-        return self.mlp(sinusoid(values, self.CHANNELS, dtype))
+        codes = self.mlp(sinusoid(values.flatten(), self.CHANNELS, dtype))
+        return codes.view(len(values), -1)
 
 
 class Mlp(nn.Module):
@@ -94,8 +95,13 @@ class CaptionEmbedder(nn.Module):
             Caption tokens [B, L, hidden_size].
 
         Raises:
-            GulliverError: captions are longer than the null caption.
+            GulliverError: captions are longer than the null caption, or of another text encoder.
         """
+        if y.shape[2] != self.y_embedding.shape[1]:
+            raise GulliverError(
+                f"captions are {y.shape[2]} wide, the model was made for caption_channels = "
+                f"{self.y_embedding.shape[1]}: take the text encoder that it was trained with"
+            )
         if y.shape[1] > len(self.y_embedding):
             raise GulliverError(
                 f"a caption of {y.shape[1]} tokens is longer than model_max_length = "
@@ -108,8 +114,22 @@ class CaptionEmbedder(nn.Module):
         return self.y_proj(y)
 
 
+def sines(places: Tensor, channels: int) -> Tensor:
+    """Returns sin | cos of `places` [N] at channels / 2 frequencies: [N, channels]."""
+    half = channels // 2
+    steps = torch.arange(half, dtype=places.dtype, device=places.device) / half
+    angles = places[:, None] * 10_000.0**-steps
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
 def spatial_positions(
-    height: int, width: int, channels: int, scale: float, device: torch.device, dtype: torch.dtype
+    height: int,
+    width: int,
+    channels: int,
+    scale: float,
+    device: torch.device,
+    dtype: torch.dtype,
+    square: bool = True,
 ) -> Tensor:
     """Sinusoidal codes of a height x width grid, row by row: [height * width, channels].
 
@@ -124,52 +144,97 @@ def spatial_positions(
         scale: resolution over the resolution at which positions are unscaled.
         device: device of the result.
         dtype: dtype of the result.
+        square: whether to stretch the grid; the first form of the model does not.
     """
     precision = working_precision(dtype)
-    quarter = channels // 4
-    steps = torch.arange(quarter, dtype=precision, device=device) / quarter
-    frequencies = 10_000.0**-steps
     side = round(math.sqrt(height * width))
 
     def codes(count: int) -> Tensor:
-        places = torch.arange(count, dtype=precision, device=device) / scale * (side / count)
-        angles = places[:, None] * frequencies
-        return torch.cat([angles.sin(), angles.cos()], dim=-1)
+        places = torch.arange(count, dtype=precision, device=device) / scale
+        return sines(places * (side / count) if square else places, channels // 2)
 
     columns = codes(width)[None].expand(height, -1, -1)
     rows = codes(height)[:, None].expand(-1, width, -1)
     return torch.cat([columns, rows], dim=-1).reshape(height * width, channels).to(dtype)
 
 
+Rotation = tuple[Tensor, Tensor]
+"""Cosine and sine of the angles by which queries and keys turn, each [..., N, head size / 2]."""
+
+
+def rotation_of(places: Tensor, frequencies: Tensor) -> Rotation:
+    """Returns cosine and sine of each place's angles, for places [...]: [..., frequencies]."""
+    precision = working_precision(frequencies.dtype)
+    angles = places.to(precision)[..., None] * frequencies.to(precision)
+    return angles.cos(), angles.sin()
+
+
+def rotary_frequencies(
+    size: int,
+    theta: float = 10_000.0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Returns the size / 2 frequencies of a rotary code, 1 to nearly 1 / theta."""
+    return theta ** -(torch.arange(0, size, 2, dtype=dtype, device=device) / size)
+
+
 class RotaryFrequencies(nn.Module):
-    """Frequencies of the rotary embedding along time, theta 10000.
+    """Frequencies of the rotary embedding, theta 10000.
 
     `freqs` [head_size / 2] is a parameter without a gradient because the public weights hold it as
     one. Source: Su et al., RoFormer, 2021 (arXiv 2104.09864).
+
+    Args:
+        head_size: width that one axis turns: a head, or the third of one.
     """
 
     def __init__(self, head_size: int) -> None:
         super().__init__()
-        exponents = torch.arange(0, head_size, 2).float() / head_size
-        self.freqs = nn.Parameter(10_000.0**-exponents, requires_grad=False)
+        self.freqs = nn.Parameter(rotary_frequencies(head_size), requires_grad=False)
 
-    def forward(self, frames: int) -> tuple[Tensor, Tensor]:
-        """Returns cosine and sine of each frame's angles, each [frames, head_size / 2]."""
-        frequencies = self.freqs.to(working_precision(self.freqs.dtype))
-        places = torch.arange(frames, device=frequencies.device, dtype=frequencies.dtype)
-        angles = places[:, None] * frequencies
-        return angles.cos(), angles.sin()
+    def forward(self, count: int, scale: float = 1.0) -> Rotation:
+        """Returns cosine and sine of each place's angles along an axis, each [count, freqs]."""
+        precision = working_precision(self.freqs.dtype)
+        places = torch.arange(count, device=self.freqs.device, dtype=precision)
+        return rotation_of(places / scale, self.freqs)
+
+    def box(self, frames: int, rows: int, columns: int, scale: float) -> Rotation:
+        """Returns cosine and sine of a box of tokens, each [frames, rows, columns, 3 * freqs].
+
+        The first third of a head turns by the frame, the second by the row and the last by the
+        column; rows and columns are divided by `scale`.
+        """
+        axes = (self(frames), self(rows, scale), self(columns, scale))
+
+        def joined(which: int) -> Tensor:
+            parts = []
+            for axis, one in enumerate(axes):
+                shape = [1, 1, 1, -1]
+                shape[axis] = len(one[which])
+                parts.append(one[which].view(shape).expand(frames, rows, columns, -1))
+            return torch.cat(parts, dim=-1)
+
+        return joined(0), joined(1)
 
 
-def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates neighbouring pairs of the last dim of `x` [..., T, D] by the angles of its frame.
+def rotate(x: Tensor, rotation: Rotation, halves: bool = False) -> Tensor:
+    """Rotates pairs of the last dim of `x` [..., N, D] by the angles of its place.
 
     Args:
         x: queries or keys, D even.
-        cos_sin: cosine and sine, each [T, D / 2].
+        rotation: cosine and sine, each [..., N, D / 2].
+        halves: whether element i pairs with i + D / 2, as Llama has it; else 0 with 1, 2 with 3
+            and so on, as most public weights of video models have it.
     """
-    # Pairs (0, 1), (2, 3), ... as the public weights have it, not halves as Llama's rotate_half.
-    cos, sin = cos_sin
-    even, odd = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+    cos, sin = rotation
+    exact = x.to(cos.dtype)
+    pairs = exact.unflatten(-1, (2, -1)).unbind(-2) if halves else _neighbours(exact)
+    first, second = pairs[0], pairs[1]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    out = torch.cat(turned, dim=-1) if halves else torch.stack(turned, dim=-1).flatten(-2)
+    return out.to(x.dtype)
+
+
+def _neighbours(x: Tensor) -> tuple[Tensor, ...]:
+    return x.unflatten(-1, (-1, 2)).unbind(-1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -106,6 +106,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
             not: copies of tied weights in later stages.
         whole_groups: names in each parameter group of the whole model, in its order; None asks all
             ranks once.
+        given_groups: names of all that each group was given, frozen parameters too; None where that
+            is not known.
         names: a tied parameter that lies in another stage, too, has the same name in both: the one
             that it has in the whole model.
         stepped_at: moments at which the last steps ended.
@@ -122,6 +124,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     responsible: Callable[[str], bool] = staticmethod(everything)
     written_elsewhere: Collection[str] = ()
     whole_groups: list[list[str]] | None = None
+    given_groups: list[list[str]] | None = None
     spreads_state = False
     pipeline: Any = None
     """What runs batches through the stages of a model; None where it is not cut into stages."""
@@ -242,7 +245,20 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def backward(self, loss: Tensor) -> None:
         """Backward of the loss, gradients averaged over the ranks."""
-        loss.backward()
+        with self.backward_pass() as scale:
+            (loss if scale == 1.0 else loss * scale).backward()
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[float]:
+        """Wraps a backward that somebody else calls, such as a framework.
+
+        Yields:
+            The factor that its loss has to be multiplied with: the loss scale of float16, or 1.
+        """
+        yield 1.0
+
+    def release(self, model: nn.Module) -> None:
+        """Gives the model parameters of its own again; state stays and can be saved."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Gradients inside are accumulated and travel with the next backward outside."""
@@ -256,10 +272,18 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Scales the gradients so that their global norm is at most `max_norm`.
 
         Returns:
-            The norm before, as of `torch.nn.utils.clip_grad_norm_`; nan or inf show as they are.
+            The norm before, float64, so that whatever holds the gradients scales them by the same
+            number: an optimizer of chunks adds up in another order. nan or inf show as they are.
         """
         self.check_norm(max_norm)
-        return nn.utils.clip_grad_norm_(list(self.names), max_norm)
+        gradients = [p.grad for p in self.names if p.grad is not None]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+        norm = torch.stack(norms or [torch.zeros((), dtype=torch.float64)]).square().sum().sqrt()
+        if math.isfinite(max_norm):
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            for gradient in gradients:
+                gradient.mul_(scale.to(gradient.dtype))
+        return norm
 
     @staticmethod
     def check_norm(max_norm: float) -> None:
@@ -309,6 +333,11 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def state_dtype(self, parameter: Tensor) -> torch.dtype:
         """Dtype of the state that belongs to a parameter."""
         return parameter.dtype
+
+    @property
+    def trainable(self) -> Mapping[nn.Parameter, str]:
+        """Parameters that have state, or may have some later, with their names."""
+        return self.names
 
     @property
     def has_whole_state(self) -> bool:
@@ -386,6 +415,20 @@ class BoostedOptimizer(torch.optim.Optimizer):
             ]
         return self.whole_groups
 
+    def frozen_groups(self) -> list[list[str]]:
+        """Names of what each group was given and does not train; ranks as for `all_group_names`."""
+        groups = self.all_group_names()
+        pairs = zip(self.given_groups or groups, groups, strict=True)
+        return [[name for name in given if name not in names] for given, names in pairs]
+
+    def take_up(self, names: Collection[str]) -> set[str]:
+        """Makes room for the state of frozen parameters, where they may be unfrozen later.
+
+        Returns:
+            Names for which there will be none.
+        """
+        return set(names)
+
     def canonical_names(self, model: nn.Module) -> dict[str, str]:
         """Tied names in the model's state, each with the name that optimizer state is kept by."""
         known = dict(model.named_parameters(remove_duplicate=False))
@@ -411,12 +454,15 @@ def _unrounded(loaded: Any, saved: Any) -> Any:
     return loaded
 
 
-def named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+def named_groups(
+    model: nn.Module, optimizer: torch.optim.Optimizer, frozen: bool = False
+) -> list[list[str]]:
     """Names of the trainable parameters of each group, in the model's order.
 
-    For `BoostedOptimizer.whole_groups`, before the model is cut.
+    For `BoostedOptimizer.whole_groups`, and with `frozen`, which names others as well, for
+    `BoostedOptimizer.given_groups`; before the model is cut.
     """
-    names = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    names = [(name, p) for name, p in model.named_parameters() if p.requires_grad or frozen]
     stepped = [set(group["params"]) for group in optimizer.param_groups]
     return [[name for name, p in names if p in members] for members in stepped]
 

@@ -116,6 +116,7 @@ class Tiers:
             ``offload`` all of it to what lies behind, ``auto`` to have it chosen by block;
             ``mixed``: blocks are named by `recompute` and `offloaded`, others keep theirs.
         offloaded: paths of the blocks whose activations leave.
+        keep_freed: whether freed memory may stay with the process where steps hardly wait.
     """
 
     limit: int = choice(MISSING, least=1, size=True)
@@ -130,6 +131,7 @@ class Tiers:
     step_in_backward: bool = False
     activations: str = choice("keep", "keep", "recompute", "offload", "mixed", "auto")
     offloaded: tuple[str, ...] = ()
+    keep_freed: bool = True
 
     @property
     def takes_activations(self) -> bool:

@@ -26,8 +26,19 @@ from gulliver.video._evaluate import Evaluation, evaluate
 from gulliver.video._generate import Request, VideoModel, extend
 from gulliver.video._judges import Judges, Scores, train_judges
 from gulliver.video._media import check_output, read_frames, write_clip
+from gulliver.video._public_models import check_kind, load_model
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._shared import split_ranks
+from gulliver.video._text_encoders import (
+    ClipTextEncoder,
+    EncodedText,
+    KeptTexts,
+    T5TextEncoder,
+    TextEncoder,
+    TextPair,
+    check_encoder,
+    load_text_encoder,
+)
 from gulliver.video._training import Outcome, Trainer, check_ranks, train
 from gulliver.video._words import WordEncoder, unknown_words, words_of
 
@@ -36,11 +47,14 @@ __all__ = [
     "DIRECTIONS",
     "FPS",
     "AutoencoderConfig",
+    "ClipTextEncoder",
     "DataConfig",
     "DemoConfig",
+    "EncodedText",
     "Evaluation",
     "FlowConfig",
     "Judges",
+    "KeptTexts",
     "ModelConfig",
     "MovingDigits",
     "OptimizerConfig",
@@ -49,12 +63,17 @@ __all__ = [
     "Request",
     "SamplingConfig",
     "Scores",
+    "T5TextEncoder",
+    "TextEncoder",
+    "TextPair",
     "TrainConfig",
     "Trainer",
     "VideoModel",
     "WordEncoder",
     "check_clip",
     "check_config",
+    "check_encoder",
+    "check_kind",
     "check_output",
     "check_ranks",
     "console",
@@ -63,6 +82,8 @@ __all__ = [
     "extend",
     "from_plain",
     "load_autoencoder",
+    "load_model",
+    "load_text_encoder",
     "read_frames",
     "resolved",
     "save_autoencoder",

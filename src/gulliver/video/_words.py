@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
+from gulliver.video._text_encoders import EncodedText
 
 PUNCTUATION = ".,;:!?\"'()"
 
@@ -55,7 +56,12 @@ class WordEncoder:
         angles = torch.arange(max_length)[:, None] * 10_000.0**-steps
         self._places = torch.cat([angles.sin(), angles.cos()], dim=-1)
 
-    def encode(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+    @property
+    def fingerprint(self) -> str:
+        """Text that changes with whatever changes what it says."""
+        return f"words {self.channels} {self.max_length}"
+
+    def encode(self, captions: list[str]) -> EncodedText:
         """Encodes sentences.
 
         Returns:
@@ -65,21 +71,21 @@ class WordEncoder:
         Raises:
             GulliverError: an empty sentence, or one longer than `max_length`.
         """
-        sentences = [words_of(prompt) for prompt in prompts]
-        for prompt, words in zip(prompts, sentences, strict=True):
+        sentences = [words_of(prompt) for prompt in captions]
+        for prompt, words in zip(captions, sentences, strict=True):
             if len(words) > self.max_length:
                 raise GulliverError(
                     f"{len(words)} words are more than this model reads ({self.max_length}): "
                     f"shorten {prompt[:60]!r}"
                 )
         longest = max(map(len, sentences))
-        vectors = torch.zeros(len(prompts), 1, longest, self.channels)
-        mask = torch.zeros(len(prompts), longest, dtype=torch.bool)
+        vectors = torch.zeros(len(captions), 1, longest, self.channels)
+        mask = torch.zeros(len(captions), longest, dtype=torch.bool)
         for row, words in enumerate(sentences):
             stacked = torch.stack([self._vector(word) for word in words])
             vectors[row, 0, : len(words)] = stacked + self._places[: len(words)]
             mask[row, : len(words)] = True
-        return vectors, mask
+        return EncodedText(vectors, mask)
 
     def _vector(self, word: str) -> Tensor:
         if word not in self._vectors:

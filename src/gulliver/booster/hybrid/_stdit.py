@@ -41,7 +41,7 @@ from gulliver.comm import ALONE, RankGroup, all_reduce, broadcast
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster, current_cluster
 from gulliver.models import CaptionEmbedder, Mix, STDiT3
-from gulliver.models.stdit import Block, FinalLayer, Grid
+from gulliver.models.stdit import Block, FinalLayer, Given, Grid
 from gulliver.parallel.sequence import (
     SequenceGroups,
     attention,
@@ -85,6 +85,11 @@ def wire_stdit(
     """
     if not isinstance(model, STDiT3):
         raise GulliverError(f"only an STDiT3 can be wired so, not {type(model).__name__}")
+    if model.window is not None or model.x_embedder_cond is not None:
+        raise GulliverError(
+            "an STDiT3 with kernel_size or image_conditioning cannot share a clip between ranks: "
+            "share its tensors with tp_size instead, or its blocks with pp_size"
+        )
     if any(isinstance(m, ShardedBlock | ShardedFinalLayer) for m in model.modules()):
         raise GulliverError("this STDiT3 is wired for a sequence already: build it anew")
     width = _width(model, tensor)
@@ -155,7 +160,7 @@ class SequenceAdapter:
 
     def scheme(self, x: Tensor, grid: Grid) -> Scheme:
         """How the clip runs of which `x` is a part; one answer for a whole forward."""
-        clip = Clip(len(x), *grid)
+        clip = Clip(len(x), grid.frames, grid.spatial)
         key = self.groups.plan.degree, clip
         if key not in self._chosen:
             self._chosen[key] = self.chosen(clip)
@@ -222,7 +227,9 @@ class ShardedBlock(Block):
         modulation: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
         grid: Grid,
+        given: Given | None = None,
     ) -> Tensor:
+        assert given is None, "models with image_conditioning are not wired"
         cut = self.adapter.scheme(x, grid).cut
         if self.cuts:
             x = self.adapter.part(x, cut)

@@ -134,6 +134,7 @@ class WholeModel:
 
     Attributes:
         groups: names of the trainable parameters of each group.
+        given: names of all parameters of each group.
         aliases: first name of every parameter, by each of its names.
         trained: trainable parameters with their names.
         frozen: names of the parameters that the optimizer was given although they are frozen.
@@ -151,6 +152,7 @@ class WholeModel:
         self.vocabulary, self.recomputable, self.drops = vocabulary, recomputable, drops
         self.order = order
         self.groups = named_groups(model, optimizer)
+        self.given = named_groups(model, optimizer, frozen=True)
         self.aliases = aliases_of(model)
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         named = dict(model.named_parameters())

@@ -27,13 +27,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from gulliver._compat import (
+    Recomputed,
     at_end_of_backward,
     backward_number,
     saving_is_hooked,
@@ -51,6 +54,9 @@ from gulliver.memory import (
 )
 from gulliver.parallel.zero._copies import READS, Copies
 from gulliver.parallel.zero._sharded import ShardedChunk
+
+_alone: WeakSet[Gatherer] = WeakSet()
+"""Gatherers of one rank under a limit: any chunk may leave, and come again by itself."""
 
 _WHY = {
     Pass.NONE: "for a read of parameters",
@@ -97,6 +103,8 @@ class Gatherer:
         self._at: list[tuple[int, ShardedChunk]] = []
         self._begins: list[int] = []
         self.copies = Copies(self._home, self._copied, self.finish)
+        if sharded and not every:
+            _alone.add(self)
         for released in chunks:
             if released.chunk.buffer is None:
                 released.presence = Presence.ABSENT
@@ -166,6 +174,7 @@ class Gatherer:
         if viewed or self.copies.left:
             self.copies.leave(sharded, viewed)
         sharded.enter(Presence.ABSENT)
+        sharded.asked = False
         mark_pending(sharded.chunk.members, self._touched)
 
     def _remember(self, sharded: ShardedChunk) -> None:
@@ -287,6 +296,9 @@ class Gatherer:
                 self._engine.use_together(chunks)
 
     def _hold(self, sharded: ShardedChunk) -> None:
+        if sharded.asked:
+            sharded.asked = False
+            mark_ready(sharded.chunk.members)
         if not sharded.held and torch.is_grad_enabled() and not saving_is_hooked():
             sharded.held = True  # autograd may refer to the parameters themselves
 
@@ -304,10 +316,33 @@ class Gatherer:
         absent = self.idle and any(c.presence is Presence.ABSENT for c in chunks.values())
         if absent and reading:
             return self.copies.run(func, args, kwargs, self.step)
+        outside = self.idle and self in _alone and not reading
+        if outside and len(mine) == len(parameters) and not saving_is_hooked():
+            return self._recorded(chunks.values(), func, args, kwargs)
         with self._using(chunks.values()):
             for sharded in chunks.values():
                 self.use(sharded)
         return func(*args, **kwargs)
+
+    def _recorded(
+        self, chunks: Iterable[ShardedChunk], func: Callable[..., Any], args: tuple, kwargs: Any
+    ) -> Any:
+        """Runs an operation of a loss, which autograd records without the hooks of a forward.
+
+        A loss may read all parameters, as a penalty on their norm does. So references are saved
+        here, too, and what was read may leave. Only where the result is a view may autograd save
+        what nobody sees here: then the chunk stays until backward.
+        """
+        with self._using(chunks), saved_tensors_hooks(self.pack, self.unpack):
+            for sharded in chunks:
+                self.use(sharded)
+            result = func(*args, **kwargs)
+        for sharded in chunks:
+            sharded.held = sharded.held or storage_users(sharded.chunk.data) > sharded.users
+            if not sharded.held:
+                sharded.asked = True
+                mark_pending(sharded.chunk.members, self._touched)
+        return result
 
     @contextmanager
     def _using(self, chunks: Iterable[ShardedChunk]) -> Iterator[None]:
@@ -387,6 +422,15 @@ class _Saved:
     def __init__(self, parameter: nn.Parameter, step: int, size: Any, stride: Any, offset: int):
         self.parameter, self.step = parameter, step
         self.size, self.stride, self.offset = size, stride, offset
+
+
+def refer(tensor: Tensor) -> Recomputed | None:
+    """Refers to a parameter that a block is computed again with: its chunk may leave meanwhile."""
+    for gatherer in _alone:
+        saved = gatherer.pack(tensor)
+        if saved is not tensor:
+            return Recomputed(tensor, partial(gatherer.unpack, saved))
+    return None
 
 
 def _initialises(func: Callable[..., Any]) -> bool:

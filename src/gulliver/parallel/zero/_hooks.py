@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from gulliver._compat import (
     compiled_call,
-    detach_recomputed,
     is_compiled,
     replace_compiled_call,
+    replace_recomputed,
 )
 from gulliver.errors import GulliverError
 from gulliver.memory import hide_from_compilers
-from gulliver.parallel.zero._gatherer import Gatherer
+from gulliver.parallel.zero._gatherer import Gatherer, refer
 from gulliver.parallel.zero._shards import ShardedState
 from gulliver.parallel.zero._unfreezing import wake
 
@@ -89,21 +90,24 @@ class _Calls:
                 raise
 
 
-def watch_calls(model: nn.Module, shards: ShardedState) -> None:
+def watch_calls(model: nn.Module, shards: ShardedState) -> list[RemovableHandle]:
     """Registers the hooks that the stage needs on a model."""
     _hide_from_compilers()
+    hooks = list[RemovableHandle]()
     for module in model.modules():
         if is_compiled(module):
             waiting = _waiting(module, shards)
-            module.register_forward_pre_hook(lambda *_, wait=waiting: wait(), prepend=True)
+            hook = module.register_forward_pre_hook(lambda *_, wait=waiting: wait(), prepend=True)
+            hooks.append(hook)
         # What the model itself reads, `_Calls.enter` waits for inside of its call.
         if module is not model:
             _wait_before(module, shards)
     calls = _Calls(shards, model)
-    model.register_forward_pre_hook(calls.enter, prepend=True)
+    hooks.append(model.register_forward_pre_hook(calls.enter, prepend=True))
     if shards.stage == 3:
-        detach_recomputed()
-        model.register_forward_hook(calls.leave, always_call=True)
+        replace_recomputed(refer)
+        hooks.append(model.register_forward_hook(calls.leave, always_call=True))
+    return hooks
 
 
 def _wait_before(module: nn.Module, shards: ShardedState) -> None:

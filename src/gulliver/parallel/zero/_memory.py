@@ -65,7 +65,9 @@ def predicted(shards: ShardedState) -> dict[str, int]:
         )
         for c in shards.everything
     ]
-    events = record.events if record.complete else None
+    names = {name for chunk in chunks for name in chunk.names}
+    uses = shards.uses if names == set(shards.uses) else ()
+    events = record.events if record.complete else list(ordinary_step(chunks, uses))
     options = shards.stage, shards.parts, shards.ahead, _state_bytes(shards)
     found = held_bytes(chunks, *options, events)
     return found if shards.manager is None else _within(found, shards.manager)
@@ -104,8 +106,11 @@ def held_bytes(
         state: bytes that the optimizer itself keeps.
         events: record of a step; None for one in the order of the parameters.
     """
-    replay = _Counted(chunks, stage, parts, ahead, state)
-    for _ in range(2):  # the second begins with what the first has gathered ahead
+    replay = _Counted(chunks, stage, parts, ahead)
+    for made in (0, state):
+        # The second step begins with what the first has gathered ahead, and with the state that it
+        # has made; what is used out of order is gathered several times in the first only.
+        replay.counter.add(OPTIMIZER_STATE, made)
         replay.run(ordinary_step(chunks) if events is None else events)
         replay.forget()
     return replay.counter.fullest
@@ -252,13 +257,11 @@ class StepReplay:
 class _Counted(StepReplay):
     """Counts the bytes that are held."""
 
-    def __init__(
-        self, chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int, state: int
-    ) -> None:
+    def __init__(self, chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int) -> None:
         super().__init__(chunks, stage, ahead, IN_FLIGHT if parts > 1 else 0)
         self.counter = ByteCounter()
         self._parts, self._buffers, self._reduced = parts, dict[int, int](), dict[int, int]()
-        self.counter.add(OPTIMIZER_STATE, state + sum(c.shard for c in chunks if c.copied))
+        self.counter.add(OPTIMIZER_STATE, sum(c.shard for c in chunks if c.copied))
         held = [c.shard * (not c.copied) if stage == 3 else c.whole for c in chunks]
         self.counter.add(PARAMETERS, sum(held))
 

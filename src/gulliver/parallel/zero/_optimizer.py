@@ -9,7 +9,7 @@ Read `ZeroOptimizer._step` first: a step is all there. What a rank has is kept b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -30,6 +30,7 @@ from gulliver.parallel.zero._elementwise import (
     needs_whole,
 )
 from gulliver.parallel.zero._gatherer import Gatherer
+from gulliver.parallel.zero._giving_back import give_back
 from gulliver.parallel.zero._hooks import watch_calls
 from gulliver.parallel.zero._in_backward import InBackward
 from gulliver.parallel.zero._memory import predicted
@@ -193,27 +194,30 @@ class ZeroOptimizer(BoostedOptimizer):
     def watch(self, model: nn.Module) -> None:
         """Notices calls of the model; see `_hooks.py`."""
         super().watch(model)
-        watch_calls(model, self.shards)
+        self._watches = watch_calls(model, self.shards)
+
+    def release(self, model: nn.Module) -> None:
+        """Gives the model whole parameters of its own again; every rank calls it."""
+        give_back(self.shards, model, self._watches)
 
     def tune(self, tuner: BucketTuner) -> None:
         """Lets a tuner watch the next steps, and cut the chunks anew between them."""
         self.tuner = tuner
         self.shards.notify(tuner.gradient)
 
-    def backward(self, loss: Tensor) -> None:
-        """Backward of the loss; the gradients are on their way to the shards when it ends.
+    @contextmanager
+    def backward_pass(self) -> Iterator[float]:
+        """Wraps a backward; the gradients are on their way to the shards when it ends.
 
-        ``loss.backward()`` is right too, but then all communication waits for the step.
+        ``loss.backward()`` without it is right too, but then all communication waits for the step.
         """
-        if self.scaler is not None:
-            self._reducer.scale = self.scaler.scale
-            loss = loss * self.scaler.scale
+        self._reducer.scale = scale = 1.0 if self.scaler is None else self.scaler.scale
         self._mark("backward")
         wake(self.shards)
         self.gatherer.enter_backward()
         try:
             with self._stepping(), self._reducer.backward(not self._deferred), self._saving():
-                loss.backward()
+                yield scale
                 self._mark("backward ended")
         finally:
             self.gatherer.leave_backward()
@@ -257,11 +261,7 @@ class ZeroOptimizer(BoostedOptimizer):
             self.tuner.mark(name)
 
     def relayout(self, order: Sequence[str], chunk_bytes: int) -> bool:
-        """Cuts the chunks anew; see `gulliver.parallel.zero._relayout.relayout`.
-
-        Raises:
-            GulliverError: there are gradients.
-        """
+        """Cuts the chunks anew; see `gulliver.parallel.zero._relayout.relayout`, for errors too."""
         return relayout(self.shards, order, chunk_bytes)
 
     def _step(self) -> None:
@@ -472,6 +472,14 @@ class ZeroOptimizer(BoostedOptimizer):
         """Dtype of the state that belongs to a parameter."""
         return self.shards.home_dtype(parameter.dtype, trained=True)
 
+    @property
+    def trainable(self) -> Mapping[nn.Parameter, str]:
+        return {**self.names, **self.shards.sleeping}
+
+    def take_up(self, names: Collection[str]) -> set[str]:
+        wake(self.shards, names)
+        return set(names) - set(self.names.values())
+
     def group_names(self) -> list[list[str]]:
         """Names of the trained parameters of each group, what was unfrozen since included."""
         wake(self.shards)
@@ -483,10 +491,7 @@ class ZeroOptimizer(BoostedOptimizer):
         return sum(t.nbytes for t in held if t is not None and not t.is_meta)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of ``parameters``, ``gradients`` and ``optimizer_state`` that this rank will hold.
-
-        See `gulliver.parallel.zero._memory.predicted`.
-        """
+        """Bytes by kind that this rank will hold; see `gulliver.parallel.zero._memory`."""
         return predicted(self.shards)
 
     @property

@@ -65,6 +65,7 @@ class ShardedChunk(Resident):
         placed: names of parameters whose optimizer state lies in the chunk's buffers.
         updates: number of updates inside of backward.
         used_up: whether such an update has taken the gradient, and no zero_grad has followed.
+        asked: whether operations on its parameters are seen although it is here.
         users: number of tensors that look at the parameters' buffer where nobody computes with it.
     """
 
@@ -81,6 +82,7 @@ class ShardedChunk(Resident):
     placed: set[str] = field(default_factory=set)
     updates: int = 0
     used_up: bool = False
+    asked: bool = False
     users: int = 0
 
     def __post_init__(self) -> None:

@@ -70,6 +70,7 @@ class ShardedState:
         pool: lends and counts the buffers of chunks.
         reducer: moves gradients to the shards.
         gatherer: moves parameters from them.
+        uses: names in the order in which a forward is expected to read them, before it is known.
         on_gradient: called with the name of a parameter whose gradient has come.
     """
 
@@ -100,10 +101,13 @@ class ShardedState:
         self.pool = BufferPool() if manager is None else LentBuffers(manager)
         self.tiers = None if manager is None else Tiers(inner)
         self.by_chunk = steps_by_chunk(inner)
+        self.uses: Sequence[str] = ()
         self.on_gradient: Callable[[str], None] | None = None
         self.everything: list[ShardedChunk] = []
         self.chunks: list[ShardedChunk] = []
         self._engines: tuple[GradientReducer, Gatherer] | None = None
+        if manager is not None:
+            manager.relieve = _weakly(self._relieve)
         self.adopt([self._placed(*found) for found in self.ordered(order, chunk_bytes)])
 
     @property
@@ -245,26 +249,33 @@ class ShardedState:
             sharded.number = number
         self.list_chunks()
         # In tiers on one rank a manager brings ahead what is wanted, and nobody else waits.
-        alone = self.tiers is not None and self.size == 1
-        ahead = 0 if alone else self.ahead
+        ahead = 0 if self._alone else self.ahead
         gatherer = Gatherer(
             self.everything,
             self.stage == 3,
             self.group,
             ahead,
             self.overlap,
-            every=not alone,
+            every=not self._alone,
             tight=self.tiers is not None,
         )
         gatherer.step, gatherer.copies.lent = steps, lent
         reducer = GradientReducer(self.chunks, self.stage, self.group, self.overlap)
         reducer.noted, reducer.record = self.on_gradient, gatherer.note
         self._engines = reducer, gatherer
-        if self.manager is not None:
-            # With others no chunk can come again by itself: they would not take part.
-            methods = (gatherer.relieve, reducer.relieve) if alone else (reducer.relieve,)
-            self.manager.relieve = _weakly(*methods)
         self.list_pieces()
+
+    @property
+    def _alone(self) -> bool:
+        return self.tiers is not None and self.size == 1
+
+    def _relieve(self) -> None:
+        """Ends uses of the manager's objects that can be begun again later."""
+        if self._engines is None:
+            return
+        if self._alone:  # with others no chunk can come again by itself: they would not take part
+            self.gatherer.relieve()
+        self.reducer.relieve()
 
     def list_chunks(self) -> None:
         """Lists the chunks that are trained."""
@@ -459,14 +470,13 @@ def _kept_by(group: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(bool(group.get(option)) for option in ("amsgrad", "centered", "momentum"))
 
 
-def _weakly(*methods: Callable[[], None]) -> Callable[[], None]:
-    """Calls methods of objects as long as these live."""
-    known = [WeakMethod(method) for method in methods]
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls a method of an object as long as that lives."""
+    known = WeakMethod(method)
 
     def call() -> None:
-        for method in known:
-            found = method()
-            if found is not None:
-                found()
+        found = known()
+        if found is not None:
+            found()
 
     return call

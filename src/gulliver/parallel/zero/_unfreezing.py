@@ -12,17 +12,20 @@ It does not know what a pass is.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from gulliver._compat import without_torch_functions
 from gulliver.parallel.zero._elementwise import check_trainable
 from gulliver.parallel.zero._sharded import ShardedChunk
 from gulliver.parallel.zero._shards import ShardedState
 
 
-def wake(shards: ShardedState) -> None:
+def wake(shards: ShardedState, also: Collection[str] = ()) -> None:
     """Trains the chunks of parameters that were unfrozen; every rank has to unfreeze the same.
 
     Args:
         shards: state with sleeping chunks.
+        also: names of parameters that have state, though they are frozen.
 
     Raises:
         GulliverError: the optimizer's groups have other parameters; a dtype that is not trained.
@@ -30,7 +33,7 @@ def wake(shards: ShardedState) -> None:
     if not shards.sleeping:
         return
     with without_torch_functions():
-        unfrozen = {p for p in shards.sleeping if p.requires_grad}
+        unfrozen = {p for p, name in shards.sleeping.items() if p.requires_grad or name in also}
     if not unfrozen or not shards.gatherer.idle:
         return
     found = [c for c in shards.everything if not unfrozen.isdisjoint(c.chunk.members)]

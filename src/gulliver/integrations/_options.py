@@ -1,0 +1,114 @@
+"""What an accelerator is asked for: the plugin, and what does not go with it.
+
+It knows names and values of accelerate's arguments, and nothing of models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import InitProcessGroupKwargs
+
+from gulliver.booster import GeminiPlugin, LowLevelZeroPlugin, Plugin
+from gulliver.comm import init_world
+from gulliver.errors import GulliverError
+
+ELSEWHERE = {
+    "deepspeed_plugin": "DeepSpeed",
+    "deepspeed_plugins": "DeepSpeed",
+    "fsdp_plugin": "FSDP",
+    "megatron_lm_plugin": "Megatron-LM",
+    "torch_tp_plugin": "tensor parallelism of transformers",
+    "parallelism_config": "a parallelism_config",
+}
+"""Arguments of accelerate that let another library run the model."""
+LAUNCHED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
+"""What ``accelerate launch`` asks for by the variables ``ACCELERATE_USE_...``."""
+
+Options = Plugin | Mapping[str, Any] | str | None
+
+
+def plugin_of(options: Options) -> Plugin:
+    """The plugin that options ask for.
+
+    Args:
+        options: a plugin; or arguments of one, as a mapping or as JSON: `GeminiPlugin` where there
+            is a ``memory_limit``, else `LowLevelZeroPlugin`; None for that one's defaults.
+
+    Raises:
+        GulliverError: it is another plugin, or not what a plugin takes.
+    """
+    if isinstance(options, str):
+        try:
+            options = json.loads(options)
+        except ValueError as error:
+            raise GulliverError(f"gulliver={options!r} is no JSON: {error}") from error
+    if isinstance(options, LowLevelZeroPlugin | GeminiPlugin):
+        return options
+    if options is None or isinstance(options, Mapping):
+        given = {"verbose": False, **(options or {})}
+        return GeminiPlugin(**given) if "memory_limit" in given else LowLevelZeroPlugin(**given)
+    raise GulliverError(
+        f"gulliver={type(options).__name__} does not run in a loop of one loss per batch and rank: "
+        "pass LowLevelZeroPlugin(...), GeminiPlugin(...), or a dict of their arguments"
+    )
+
+
+def check_precision(name: str | None) -> None:
+    """Refuses the precisions whose scaler or kernels read gradients that are sharded by then."""
+    if name in ("fp16", "fp8"):
+        raise GulliverError(
+            f"mixed_precision={name!r} is not supported: use 'bf16'"
+            + (", or gulliver={'precision': 'fp16'} for a model in float16" * (name == "fp16"))
+        )
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    for name, library in ELSEWHERE.items():
+        if arguments.get(name) is not None:
+            raise GulliverError(f"{name} lets {library} run the model: leave it out, or gulliver")
+    for name in LAUNCHED:
+        variable = f"ACCELERATE_USE_{name}"
+        if os.environ.get(variable, "").lower() == "true":
+            raise GulliverError(f"{variable} is set: launch without it, by torchrun for instance")
+    check_precision(
+        arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    )
+
+
+def join_world(arguments: Mapping[str, Any]) -> None:
+    """Joins the world before accelerate does, which would start a group that knows no host."""
+    handlers = arguments.get("kwargs_handlers") or ()
+    given = [h.to_kwargs() for h in handlers if isinstance(h, InitProcessGroupKwargs)]
+    options = dict(given[0]) if given else {}
+    timeout = options.pop("timeout", None)
+    if options:
+        raise GulliverError(
+            f"InitProcessGroupKwargs({', '.join(options)}): of these only timeout is supported"
+        )
+    chosen = {} if timeout is None else {"timeout_s": timeout.total_seconds()}
+    asked = arguments.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    init_world(**chosen, device=torch.device("cpu") if asked else None)
+
+
+def join_group(device: torch.device) -> None:
+    """Joins the world of a process group that a framework has made already.
+
+    Args:
+        device: device of this rank.
+
+    Raises:
+        GulliverError: the group does not reach host memory.
+    """
+    on_gpu = device.type == "cuda" and dist.is_initialized() and dist.get_world_size() > 1
+    if on_gpu and "cpu:" not in str(dist.get_backend_config()):
+        raise GulliverError(
+            "a process group without gloo was made before: take TrainingArguments from "
+            "gulliver.integrations.trainer, or call gulliver.init_world() before them"
+        )
+    init_world(device=device if device.type == "cpu" else None)

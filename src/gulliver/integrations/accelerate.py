@@ -1,0 +1,481 @@
+"""accelerate's `Accelerator`, with Gulliver in place of torch's DDP.
+
+    from gulliver.integrations.accelerate import Accelerator    # was: from accelerate
+
+A subclass, so whatever is not named here is accelerate's own: loaders, `gather_for_metrics`,
+trackers, `accumulate`. Read `prepare_optimizer`: the model that an optimizer trains is boosted
+there. What follows from that is the backward pass, clipping, and files of what is sharded.
+
+It does not know how a model is sharded (`gulliver.booster`), nor the loop around it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+from weakref import WeakKeyDictionary, WeakSet
+
+import accelerate
+import torch
+from accelerate.utils import DynamoBackend
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gulliver.booster import Booster, Plugin
+from gulliver.comm import current_world, shutdown
+from gulliver.errors import GulliverError
+from gulliver.integrations._options import (
+    Options,
+    check_arguments,
+    check_precision,
+    join_group,
+    join_world,
+    plugin_of,
+)
+from gulliver.integrations._prepared import PreparedOptimizer, generate_together
+from gulliver.parallel import BoostedOptimizer
+
+FOLDER = "gulliver"
+"""Folder in a checkpoint that holds what is sharded over the ranks."""
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate's `Accelerator`, whose models are boosted.
+
+    Args:
+        args: those of `accelerate.Accelerator`.
+        gulliver: how models run: `LowLevelZeroPlugin`, `GeminiPlugin`, or a dict of their
+            arguments, such as ``{"stage": 3}`` or ``{"memory_limit": "6GiB"}``.
+        kwargs: those of `accelerate.Accelerator`.
+
+    Raises:
+        GulliverError: an argument that Gulliver does not go with; it is named.
+    """
+
+    booster: Booster
+
+    def __init__(self, *args: Any, gulliver: Options = None, **kwargs: Any) -> None:
+        plugin = plugin_of(gulliver)
+        bound = inspect.signature(accelerate.Accelerator.__init__).bind(self, *args, **kwargs)
+        check_arguments(bound.arguments)
+        join_world(bound.arguments)
+        if current_world().device.type == "cpu":
+            # Else it does not see that there are other ranks.
+            bound.arguments["cpu"] = True
+        super().__init__(*bound.args[1:], **bound.kwargs)
+        self._begin(plugin)
+
+    @classmethod
+    def taking_over(cls, made: accelerate.Accelerator, gulliver: Options) -> Self:
+        """Turns an accelerator that a framework has made into one that boosts.
+
+        Args:
+            made: accelerator that has prepared nothing yet; it changes its class.
+            gulliver: the same as in the constructor.
+        """
+        plugin = plugin_of(gulliver)
+        check_precision(made.mixed_precision)
+        join_group(made.device)
+        made.__class__ = cls
+        assert isinstance(made, cls)
+        made._begin(plugin)
+        return made
+
+    def _begin(self, plugin: Plugin) -> None:
+        world = current_world()
+        if world.size != self.num_processes:
+            raise GulliverError(
+                f"there are {world.size} ranks, and accelerate knows of {self.num_processes}: on "
+                "CPUs pass cpu=True (TrainingArguments: use_cpu=True), and let nothing of "
+                "accelerate start before"
+            )
+        self._choices = plugin.choices(world.size)
+        self._check_ddp(plugin)
+        if self._compiles and (self._choices.stage == 3 or self._dynamo.use_regional_compilation):
+            raise GulliverError(
+                "torch_compile compiles the whole model, which then needs all parameters at once: "
+                "with stage 3 and memory limits compile its blocks, block.compile(), and leave "
+                "torch_compile out"
+            )
+        self.booster = Booster(plugin)
+        self._boosted: WeakKeyDictionary[nn.Module, BoostedOptimizer] = WeakKeyDictionary()
+        self._untrained: WeakSet[nn.Module] = WeakSet()
+        self.holds_back = False
+        self._saving_state = False
+
+    def _check_ddp(self, plugin: Any) -> None:
+        """Refuses what was asked of DDP and would change values."""
+        handler = self.ddp_handler
+        if handler is None:
+            return
+        if getattr(handler.comm_hook, "value", "no") != "no":
+            raise GulliverError(
+                f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook}) is of DDP: with "
+                "gulliver gradients travel as they are, or in 16 bits with precision='bf16'"
+            )
+        if not handler.broadcast_buffers and plugin.broadcast_buffers:
+            raise GulliverError(
+                "broadcast_buffers=False was asked of DDP: say it as gulliver="
+                "{'broadcast_buffers': False}"
+            )
+
+    @property
+    def _compiles(self) -> bool:
+        return self._dynamo.backend != DynamoBackend.NO
+
+    @property
+    def _dynamo(self) -> Any:
+        return self.state.dynamo_plugin
+
+    # Preparing.
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepares models, optimizers, loaders and schedulers, in whatever order they are given.
+
+        Args:
+            args: what to prepare.
+            device_placement: whether each of them is moved to the device; None as accelerate says.
+
+        Returns:
+            What was given, prepared, in its order.
+
+        Raises:
+            GulliverError: a model cannot be run with its optimizer as the plugin says.
+        """
+        # An optimizer boosts its model, which has to be on its device by then.
+        order = sorted(range(len(args)), key=lambda n: not isinstance(args[n], nn.Module))
+        places = device_placement
+        if places is not None and len(places) == len(args):
+            places = [places[n] for n in order]
+        found = super().prepare(*(args[n] for n in order), device_placement=places)
+        by_place = dict(zip(order, found if len(args) > 1 else (found,), strict=True))
+        result = tuple(by_place[n] for n in range(len(args)))
+        return result[0] if len(result) == 1 else result
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Moves a model to its device, with autocast and compilation; its optimizer boosts it.
+
+        Args:
+            model: plain model.
+            device_placement: whether it is moved; None as accelerate says.
+            evaluation_mode: whether it is not to be trained.
+        """
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise GulliverError("the model is wrapped by DDP: prepare the plain one")
+        if any(p.is_meta for p in model.parameters()):
+            device_placement = False
+        trained = any(p.requires_grad for p in model.parameters()) and not evaluation_mode
+        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+        if trained and self._plain(model) not in self._boosted:
+            self._untrained.add(self._plain(model))
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> Any:
+        """Boosts the model that an optimizer trains, which is prepared before or with it.
+
+        Args:
+            optimizer: optimizer of the parameters of one model.
+            device_placement: argument of accelerate; here state lies with the parameters.
+
+        Raises:
+            GulliverError: its model is not prepared, or not a single one; it cannot be run so.
+        """
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement)
+        if any(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+            raise GulliverError(
+                f"{type(optimizer).__name__} changes parameters outside of its step (train(), "
+                "eval()), which is not supported: use AdamW"
+            )
+        model = self._model_of(optimizer)
+        _, boosted, *_ = self.booster.boost(model, optimizer)
+        self._boosted[model] = boosted
+        self._untrained.discard(model)
+        if boosted.gives_back and self.num_processes > 1:
+            generate_together(model)
+        prepared = PreparedOptimizer(boosted, self)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def _model_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        known = [self._plain(model) for model in self._models]
+        found = [model for model in known if not stepped.isdisjoint(model.parameters())]
+        if not found:
+            raise GulliverError(
+                f"the model of {type(optimizer).__name__} is not prepared: prepare it before, or "
+                "in the same call"
+            )
+        if len(found) > 1 or not stepped.issubset(found[0].parameters()):
+            raise GulliverError(
+                f"{type(optimizer).__name__} steps parameters of several models: give each model "
+                "an optimizer, or put them into one nn.ModuleList"
+            )
+        if found[0] in self._boosted:
+            raise GulliverError(
+                "the model has an optimizer already: one with several groups does what several do"
+            )
+        return found[0]
+
+    def _plain(self, model: nn.Module) -> nn.Module:
+        return self.unwrap_model(model, keep_torch_compile=False)
+
+    # A step.
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward of this rank's loss over the number of accumulated batches.
+
+        Args:
+            loss: loss of this rank.
+            kwargs: refused.
+
+        Raises:
+            GulliverError: a further argument; a model that has no optimizer is to be trained.
+        """
+        if self._untrained:
+            name = type(next(iter(self._untrained))).__name__
+            raise GulliverError(
+                f"{name} is prepared, and its optimizer is not: prepare both, or call "
+                "requires_grad_(False) on a model that is not trained"
+            )
+        live = self._live()
+        if not live:
+            super().backward(loss, **kwargs)
+            return
+        if len(live) > 1 and kwargs:
+            raise GulliverError(f"backward takes a loss, not {', '.join(kwargs)}")
+        loss = loss / self.gradient_accumulation_steps
+        if len(live) == 1:
+            self.booster.backward(loss, live[0], **kwargs)
+        else:
+            # Which of them a loss reaches is not known: gradients travel with their steps.
+            loss.backward()
+
+    def _live(self) -> list[BoostedOptimizer]:
+        found = [o.boosted for o in self._optimizers if isinstance(o, PreparedOptimizer)]
+        scaled = [o for o in found if getattr(o, "scaler", None) is not None]
+        if len(found) > 1 and scaled:
+            raise GulliverError("several models with precision='fp16' are not supported: use bf16")
+        return found
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Accumulates gradients; they are exchanged with the next backward outside.
+
+        Args:
+            model: prepared model.
+        """
+        plain, before = self._plain(model), self.holds_back
+        holder = self._boosted.get(plain)
+        self.holds_back = holder is not None or before
+        try:
+            with self.booster.no_sync(plain, holder) if holder is not None else nullcontext():
+                yield
+        finally:
+            self.holds_back = before
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: Any = 2
+    ) -> Tensor | None:
+        """Scales the gradients of a model so that their global norm is at most `max_norm`.
+
+        Args:
+            parameters: all parameters of a prepared model, or those of them that are trained.
+            max_norm: largest norm; infinite to measure only.
+            norm_type: 2.
+
+        Returns:
+            The norm before.
+
+        Raises:
+            GulliverError: parameters of several models, or not all of one; another norm; gradients
+                that are still accumulated.
+        """
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        holder = self._holder_of(parameters, "clip_grad_norm_")
+        if holder is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if norm_type != 2:
+            raise GulliverError(f"clip_grad_norm_ with norm_type={norm_type}: only 2 is supported")
+        return holder.clip_grad_by_norm(max_norm).to(torch.float32)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Cuts every element of a model's gradients to ``[-clip_value, clip_value]``.
+
+        Args:
+            parameters: all parameters of a prepared model, or those of them that are trained.
+            clip_value: largest element.
+
+        Raises:
+            GulliverError: in the cases of `clip_grad_norm_`.
+        """
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        holder = self._holder_of(parameters, "clip_grad_value_")
+        if holder is None:
+            super().clip_grad_value_(parameters, clip_value)
+        else:
+            holder.clip_grad_by_value(clip_value)
+
+    def _holder_of(self, parameters: list[Tensor], what: str) -> BoostedOptimizer | None:
+        """The optimizer of just these parameters; None where no boosted one has any of them."""
+        given = {id(p) for p in parameters}
+        found = [o for o in self._live() if any(id(p) in given for p in o.names)]
+        if not found:
+            return None
+        if len(found) > 1 or not all(id(p) in given for p in found[0].names):
+            raise GulliverError(f"{what} takes all parameters of one model: model.parameters()")
+        if not self.sync_gradients:
+            raise GulliverError(
+                f"{what} between accumulated batches: call it `if accelerator.sync_gradients`"
+            )
+        return found[0]
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Does nothing: a scaled loss is the plugin's own matter."""
+
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: list[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Refused where ranks would get different numbers of batches; else it changes nothing."""
+        even = self.even_batches if even_batches is None else even_batches
+        if not even and self.num_processes > 1:
+            raise GulliverError(
+                "join_uneven_inputs is DDP's: ranks take as many batches each, even_batches=True"
+            )
+        yield
+
+    # Files.
+
+    def get_state_dict(
+        self, model: nn.Module, unwrap: bool = True, folder: Path | None = None
+    ) -> dict[str, Any]:
+        """The state dict of a model, whole; every rank calls it.
+
+        Args:
+            model: prepared model.
+            unwrap: whether names are those of the plain model.
+            folder: folder whose disk takes the file; None for that of temporary files.
+
+        Returns:
+            Of stage 3 and under a memory limit rank 0 gets it, mapped from a file that is gone, and
+            the others an empty one (as of FSDP); else all get it.
+        """
+        plain = self._plain(model)
+        if self._saving_state and plain in self._boosted:
+            return {}
+        holder = self._boosted.get(plain)
+        if holder is None or not holder.gives_back:
+            return super().get_state_dict(model, unwrap)
+        return self._mapped_state(plain, folder)
+
+    def _mapped_state(self, model: nn.Module, folder: Path | None) -> dict[str, Tensor]:
+        """Gathers one tensor after the other, so that nothing of the model's size is in memory."""
+        main = current_world().is_main
+        with TemporaryDirectory(dir=folder if main else None, prefix=".gulliver-") as place:
+            path = Path(place) / "model.safetensors"
+            self.booster.save_model(model, path)
+            # The pages of a file that is gone stay for those who have mapped it.
+            read = load_file(path) if main else {}
+        # As a state dict of the model's own: in its order, and tied tensors are one.
+        known, state = dict[int, str](), dict[str, Tensor]()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in read:
+                state[name] = read[known.setdefault(id(parameter), name)]
+        return {**state, **{name: value for name, value in read.items() if name not in state}}
+
+    def save_boosted(self, folder: Path, frozen: bool = True) -> None:
+        """Saves what is sharded of each boosted model and its optimizer; every rank calls it.
+
+        Args:
+            folder: folder of a checkpoint.
+            frozen: whether parameters that are not trained are saved, too.
+        """
+        for number, (model, optimizer) in enumerate(self._pairs()):
+            place = folder / (f"{FOLDER}_{number}" if number else FOLDER)
+            self.booster.save(place, 0, model, optimizer, use_async=False, frozen=frozen)
+        self.booster.close()
+
+    def load_boosted(self, folder: Path, frozen: bool = True, optimizers: bool = True) -> None:
+        """Loads what `save_boosted` saved, at any number of ranks; every rank calls it.
+
+        Args:
+            folder: folder of a checkpoint.
+            frozen: whether parameters that are not trained were saved, too.
+            optimizers: whether their state is loaded, too.
+        """
+        for number, (model, optimizer) in enumerate(self._pairs()):
+            place = folder / (f"{FOLDER}_{number}" if number else FOLDER)
+            given = optimizer if optimizers else None
+            self.booster.load(place, model, given, random=False, frozen=frozen)
+
+    def _pairs(self) -> list[tuple[nn.Module, BoostedOptimizer]]:
+        plain = [self._plain(model) for model in self._models]
+        return [(model, self._boosted[model]) for model in plain if model in self._boosted]
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Any:
+        """Saves models, optimizers, schedulers, generators and registered objects.
+
+        Models and optimizers lie in the folder ``gulliver`` of it, as each rank has them.
+
+        Args:
+            output_dir: folder; None where checkpoints are named automatically.
+            safe_serialization: whether models that are not trained are saved as safetensors.
+            kwargs: those of accelerate.
+        """
+
+        def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+            self.save_boosted(Path(folder))
+            # Hooks before may have taken some out; what is empty is boosted.
+            weights[:] = [state for state in weights if state]
+
+        handle = self.register_save_state_pre_hook(save)
+        optimizers, self._optimizers = self._optimizers, []
+        self._saving_state = True
+        try:
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+        finally:
+            handle.remove()
+            self._optimizers, self._saving_state = optimizers, False
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Loads what `save_state` saved, at any number of ranks.
+
+        Args:
+            input_dir: folder; None for the newest where checkpoints are named automatically.
+            load_kwargs: those of accelerate.
+            kwargs: those of accelerate.
+        """
+
+        def load(models: list[nn.Module], folder: str) -> None:
+            self.load_boosted(Path(folder))
+            models[:] = [model for model in models if self._plain(model) not in self._boosted]
+
+        handle = self.register_load_state_pre_hook(load)
+        optimizers, self._optimizers = self._optimizers, []
+        try:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        finally:
+            handle.remove()
+            self._optimizers = optimizers
+
+    def end_training(self) -> None:
+        """Ends trackers, and leaves the world."""
+        self.booster.close()
+        shutdown()
+        super().end_training()

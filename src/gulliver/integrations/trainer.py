@@ -1,0 +1,197 @@
+"""transformers' `Trainer`, with Gulliver in place of torch's DDP.
+
+    from gulliver.integrations.trainer import Trainer    # was: from transformers import Trainer
+
+A subclass: the loop, losses, metrics and logs are transformers' own. Its accelerator is
+`gulliver.integrations.accelerate.Accelerator`, which boosts the model; beside that there are only
+files: weights are gathered into the standard Hugging Face format, and what is sharded over the
+ranks is saved as it lies, in the folder ``gulliver`` of a checkpoint. Read `_Boosted`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer_callback import TrainerCallback
+
+from gulliver.comm import init_world
+from gulliver.errors import GulliverError
+from gulliver.integrations._options import Options
+from gulliver.integrations.accelerate import FOLDER, Accelerator
+
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+"""Files of transformers' checkpoints."""
+
+REFUSED = {
+    "deepspeed": "DeepSpeed runs the model then",
+    "fsdp": "FSDP runs the model then",
+    "parallelism_config": "accelerate cuts the model then",
+    "fp16": "use bf16=True, or gulliver={'precision': 'fp16'} for a model in float16",
+    "fp16_full_eval": "it turns the model itself: use bf16=True",
+    "bf16_full_eval": "it turns the model itself: use bf16=True",
+    "auto_find_batch_size": "it begins anew in the middle of a step: say memory_limit=, or a size",
+    "save_on_each_node": "a checkpoint is one folder of all ranks: save to a shared disk",
+}
+"""Fields of `TrainingArguments` that are refused, and why or what instead."""
+
+
+def _check(args: Any, model: Any) -> None:
+    """Refuses what another library would do with the model, or would do to it."""
+    for name, reason in REFUSED.items():
+        if getattr(args, name, None):
+            raise GulliverError(
+                f"TrainingArguments({name}=...) does not go with gulliver: {reason}"
+            )
+    if args.n_gpu > 1:
+        raise GulliverError(f"one process has {args.n_gpu} GPUs: start one for each with torchrun")
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        raise GulliverError(
+            "the model was cut by from_pretrained(distributed_config=...): load it whole"
+        )
+
+
+class _Forget(TrainerCallback):
+    """Tells the optimizer that gradients are used up: the loop tells the model only."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        others["optimizer"].zero_grad()
+
+
+if TYPE_CHECKING:
+    _Base = transformers.Trainer
+else:
+    _Base = object
+
+
+class _Boosted(_Base):
+    """What is changed of a `Trainer`.
+
+    Args:
+        args: those of the trainer.
+        gulliver: how the model runs, as of `gulliver.integrations.accelerate.Accelerator`; None for
+            the field ``gulliver`` of the training arguments.
+        kwargs: those of the trainer.
+
+    Raises:
+        GulliverError: a training argument that Gulliver does not go with; it is named.
+    """
+
+    accelerator: Accelerator
+
+    def __init__(self, *args: Any, gulliver: Options = None, **kwargs: Any) -> None:
+        self._gulliver = gulliver
+        super().__init__(*args, **kwargs)
+        self.add_callback(_Forget)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the accelerator."""
+        _check(self.args, self.model)
+        if self._gulliver is None:
+            self._gulliver = getattr(self.args, "gulliver", None)
+        super().create_accelerator_and_postprocess()
+        self.accelerator = Accelerator.taking_over(self.accelerator, self._gulliver)
+        if getattr(self.accelerator.booster.plugin, "step_in_backward", False):
+            raise GulliverError(
+                "step_in_backward=True updates parameters before gradients are measured, which "
+                "Trainer does in each step: leave it out"
+            )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        # A model on meta is filled when it is boosted.
+        if not any(p.is_meta for p in model.parameters()):
+            super()._move_model_to_device(model, device)
+
+    @property
+    def _module(self) -> nn.Module:
+        assert isinstance(self.model, nn.Module), "there is a model once the trainer is made"
+        return self.model
+
+    # Files.
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        """Saves the model in the standard format: every rank calls it, rank 0 writes."""
+        folder = Path(output_dir or self.args.output_dir or ".")
+        if state_dict is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            state_dict = self.accelerator.get_state_dict(self._module, folder=folder)
+        super()._save(str(folder), state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Saves what each rank has of the trained parameters and their state."""
+        self.accelerator.save_boosted(Path(output_dir), frozen=False)
+        if self.args.should_save:
+            schedule: Any = self.lr_scheduler
+            torch.save(schedule.state_dict(), os.path.join(output_dir, SCHEDULER))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Loads what `_save_optimizer_and_scheduler` saved, at any number of ranks."""
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if (folder / FOLDER).is_dir():
+            self.accelerator.load_boosted(folder, frozen=False)
+            schedule: Any = self.lr_scheduler
+            schedule.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
+        elif (folder / OPTIMIZER).is_file():
+            raise GulliverError(
+                f"{folder} is a checkpoint of transformers' own Trainer, whose optimizer state is "
+                "not taken up: finish the run with it, or load the model from there and begin anew"
+            )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads the weights; those that are trained are loaded again, unrounded, later."""
+        if not any(p.is_meta for p in (model or self._module).parameters()):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """Takes the trained parameters of the best checkpoint."""
+        folder = Path(self.state.best_model_checkpoint or "")
+        if (folder / FOLDER).is_dir():
+            self.accelerator.load_boosted(folder, frozen=False, optimizers=False)
+        else:
+            super()._load_best_model()
+
+
+class Trainer(_Boosted, transformers.Trainer):
+    """transformers' `Trainer`, whose model is boosted; see `_Boosted` for ``gulliver=``."""
+
+
+class Seq2SeqTrainer(_Boosted, transformers.Seq2SeqTrainer):
+    """transformers' `Seq2SeqTrainer`, whose model is boosted."""
+
+
+@dataclass
+class _Arguments:
+    """Adds options to training arguments, and joins the world before accelerate does."""
+
+    gulliver: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Arguments of gulliver's plugin, such as '{\"stage\": 3}' or "
+            '\'{"memory_limit": "6GiB", "disk": "/scratch:100GiB"}\'.'
+        },
+    )
+
+    def __post_init__(self) -> None:
+        world = init_world(device=torch.device("cpu") if self.use_cpu else None)
+        if world.size > 1 and world.device.type == "cpu":
+            self.use_cpu = True
+        super().__post_init__()  # type: ignore[misc]
+
+
+@dataclass
+class TrainingArguments(_Arguments, transformers.TrainingArguments):
+    """transformers' `TrainingArguments`, and ``gulliver``."""
+
+
+@dataclass
+class Seq2SeqTrainingArguments(_Arguments, transformers.Seq2SeqTrainingArguments):
+    """transformers' `Seq2SeqTrainingArguments`, and ``gulliver``."""

@@ -1,0 +1,213 @@
+"""How clips enter and leave an STDiT: checks of shapes, patches to tokens and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.models._blocks import Grid, JointBlock
+from gulliver.models._embeddings import spatial_positions
+
+REFUSED_WHEN_SET = {
+    "enable_flash_attn": "attention always runs through torch's scaled_dot_product_attention",
+    "enable_flashattn": "attention always runs through torch's scaled_dot_product_attention",
+    "enable_layernorm_kernel": "layer norms always run through torch",
+    "enable_sequence_parallelism": "models know nothing of parallelism",
+    "skip_y_embedder": "captions are always embedded by the model",
+    "skip_temporal": "a model without temporal blocks is not supported",
+    "drop_path": "stochastic depth is not supported",
+    "no_temporal_pos_emb": "frames are always told apart as the public weights do it",
+    "freeze": "use requires_grad_ on the parameters to freeze",
+    "grad_ckpt_settings": "activations are recomputed by the booster, not by the model",
+}
+"""Fields of public configurations that change nothing here, or what is not supported."""
+
+
+def check_fields(model: str, known: Sequence[str], others: Mapping[str, Any]) -> None:
+    """Refuses fields of a configuration that a model does not have.
+
+    Args:
+        model: name of the model.
+        known: fields that it has.
+        others: those that it was given besides.
+
+    Raises:
+        GulliverError: a field is unknown (the nearest is named), or set and not supported.
+    """
+    for name, value in others.items():
+        if name not in REFUSED_WHEN_SET:
+            choices = [*(k for k in known if k not in ("self", "others")), *REFUSED_WHEN_SET]
+            raise GulliverError(f"{model} has no field {name!r}: {nearest(name, choices)}")
+        if value:
+            raise GulliverError(f"{name}={value!r} is refused: {REFUSED_WHEN_SET[name]}")
+
+
+def check_heads(hidden_size: int, num_heads: int) -> None:
+    """Refuses widths that do not divide.
+
+    Raises:
+        GulliverError: heads do not divide the width, or are odd.
+    """
+    if hidden_size % num_heads or hidden_size % 4 or (hidden_size // num_heads) % 2:
+        raise GulliverError(
+            f"hidden_size {hidden_size} must be a multiple of 4 and of num_heads {num_heads}, "
+            "with heads of even width"
+        )
+
+
+def check_inputs(
+    x: Tensor,
+    y: Tensor,
+    mask: Tensor | None,
+    x_mask: Tensor | None,
+    channels: int,
+    patch_size: Sequence[int],
+) -> None:
+    """Refuses inputs of a model whose shapes do not fit each other.
+
+    Raises:
+        GulliverError: one does not, or a caption has no token.
+    """
+    if x.ndim != 5 or x.shape[1] != channels:
+        raise GulliverError(f"x has shape {tuple(x.shape)}: expected [B, {channels}, T, H, W]")
+    if y.ndim != 4 or len(y) != len(x) or y.shape[1] != 1:
+        raise GulliverError(f"y has shape {tuple(y.shape)}: expected [{len(x)}, 1, L, channels]")
+    if mask is not None:
+        if mask.shape != (len(x), y.shape[2]):
+            raise GulliverError(
+                f"mask has shape {tuple(mask.shape)}: expected {(len(x), y.shape[2])}"
+            )
+        if not mask.is_meta and not bool(mask.any(dim=1).all()):
+            raise GulliverError("a caption has no token: its mask must allow at least one")
+    if x_mask is not None:
+        if x_mask.shape != (len(x), x.shape[2]):
+            raise GulliverError(
+                f"x_mask has shape {tuple(x_mask.shape)}: expected {(len(x), x.shape[2])}"
+            )
+        if patch_size[0] != 1:
+            raise GulliverError("x_mask needs a patch of one frame: patch_size = (1, h, w)")
+
+
+def needed(model: str, **given: Tensor | None) -> None:
+    """Refuses a call that lacks what the model is conditioned on.
+
+    Raises:
+        GulliverError: something is missing.
+    """
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
+        raise GulliverError(f"{model} needs {' and '.join(missing)}: pass a tensor of shape [B]")
+
+
+def caption_mask(mask: Tensor | None) -> Tensor | None:
+    """Returns which caption tokens to attend to [B, 1, 1, L]; None for all."""
+    # Without a mask scaled_dot_product_attention may choose its fastest kernel.
+    if mask is None or bool(mask.all()):
+        return None
+    return mask.bool()[:, None, None]
+
+
+class PatchEmbedder(nn.Module):
+    """Embeds latents as tokens, zero-padded at the end to whole patches.
+
+    Args:
+        channels: channels of the latent.
+        hidden_size: width C of the tokens.
+        patch_size: latent frames, rows and columns of a token.
+    """
+
+    def __init__(self, channels: int, hidden_size: int, patch_size: Sequence[int]) -> None:
+        super().__init__()
+        size = tuple(patch_size)
+        self.patch_size = size
+        self.proj = nn.Conv3d(channels, hidden_size, size, size)  # pyright: ignore[reportArgumentType]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Returns tokens [B, T, S, C] of latents [B, channels, ...], and the sizes of the clip."""
+        padding = [
+            (-size) % patch for size, patch in zip(x.shape[2:], self.patch_size, strict=True)
+        ]
+        if any(padding):
+            x = F.pad(x, (0, padding[2], 0, padding[1], 0, padding[0]))
+        x = self.proj(x)
+        frames, rows, columns = x.shape[2:]
+        return x.flatten(3).permute(0, 2, 3, 1), Grid(frames, rows * columns, rows, columns)
+
+
+def join_patches(
+    tokens: Tensor, grid: Grid, patch_size: Sequence[int], sizes: Sequence[int]
+) -> Tensor:
+    """Joins patches [B, T, S, pt * ph * pw * channels] to [B, channels, *sizes], cut to `sizes`."""
+    channels = tokens.shape[-1] // math.prod(patch_size)
+    counts = (grid.frames, grid.rows, grid.columns)
+    split = tokens.view(len(tokens), *counts, *patch_size, channels)
+    whole = [n * p for n, p in zip(counts, patch_size, strict=True)]
+    joined = split.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(len(tokens), channels, *whole)
+    return joined[:, :, : sizes[0], : sizes[1], : sizes[2]]
+
+
+def clip_scales(height: Any, width: Any, count: int, unscaled: float) -> list[float]:
+    """Returns the scale of positions of the first `count` clips; a single one where all agree.
+
+    Args:
+        height: rows of each clip in pixels.
+        width: columns of each clip in pixels.
+        count: number of clips that are asked.
+        unscaled: side in pixels of the resolution of scale 1.
+    """
+    scales = [math.sqrt(float(height[n]) * float(width[n])) / unscaled for n in range(count)]
+    return scales[:1] if len(set(scales)) == 1 else scales
+
+
+def grid_positions(grid: Grid, scales: Sequence[float], like: Tensor) -> Tensor:
+    """Returns codes of the tokens of a frame, for each scale: [scales, S, C]."""
+    size = (grid.rows, grid.columns, like.shape[-1])
+    return torch.stack(
+        [spatial_positions(*size, scale, like.device, like.dtype) for scale in scales]
+    )
+
+
+def as_exact(out: Tensor) -> Tensor:
+    """Returns a model's output in float32; of a float64 model in float64."""
+    return out if out.dtype.itemsize == 8 else out.float()
+
+
+def initialise_linears(model: nn.Module) -> None:
+    """Draws the weights of linear layers by Xavier's uniform rule; biases become zero."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+
+
+def initialise_as_pixart(model: nn.Module, projections: Sequence[str]) -> None:
+    """Draws the weights of the first two forms, which begin as a model of single pictures.
+
+    Args:
+        model: model with `blocks` of `JointBlock`.
+        projections: names of the projections of time.
+    """
+    initialise_linears(model)
+    patches = model.get_parameter("x_embedder.proj.weight")
+    nn.init.xavier_uniform_(patches.view(len(patches), -1))
+    drawn = [
+        "t_embedder.mlp.0",
+        "t_embedder.mlp.2",
+        "y_embedder.y_proj.fc1",
+        "y_embedder.y_proj.fc2",
+    ]
+    for name in (*drawn, *(f"{projection}.1" for projection in projections)):
+        nn.init.normal_(model.get_parameter(f"{name}.weight"), std=0.02)
+    zeroed = [model.get_submodule("final_layer.linear")]
+    for block in model.modules():
+        if isinstance(block, JointBlock):
+            zeroed += [block.cross_attn.proj, block.attn_temp.proj]
+    for linear in zeroed:
+        for parameter in linear.parameters():
+            nn.init.zeros_(parameter)

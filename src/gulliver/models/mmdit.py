@@ -1,0 +1,453 @@
+"""MMDiT, the transformer of Open-Sora 2.0: video and text tokens attend to all of each other.
+
+Read `MMDiT.forward`. Double blocks have weights of their own for video and for text and meet in one
+attention; single blocks treat both alike. Every token carries a place on three axes (frame, row,
+column; text has zeros), which rotary codes tell. `_packing.py` is the way from latents to tokens
+and back. Names are those of the public weights, which descend from FLUX.1.
+
+Shapes: B clips, N video tokens, L text tokens, C channels.
+
+[Note: two layouts of one model] The public weights exist with queries, keys and values in one
+matrix (``fused_qkv``, as FLUX has it) and in three, and with rotary pairs side by side or half a
+head apart (``use_liger_rope``, the layout of a fused kernel). Open-Sora 2.0 was trained with three
+and halves apart. Neither can be told from the other's values, so both are fields.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError
+from gulliver.models._attention import RMSNorm
+from gulliver.models._blocks import layer_norm, modulate
+from gulliver.models._clips import as_exact, check_fields
+from gulliver.models._embeddings import (
+    Rotation,
+    rotary_frequencies,
+    rotate,
+    rotation_of,
+    sinusoid,
+    working_precision,
+)
+from gulliver.models._quirks import checked_quirks
+
+
+class VectorEmbedder(nn.Module):
+    """A two-layer MLP with SiLU: [B, inputs] to [B, hidden_size]."""
+
+    def __init__(self, inputs: int, hidden_size: int) -> None:
+        super().__init__()
+        self.in_layer = nn.Linear(inputs, hidden_size)
+        self.out_layer = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Embeds vectors."""
+        return self.out_layer(F.silu(self.in_layer(x)))
+
+
+class HeadNorms(nn.Module):
+    """RMS norms of queries and keys, each head by itself."""
+
+    def __init__(self, head_size: int) -> None:
+        super().__init__()
+        self.query_norm = RMSNorm(head_size, name="scale")
+        self.key_norm = RMSNorm(head_size, name="scale")
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Norms heads [B, heads, N, head size]."""
+        return self.query_norm(q), self.key_norm(k)
+
+
+class Modulation(nn.Module):
+    """Projects the conditioning vector to shifts, scales and gates: [B, C] to parts x [B, 1, C]."""
+
+    def __init__(self, hidden_size: int, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.lin = nn.Linear(hidden_size, parts * hidden_size)
+
+    def forward(self, vec: Tensor) -> tuple[Tensor, ...]:
+        """Projects a vector."""
+        return self.lin(F.silu(vec))[:, None].chunk(self.parts, dim=-1)
+
+
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values, each [B, heads, N, head size]."""
+
+
+class StreamAttention(nn.Module):
+    """Projections of one stream, video or text, around the joint attention.
+
+    Args:
+        hidden_size: width C.
+        num_heads: attention heads.
+        qkv_bias: whether queries, keys and values have a bias.
+        fused_qkv: whether they are one matrix.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, qkv_bias: bool, fused_qkv: bool) -> None:
+        super().__init__()
+        self.num_heads, self.fused = num_heads, fused_qkv
+        if fused_qkv:
+            self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=qkv_bias)
+        else:
+            self.q_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
+            self.k_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
+            self.v_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
+        self.norm = HeadNorms(hidden_size // num_heads)
+        self.proj = nn.Linear(hidden_size, hidden_size)
+
+    def heads(self, x: Tensor) -> Heads:
+        """Projects tokens [B, N, C] to normed queries and keys, and values."""
+        parts = self.qkv(x).chunk(3, -1) if self.fused else _each(x, *self._projections())
+        q, k, v = (_by_head(part, self.num_heads) for part in parts)
+        return *self.norm(q, k), v
+
+    def _projections(self) -> tuple[nn.Module, ...]:
+        return self.q_proj, self.k_proj, self.v_proj
+
+
+class DoubleBlock(nn.Module):
+    """A block with weights of its own for video and for text, which meet in one attention.
+
+    Args:
+        hidden_size: width C.
+        num_heads: attention heads.
+        mlp_ratio: hidden width of the MLPs over C.
+        qkv_bias: whether queries, keys and values have a bias.
+        fused_qkv: whether they are one matrix.
+        halves: whether rotary pairs are half a head apart.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        mlp_ratio: float,
+        qkv_bias: bool,
+        fused_qkv: bool,
+        halves: bool,
+    ) -> None:
+        super().__init__()
+        self.halves = halves
+        inner = int(hidden_size * mlp_ratio)
+        for stream in ("img", "txt"):
+            self.add_module(f"{stream}_mod", Modulation(hidden_size, 6))
+            attention = StreamAttention(hidden_size, num_heads, qkv_bias, fused_qkv)
+            self.add_module(f"{stream}_attn", attention)
+            mlp = nn.Sequential(
+                nn.Linear(hidden_size, inner),
+                nn.GELU(approximate="tanh"),
+                nn.Linear(inner, hidden_size),
+            )
+            self.add_module(f"{stream}_mlp", mlp)
+
+    def forward(
+        self, img: Tensor, txt: Tensor, vec: Tensor, rotation: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        """Computes one block.
+
+        Args:
+            img: video tokens [B, N, C].
+            txt: text tokens [B, L, C].
+            vec: conditioning vector [B, C].
+            rotation: cosine and sine of text, then video tokens, [B, 1, L + N, head size / 2].
+
+        Returns:
+            Video and text tokens.
+        """
+        streams = {"txt": txt, "img": img}
+        parts = {name: self._part(name, "mod")(vec) for name in streams}
+        found = []
+        for name, x in streams.items():
+            shift, scale = parts[name][:2]
+            found.append(self._part(name, "attn").heads(modulate(layer_norm(x), shift, scale)))
+        q, k, v = (torch.cat(pair, dim=2) for pair in zip(*found, strict=True))
+        mixed = joint_attention(q, k, v, rotation, self.halves)
+        sizes = [txt.shape[1], img.shape[1]]
+        out = {}
+        for (name, x), own in zip(streams.items(), mixed.split(sizes, dim=1), strict=True):
+            _, _, gate, shift_mlp, scale_mlp, gate_mlp = parts[name]
+            x = torch.addcmul(x, gate, self._part(name, "attn").proj(own))
+            inner = self._part(name, "mlp")(modulate(layer_norm(x), shift_mlp, scale_mlp))
+            out[name] = torch.addcmul(x, gate_mlp, inner)
+        return out["img"], out["txt"]
+
+    def _part(self, stream: str, name: str) -> Any:
+        return getattr(self, f"{stream}_{name}")
+
+
+class SingleBlock(nn.Module):
+    """A block that treats text and video alike; attention and MLP run side by side.
+
+    Args:
+        hidden_size: width C.
+        num_heads: attention heads.
+        mlp_ratio: hidden width of the MLP over C.
+        fused_qkv: whether queries, keys, values and the MLP's input are one matrix.
+        halves: whether rotary pairs are half a head apart.
+
+    Source of the form: Dehghani et al., 2023 (arXiv 2302.05442).
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, mlp_ratio: float, fused_qkv: bool, halves: bool
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.fused, self.halves = num_heads, fused_qkv, halves
+        self.hidden_size, self.inner = hidden_size, int(hidden_size * mlp_ratio)
+        if fused_qkv:
+            self.linear1 = nn.Linear(hidden_size, 3 * hidden_size + self.inner)
+        else:
+            self.q_proj = nn.Linear(hidden_size, hidden_size)
+            self.k_proj = nn.Linear(hidden_size, hidden_size)
+            self.v_mlp = nn.Linear(hidden_size, hidden_size + self.inner)
+        self.linear2 = nn.Linear(hidden_size + self.inner, hidden_size)
+        self.norm = HeadNorms(hidden_size // num_heads)
+        self.modulation = Modulation(hidden_size, 3)
+
+    def forward(self, x: Tensor, vec: Tensor, rotation: Rotation) -> Tensor:
+        """Computes one block of tokens [B, L + N, C], with arguments as of `DoubleBlock`."""
+        shift, scale, gate = self.modulation(vec)
+        seen = modulate(layer_norm(x), shift, scale)
+        width = self.hidden_size
+        if self.fused:
+            *parts, inner = self.linear1(seen).split([width, width, width, self.inner], dim=-1)
+        else:
+            q, k, last = _each(seen, self.q_proj, self.k_proj, self.v_mlp)
+            value, inner = last.split([width, self.inner], dim=-1)
+            parts = [q, k, value]
+        q, k, v = (_by_head(part, self.num_heads) for part in parts)
+        q, k = self.norm(q, k)
+        mixed = joint_attention(q, k, v, rotation, self.halves)
+        both = torch.cat([mixed, F.gelu(inner, approximate="tanh")], dim=-1)
+        return torch.addcmul(x, gate, self.linear2(both))
+
+
+def joint_attention(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, halves: bool) -> Tensor:
+    """Rotates queries and keys and attends: heads [B, heads, N, head size] to tokens [B, N, C]."""
+    q, k = rotate(q, rotation, halves), rotate(k, rotation, halves)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _each(x: Tensor, *projections: nn.Module) -> list[Tensor]:
+    return [projection(x) for projection in projections]
+
+
+class LastLayer(nn.Module):
+    """The modulated norm and the projection of tokens to packed latents."""
+
+    def __init__(self, hidden_size: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, outputs)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
+
+    def forward(self, x: Tensor, vec: Tensor) -> Tensor:
+        """Projects tokens [B, N, C]."""
+        shift, scale = self.adaLN_modulation(vec)[:, None].chunk(2, dim=-1)
+        return self.linear(modulate(layer_norm(x), shift, scale))
+
+
+class MMDiT(nn.Module):
+    """The multi-modal diffusion transformer.
+
+    Args:
+        in_channels: width of a packed latent: channels times the square of `patch_size`.
+        vec_in_dim: width of the text encoder's single vector.
+        context_in_dim: width of the text encoder's token vectors.
+        hidden_size: width C.
+        mlp_ratio: hidden width of the MLPs over C.
+        num_heads: attention heads.
+        depth: number of double blocks.
+        depth_single_blocks: number of single blocks.
+        axes_dim: widths of a head that frame, row and column turn; their sum is a head.
+        theta: base of the rotary frequencies.
+        qkv_bias: whether queries, keys and values of the double blocks have a bias.
+        guidance_embed: whether the model is told the strength of guidance that it was distilled to.
+        cond_embed: whether given frames and their mask are added, packed, to the video tokens.
+        fused_qkv: whether queries, keys and values are one matrix.
+        use_liger_rope: whether rotary pairs are half a head apart.
+        patch_size: rows and columns of a packed latent.
+        model_max_length: longest text in tokens.
+        compat: names of quirks; there are none of this model.
+        others: further fields of public configurations, refused when set.
+
+    Raises:
+        GulliverError: an unknown field, one that is not supported, or sizes that do not divide.
+
+    Source: https://arxiv.org/abs/2503.09642 (Open-Sora 2.0), https://arxiv.org/abs/2403.03206
+        (MMDiT).
+    """
+
+    CHANNELS = 256
+    """Channels of the sinusoids of noise level and guidance."""
+
+    def __init__(
+        self,
+        *,
+        in_channels: int = 64,
+        vec_in_dim: int = 768,
+        context_in_dim: int = 4096,
+        hidden_size: int = 3072,
+        mlp_ratio: float = 4.0,
+        num_heads: int = 24,
+        depth: int = 19,
+        depth_single_blocks: int = 38,
+        axes_dim: Sequence[int] = (16, 56, 56),
+        theta: float = 10_000,
+        qkv_bias: bool = True,
+        guidance_embed: bool = False,
+        cond_embed: bool = False,
+        fused_qkv: bool = True,
+        use_liger_rope: bool = False,
+        patch_size: int = 2,
+        model_max_length: int = 512,
+        compat: Collection[str] | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__()
+        check_fields("MMDiT", list(inspect.signature(MMDiT.__init__).parameters), others)
+        self.compat = checked_quirks("MMDiT", compat)
+        if hidden_size % num_heads or sum(axes_dim) != hidden_size // num_heads:
+            raise GulliverError(
+                f"axes_dim {tuple(axes_dim)} must add up to a head of hidden_size {hidden_size} / "
+                f"num_heads {num_heads}"
+            )
+        if len(axes_dim) != 3 or any(size % 2 for size in axes_dim):
+            raise GulliverError(f"axes_dim {tuple(axes_dim)} must be three even widths")
+        if in_channels % patch_size**2:
+            raise GulliverError(
+                f"in_channels {in_channels} must be a multiple of patch_size {patch_size} squared"
+            )
+        self.in_channels, self.patch_size = in_channels, patch_size
+        self.vec_in_dim, self.context_in_dim = vec_in_dim, context_in_dim
+        self.hidden_size, self.num_heads, self.mlp_ratio = hidden_size, num_heads, mlp_ratio
+        self.depth, self.depth_single_blocks = depth, depth_single_blocks
+        self.axes_dim, self.theta = tuple(axes_dim), theta
+        self.model_max_length = model_max_length
+        self.img_in = nn.Linear(in_channels, hidden_size)
+        self.time_in = VectorEmbedder(self.CHANNELS, hidden_size)
+        self.vector_in = VectorEmbedder(vec_in_dim, hidden_size)
+        self.guidance_in = VectorEmbedder(self.CHANNELS, hidden_size) if guidance_embed else None
+        packed_mask = patch_size**2
+        self.cond_in = nn.Linear(in_channels + packed_mask, hidden_size) if cond_embed else None
+        self.txt_in = nn.Linear(context_in_dim, hidden_size)
+        double = (hidden_size, num_heads, mlp_ratio, qkv_bias, fused_qkv, use_liger_rope)
+        self.double_blocks = nn.ModuleList(DoubleBlock(*double) for _ in range(depth))
+        single = (hidden_size, num_heads, mlp_ratio, fused_qkv, use_liger_rope)
+        self.single_blocks = nn.ModuleList(SingleBlock(*single) for _ in range(depth_single_blocks))
+        self.final_layer = LastLayer(hidden_size, in_channels)
+        if self.cond_in is not None:
+            # A model of text alone goes on as it was until it has learnt what is given.
+            nn.init.zeros_(self.cond_in.weight)
+            nn.init.zeros_(self.cond_in.bias)
+
+    def forward(
+        self,
+        img: Tensor,
+        img_ids: Tensor,
+        txt: Tensor,
+        txt_ids: Tensor,
+        timesteps: Tensor,
+        y_vec: Tensor,
+        cond: Tensor | None = None,
+        guidance: Tensor | None = None,
+    ) -> Tensor:
+        """Predicts the velocity of packed latents.
+
+        Args:
+            img: noisy packed latents [B, N, in_channels].
+            img_ids: frame, row and column of each of them [B, N, 3].
+            txt: text token vectors [B, L, context_in_dim].
+            txt_ids: places of the text tokens [B, L, 3], zeros in the public training.
+            timesteps: noise level of each clip [B], 0 (data) to 1 (noise).
+            y_vec: text encoder's single vector [B, vec_in_dim].
+            cond: mask of given frames, then their latents, packed: [B, N, in_channels +
+                patch_size^2]; with cond_embed.
+            guidance: strength of guidance [B]; with guidance_embed.
+
+        Returns:
+            [B, N, in_channels] in float32 (float64 for a float64 model).
+
+        Raises:
+            GulliverError: something is missing, or shapes do not fit.
+        """
+        self._check(img, img_ids, txt, txt_ids, y_vec, cond, guidance)
+        dtype = self.img_in.weight.dtype
+        video = self.img_in(img.to(dtype))
+        if self.cond_in is not None and cond is not None:
+            video = video + self.cond_in(cond.to(dtype))
+        # Noise levels come as 0 to 1 and are embedded as 0 to 1000.
+        vec = self.time_in(sinusoid(1000 * timesteps, self.CHANNELS, dtype))
+        if self.guidance_in is not None and guidance is not None:
+            vec = vec + self.guidance_in(sinusoid(1000 * guidance, self.CHANNELS, dtype))
+        vec = vec + self.vector_in(y_vec.to(dtype))
+        text = self.txt_in(txt.to(dtype))
+        rotation = self._rotation(torch.cat([txt_ids, img_ids], dim=1), dtype)
+        for block in self.double_blocks:
+            video, text = block(video, text, vec, rotation)
+        tokens = torch.cat([text, video], dim=1)
+        for block in self.single_blocks:
+            tokens = block(tokens, vec, rotation)
+        return as_exact(self.final_layer(tokens[:, text.shape[1] :], vec))
+
+    def _rotation(self, places: Tensor, dtype: torch.dtype) -> Rotation:
+        """Cosine and sine of each token, [B, 1, L + N, head size / 2]."""
+        exact = working_precision(dtype)
+        turns = []
+        for axis, size in enumerate(self.axes_dim):
+            frequencies = rotary_frequencies(size, self.theta, exact, places.device)
+            turns.append(rotation_of(places[..., axis], frequencies))
+        cos, sin = (torch.cat(parts, dim=-1)[:, None] for parts in zip(*turns, strict=True))
+        return cos, sin
+
+    def _check(
+        self,
+        img: Tensor,
+        img_ids: Tensor,
+        txt: Tensor,
+        txt_ids: Tensor,
+        y_vec: Tensor,
+        cond: Tensor | None,
+        guidance: Tensor | None,
+    ) -> None:
+        count = len(img)
+        wanted: dict[str, tuple[Tensor | None, tuple[int | None, ...]]] = {
+            "img": (img, (count, None, self.in_channels)),
+            "img_ids": (img_ids, (count, img.shape[1], 3)),
+            "txt": (txt, (count, None, self.context_in_dim)),
+            "txt_ids": (txt_ids, (count, txt.shape[1], 3)),
+            "y_vec": (y_vec, (count, self.vec_in_dim)),
+        }
+        if self.cond_in is not None:
+            wanted["cond"] = cond, (count, img.shape[1], self.cond_in.in_features)
+        elif cond is not None:
+            raise GulliverError("cond is for a model with cond_embed=True")
+        if self.guidance_in is not None:
+            wanted["guidance"] = guidance, (count,)
+        elif guidance is not None:
+            raise GulliverError("guidance is for a model with guidance_embed=True")
+        for name, (value, shape) in wanted.items():
+            sizes = () if value is None else tuple(value.shape)
+            fits = len(sizes) == len(shape) and all(
+                want in (None, size) for want, size in zip(shape, sizes, strict=True)
+            )
+            if not fits:
+                told = ", ".join("N" if size is None else str(size) for size in shape)
+                found = "missing" if value is None else f"of shape {sizes}"
+                raise GulliverError(f"{name} is {found}: expected [{told}]")
+        if txt.shape[1] > self.model_max_length:
+            raise GulliverError(
+                f"a text of {txt.shape[1]} tokens is longer than model_max_length = "
+                f"{self.model_max_length}: cut it, or build the model longer"
+            )

@@ -1,0 +1,129 @@
+"""Loads a public video model: a Hugging Face folder, a safetensors file, or several with an index.
+
+    model = load_model("OpenSora-STDiT-v3")
+    model = load_model("Open_Sora_v2.safetensors", torch.device("cuda"), torch.bfloat16)
+
+Which model it is and how large follows from names and shapes of the tensors; a ``config.json``
+beside them says the rest. Names are matched strictly, before any memory is filled.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gulliver import models
+from gulliver.checkpoint import load_huggingface, open_weights, read_json
+from gulliver.errors import GulliverError
+from gulliver.models import fields_of, look_of
+
+NO_FIELDS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "type")
+"""Entries of public configurations that say nothing of the model's sizes."""
+
+
+def load_model(
+    path: Path | str,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    kind: str | None = None,
+    **overrides: Any,
+) -> nn.Module:
+    """Builds the model that files hold, and fills it.
+
+    Args:
+        path: Hugging Face folder, safetensors file or index of several.
+        device: device to fill it on; None for the CPU.
+        dtype: dtype to convert it to; None for that of the files.
+        kind: class of `gulliver.models` that it must be; None for whichever it is.
+        overrides: arguments of its class, such as ``input_size`` of an STDiT.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        GulliverError: the files are missing or broken, are those of another model, which is named,
+            or do not match their configuration.
+    """
+    path = Path(path)
+    with open_weights(path) as weights:
+        infos = dict(weights.infos)
+    shapes = {name: info.shape for name, info in infos.items()}
+    if kind is not None:
+        check_kind(path, kind, shapes)
+    try:
+        found, fields = fields_of(shapes)
+    except GulliverError as error:
+        raise GulliverError(f"{path}: {error}") from None
+    made: type[nn.Module] = getattr(models, found)
+    fields |= _configured(path, made) | overrides
+    with torch.device("meta"):
+        model = made(**fields)
+    _check_positions(path, model, shapes)
+    floating = [info.dtype for info in infos.values() if info.dtype.is_floating_point]
+    model.to(dtype or (floating[0] if floating else torch.float32))
+    model = model.to_empty(device=device or torch.device("cpu"))
+    load_huggingface(model, path)
+    return model.eval()
+
+
+def check_kind(path: Path | str, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses the state dict of another model, saying which it looks like.
+
+    Args:
+        path: path of the files, for the error.
+        kind: class of `gulliver.models` that it shall be of.
+        shapes: shapes of the tensors by name.
+
+    Raises:
+        GulliverError: it looks like another one.
+    """
+    look = look_of(shapes)
+    if look is None or look.kind != kind:
+        found = look.told if look else "nothing known"
+        advice = f": load it as {look.kind}" if look and look.kind else ""
+        raise GulliverError(f"{path} is no {kind}, it looks like {found}{advice}")
+
+
+def _configured(path: Path, kind: type[nn.Module]) -> dict[str, Any]:
+    """Fields of the ``config.json`` beside the weights."""
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    # Beside a single file may lie that of something else.
+    if not file.is_file() or (path.is_file() and path.suffix == ".safetensors"):
+        return {}
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise GulliverError(f"{file} is no configuration: expected an object")
+    known = inspect.signature(kind.__init__).parameters
+    return {
+        name: value
+        for name, value in content.items()
+        # What transformers writes for every model is not the model's.
+        if name in known
+        or not (name in NO_FIELDS or name.startswith("_") or _of_transformers(name))
+    }
+
+
+def _of_transformers(name: str) -> bool:
+    try:
+        from transformers import PretrainedConfig
+    except ImportError:
+        return name == "transformers_version"
+    return name == "transformers_version" or name in PretrainedConfig().to_dict()
+
+
+def _check_positions(path: Path, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses fixed positions of another size of clip, which names alone would not tell."""
+    for name in ("pos_embed", "pos_embed_temporal"):
+        wanted = model.state_dict().get(name)
+        if wanted is not None and tuple(wanted.shape) != shapes.get(name):
+            counts = [shapes.get(n, (1, 0))[1] for n in ("pos_embed_temporal", "pos_embed")]
+            raise GulliverError(
+                f"{path} has positions of {counts[0]} frames of {counts[1]} tokens: pass "
+                "input_size=(frames, rows, columns) of such latents, as 16, 32, 32"
+            )

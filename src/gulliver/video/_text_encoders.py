@@ -1,0 +1,363 @@
+"""Text encoders behind one interface: T5, CLIP, both together, and the words of the demonstration.
+
+    encoder = load_text_encoder("t5-v1_1-xxl", max_length=300)
+    embeddings, mask, vector = encoder.encode(["a cat on a roof"])
+
+T5 gives a vector for each token, CLIP a single one for the whole caption; a `TextPair` gives both.
+Encoders are frozen. `KeptTexts` keeps what one has said on disk, by a fingerprint of the encoder
+and of the caption, so each caption is encoded once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.checkpoint import read_json, read_tensors, write_tensors
+from gulliver.errors import GulliverError
+
+
+class EncodedText(tuple[Tensor, ...]):
+    """Captions as a model reads them: a pair, or with the single vector a triple.
+
+    Args:
+        embeddings: vector of each token [B, 1, L, channels], zero beyond a caption's end.
+        mask: tokens that are there [B, L].
+        vector: single vector of each caption [B, width]; None of encoders that have none.
+    """
+
+    def __new__(cls, embeddings: Tensor, mask: Tensor, vector: Tensor | None = None) -> Self:
+        both = (embeddings, mask)
+        return super().__new__(cls, both if vector is None else (*both, vector))
+
+    @property
+    def embeddings(self) -> Tensor:
+        """Vector of each token [B, 1, L, channels]."""
+        return self[0]
+
+    @property
+    def mask(self) -> Tensor:
+        """Tokens that are there [B, L]."""
+        return self[1]
+
+    @property
+    def vector(self) -> Tensor | None:
+        """Single vector of each caption [B, width]."""
+        return self[2] if len(self) == 3 else None
+
+
+class TextEncoder(Protocol):
+    """What reads captions."""
+
+    @property
+    def channels(self) -> int:
+        """Width of a token's vector."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """Longest caption, in its own tokens."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that changes with whatever changes what it says."""
+        ...
+
+    def encode(self, captions: list[str]) -> EncodedText:
+        """Encodes captions.
+
+        Raises:
+            GulliverError: there is nothing to encode, or a caption is too long.
+        """
+        ...
+
+
+class _FromFolder:
+    """A text encoder of transformers, from a local folder."""
+
+    name = ""
+
+    def __init__(
+        self,
+        folder: Path | str,
+        max_length: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        cut: bool = False,
+        whole: bool = False,
+    ) -> None:
+        self.folder, self.max_length = Path(folder), max_length
+        self.cut, self.whole = cut, whole
+        self.device = device or torch.device("cpu")
+        if not (self.folder / "config.json").is_file():
+            raise GulliverError(f"{self.folder} is no folder of a text encoder: no config.json")
+        try:
+            import transformers
+        except ImportError:
+            raise GulliverError(
+                "text encoders need transformers: pip install transformers"
+            ) from None
+        try:
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(
+                self.folder, local_files_only=True
+            )
+            self.model = self._load(transformers, dtype or torch.float32)
+        except (OSError, ValueError, KeyError) as error:
+            line = str(error).strip().split("\n")[0]
+            raise GulliverError(f"{self.folder} cannot be read as {self.name}: {line}") from None
+        self.model.to(self.device).eval().requires_grad_(False)
+
+    def _load(self, transformers: Any, dtype: torch.dtype) -> nn.Module:
+        raise NotImplementedError
+
+    @property
+    def fingerprint(self) -> str:
+        """Kind, configuration, length and the encoder's own numbers."""
+        total = hashlib.blake2b(digest_size=16)
+        for name, value in sorted(self.model.state_dict().items()):
+            # A few elements of each tensor tell weights apart and are read at once.
+            part = value.reshape(-1)[:: max(1, value.numel() // 64)].double().cpu()
+            total.update(name.encode() + part.numpy().tobytes())
+        config = json.dumps(read_json(self.folder / "config.json"), sort_keys=True)
+        total.update(config.encode())
+        how = f"{self.max_length} {self.cut} {self.whole} {self._dtype}"
+        return f"{self.name} {total.hexdigest()} {how}"
+
+    @property
+    def _dtype(self) -> str:
+        return str(next(self.model.parameters()).dtype)
+
+    def _tokens(self, captions: list[str]) -> dict[str, Tensor]:
+        """Token ids and mask of captions, padded to the longest; too long ones are refused."""
+        if not captions:
+            raise GulliverError("there is no caption to encode")
+        found = self.tokenizer(
+            captions,
+            padding="max_length" if self.whole else "longest",
+            truncation=self.cut,
+            max_length=self.max_length,
+            return_tensors="pt",
+        )
+        counts = found["attention_mask"].sum(1)
+        if int(counts.max()) > self.max_length:
+            at = int(counts.argmax())
+            raise GulliverError(
+                f"{int(counts[at])} tokens are more than this model reads ({self.max_length}): "
+                f"shorten {captions[at][:60]!r}, or pass cut=True"
+            )
+        mask = torch.ones_like(found["attention_mask"]) if self.whole else found["attention_mask"]
+        ids = found["input_ids"].to(self.device)
+        return {"input_ids": ids, "attention_mask": mask.to(self.device)}
+
+
+class T5TextEncoder(_FromFolder):
+    """The encoder of a T5: a vector for each token.
+
+    Args:
+        folder: Hugging Face folder with the model and its tokenizer.
+        max_length: longest caption in tokens.
+        device: device that encodes; None for the CPU.
+        dtype: dtype of the weights; None for float32.
+        cut: whether to cut captions that are too long; else they are refused.
+        whole: whether to pad every caption to `max_length` and attend to the padding, too, as the
+            weights of Open-Sora 2.0 and FLUX.1 were trained.
+
+    Raises:
+        GulliverError: there is no such folder, or transformers is missing.
+    """
+
+    name = "T5"
+
+    def _load(self, transformers: Any, dtype: torch.dtype) -> nn.Module:
+        return transformers.T5EncoderModel.from_pretrained(
+            self.folder, local_files_only=True, dtype=dtype
+        )
+
+    @property
+    def channels(self) -> int:
+        """Width of a token's vector."""
+        return int(self.model.config.d_model)  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def encode(self, captions: list[str]) -> EncodedText:
+        """Encodes captions, as `TextEncoder.encode`."""
+        tokens = self._tokens(captions)
+        mask = tokens["attention_mask"].bool()
+        states = self.model(**tokens).last_hidden_state
+        return EncodedText(states.masked_fill(~mask[..., None], 0)[:, None], mask)
+
+
+class ClipTextEncoder(_FromFolder):
+    """The text half of a CLIP: a single vector for the whole caption, and one for each token.
+
+    Args:
+        folder: Hugging Face folder with the model and its tokenizer.
+        max_length: longest caption in tokens.
+        device: device that encodes; None for the CPU.
+        dtype: dtype of the weights; None for float32.
+        cut: whether to cut captions that are too long; else they are refused.
+        whole: whether to pad every caption to `max_length` and attend to the padding, too, as the
+            weights of Open-Sora 2.0 and FLUX.1 were trained.
+
+    Raises:
+        GulliverError: there is no such folder, or transformers is missing.
+    """
+
+    name = "CLIP"
+
+    def _load(self, transformers: Any, dtype: torch.dtype) -> nn.Module:
+        return transformers.CLIPTextModel.from_pretrained(
+            self.folder, local_files_only=True, dtype=dtype
+        )
+
+    @property
+    def channels(self) -> int:
+        """Width of a token's vector, and of the caption's."""
+        return int(self.model.config.hidden_size)  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def encode(self, captions: list[str]) -> EncodedText:
+        """Encodes captions, as `TextEncoder.encode`."""
+        tokens = self._tokens(captions)
+        mask = tokens["attention_mask"].bool()
+        out = self.model(**tokens)
+        states = out.last_hidden_state.masked_fill(~mask[..., None], 0)
+        return EncodedText(states[:, None], mask, out.pooler_output)
+
+
+class TextPair:
+    """Token vectors of one encoder and the single vector of another, as the 2.0 model reads them.
+
+    Args:
+        tokens: encoder of the tokens.
+        whole: encoder of the whole caption; it reads as much of one as it can.
+    """
+
+    def __init__(self, tokens: TextEncoder, whole: ClipTextEncoder) -> None:
+        self.tokens, self.whole = tokens, whole
+        self.channels, self.max_length = tokens.channels, tokens.max_length
+
+    @property
+    def fingerprint(self) -> str:
+        """Those of both."""
+        return f"{self.tokens.fingerprint} + {self.whole.fingerprint}"
+
+    def encode(self, captions: list[str]) -> EncodedText:
+        """Encodes captions, as `TextEncoder.encode`."""
+        embeddings, mask = self.tokens.encode(captions)[:2]
+        return EncodedText(embeddings, mask, self.whole.encode(captions).vector)
+
+
+class KeptTexts:
+    """A text encoder that keeps what it has said: a file for each caption, by fingerprint.
+
+    The encoder runs for captions that have no file yet. Files are written whole or not at all, so
+    several processes may share a folder.
+
+    Args:
+        encoder: encoder to ask.
+        folder: folder of the files.
+    """
+
+    def __init__(self, encoder: TextEncoder, folder: Path | str) -> None:
+        self.encoder, self.folder = encoder, Path(folder)
+        self.channels, self.max_length = encoder.channels, encoder.max_length
+        self.fingerprint = encoder.fingerprint
+
+    def encode(self, captions: list[str]) -> EncodedText:
+        """Encodes captions, as `TextEncoder.encode`; those that are kept are read."""
+        files = {caption: self._file(caption) for caption in captions}
+        missing = [caption for caption, file in files.items() if not file.is_file()]
+        for caption in missing:
+            # One by one: what a caption says must not depend on what it is padded to.
+            said = self.encoder.encode([caption])
+            tensors = {"embeddings": said.embeddings[0, 0], "mask": said.mask[0].to(torch.uint8)}
+            if said.vector is not None:
+                tensors["vector"] = said.vector[0]
+            write_tensors(files[caption], tensors)
+        if not captions:
+            return self.encoder.encode(captions)
+        return padded([read_tensors(files[caption]) for caption in captions])
+
+    def _file(self, caption: str) -> Path:
+        text = json.dumps([self.fingerprint, caption]).encode()
+        return self.folder / f"{hashlib.blake2b(text, digest_size=20).hexdigest()}.safetensors"
+
+
+def padded(texts: list[dict[str, Tensor]]) -> EncodedText:
+    """Returns kept captions as one batch, padded with zeros to the longest."""
+    longest = max(len(text["mask"]) for text in texts)
+    first = texts[0]["embeddings"]
+    embeddings = first.new_zeros(len(texts), 1, longest, first.shape[1])
+    mask = torch.zeros(len(texts), longest, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        embeddings[row, 0, : len(text["mask"])] = text["embeddings"]
+        mask[row, : len(text["mask"])] = text["mask"].bool()
+    vectors = [text["vector"] for text in texts if "vector" in text]
+    return EncodedText(embeddings, mask, torch.stack(vectors) if vectors else None)
+
+
+def check_encoder(encoder: TextEncoder, width: int, length: int) -> None:
+    """Refuses a text encoder that a model was not made for.
+
+    Args:
+        encoder: encoder that is to be used.
+        width: width of the token vectors that the model reads.
+        length: longest caption that it reads, in tokens.
+
+    Raises:
+        GulliverError: widths differ, or the encoder may give longer captions.
+    """
+    if encoder.channels != width:
+        raise GulliverError(
+            f"the text encoder's vectors are {encoder.channels} wide, the model reads {width}: "
+            "take the encoder that it was trained with"
+        )
+    if encoder.max_length > length:
+        raise GulliverError(
+            f"the text encoder gives up to {encoder.max_length} tokens, the model reads {length}: "
+            f"pass max_length={length}"
+        )
+
+
+def load_text_encoder(
+    folder: Path | str,
+    max_length: int | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    cut: bool = False,
+    whole: bool = False,
+) -> T5TextEncoder | ClipTextEncoder:
+    """Loads the text encoder of a folder, by what its configuration says it is.
+
+    Args:
+        folder: Hugging Face folder with the model and its tokenizer.
+        max_length: longest caption in tokens; None for 512 of a T5, and all that a CLIP has.
+        device: device that encodes; None for the CPU.
+        dtype: dtype of the weights; None for float32.
+        cut: whether to cut captions that are too long; else they are refused.
+        whole: whether to pad every caption to `max_length` and attend to the padding, too, as the
+            weights of Open-Sora 2.0 and FLUX.1 were trained.
+
+    Raises:
+        GulliverError: there is no such folder, it holds neither, or transformers is missing.
+    """
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise GulliverError(f"{folder} is no folder of a text encoder: no config.json")
+    content = read_json(file)
+    kind = content.get("model_type", "") if isinstance(content, dict) else ""
+    if kind in ("t5", "mt5", "umt5"):
+        return T5TextEncoder(folder, max_length or 512, device, dtype, cut, whole)
+    if kind in ("clip", "clip_text_model"):
+        text = content.get("text_config", content)
+        longest = int(text.get("max_position_embeddings", 77))
+        longest = min(max_length or longest, longest)
+        return ClipTextEncoder(folder, longest, device, dtype, cut, whole)
+    raise GulliverError(f"{folder} holds a {kind or 'nameless'} model: expected a T5 or a CLIP")
