@@ -71,9 +71,27 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(3, marks=pytest.mark.full)])
-def test_a_shared_network_is_the_plain_one_forward_and_backward(pool: Pool, ranks: int) -> None:
-    for errors in pool.run(_errors, ranks, CASES):
+CHOSEN = [
+    *(("group raster", dim) for dim in VIDEO_DIMS),
+    ("images", "channels"),
+    ("ours", "time"),
+    *CASES[-3:],
+]
+"""Cases of the default run."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (2, CHOSEN[2:]),
+        (4, CHOSEN),
+        *(pytest.param(n, CASES, marks=pytest.mark.full) for n in (2, 3, 4)),
+    ],
+)
+def test_a_shared_network_is_the_plain_one_forward_and_backward(
+    pool: Pool, ranks: int, cases: list[tuple[str, str]]
+) -> None:
+    for errors in pool.run(_errors, ranks, cases):
         assert errors == {key: pytest.approx(0, abs=1e-10) for key in errors}
 
 

@@ -104,11 +104,11 @@ def test_a_convolution_in_pieces_is_the_whole_forward_and_backward(space: int) -
         conv = KINDS[space](
             4, 8, 3, stride, 2 if dilation == 2 else 1, dilation, groups, number % 3 > 0, mode
         ).double()
-        x = torch.randn(2, 4, *(7, 5, 4)[:space]).double()
+        x = torch.randn(2, 4, *(6, 4, 3)[:space]).double()
         whole = _gradients(conv, x)
-        chunked = chunk_convolutions(
-            conv, budget=8 * ((2 * dilation + 1) ** space + 2 + 40 * (number % 2))
-        )
+        # Little room cuts channels too; more dims would then take thousands of pieces.
+        room = {1: 40 * (number % 2), 2: 100, 3: 400}[space]
+        chunked = chunk_convolutions(conv, budget=8 * ((2 * dilation + 1) ** space + 2 + room))
         for a, b in zip(whole, _gradients(conv, x), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
         assert next(iter(chunked.plans.values())).number >= 4

@@ -47,8 +47,10 @@ def frame_causal_attention(
 @handles("frame_causal_attention")
 def _frame_causal(func: Any, args: Any, kwargs: Any) -> Sharded:
     q, k, v, tokens, scale = args
+    if q.cut.dim == 3:
+        return _of_features(q, k, v, None, tokens, scale)
     if q.cut.dim != 2:
-        refuse("frame-causal attention with cut heads or features", q)
+        refuse("frame-causal attention with cut heads", q)
     whole = [t.holder.whole(t, (name, 0)) for t, name in ((k, "keys"), (v, "values"))]
     return like(q, _causal(q.local, whole[0], whole[1], _runs_of(q), tokens, scale))
 
@@ -66,7 +68,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Sharded:
     if at < -2:
         return _of_rows(q, k, v, mask, causal, scale)
     if at == -1:
-        return _of_features(q, k, v, mask, causal, scale)
+        return _of_features(q, k, v, mask, int(causal), scale)
     if not causal and not hasattr(q.holder, "relay"):
         refuse("attention over frames that are still to come", q, "it must be causal")
     keys, values = q.holder.whole(k, ("keys", 0)), q.holder.whole(v, ("values", 0))
@@ -90,9 +92,12 @@ def _of_rows(
 
 
 def _of_features(
-    q: Sharded, k: Sharded, v: Sharded, mask: Tensor | None, causal: bool, scale: float | None
+    q: Sharded, k: Sharded, v: Sharded, mask: Tensor | None, causal: int, scale: float | None
 ) -> Sharded:
-    """Features of one head are cut: scores need all of them, each output only its own values."""
+    """Features of one head are cut: scores need all of them, each output only its own values.
+
+    `causal` is the number of tokens of a frame, of which none sees a later one; 0 for no order.
+    """
     if not is_plain(q):
         refuse("attention with cut features", q)
     queries, keys = (t.holder.whole(t, ("features", 0)) for t in (q, k))
@@ -101,7 +106,7 @@ def _of_features(
         return like(v, v.local + 0 * (queries.sum() + keys.sum()))
     if causal:
         runs = [(0, q.shape[-2])]
-        return like(v, _causal(queries, keys, v.local, runs, 1, scale))
+        return like(v, _causal(queries, keys, v.local, runs, causal, scale))
     return like(v, _rows(queries, keys, v.local, mask, scale))
 
 

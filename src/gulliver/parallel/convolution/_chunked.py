@@ -51,7 +51,7 @@ class ChunkedConvolutions:
         self._hooked: list[nn.Module] = []
         for name, part in module.named_modules():
             if isinstance(part, KINDS):
-                part._conv_forward = _Call(self, name, part, budget, limit)
+                vars(part)["_conv_forward"] = _Call(self, name, part, budget, limit)
                 self._hooked.append(part)
         if not self._hooked:
             raise GulliverError("there is no convolution in this module to cut into pieces")

@@ -37,12 +37,13 @@ PIECES = 8
 
 POINTWISE = (
     "add sub mul div truediv true_divide neg abs pow sqrt rsqrt square exp log sin cos tanh "
-    "sigmoid relu relu6 silu gelu elu selu celu mish softplus leaky_relu hardswish hardtanh hardsigmoid "
-    "logsigmoid softsign clamp clip clamp_min clamp_max maximum minimum where lerp addcmul addcdiv "
-    "to type float double half bfloat16 type_as contiguous clone detach zeros_like ones_like "
-    "full_like empty_like radd rsub rmul rdiv rtruediv iadd isub imul itruediv idiv nan_to_num "
-    "copysign sign reciprocal expm1 log1p erf floor round isfinite isnan isinf lt gt le ge eq ne "
-    "logical_not logical_and logical_or identity fill zero masked_fill cpu cuda rpow"
+    "sigmoid relu relu6 silu gelu elu selu celu mish softplus leaky_relu hardswish hardtanh "
+    "hardsigmoid logsigmoid softsign clamp clip clamp_min clamp_max maximum minimum where lerp "
+    "addcmul addcdiv to type float double half bfloat16 type_as contiguous clone detach "
+    "zeros_like ones_like full_like empty_like radd rsub rmul rdiv rtruediv iadd isub imul "
+    "itruediv idiv nan_to_num copysign sign reciprocal expm1 log1p erf floor round isfinite isnan "
+    "isinf lt gt le ge eq ne logical_not logical_and logical_or identity fill zero masked_fill "
+    "cpu cuda rpow"
 )
 IN_PLACE = frozenset(["iadd", "isub", "imul", "itruediv", "idiv"])
 ALONG = "softmax log_softmax normalize cumsum glu logsumexp"

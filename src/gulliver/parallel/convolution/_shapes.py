@@ -233,8 +233,8 @@ def sliced(x: Sharded, start: int, stop: int, step: int = 1) -> Sharded:
 
 @handles("getitem")
 def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
-    x, index = args
-    index = index if isinstance(index, tuple) else (index,)
+    x: Any = args[0]
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if any(not (i is None or i is Ellipsis or isinstance(i, int | slice)) for i in index):
         refuse("indexing with tensors", x)
     named = sum(i is not None and i is not Ellipsis for i in index)

@@ -156,12 +156,14 @@ class _Kept:
         done: outputs that were given.
         start: first position of the tail.
         tail: positions that later outputs need.
+        bound: position that a slice ends at.
     """
 
     window: Window
     done: int = 0
     start: int = 0
     tail: Tensor | None = None
+    bound: int | None = None
 
 
 class Stream(Holder):
@@ -221,10 +223,14 @@ class Stream(Holder):
         count = max(kept.done, window.count(stop, after if self.final else min(after, 0)))
         if not count:
             raise _Starved
-        keep = min(max(0, count * window.stride + window.first), stop)
+        keep, bound = min(max(0, count * window.stride + window.first), stop), stop + after
+        if after < 0 and bound == kept.bound and x.cut.sizes[1]:
+            keep = stop  # frames came and the slice ends where it did: it is complete
         tail = local.narrow(x.cut.dim, max(0, keep - start), stop - max(keep, start)).clone()
-        self._new[name] = _Kept(window, count, max(keep, start), tail)
-        needs = window.needs(kept.done, count) if kept.done < count else (0, 0)
+        self._new[name] = _Kept(window, count, max(keep, start), tail, bound)
+        needs = window.needs(kept.done, count) if kept.done < count else (start, start)
+        if max(0, needs[0]) < start:
+            refuse(f"torch's {key[0]} that goes back", x)
         return Rows([local], start, x.cut.dim, needs, (kept.done, count)), (
             kept.done,
             count - kept.done,
