@@ -27,7 +27,7 @@ from gulliver.models.stdit import Block, Grid
 
 NOT_SLOWER = 1.03
 """Most of the peer's time, up to what clocks show."""
-XL = {"hidden_size": 1152, "num_heads": 16}
+XL: dict[str, Any] = {"hidden_size": 1152, "num_heads": 16}
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class PeerPair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from diffusers.models.attention import BasicTransformerBlock
+        from diffusers.models.attention import BasicTransformerBlock  # type: ignore
 
         width, heads = XL["hidden_size"], XL["num_heads"]
 
@@ -222,7 +222,7 @@ class PeerJoint(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from diffusers.models.transformers.transformer_flux import (
+        from diffusers.models.transformers.transformer_flux import (  # type: ignore
             FluxSingleTransformerBlock,
             FluxTransformerBlock,
         )
@@ -256,7 +256,7 @@ def copy_joint(peer: PeerJoint, own: Joint) -> None:
         (theirs.ff.net[2], mine.img_mlp[2]),
         (theirs.ff_context.net[0].proj, mine.txt_mlp[0]),
         (theirs.ff_context.net[2], mine.txt_mlp[2]),
-        (peer.one.norm.linear, own.one.modulation.lin),
+        (peer.one.norm.linear, own.one.modulation.get_submodule("lin")),
         (peer.one.attn.to_q, own.one.q_proj),
         (peer.one.attn.to_k, own.one.k_proj),
         (peer.one.proj_out, own.one.linear2),
@@ -273,7 +273,7 @@ def copy_joint(peer: PeerJoint, own: Joint) -> None:
 
 def joint_steps(options: Options, device: torch.device) -> dict[str, Step]:
     """Steps of the 2.0 blocks and of diffusers' FLUX blocks."""
-    from diffusers.models.transformers.transformer_flux import FluxPosEmbed
+    from diffusers.models.transformers.transformer_flux import FluxPosEmbed  # type: ignore
 
     torch.manual_seed(0)
     own, peer = Joint(), PeerJoint()
@@ -306,7 +306,7 @@ def main() -> None:
     """Measures both kinds of blocks."""
     options = tyro.cli(Options, description=__doc__)
     try:
-        import diffusers
+        import diffusers  # type: ignore
     except ImportError:
         raise GulliverError(
             "diffusers cannot be imported: install it beside, and name its folder in PYTHONPATH"

@@ -273,8 +273,8 @@ def take_up(
     Args:
         reader: reader of the step.
         optimizer: optimizer to fill.
-        content: its entry, which was checked.
-        groups: its groups.
+        content: entry of it, which was checked.
+        groups: groups of the optimizer.
     """
     frozen = {name for names in groups.frozen for name in names}
     saved = [name for name, entries in content["state"].items() if entries and name in frozen]

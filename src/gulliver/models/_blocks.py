@@ -37,7 +37,7 @@ class Given(NamedTuple):
     Attributes:
         captions: caption tokens [B, L, C].
         mask: caption tokens to attend to [B, 1, 1, L], or None for all.
-        frames: their numbers, on the whole clip.
+        frames: numbers of them, on the whole clip.
     """
 
     captions: Tensor

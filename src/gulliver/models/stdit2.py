@@ -51,7 +51,7 @@ class STDiT2(nn.Module):
         caption_channels: width of the text encoder's vectors.
         model_max_length: longest caption in tokens.
         qk_norm: RMS norm of queries and keys.
-        qk_norm_legacy: as public configurations say it: rotate before the norm. None leaves it to
+        qk_norm_legacy: rotation before the norm, as public configurations say it. None leaves it to
             `compat`.
         compat: names of `QUIRKS` that the model shall have; None for those of its public weights.
         others: further fields of public configurations, refused when set.

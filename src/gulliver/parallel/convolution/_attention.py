@@ -133,7 +133,7 @@ def _causal(
     Args:
         q: queries held here.
         k: keys up to the last query's frame at least.
-        v: their values.
+        v: values of those keys.
         runs: positions of the queries among all tokens.
         tokens: number of tokens of a frame; 1 hides every later token.
         scale: factor of the scores.

@@ -175,7 +175,7 @@ class Stream(Holder):
 
     Attributes:
         asked: norm that was not known.
-        found: its statistics in each stretch.
+        found: statistics of it in each stretch.
     """
 
     rank = 1
