@@ -50,12 +50,14 @@ class Grid:
             limit = int(share * states) // MIB * MIB + self.constant
             options = {"constant": self.constant, "step_in_backward": early}
             job = replace(self.scale.job(tokens, folder), limit=limit, rate=rate, options=options)
-            found.append(replace(job, steps=self.steps, recompute=False))
+            found.append(replace(job, steps=self.steps, warm_up=WARM_UP, recompute=False))
         return found
 
 
 CONSTANT = 384 * MIB
-SMALL = Grid(Scale(512, 12, 0, (), 0, 2, 120.0), CONSTANT, (64, 256), 2)
+WARM_UP = 5
+"""Steps before those that are timed: budgets, and so what moves, are alike from then on."""
+SMALL = Grid(Scale(512, 12, 0, (), 0, 2, 120.0), CONSTANT, (64, 256), 4)
 FULL = Grid(Scale(1024, 12, 0, (), 0, 3, 600.0), CONSTANT, (64, 256, 1024), 3)
 
 

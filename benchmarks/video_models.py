@@ -256,7 +256,7 @@ def copy_joint(peer: PeerJoint, own: Joint) -> None:
         (theirs.ff.net[2], mine.img_mlp[2]),
         (theirs.ff_context.net[0].proj, mine.txt_mlp[0]),
         (theirs.ff_context.net[2], mine.txt_mlp[2]),
-        (peer.one.norm.linear, own.one.modulation.get_submodule("lin")),
+        (peer.one.norm.linear, own.one.get_submodule("modulation.lin")),
         (peer.one.attn.to_q, own.one.q_proj),
         (peer.one.attn.to_k, own.one.k_proj),
         (peer.one.proj_out, own.one.linear2),

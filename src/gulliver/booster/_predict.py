@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from gulliver.hardware import (
     torus_links,
     zero_collectives,
 )
+from gulliver.memory import FreedMemory
 from gulliver.parallel.pipeline import predict as predict_pipeline
 from gulliver.parallel.sequence import Volume, volume
 from gulliver.plan import AXES, SHARED_BY_TENSOR, Moved, Plan, Predicted, Seconds
@@ -101,10 +103,22 @@ def with_work(
     if any(p.is_meta for p in model.parameters()):
         work = estimate_sample(model, optimizer, sample, plan.precision.autocast)
     else:
-        work = measure_work(model, optimizer, sample, tensor, blocks, autocast, chosen)
+        with _as_it_runs(plan):
+            work = measure_work(model, optimizer, sample, tensor, blocks, autocast, chosen)
     if plan.zero is not None and plan.zero.tiers is not None:
         work = with_peaks(work, model, sample, autocast, plan.zero.tiers.activations)
     return replace(plan, work=work)
+
+
+@contextmanager
+def _as_it_runs(plan: Plan) -> Iterator[None]:
+    """Measures under a limit as a step runs there, where freed memory goes back to the system."""
+    freed = FreedMemory() if plan.zero is not None and plan.zero.tiers is not None else None
+    try:
+        yield
+    finally:
+        if freed is not None:
+            freed.close()
 
 
 def with_mixed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
