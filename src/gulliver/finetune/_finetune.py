@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,8 @@ class Finetuner:
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: factor(self.config, self.recipe, step)
         )
-        with suppress(ImportError):
-            pass  # after boost it would count against a memory limit
+        with suppress(ImportError):  # after boost it would count against a memory limit
+            import_module("torch.utils.tensorboard")
         self.booster = Booster(plan=plan, verbose=False)
         self.place = self.booster.plugin.data_place()
         boosted = self.booster.boost(self.model, optimizer, lr_scheduler=scheduler)
