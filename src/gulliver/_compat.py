@@ -5,6 +5,7 @@ Each name here has a test, in `tests/test_compat.py` or `tests/test_worlds.py`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -145,11 +146,21 @@ def hooks_of(thing: Any, forward: bool = True) -> list[Any]:
     return [hook for kind in kinds for hook in (getattr(thing, kind, None) or {}).values()]
 
 
-def fake_mode() -> AbstractContextManager[Any]:
-    """Makes a mode in which tensors have shapes and storages but no memory."""
+@contextmanager
+def fake_mode() -> Iterator[Any]:
+    """A mode in which tensors have shapes and storages but no memory.
+
+    An operation that has no shapes raises; torch would log its traceback besides.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    was, logger.disabled = logger.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        logger.disabled = was
 
 
 def fake_kind() -> type[Tensor]:

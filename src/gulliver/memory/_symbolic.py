@@ -236,6 +236,8 @@ def stand_in_loss(output: Any) -> Tensor:
 
 OPAQUE = (torch.ops.aten.mkldnn_rnn_layer.default,)
 """Operations that keep memory for backward of which fake tensors know nothing."""
+GROUPED = "aten::_grouped_mm"
+"""Products of experts: torch knows shapes of them in bfloat16 only, and CPUs compute float32."""
 
 
 class StorageCounter(DispatchMode):
@@ -263,7 +265,10 @@ class StorageCounter(DispatchMode):
         if func in OPAQUE:
             raise GulliverError(f"{func} has a workspace of unknown size")
         outside = {_key(t) for t in _leaves((args, kwargs))} - self._held.keys()
-        output = func(*args, **kwargs)
+        if func.name() == GROUPED and isinstance(args[0], fake_kind()):
+            output = _grouped_products(*args, **kwargs)
+        else:
+            output = func(*args, **kwargs)
         self.add([t for t in _leaves(output) if _key(t) not in outside])
         return output
 
@@ -296,6 +301,20 @@ class StorageCounter(DispatchMode):
         """Most bytes since the last mark; begins anew."""
         most, self.recent = self.recent, self.live
         return most
+
+
+def _grouped_products(
+    one: Tensor,
+    other: Tensor,
+    offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The output of products in groups: where one factor is cut into groups, it has their rows."""
+    shape = [one.shape[-2], other.shape[-1]]
+    if one.ndim == other.ndim:  # both in groups: a product each
+        shape.insert(0, len(offsets) if offsets is not None else one.shape[0])
+    return one.new_empty(shape, dtype=out_dtype or one.dtype)
 
 
 class _Watch:
