@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gulliver.errors import GulliverError
+from gulliver.options import size_text
 
 LEFT = re.compile(r"\..*\.([0-9]+)(?:-[0-9a-f]+)?\.partial", re.DOTALL)
 """Temporary names, with the number of the process that writes."""
@@ -185,7 +186,8 @@ def require_space(folder: Path, needed: int) -> None:
     free = _free(folder)
     if free < needed:
         raise GulliverError(
-            f"no space for {_mib(needed)} in {folder}: {_mib(free)} are free, nothing was changed"
+            f"no space for {size_text(needed)} in {folder}: {size_text(free)} are free, nothing was "
+            "changed"
         )
 
 
@@ -207,7 +209,7 @@ def named_errors(path: Path, action: str = "written", needed: int = 0) -> Iterat
         if error.errno is None:
             raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            wanted = f"{_mib(needed)} needed, " if needed else ""
+            wanted = f"{size_text(needed)} needed, " if needed else ""
             raise GulliverError(
                 f"no space left for {path}: {wanted}{_left(path)}, nothing was changed"
             ) from error
@@ -235,12 +237,8 @@ def _existing(path: Path) -> Path:
 
 
 def _left(path: Path) -> str:
-    free = f"{_mib(_free(path))} are free"
+    free = f"{size_text(_free(path))} are free"
     return f"{free} but no inodes (remove some files)" if lacks_inodes(path) else free
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
 
 
 def _swap(one: Path, other: Path) -> None:

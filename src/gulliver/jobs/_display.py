@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +23,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from gulliver.errors import GulliverError
+from gulliver.io import named_errors, require_space
+
+UNWRITTEN = 1 << 16
+"""Bytes of scalars that a log of TensorBoard may still have to write, and more."""
 SECONDS_BETWEEN_LINES = 15.0
 
 
@@ -122,7 +127,15 @@ def tensorboard(folder: Path, step: int, enabled: bool) -> Iterator[Any]:
         yield lambda name, value, step: None
         return
     writer = SummaryWriter(str(folder), purge_step=step + 1)
+
+    def scalar(name: str, value: float, step: int) -> None:
+        with named_errors(folder):
+            writer.add_scalar(name, value, step)
+
     try:
-        yield writer.add_scalar
+        yield scalar
     finally:
-        writer.close()
+        # On a full disk its thread ends at a value, and closing would wait for that one forever.
+        with suppress(GulliverError):
+            require_space(folder, UNWRITTEN)
+            writer.close()
