@@ -122,8 +122,9 @@ def find_residency(
     rule = BudgetRule(tiers.limit, least)
     budget = rule.begin(ActivationPeak(other), decides)
     roomy = most + state.reserved - state.total
-    if 0 < behind < state.reserved and budget < roomy:
-        _refuse_behind(state, tiers, behind, smallest_limit(roomy, other))
+    # A disk is there for steps that need more than is planned, too: then any state may leave.
+    if 0 < behind < state.reserved and (budget < roomy or tiers.disk is not None):
+        _refuse_behind(state, tiers, behind, smallest_limit(roomy, other), budget < roomy)
     replay = Replay(state, budget, bool(behind), tiers, policy)
     left, visits = set(), list[Seen]()
     for _ in range(STEPS):
@@ -171,16 +172,17 @@ def _again(state: StateBytes) -> int:
     return max((c.whole + c.shard for c in state.chunks), default=0) if state.parts > 1 else 0
 
 
-def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int) -> None:
+def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, needed: bool) -> None:
     """Refuses a disk, or host memory, without a place for each object: any may have to leave.
 
     So may whole gradients, where those of several backwards are added up.
     """
     what = f"disk={tiers.disk!r}" if tiers.disk is not None else "host_limit"
+    why = "do not fit the memory limit" if needed else "may have to leave the memory"
+    instead = f"raise the limit to {size_at_least(roomy)}" if needed else "leave it out"
     raise GulliverError(
-        f"{what} gives {size_text(behind)}, and {size_text(state.reserved)} of state do not fit "
-        f"the memory limit: give it {size_at_least(state.reserved)}, or raise the limit to "
-        f"{size_at_least(roomy)}"
+        f"{what} gives {size_text(behind)}, and {size_text(state.reserved)} of state {why}: give "
+        f"it {size_at_least(state.reserved)}, or {instead}"
     )
 
 
