@@ -165,12 +165,11 @@ class Encoder:
             yield self._cut(sample, found[0], learnt)
 
     def _cut(self, sample: Sample, ids: list[int], learnt: Array) -> list[Example] | BadRow:
-        if len(ids) > self.length:
-            if not self.cut:
-                return BadRow(sample.source, f"a conversation too long: {len(ids)} tokens")
-            self.counts["cut"] += 1
+        if len(ids) > self.length and not self.cut:
+            return BadRow(sample.source, f"a conversation too long: {len(ids)} tokens")
         found = _example(ids[: self.length], learnt[: self.length], sample.source)
         if found.learnt:
+            self.counts["cut"] += len(ids) > self.length
             return [found]
         within = f"{len(ids)} tokens" if len(ids) > self.length else "its answers are empty"
         return BadRow(sample.source, f"no answer within the length: {within}")
@@ -192,9 +191,8 @@ class Encoder:
         if self.answers_only and sample.prompt:
             learnt[: len(self.begin) + prompt] = False
         pieces = split(ids, learnt, self.length, sample.source)
-        if len(pieces) > 1:
-            self.counts["split"] += 1
         kept = [piece for piece in pieces if piece.learnt]
+        self.counts["split"] += bool(kept) and len(pieces) > 1
         self.counts["without answer"] += len(pieces) - len(kept) if kept else 0
         return kept or BadRow(sample.source, "nothing to learn: a single token")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gulliver.errors import GulliverError
-from gulliver.finetune._rows import BadRow, Row
+from gulliver.finetune._rows import BadRow, Row, parse_json, twice_in
 
 COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "messages": (("messages",), ("conversations",)),
@@ -72,7 +72,11 @@ class Form:
 
     def parse(self, row: Row) -> Sample | BadRow:
         """Reads a row; one that lacks the columns, or has something else in them, is bad."""
-        columns = _columns_of(row, self.name)
+        given = [c for c in COLUMNS[self.name] if all(row.values.get(n) is not None for n in c)]
+        if len(given) > 1:
+            names = " and ".join(columns[-1] for columns in given)
+            return BadRow(row.source, f"two columns for one thing: {names}")
+        columns = given[0] if given else _columns_of(row, self.name)
         if columns is None:
             return BadRow(row.source, f"not of the form {self.name}: it has {_named(row)}")
         try:
@@ -213,9 +217,12 @@ def _decoded(value: Any, column: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        found = parse_json(value)
     except (ValueError, RecursionError) as error:
         raise _Unusable(f"no JSON in {column}: {error}") from None
+    if (twice := twice_in(found)) is not None:
+        raise _Unusable(f"a key twice: {twice.key!r} in {column}")
+    return found
 
 
 def _message(told: Any, number: int) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 Files come from many hands: a byte order mark, CRLF, blank lines, a line that was cut off, bytes
 that are no UTF-8. What cannot be read is a `BadRow` with its file and line, never an exception
-halfway: the caller counts them, and says whether they may be left out. Nothing here knows what a
-row means.
+halfway: the caller counts them, and says whether they may be left out. A file that is lost as a
+whole (a list that was cut off, UTF-16) is refused. Nothing here knows what a row means.
 """
 
 from __future__ import annotations
 
 import csv
-import io
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,8 @@ from typing import Any
 from gulliver.errors import GulliverError
 from gulliver.io import named_errors
 
+MARK, WIDE_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+"""What files of UTF-8, and of UTF-16 and UTF-32, may begin with."""
 PARQUET_ROWS = 1024
 """Rows that are taken from a Parquet file at a time."""
 LONGEST_FIELD = 2**31 - 1
@@ -60,13 +61,16 @@ def read_rows(paths: Iterable[Path]) -> Rows:
             of `READERS` says is a text, and one row with the column ``text``.
 
     Raises:
-        GulliverError: a path does not exist or cannot be opened, a folder has no files, or a table
-            has no usable header.
+        GulliverError: a path does not exist or cannot be opened, a folder has no files, a table has
+            no usable header, or a file of rows has another encoding or was cut off.
     """
     for path in paths:
         for file in _files(Path(path)):
             with named_errors(file, "read"):
-                yield from READERS.get(file.suffix.lower(), _text)(file)
+                reader = READERS.get(file.suffix.lower(), _text)
+                if reader not in (_text, _parquet):
+                    _check_encoding(file)
+                yield from reader(file)
 
 
 def _files(path: Path) -> list[Path]:
@@ -86,6 +90,15 @@ def _files(path: Path) -> list[Path]:
 
 def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+
+
+def _check_encoding(file: Path) -> None:
+    """Refuses a file of another encoding: none of its lines could be read."""
+    with file.open("rb") as opened:
+        if opened.read(2) in WIDE_MARKS:
+            raise GulliverError(
+                f"{file} is UTF-16 or UTF-32, as its first bytes say: save it as UTF-8"
+            )
 
 
 def _decoded(content: bytes, source: str) -> str | BadRow:
@@ -121,12 +134,44 @@ def _json_lines(file: Path) -> Rows:
 
 def _object(text: str, source: str) -> Row | BadRow:
     try:
-        return _row(json.loads(text), source)
+        return _row(parse_json(text), source)
     except (ValueError, RecursionError) as error:
         return BadRow(source, f"no JSON: {error}")
 
 
+@dataclass(frozen=True)
+class Twice:
+    """Takes the place of a JSON object that has a key twice, or lies around such a one."""
+
+    key: str
+
+
+def parse_json(text: str) -> Any:
+    """Reads JSON, with a `Twice` for each object of which a key would be lost.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    return json.loads(text, object_pairs_hook=_object_of)
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any] | Twice:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        return Twice(Counter(name for name, _ in pairs).most_common(1)[0][0])
+    return twice_in(list(values.values())) or values
+
+
+def twice_in(value: Any) -> Twice | None:
+    """The key that stands twice in what `parse_json` has read, if one does."""
+    if isinstance(value, list):
+        return next((found for found in map(twice_in, value) if found is not None), None)
+    return value if isinstance(value, Twice) else None
+
+
 def _row(value: Any, source: str) -> Row | BadRow:
+    if (found := twice_in(value)) is not None:
+        return BadRow(source, f"a key twice: {found.key!r}")
     if isinstance(value, dict):
         return Row(value, source)
     return BadRow(source, f"no JSON object: a {type(value).__name__}")
@@ -135,40 +180,63 @@ def _row(value: Any, source: str) -> Row | BadRow:
 def _json(file: Path) -> Rows:
     """A list of objects, or JSON Lines under another name."""
     with file.open("rb") as opened:
-        start = opened.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+        start = opened.read(64).removeprefix(MARK).lstrip()
     if not start.startswith(b"["):
+        _check_lines(file)
         yield from _json_lines(file)
         return
     text = _decoded(file.read_bytes(), str(file))
+    if isinstance(text, BadRow):
+        raise GulliverError(f"{text}: a list is read whole, so mend it or give JSON Lines")
     try:
-        values = text if isinstance(text, BadRow) else json.loads(text)
+        values = parse_json(text)
     except (ValueError, RecursionError) as error:
-        values = BadRow(str(file), f"no JSON: {error}")
-    if isinstance(values, BadRow):
-        yield values
-        return
+        raise GulliverError(f"{file} is no JSON list, or was cut off: {error}") from None
     for number, value in enumerate(values, 1):
         yield _row(value, f"{file}#{number}")
+
+
+def _check_lines(file: Path) -> None:
+    """Refuses a file that is a single object over several lines."""
+    with file.open("rb") as lines:
+        first = next((line for line in lines if line.removeprefix(MARK).strip()), b"")
+    if not _is_json(first) and _is_json(file.read_bytes()):
+        raise GulliverError(
+            f"{file} is a single JSON object over several lines: give a list of objects, or an "
+            "object a line"
+        )
+
+
+def _is_json(content: bytes) -> bool:
+    try:
+        json.loads(content.removeprefix(MARK))
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _table(delimiter: str) -> Callable[[Path], Rows]:
     """Reads a table with a header; quoted fields may have line breaks, as texts do."""
 
     def read(file: Path) -> Rows:
-        text = _decoded(file.read_bytes(), str(file))
-        if isinstance(text, BadRow):
-            yield text
-            return
+        bad: list[BadRow] = []
         # The module's own bound is meant for cells, not for texts.
         csv.field_size_limit(LONGEST_FIELD)
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        reader = csv.reader(_lines_of(file, bad), delimiter=delimiter, strict=True)
         columns: list[str] = []
         while True:
-            source = f"{file}:{reader.line_num + 1}"
+            first = reader.line_num + 1
+            source = f"{file}:{first}"
             try:
                 cells = next(reader, None)
             except csv.Error as error:
-                yield BadRow(source, f"no row of a table: {error}: is a quote left open?")
+                cells = []
+                bad[:] = _taken_along(file, first, reader.line_num, error)
+            if bad and not columns:
+                raise GulliverError(f"{bad[0]}: the header of a table has to be read")
+            if bad:
+                yield from bad
+                bad.clear()
                 continue
             if cells is None:
                 return
@@ -185,6 +253,24 @@ def _table(delimiter: str) -> Callable[[Path], Rows]:
                 )
 
     return read
+
+
+def _lines_of(file: Path, bad: list[BadRow]) -> Iterator[str]:
+    """The lines of a table; one that cannot be read is added to `bad`, and stands for its row."""
+    content = file.read_bytes().removeprefix(MARK)
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
+        text = _decoded(line, f"{file}:{number}")
+        if isinstance(text, BadRow):
+            bad.append(text)
+            text = line.replace(b"\0", b"").decode("utf-8", "replace")
+        yield text
+
+
+def _taken_along(file: Path, first: int, last: int, error: csv.Error) -> Iterator[BadRow]:
+    """The lines that a broken row has taken: where it should have ended nobody knows."""
+    yield BadRow(f"{file}:{first}", f"no row of a table: {error}: is a quote left open?")
+    for number in range(first + 1, last + 1):
+        yield BadRow(f"{file}:{number}", f"lost to an open quote: in the row of line {first}")
 
 
 def _header(file: Path, columns: list[str]) -> list[str]:

@@ -93,7 +93,7 @@ def read_text(
         parts = [sample for sample in samples if sample.content not in known], apart
     else:
         parts = divide(samples, config.held_out, lambda sample: sample.content.encode())
-    train, held_out = _encoded(encoder, parts, bad, progress)
+    (train, learnt), (held_out, kept) = _encoded(encoder, parts, bad, progress)
     if not held_out and not isinstance(config.held_out, Path):
         # A single text, such as a book: its windows are divided.
         train, held_out = divide(train, config.held_out, lambda one: one.ids.tobytes())
@@ -101,7 +101,7 @@ def read_text(
         first = f", the first is {bad.rows[0]}" if bad.rows else ""
         raise GulliverError(f"no text is left to learn from: {len(bad.rows)} rows are bad{first}")
     facts = _facts(form, encoder, train, held_out, bad)
-    facts["texts"] = {"train": len(parts[0]), "held_out": len(parts[1])}
+    facts["texts"] = {"train": learnt, "held_out": kept}
     found = TextData(train, held_out, bad.rows, facts, _fingerprint(encoder, train, held_out))
     for line in _lines(found):
         say(line)
@@ -139,6 +139,11 @@ def _samples(paths: Sequence[Path], form: str, bad: _Bad) -> tuple[Form, list[Sa
             bad.add(row)
         else:
             rows.append(row)
+    if not rows and bad.rows:
+        raise GulliverError(
+            f"the data has no row that can be read: {len(bad.rows):,} rows are bad, the first is "
+            f"{bad.rows[0]}"
+        )
     found = recognise(rows, form)
     samples: list[Sample] = []
     for row in rows:
@@ -185,19 +190,21 @@ def _encoded(
     parts: Sequence[Sequence[Sample]],
     bad: _Bad,
     progress: Callable[[int, int], None] | None,
-) -> Iterator[list[Example]]:
+) -> Iterator[tuple[list[Example], int]]:
+    """Yields the sequences of each part, and the number of texts that they are of."""
     total, done = sum(map(len, parts)), 0
     for part in parts:
-        examples: list[Example] = []
+        examples, texts = list[Example](), 0
         for found in encoder.encode(part):
             if isinstance(found, BadRow):
                 bad.add(found)
             else:
                 examples += found
+                texts += 1
             done += 1
             if progress is not None:
                 progress(done, total)
-        yield examples
+        yield examples, texts
 
 
 def _facts(
