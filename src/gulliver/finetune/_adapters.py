@@ -76,6 +76,7 @@ def _wanted(model: nn.Module, config: FinetuneConfig) -> Any:
                 f"--adapter {config.adapter} is a {given.get('peft_type')}: only LoRA goes on"
             )
         found.inference_mode = False
+        _check_own(config, config.adapter, given)
         return found
     targets = config.lora_targets or TARGETS.get(family_of(model).name) or ANY
     return peft.LoraConfig(
@@ -85,6 +86,22 @@ def _wanted(model: nn.Module, config: FinetuneConfig) -> Any:
         lora_dropout=config.lora_dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
     )
+
+
+OWN = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_targets": "target_modules"}
+"""Options that an adapter has values of its own for, by its configuration's names."""
+
+
+def _check_own(config: FinetuneConfig, folder: Path, given: Mapping[str, Any]) -> None:
+    """Refuses options that ask for other adapters than those that go on."""
+    for name, key in OWN.items():
+        asked, own = getattr(config, name), given.get(key)
+        same = set(asked) == set(own or ()) if isinstance(asked, tuple) else asked == own
+        if asked != getattr(FinetuneConfig(), name) and not same:
+            raise GulliverError(
+                f"--{name.replace('_', '-')} is {asked}, and --adapter {folder} has {own}: leave "
+                "it out, or begin adapters anew"
+            )
 
 
 def _check_targets(model: nn.Module, targets: Any) -> None:

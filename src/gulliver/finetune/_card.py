@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gulliver.finetune._run import Run
@@ -16,24 +15,24 @@ PACKAGES = ("gulliver", "torch", "transformers", "peft", "safetensors")
 SHOWN_EVALUATIONS, SHOWN_SAMPLES = 12, 3
 
 
-def model_card(job: Job, run: Run, step: Path, which: str) -> str:
+def model_card(job: Job, run: Run, step: int, which: str) -> str:
     """The text of README.md.
 
     Args:
         job: job of the run.
         run: folder of the run.
-        step: checkpoint that became the result.
+        step: step whose weights became the result.
         which: what that is.
     """
     log = run.log.read()
     evaluations = [line for line in log if "held_out_loss" in line]
     sections = [
         "\n".join([*_front(job), f"# {job.base.folder.name}, fine-tuned"]),
-        _table("Result", _result(job, which, log, evaluations)),
+        _table("Result", _result(job, step, which, log, evaluations)),
         _table("Data", _data(job)),
         _table("Training", _training(job)),
         _evaluations(evaluations),
-        _samples(run, int(step.name.rpartition("-")[2])),
+        _samples(run, step),
         _table("Versions", [(name, _version(name)) for name in PACKAGES]),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -53,7 +52,11 @@ def _front(job: Job) -> list[str]:
 
 
 def _result(
-    job: Job, which: str, log: list[dict[str, Any]], evaluations: list[dict[str, Any]]
+    job: Job,
+    number: int,
+    which: str,
+    log: list[dict[str, Any]],
+    evaluations: list[dict[str, Any]],
 ) -> list[tuple[str, Any]]:
     steps = [line for line in log if "loss" in line]
     rows: list[tuple[str, Any]] = [("weights", which), ("method", job.config.method)]
@@ -66,6 +69,8 @@ def _result(
         losses = [line["held_out_loss"] for line in evaluations]
         rows.append(("held-out loss before", f"{losses[0]:.4f}"))
         rows.append(("held-out loss, best", f"{min(losses):.4f}"))
+    own = [line["held_out_loss"] for line in evaluations if line["step"] == number]
+    rows += [("held-out loss of these weights", f"{loss:.4f}") for loss in own[-1:]]
     return rows
 
 
@@ -98,7 +103,8 @@ def _training(job: Job) -> list[tuple[str, Any]]:
         ("seed", config.seed),
     ]
     if config.method == "lora":
-        rows.append(("adapters", f"rank {config.lora_rank}, dropout {config.lora_dropout}"))
+        own = f"rank {config.lora_rank}, dropout {config.lora_dropout}"
+        rows.append(("adapters", f"those of {config.adapter}" if config.adapter else own))
     return rows
 
 

@@ -43,7 +43,8 @@ class Outcome:
         step: last step.
         finished: whether the run is over; False where a signal has stopped it.
         seconds: wall time of training, over all resumptions.
-        best: lowest loss on the held-out texts; nan where there is none.
+        best: lowest loss on the held-out texts, that of the result unless ``--result last``; nan
+            where there is none.
         result: folder of the model or the adapter; None where there is none yet.
     """
 
@@ -153,7 +154,7 @@ class Finetuner:
         self.booster.close()
         result = None
         if self.is_over:
-            result = write_result(self.job, self.run, self.model, self.world)
+            result = write_result(self.job, self.run, self.model, self.world, self.best_step)
         elif main:
             console().print(
                 f"stopped at step {self.step_number} of {steps}; continue with --resume"
@@ -255,7 +256,8 @@ class Finetuner:
             self.worse += 1
             return
         self.best, self.best_step, self.worse = loss, self.step_number, 0
-        if self.step_number:
+        # Of the start there are the model's own files, but none of new adapters.
+        if self.step_number or self.config.method == "lora":
             self.booster.save(
                 self.run.best.root, self.step_number, self.learner.model, frozen=False, keep=1
             )

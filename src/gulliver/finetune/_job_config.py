@@ -133,6 +133,7 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
             f"--model {config.model} is no Hugging Face folder: it has no config.json"
         )
     check_data(config)
+    _check_out(config, config.model)
     if config.method == "qlora":
         raise GulliverError(
             "--method qlora is not supported yet: int8 and int4 bases come with precision; "
@@ -152,6 +153,27 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
             "sequences on a rank only; leave --packing at auto, which sorts batches then"
         )
     return config
+
+
+def _check_out(config: FinetuneConfig, model: Path) -> None:
+    """Refuses a run folder in which files of a run would take the place of what it begins with."""
+    out = config.out.resolve()
+    folders = [("--model", model), ("--adapter", config.adapter)]
+    files = [("--data", path) for path in config.data]
+    if isinstance(config.held_out, Path):
+        files.append(("--held-out", config.held_out))
+    for option, path in (*folders, *files):
+        given = path.resolve() if path is not None else None
+        if given is None:
+            continue
+        if given == out or given in out.parents:
+            raise GulliverError(
+                f"--out {config.out} is {option} {path}, or lies in it: give a folder of its own"
+            )
+        if (option, path) in folders and out in given.parents:
+            raise GulliverError(
+                f"--out {config.out} has {option} {path} in it: give a folder of its own"
+            )
 
 
 def _check_adapters(config: FinetuneConfig) -> None:

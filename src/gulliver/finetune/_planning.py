@@ -41,7 +41,6 @@ UNMEASURED = "for a machine of this kind (gulliver probe measures this one)"
 AGAIN = {"keep": (False,), "recompute": (True,), "auto": (False, True)}
 """Whether blocks are computed again, in the order that it is tried, where ranks share a model."""
 STATE = ("parameters", "gradients", "optimizer_state")
-KINDS = (*STATE, "activations")
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,7 @@ class Planned:
         accumulate: micro-batches of an optimizer step.
         recompute: whether the model's blocks are to be recomputed by transformers' own means.
         needed: bytes of memory that a rank needs, state and activations.
+        activations: bytes of activations in that; 0 where they are not known.
         rates: words for the machine that seconds are predicted for.
     """
 
@@ -79,6 +79,7 @@ class Planned:
     accumulate: int
     recompute: bool
     needed: int
+    activations: int
     rates: str = ""
 
     @property
@@ -101,21 +102,28 @@ class Planned:
             f"plan: {plan.plugin}{stage} on {_axes(plan)}, {plan.model.trainable:,} of "
             f"{plan.model.parameters:,} parameters trained, {_counted(self.accumulate)} a step"
         ]
-        for kind in KINDS:
-            most = getattr(plan.memory, kind) or (plan.work.peak if kind == KINDS[-1] else 0)
-            told = f"  {kind.replace('_', ' '):<16} {size_text(most):>12} in memory"
-            if moved is not None and kind != KINDS[-1]:
+        for kind in STATE:
+            most = size_text(getattr(plan.memory, kind))
+            told = f"  {kind.replace('_', ' '):<16} {most:>12} in memory"
+            if moved is not None:
                 behind = getattr(moved.leaves, kind)
                 told += f", {size_text(behind):>12} come and go" if behind else ""
             found.append(told)
-        found.append(f"  needed in all    {size_text(self.needed):>12} on each rank")
+        # Nothing is 0 that nobody knows: limits that a user derives of it would be too small.
+        unknown = plan.work.unfollowed if not self.activations else ""
+        most = (
+            f"not known: {unknown}" if unknown else f"{size_text(self.activations):>12} in memory"
+        )
+        found.append(f"  activations      {most}")
+        more = ", and activations" if unknown else ""
+        found.append(f"  needed in all    {size_text(self.needed):>12} on each rank{more}")
         if moved is not None:
             assert plan.zero is not None, "what moves is of ZeRO"
             assert plan.zero.tiers is not None, "what moves has tiers"
             times = self.accumulate
             found.append(
                 f"  limit {size_text(plan.zero.tiers.limit)}, the least is "
-                f"{size_at_least(moved.minimum)}; a step reads up to "
+                f"{size_at_least(moved.minimum)}{more}; a step reads up to "
                 f"{size_text(times * moved.read)} and writes {size_text(times * moved.written)}; "
                 f"{moved.price or 'more memory saves nothing'}"
             )
@@ -241,7 +249,8 @@ def _fitting(config: FinetuneConfig, plan: Plan, places: int, accumulate: int) -
     if plan.limited:
         assert plan.zero is not None, "a limit is of ZeRO"
         assert plan.zero.tiers is not None, "a limit is of tiers"
-        return Planned(plan, places, accumulate, False, plan.zero.tiers.limit)
+        needed = min(state + memory.activations, plan.zero.tiers.limit)
+        return Planned(plan, places, accumulate, False, needed, memory.activations)
     shared = config.ranks_of_a_model > 1
     # Ranks of one machine have a GPU each, or the host's memory together.
     sharing = plan.mesh.size if plan.mesh.device == "cpu" else 1
@@ -259,4 +268,5 @@ def _fitting(config: FinetuneConfig, plan: Plan, places: int, accumulate: int) -
             f"{size_text(needed - state)}), and {size_text(room)} are there: give --memory "
             f"{size_at_least(int(room))} --disk FOLDER:SIZE, or --method lora, or more --ranks"
         )
-    return Planned(plan, places, accumulate, recompute and not shared, needed)
+    own = recompute and not shared
+    return Planned(plan, places, accumulate, own, needed, needed - state)

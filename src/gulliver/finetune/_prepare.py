@@ -159,7 +159,7 @@ def prepare(config: FinetuneConfig, world: World) -> Job:
         check_disk_folder(planned.disk)
     for line in (*recipe.lines(), *planned.lines(recipe.steps)):
         say(line)
-    prompts = [] if config.dry_run else _prompts(config, data, tokenizer, planned, say)
+    prompts = _prompts(config, data, tokenizer, planned, say)
     job = Job(config, run, base, tokenizer, data, packing, recipe, planned, prompts, checkpoint)
     if not config.dry_run:
         run.check_writable(_bytes_of_run(job))
@@ -246,7 +246,8 @@ def _prompts(
     config: FinetuneConfig, data: TextData, tokenizer: Any, planned: Planned, say: Any
 ) -> list[Prompt]:
     if config.pp > 1:
-        say("no samples: stages of a pipeline do not generate")
+        asked = "--samples and --prompt are left out" if config.samples or config.prompt else ""
+        say(f"no samples: stages of a pipeline do not generate{asked and ', ' + asked}")
         return []
     count = config.samples
     if count is None:

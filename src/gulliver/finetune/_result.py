@@ -43,12 +43,20 @@ from gulliver.memory import Part
 if TYPE_CHECKING:
     from gulliver.finetune._prepare import Job
 
+NO_BETTER = "no evaluation was better than the first"
 CARRIED = ("generation_config.json",)
 """Files of the model's folder that the result has, too."""
 
 
-def write_result(job: Job, run: Run, model: nn.Module, world: World) -> Path:
+def write_result(job: Job, run: Run, model: nn.Module, world: World, best: int) -> Path:
     """Writes the result of a run that is over; every rank calls it, rank 0 writes.
+
+    Args:
+        job: job of the run.
+        run: folder of the run.
+        model: model as it was adapted.
+        world: ranks of the run.
+        best: step of the best evaluation; -1 where there was none.
 
     Returns:
         Folder of the adapter, or of the model.
@@ -58,7 +66,8 @@ def write_result(job: Job, run: Run, model: nn.Module, world: World) -> Path:
     """
     whole, adapter = run.folder / "model", run.folder / "adapter"
     if world.is_main:
-        step, which = _chosen(job, run)
+        step, which = _chosen(job, run, best)
+        number = best if step == job.base.folder else int(step.name.rpartition("-")[2])
         if job.config.method == "lora":
             tensors = _trained(step)
             _write_adapter(job, model, tensors, adapter)
@@ -69,7 +78,7 @@ def write_result(job: Job, run: Run, model: nn.Module, world: World) -> Path:
             export_huggingface(step, whole, dtype=_dtype(job), config=config)
         if whole.is_dir():
             _carry(job, whole)
-        card = model_card(job, run, step, which)
+        card = model_card(job, run, number, which)
         for folder in (run.folder, *(f for f in (whole, adapter) if f.is_dir())):
             write_text(folder / "README.md", card)
         console().print(f"{which}: {adapter if job.config.method == 'lora' else whole}")
@@ -77,14 +86,16 @@ def write_result(job: Job, run: Run, model: nn.Module, world: World) -> Path:
     return adapter if job.config.method == "lora" else whole
 
 
-def _chosen(job: Job, run: Run) -> tuple[Path, str]:
-    """The step that becomes the result, and what it is."""
-    best = run.best.latest()
-    if job.config.result == "best" and job.data.held_out:
-        if best is not None:
-            return best, f"the best evaluation's weights ({best.name})"
+def _chosen(job: Job, run: Run, best: int) -> tuple[Path, str]:
+    """The folder of the weights that become the result, and what they are."""
+    if job.config.result == "best" and best >= 0:
+        if best == 0 and job.config.method != "lora":
+            return job.base.folder, f"the weights of the start ({NO_BETTER})"
+        more = "" if best else f"; {NO_BETTER}"
+        if (found := run.best.latest()) is not None:
+            return found, f"the best evaluation's weights ({found.name}{more})"
         last = step_folder(run.checkpoints.root)
-        return last, f"the last weights ({last.name}; no evaluation was better than the first)"
+        return last, f"the last weights ({last.name}; those of step {best} were not saved)"
     last = step_folder(run.checkpoints.root)
     return last, f"the last weights ({last.name})"
 

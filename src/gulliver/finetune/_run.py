@@ -31,6 +31,9 @@ FINGERPRINTS = {
     "data": "--data, or what they are tokenized with, are not those that the run was begun with",
 }
 
+WRITTEN = ("result", "save_dtype")
+"""Options that hold for a whole model as it is written."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -103,7 +106,18 @@ class Run:
             raise GulliverError(
                 f"{self.folder} cannot be resumed with other options: {'; '.join(changed)}"
             )
+        self._check_written(values["options"], resolved(config))
         return newest
+
+    def _check_written(self, old: dict[str, Any], new: dict[str, Any]) -> None:
+        """Refuses another result where there is one: a run that is over writes only what lacks."""
+        changed = differences({k: old.get(k) for k in WRITTEN}, {k: new[k] for k in WRITTEN})
+        whole = self.folder / "model"
+        if changed and whole.is_dir():
+            raise GulliverError(
+                f"{whole} is written already, and {'; '.join(changed)}: move it away to have it "
+                "written anew"
+            )
 
     def check_writable(self, needed: int) -> None:
         """Refuses a folder that cannot be written to, or a disk that is too small for the run.

@@ -186,8 +186,8 @@ def require_space(folder: Path, needed: int) -> None:
     free = _free(folder)
     if free < needed:
         raise GulliverError(
-            f"no space for {size_text(needed)} in {folder}: {size_text(free)} are free, nothing was "
-            "changed"
+            f"no space for {size_text(needed)} in {folder}: {size_text(free)} are free, nothing "
+            "was changed"
         )
 
 
