@@ -197,10 +197,16 @@ def test_activations_that_nobody_knows_are_not_said_to_be_none(
 
 
 def test_experts_are_followed_in_float32_as_they_run() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    experts = {"num_local_experts": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MixtralConfig(vocab_size=64, **sizes, **experts)
-    config.use_cache = False
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
     torch.manual_seed(0)
     model = MixtralForCausalLM(config)
     ids = torch.arange(32)[None] % 64
@@ -210,7 +216,7 @@ def test_experts_are_followed_in_float32_as_they_run() -> None:
     assert found.bytes is not None
     assert run.bytes is not None
     assert run.bytes <= found.bytes < 1.1 * run.bytes
-    model = model.to(torch.bfloat16)  # of which torch knows the shapes by itself
+    model.bfloat16()  # of which torch knows the shapes by itself
     ours = activation_peak(model, kwargs=batch)
     with patch("gulliver.memory._symbolic.GROUPED", ""):
         assert activation_peak(model, kwargs=batch) == ours
