@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gulliver.cli import _probe as command
-from gulliver.comm import Chooser, World, all_gather, init_world
+from gulliver.comm import Chooser, World, all_gather, barrier, init_world
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
     Cluster,
@@ -263,7 +263,12 @@ def _current(world: World) -> tuple[Cluster, Path]:
     if world.is_main:
         with small_sizes():
             Cluster("by hand", probe_device(world.device), measured=True).save(path)
-    return current_cluster(world.size), path
+    try:
+        return current_cluster(world.size), path
+    finally:
+        barrier()
+        if world.is_main:
+            path.unlink()  # other tests' plans are not of these machines
 
 
 def test_ranks_measure_links_and_collectives_into_one_file(pool: Pool, tmp_path: Path) -> None:
