@@ -117,7 +117,7 @@ def take_over(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Owner) 
         )
     before = list(model.parameters())
     owner.release(part)
-    fresh = dict(zip(before, model.parameters(), strict=True))
+    fresh: dict[Any, nn.Parameter] = dict(zip(before, model.parameters(), strict=True))
     for group in optimizer.param_groups:
         group["params"] = [fresh.get(p, p) for p in group["params"]]
     for old in [p for p in optimizer.state if p in fresh]:
