@@ -82,6 +82,7 @@ class Case:
         args: training arguments beside those of `train`.
         model: changes of the model's configuration.
         lora: whether adapters are trained.
+        whole: modules that are trained whole beside the adapters.
         given: further arguments of the Trainer, by name.
         resume: checkpoint to go on from.
     """
@@ -90,6 +91,7 @@ class Case:
     args: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
+    whole: list[str] | None = None
     resume: str | None = None
     given: dict[str, Any] = field(default_factory=dict)
 
@@ -105,7 +107,9 @@ def made_trainer(world: World, folder: Path, case: Case) -> Any:
     if case.lora:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        names = ["q_proj", "v_proj"]
+        config = LoraConfig(r=4, target_modules=names, modules_to_save=case.whole)
+        model = get_peft_model(model, config)
     args: dict[str, Any] = {
         "per_device_train_batch_size": 4 // world.size,
         "per_device_eval_batch_size": 4 // world.size,
@@ -125,13 +129,14 @@ def made_trainer(world: World, folder: Path, case: Case) -> Any:
         "adam_epsilon": 1e-5,
     }
     args |= case.args
-    deepspeed = args.pop("deepspeed", None)
+    deepspeed, options = args.pop("deepspeed", None), args.pop("gulliver", None)
     arguments = transformers.TrainingArguments(str(folder), **args)
     arguments.deepspeed = deepspeed  # its package need not be here
     rows = texts()
     given = {"train_dataset": rows, "eval_dataset": rows[:7], **given}
     if case.gulliver is None:
         return transformers.Trainer(model, arguments, **given)
+    arguments.gulliver = options  # type: ignore[attr-defined]
     options = {**EXACT, **case.gulliver}
     return Trainer(model, arguments, gulliver=options, **given)
 

@@ -296,6 +296,50 @@ def test_what_does_not_go_together_is_refused_by_name(pool: Pool) -> None:
         assert text in told.get(name, "nothing was said"), name
 
 
+def _phases(world: World, gulliver: dict[str, Any] | None) -> Any:
+    """Two phases of a model; before the second its first optimizer is given up."""
+    told = dict[str, str]()
+    with launched(world):
+        accelerator = _made(gulliver)
+        plain = llama()
+        for rate in (0.1, 0.05):
+            model, optimizer = accelerator.prepare(
+                plain, torch.optim.SGD(plain.parameters(), lr=rate, momentum=0.9)
+            )
+            for _ in range(2):
+                accelerator.backward(model(**_batch()).loss)
+                gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+                if gulliver is not None:
+                    gradients = optimizer.full_gradients()
+                gradients = {name: value.clone() for name, value in gradients.items()}
+                optimizer.step()
+                optimizer.zero_grad()
+            if rate == 0.1:
+                try:
+                    if gulliver is not None:
+                        accelerator.prepare(torch.optim.SGD(plain.parameters(), lr=0.0))
+                except GulliverError as error:
+                    told["early"] = str(error)
+                accelerator.free_memory(model, optimizer)
+        accelerator.backward(model(**_batch()).loss)
+        try:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        except GulliverError as error:
+            told["clipped"] = str(error)
+        state = {name: value.clone() for name, value in plain.state_dict().items()}
+        return state, gradients, told
+
+
+def test_a_model_has_a_second_optimizer_once_the_first_is_freed(pool: Pool) -> None:
+    [plain] = pool.run(_phases, 1, None)
+    for options in ({"stage": 1}, {"stage": 3}):
+        for state, gradients, told in pool.run(_phases, 2, options):
+            assert distance(state, plain[0]) < 1e-6
+            assert distance(gradients, plain[1]) < 1e-6
+            assert "accelerator.free_memory(model, optimizer)" in told["early"]
+            assert "accelerator.clip_grad_norm_" in told["clipped"]
+
+
 DOCUMENTED = """
 from accelerate import Accelerator
 

@@ -177,6 +177,23 @@ def test_what_is_saved_is_what_the_plain_trainer_saves(
     )
 
 
+def test_adapters_and_modules_trained_whole_are_saved_under_a_limit(
+    pool: Pool, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    given: dict[str, Any] = {"lora": True, "whole": ["lm_head"]}
+    given |= {"model": {"tie_word_embeddings": False}}
+    given |= {"args": {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}}
+    pool.run(_saved, 1, tmp_path / "plain", [Case(**given)])
+    pool.run(_saved, 2, tmp_path / "ours", [Case(limited(tmp_path), **given)])
+    for folder in ("checkpoint-1", "model"):
+        plain = load_file(tmp_path / "plain/0" / folder / "adapter_model.safetensors")
+        assert any("lm_head" in name for name in plain)
+        ours = load_file(tmp_path / "ours/0" / folder / "adapter_model.safetensors")
+        assert distance(ours, plain) < 1e-6
+
+
 OPTIMIZERS = [{"optim": name} for name in ("adafactor", "sgd", "adagrad", "rmsprop")]
 
 
@@ -202,7 +219,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case({"stage": 1}, given={"optimizer_cls_and_kwargs": (torch.optim.SparseAdam, {})}),
         "SparseAdam",
     ),
-    "limit": (Case({"memory_limit": "1KiB"}), "the smallest limit that works"),
+    "limit": (Case({"memory_limit": "1KiB"}), "a memory limit of 1.0 KiB is too small"),
+    "disk": (Case({"memory_limit": "64MiB", "disk": ".:1KiB"}), "less than a page of 4096 bytes"),
+    "twice": (Case({"stage": 3}, {"gulliver": {"stage": 2}}), "differ: say it once"),
+    "clipped twice": (Case({"max_norm": 0.1}), "say it as max_grad_norm"),
 }
 
 
@@ -340,6 +360,49 @@ def _again(world: World, folder: Path, gulliver: dict[str, Any] | None) -> Run:
         second = made_trainer(world, folder, Case(gulliver, given={**given, "model": model}))
         second.train()
         return [*logged(first), *logged(second)], {**weights(first), **weights(second)}
+
+
+def _two_phases(world: World, folder: Path, gulliver: dict[str, Any] | None) -> Any:
+    """Two trainers of one model, the second with another optimizer; then the first again."""
+    told = dict[str, str]()
+    with launched(world):
+        first = made_trainer(world, folder / "1", Case(gulliver, {"max_steps": 2}))
+        first.train()
+        args = {"max_steps": 2, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1}
+        again = Case(gulliver, args, given={"model": first.model})
+        second = made_trainer(world, folder / "2", again)
+        losses = [trainer.evaluate()["eval_loss"] for trainer in (first, second)]
+        second.save_model(str(folder / "between"))
+        found = dict[str, Tensor]()
+        for name, trainer in (("second", second), ("first", first)):
+            try:
+                trainer.train()
+            except GulliverError as error:
+                told[name] = str(error)
+            found = found or weights(second)
+        return losses, logged(second, ("loss", "learning_rate")), found, told
+
+
+def test_a_second_trainer_takes_the_model_over(pool: Pool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    [plain] = pool.run(_two_phases, 1, tmp_path / "plain", None)
+    for number, options in enumerate(({"stage": 1}, {"stage": 3}, limited(tmp_path))):
+        for one in pool.run(_two_phases, 2, tmp_path / str(number), options):
+            assert one[0][0] == one[0][1]
+            told = one[3]
+            if number == 2:
+                assert list(told) == ["second"]
+                assert "load a new model from there" in told["second"]
+            else:
+                assert list(told) == ["first"]
+                assert "a new Trainer" in told["first"]
+                for mine, theirs in zip(one[1], plain[1], strict=True):
+                    assert mine == pytest.approx(theirs, rel=1e-6)
+                assert distance(one[2], plain[2]) < 1e-6
+        places = (tmp_path / name / "between" for name in (str(number), "plain"))
+        mine, theirs = (load_file(place / "model.safetensors") for place in places)
+        assert distance(mine, theirs) < 1e-6
 
 
 def _own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:

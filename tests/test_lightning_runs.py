@@ -226,6 +226,11 @@ def refusals(world: World, folder: str) -> None:
         def on_train_epoch_start(self) -> None:
             self.encoder.double()
 
+    class Exchanged(Autoencoder):
+        def on_train_start(self) -> None:
+            for parameter in self.parameters():
+                parameter.data = parameter.data * 2
+
     class Grown(Autoencoder):
         def on_train_start(self) -> None:
             self.optimizers().add_param_group({"params": []})  # type: ignore[union-attr]
@@ -239,6 +244,8 @@ def refusals(world: World, folder: str) -> None:
     for match, strategy, module, options in (
         (r"Moved is moved .* a memory limit", strategy_of("gemini"), Moved(), {}),
         (r"Sequential \(encoder\) is moved .* stage 3", "gulliver_zero3", Doubled(), {}),
+        ("'encoder.* given other memory .*copy_, mul_", "gulliver", Exchanged(), {}),
+        ("'encoder.* given other memory .*copy_, mul_", "gulliver_zero3", Exchanged(), {}),
         ("added during a fit", "gulliver", Grown(), {}),
         ("LBFGS", "gulliver", Lbfgs(), {}),
         ("parameter .* is on meta", "gulliver", Meta(), {}),

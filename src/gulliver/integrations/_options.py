@@ -43,11 +43,7 @@ def plugin_of(options: Options) -> Plugin:
     Raises:
         GulliverError: it is another plugin, or not what a plugin takes.
     """
-    if isinstance(options, str):
-        try:
-            options = json.loads(options)
-        except ValueError as error:
-            raise GulliverError(f"gulliver={options!r} is no JSON: {error}") from error
+    options = _read(options)
     if isinstance(options, LowLevelZeroPlugin | GeminiPlugin):
         return options
     if options is None or isinstance(options, Mapping):
@@ -57,6 +53,35 @@ def plugin_of(options: Options) -> Plugin:
         f"gulliver={type(options).__name__} does not run in a loop of one loss per batch and rank: "
         "pass LowLevelZeroPlugin(...), GeminiPlugin(...), or a dict of their arguments"
     )
+
+
+def one_of(given: Options, of_arguments: Options) -> Options:
+    """The options of a trainer.
+
+    Args:
+        given: those given to the trainer itself, or None.
+        of_arguments: those of its training arguments, or None.
+
+    Raises:
+        GulliverError: they differ.
+    """
+    if given is None or of_arguments is None:
+        return of_arguments if given is None else given
+    if _read(given) != _read(of_arguments):
+        raise GulliverError(
+            f"Trainer(gulliver={given!r}) and TrainingArguments(gulliver={of_arguments!r}) differ: "
+            "say it once"
+        )
+    return given
+
+
+def _read(options: Options) -> Plugin | Mapping[str, Any] | None:
+    if not isinstance(options, str):
+        return options
+    try:
+        return json.loads(options)
+    except ValueError as error:
+        raise GulliverError(f"gulliver={options!r} is no JSON: {error}") from error
 
 
 def check_precision(name: str | None) -> None:

@@ -15,14 +15,12 @@ import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Self
 from weakref import WeakKeyDictionary, WeakSet
 
 import accelerate
 import torch
 from accelerate.utils import DynamoBackend
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gulliver.booster import Booster, Plugin
@@ -36,7 +34,13 @@ from gulliver.integrations._options import (
     join_world,
     plugin_of,
 )
-from gulliver.integrations._prepared import PreparedOptimizer, generate_together
+from gulliver.integrations._owned import mark_owned, model_of, owner_of, take_over
+from gulliver.integrations._prepared import (
+    PreparedOptimizer,
+    mapped_state,
+    work_alone,
+    work_together,
+)
 from gulliver.parallel import BoostedOptimizer
 
 FOLDER = "gulliver"
@@ -104,6 +108,7 @@ class Accelerator(accelerate.Accelerator):
         self.booster = Booster(plugin)
         self._boosted: WeakKeyDictionary[nn.Module, BoostedOptimizer] = WeakKeyDictionary()
         self._untrained: WeakSet[nn.Module] = WeakSet()
+        self._ended: WeakSet[nn.Module] = WeakSet()
         self.holds_back = False
         self._saving_state = False
 
@@ -171,8 +176,8 @@ class Accelerator(accelerate.Accelerator):
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise GulliverError("the model is wrapped by DDP: prepare the plain one")
-        if any(p.is_meta for p in model.parameters()):
-            device_placement = False
+        if any(p.is_meta for p in model.parameters()) or owner_of(model) is not None:
+            device_placement = False  # it is filled where it runs, or lies there
         trained = any(p.requires_grad for p in model.parameters()) and not evaluation_mode
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
         if trained and self._plain(model) not in self._boosted:
@@ -189,44 +194,67 @@ class Accelerator(accelerate.Accelerator):
             device_placement: argument of accelerate; here state lies with the parameters.
 
         Raises:
-            GulliverError: its model is not prepared, or not a single one; it cannot be run so.
+            GulliverError: its model is not prepared, or not a single one, or in use by another; it
+                cannot be run so.
         """
         if getattr(optimizer, "_is_accelerate_prepared", False):
+            boosted = getattr(optimizer, "boosted", None)
+            if boosted is not None and all(o is not boosted for o in self._boosted.values()):
+                raise GulliverError(
+                    "the optimizer's model was given back, or is another accelerator's: make a new "
+                    "optimizer (a new Trainer)"
+                )
             return super().prepare_optimizer(optimizer, device_placement)
         if any(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
             raise GulliverError(
                 f"{type(optimizer).__name__} changes parameters outside of its step (train(), "
                 "eval()), which is not supported: use AdamW"
             )
-        model = self._model_of(optimizer)
+        model = model_of(optimizer, [self._plain(model) for model in self._models])
+        take_over(model, optimizer, self)
         _, boosted, *_ = self.booster.boost(model, optimizer)
         self._boosted[model] = boosted
+        mark_owned(model, self)
         self._untrained.discard(model)
         if boosted.gives_back and self.num_processes > 1:
-            generate_together(model)
+            work_together(model)
         prepared = PreparedOptimizer(boosted, self)
         self._optimizers.append(prepared)
         return prepared
 
-    def _model_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:
-        stepped = {p for group in optimizer.param_groups for p in group["params"]}
-        known = [self._plain(model) for model in self._models]
-        found = [model for model in known if not stepped.isdisjoint(model.parameters())]
-        if not found:
-            raise GulliverError(
-                f"the model of {type(optimizer).__name__} is not prepared: prepare it before, or "
-                "in the same call"
-            )
-        if len(found) > 1 or not stepped.issubset(found[0].parameters()):
-            raise GulliverError(
-                f"{type(optimizer).__name__} steps parameters of several models: give each model "
-                "an optimizer, or put them into one nn.ModuleList"
-            )
-        if found[0] in self._boosted:
-            raise GulliverError(
-                "the model has an optimizer already: one with several groups does what several do"
-            )
-        return found[0]
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Forgets what was prepared; a model that is given may then have another optimizer.
+
+        Args:
+            objects: prepared models and optimizers, among others.
+
+        Returns:
+            None for each of them.
+        """
+        models = [self._plain(o) for o in objects if isinstance(o, nn.Module)]
+        optimizers = [o.boosted for o in objects if isinstance(o, PreparedOptimizer)]
+        for model, boosted in self._boosted.items():
+            if any(o is boosted for o in optimizers) or any(m is model for m in models):
+                self._ended.add(model)
+        return super().free_memory(*objects)
+
+    def has_ended(self, model: nn.Module) -> bool:
+        """Whether a boosted model was given to `free_memory`."""
+        return model in self._ended
+
+    def release(self, model: nn.Module) -> None:
+        """Gives a boosted model whole parameters of its own; every rank calls it.
+
+        Args:
+            model: plain model.
+        """
+        boosted = self._boosted.pop(model)
+        self.booster.close()
+        self.booster.release(model, boosted)
+        self._optimizers = [o for o in self._optimizers if getattr(o, "boosted", 0) is not boosted]
+        self._ended.discard(model)
+        mark_owned(model, None)
+        work_alone(model)
 
     def _plain(self, model: nn.Module) -> nn.Module:
         return self.unwrap_model(model, keep_torch_compile=False)
@@ -375,25 +403,12 @@ class Accelerator(accelerate.Accelerator):
         plain = self._plain(model)
         if self._saving_state and plain in self._boosted:
             return {}
-        holder = self._boosted.get(plain)
+        holder, owned = self._boosted.get(plain), owner_of(plain)
+        if owned is not None and owned[1] is not self:
+            return owned[1].get_state_dict(model, unwrap, folder)
         if holder is None or not holder.gives_back:
             return super().get_state_dict(model, unwrap)
-        return self._mapped_state(plain, folder)
-
-    def _mapped_state(self, model: nn.Module, folder: Path | None) -> dict[str, Tensor]:
-        """Gathers one tensor after the other, so that nothing of the model's size is in memory."""
-        main = current_world().is_main
-        with TemporaryDirectory(dir=folder if main else None, prefix=".gulliver-") as place:
-            path = Path(place) / "model.safetensors"
-            self.booster.save_model(model, path)
-            # The pages of a file that is gone stay for those who have mapped it.
-            read = load_file(path) if main else {}
-        # As a state dict of the model's own: in its order, and tied tensors are one.
-        known, state = dict[int, str](), dict[str, Tensor]()
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if name in read:
-                state[name] = read[known.setdefault(id(parameter), name)]
-        return {**state, **{name: value for name, value in read.items() if name not in state}}
+        return mapped_state(self.booster, plain, folder)
 
     def save_boosted(self, folder: Path, frozen: bool = True) -> None:
         """Saves what is sharded of each boosted model and its optimizer; every rank calls it.

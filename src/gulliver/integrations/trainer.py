@@ -22,7 +22,8 @@ from transformers.trainer_callback import TrainerCallback
 
 from gulliver.comm import init_world
 from gulliver.errors import GulliverError
-from gulliver.integrations._options import Options
+from gulliver.integrations._options import Options, one_of, plugin_of
+from gulliver.integrations._owned import owner_of
 from gulliver.integrations.accelerate import FOLDER, Accelerator
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
@@ -79,7 +80,8 @@ class _Boosted(_Base):
         kwargs: those of the trainer.
 
     Raises:
-        GulliverError: a training argument that Gulliver does not go with; it is named.
+        GulliverError: a training argument that Gulliver does not go with; it is named; the two say
+            different things.
     """
 
     accelerator: Accelerator
@@ -92,19 +94,25 @@ class _Boosted(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator."""
         _check(self.args, self.model)
-        if self._gulliver is None:
-            self._gulliver = getattr(self.args, "gulliver", None)
+        self._gulliver = one_of(self._gulliver, getattr(self.args, "gulliver", None))
+        plugin: Any = plugin_of(self._gulliver)
         super().create_accelerator_and_postprocess()
-        self.accelerator = Accelerator.taking_over(self.accelerator, self._gulliver)
-        if getattr(self.accelerator.booster.plugin, "step_in_backward", False):
+        self.accelerator = Accelerator.taking_over(self.accelerator, plugin)
+        if plugin.max_norm and self.args.max_grad_norm:
+            raise GulliverError(
+                f"gulliver's max_norm={plugin.max_norm} clips beside TrainingArguments("
+                f"max_grad_norm={self.args.max_grad_norm}): say it as max_grad_norm, and leave "
+                "max_norm out"
+            )
+        if getattr(plugin, "step_in_backward", False):
             raise GulliverError(
                 "step_in_backward=True updates parameters before gradients are measured, which "
                 "Trainer does in each step: leave it out"
             )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        # A model on meta is filled when it is boosted.
-        if not any(p.is_meta for p in model.parameters()):
+        # A model on meta is filled when it is boosted, and one that is boosted lies where it runs.
+        if not any(p.is_meta for p in model.parameters()) and owner_of(model) is None:
             super()._move_model_to_device(model, device)
 
     @property

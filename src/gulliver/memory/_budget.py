@@ -382,4 +382,6 @@ def _too_small(rule: BudgetRule, predicted: ActivationPeak | None, decides: str)
 
 
 def _mib(nbytes: int) -> str:
+    if nbytes < 2**20:
+        return f"{nbytes / 2**10:.1f} KiB"
     return f"{nbytes / 2**20:.1f} MiB"

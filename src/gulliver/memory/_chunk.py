@@ -35,7 +35,7 @@ from gulliver.memory._buffers import BufferPool
 from gulliver.memory._bytes import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from gulliver.memory._layout import ChunkLayout
 from gulliver.memory._moments import Moment, first_elements, moment_size
-from gulliver.memory._pending import mark_ready
+from gulliver.memory._pending import INSTEAD, mark_ready
 from gulliver.memory._placed import Placed
 from gulliver.memory._read_locks import any_read_lock, before_write
 from gulliver.memory._reduced import ReducedGradient, reduced_gradient
@@ -101,6 +101,8 @@ class Chunk:
             parameter.data = views[name]
             parameter.grad = None  # one from before lies outside the chunk
         self._forms = [_form(p) for p in self.members]
+        for name, parameter in self.parameters.items():
+            vars(parameter)["_chunk_name"] = name  # for who refuses to exchange its memory
         self._reduced = [reduced_gradient(p) for p in self.members]
         self._absent = [_one_nan(p) for p in self.members]
         self._nowhere = [nan.data_ptr() for nan in self._absent]
@@ -428,11 +430,17 @@ class Chunk:
         for name, (address, form, address_now, form_now) in zip(
             self.parameters, known, strict=True
         ):
+            device = self.parameters[name].device
+            if form == form_now and device == self.device and address != address_now:
+                raise GulliverError(
+                    f"parameter {name!r} was given other memory (p.data = ...) after boost: "
+                    f"{INSTEAD}"
+                )
             if (address, form) != (address_now, form_now):
                 raise GulliverError(
                     f"parameter {name!r} was moved, converted or reshaped after boost "
                     f"({tuple(form[0])} {form[1]} on {self.device} then, {tuple(form_now[0])} "
-                    f"{form_now[1]} on {self.parameters[name].device} now): do that before boost"
+                    f"{form_now[1]} on {device} now): do that before boost"
                 )
 
     def named_views(self, buffer: Tensor) -> dict[str, Tensor]:

@@ -57,6 +57,8 @@ _METADATA = frozenset(
     Tensor.size,
     Tensor.__len__,
 }
+INSTEAD = "do that before boost, and change values in place (copy_, mul_ under torch.no_grad())"
+"""What to do instead of an exchange of a parameter's memory."""
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -74,8 +76,11 @@ class PendingParameter(nn.Parameter):
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)
         if func == _SET_DATA and isinstance(args[0], cls):
+            name = vars(args[0]).get("_chunk_name")
+            told = "a parameter" if name is None else f"parameter {name!r}"
             raise GulliverError(
-                "a parameter was moved, converted or reshaped after boost: do that before boost"
+                f"{told} was moved, converted, reshaped or given other memory (p.data = ...) after "
+                f"boost: {INSTEAD}"
             )
         if func is Tensor.is_contiguous:
             # It lies row by row wherever it is; what stands for it here is one stretched element.

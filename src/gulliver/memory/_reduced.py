@@ -18,7 +18,8 @@ from gulliver.errors import GulliverError
 ADVICE = (
     "gradients were reduced to the ranks' shards and are no longer in the parameters: use "
     "optimizer.clip_grad_by_norm, clip_grad_by_value, zero_grad, step and full_gradients of the "
-    "optimizer that boost returned"
+    "optimizer that boost returned (accelerate, Trainer: accelerator.clip_grad_norm_, "
+    "clip_grad_value_, and optimizer.full_gradients)"
 )
 
 

@@ -160,7 +160,10 @@ class DiskStore:
         self.folder, self.capacity, self.used = Path(folder), capacity // BLOCK * BLOCK, 0
         check_disk_folder(self.folder)
         if self.capacity < BLOCK:
-            raise GulliverError(f"a disk store of {capacity} bytes: at least one page of {BLOCK}")
+            raise GulliverError(
+                f"{capacity} bytes of disk ({folder}) are less than a page of {BLOCK} bytes: give "
+                "what may be written there, such as 100GiB"
+            )
         require_space(self.folder, self.capacity)
         self._opened = _Opened(self.folder, self.capacity, engine)
         self._finish = weakref.finalize(self, self._opened.close)
