@@ -421,8 +421,8 @@ def test_long_texts_are_split_and_long_conversations_cut_or_skipped(tmp_path: Pa
     path = written(tmp_path, [{"messages": CHAT}, {"messages": chat}, {"messages": late}])
     data, said = read(path, tokenizer, length=40)
     assert [len(one) <= 40 for one in data.train] == [True, True]
-    assert data.facts["cut"] == 2
-    assert "2 conversations are longer than 40 tokens: cut there" in said
+    assert data.facts["cut"] == 1, "the one that is left out is not counted"
+    assert "1 conversations are longer than 40 tokens: cut there" in said
     assert data.facts["bad"] == {"no answer within the length": 1}
     data, _ = read(path, tokenizer, length=40, long_chats="skip")
     assert data.facts["bad"] == {"a conversation too long": 2}

@@ -220,7 +220,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
         "SparseAdam",
     ),
     "limit": (Case({"memory_limit": "1KiB"}), "a memory limit of 1.0 KiB is too small"),
-    "disk": (Case({"memory_limit": "64MiB", "disk": ".:1KiB"}), "less than a page of 4096 bytes"),
+    "disk": (
+        Case({"memory_limit": "64MiB", "disk": ".:1KiB"}),
+        "of state may have to leave the memory: give it",
+    ),
     "twice": (Case({"stage": 3}, {"gulliver": {"stage": 2}}), "differ: say it once"),
     "clipped twice": (Case({"max_norm": 0.1}), "say it as max_grad_norm"),
 }

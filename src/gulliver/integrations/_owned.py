@@ -1,4 +1,4 @@
-"""Which accelerator runs a model, and how the next optimizer takes it over.
+"""Marks models with the accelerator that runs them; the next optimizer takes a model over.
 
 A model that was boosted is marked with its accelerator. A second Trainer may evaluate with it as it
 is; the optimizer of a second phase, which another Trainer brings or which follows `free_memory`,
