@@ -578,6 +578,26 @@ def test_freed_memory_is_kept_where_steps_hardly_wait_and_it_fits() -> None:
     assert kept.keeps is False, "given up for good"
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_freed_memory_is_kept_only_where_it_may_be_and_that_is_told(
+    allowed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "gulliver")
+    tape, ledger = Tape(), Ledger()
+    footprint = Footprint(lambda: 0, interval=3600, gauge=tape)
+    controller = BudgetController(1000 * MIB, ledger, footprint, keeps=allowed)
+    tape.value = 200 * MIB
+    controller.end_step(0.0)
+    assert controller.rule.keeps is (True if allowed else None)
+    assert bool(caplog.messages) is allowed
+    tape.value = 995 * MIB
+    footprint.at("backward a")
+    if allowed:
+        assert controller.rule.keeps is False
+        assert "freed memory goes back: the limit is near" in caplog.messages[-1]
+    controller.close()
+
+
 FAULTS = """
 import resource
 import torch

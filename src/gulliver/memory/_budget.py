@@ -73,11 +73,13 @@ class BudgetRule:
         budget: bytes that the manager may hold now.
         changes: changes so far.
         keeps: whether freed memory is kept; None before that was decided, False for good.
+        keeps_why: reason of that, with figures.
     """
 
     def __init__(self, limit: int, minimum: int = 0) -> None:
         self.limit, self.minimum = limit, minimum
         self.keeps: bool | None = None
+        self.keeps_why = ""
         self.margin = limit // MARGIN_SHARE + MARGIN_BYTES
         self.step = 0
         self.changes: list[Change] = []
@@ -139,15 +141,15 @@ class BudgetRule:
         more = other + int(KEPT_SHARE * other)
         if self.limit - self.margin - more < self.minimum + self.minimum // RISE_SHARE:
             return
-        self.keeps = True
         self._peaks.append(more)
-        why = f"freed memory is kept: a step waits {waits:.0%} of its time"
-        self.changes.append(Change(self.step, "", self.budget, self.budget, why))
+        self._set_keeping(True, f"freed memory is kept: a step waits {waits:.0%} of its time")
 
     def stop_keeping(self, why: str, at: str = "") -> None:
         """Gives freed memory back from now on."""
-        self.keeps = False
-        why = f"freed memory goes back: {why}"
+        self._set_keeping(False, f"freed memory goes back: {why}", at)
+
+    def _set_keeping(self, keeps: bool, why: str, at: str = "") -> None:
+        self.keeps, self.keeps_why = keeps, why
         self.changes.append(Change(self.step, at, self.budget, self.budget, why))
 
     def press(self, other: int, total: int, at: str = "") -> int:
@@ -259,7 +261,7 @@ class BudgetController:
         # Memory that was freed and kept is given back first: it may be all that is missing.
         if self.rule.keeps:
             self.rule.stop_keeping("the limit is near", at)
-            self._freed.keep(False)
+            self._follow_keeping()
         self._freed.trim()
         other, total = footprint.now()
         self._apply(self.rule.press(other, total, at))
@@ -301,8 +303,13 @@ class BudgetController:
         self.rule.minimum = max(self.rule.minimum, self._manager.minimum)
         self._apply(self.rule.end_step(step.other, waits if self._keeps else None))
         if self.rule.keeps != kept:
-            self._freed.keep(bool(self.rule.keeps))
+            self._follow_keeping()
         self._warn(step.other)
+
+    def _follow_keeping(self) -> None:
+        """Does with freed memory what the rule has decided, and says so."""
+        self._freed.keep(bool(self.rule.keeps))
+        logging.getLogger("gulliver").info("memory limit: %s", self.rule.keeps_why)
 
     def _warn(self, other: int) -> None:
         """Says once that a step needs more than the limit, whatever state makes room for it."""

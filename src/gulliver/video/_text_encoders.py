@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gulliver.checkpoint import read_json, read_tensors, write_tensors
 from gulliver.errors import GulliverError
@@ -81,7 +81,8 @@ class TextEncoder(Protocol):
 class _FromFolder:
     """A text encoder of transformers, from a local folder."""
 
-    name = ""
+    name, kind = "", ""
+    """What it is called, and its class in transformers."""
 
     def __init__(
         self,
@@ -107,14 +108,13 @@ class _FromFolder:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(
                 self.folder, local_files_only=True
             )
-            self.model = self._load(transformers, dtype or torch.float32)
+            self.model = getattr(transformers, self.kind).from_pretrained(
+                self.folder, local_files_only=True, dtype=dtype or torch.float32
+            )
         except (OSError, ValueError, KeyError) as error:
             line = str(error).strip().split("\n")[0]
             raise GulliverError(f"{self.folder} cannot be read as {self.name}: {line}") from None
         self.model.to(self.device).eval().requires_grad_(False)
-
-    def _load(self, transformers: Any, dtype: torch.dtype) -> nn.Module:
-        raise NotImplementedError
 
     @property
     def fingerprint(self) -> str:
@@ -172,12 +172,7 @@ class T5TextEncoder(_FromFolder):
         GulliverError: there is no such folder, or transformers is missing.
     """
 
-    name = "T5"
-
-    def _load(self, transformers: Any, dtype: torch.dtype) -> nn.Module:
-        return transformers.T5EncoderModel.from_pretrained(
-            self.folder, local_files_only=True, dtype=dtype
-        )
+    name, kind = "T5", "T5EncoderModel"
 
     @property
     def channels(self) -> int:
@@ -209,12 +204,7 @@ class ClipTextEncoder(_FromFolder):
         GulliverError: there is no such folder, or transformers is missing.
     """
 
-    name = "CLIP"
-
-    def _load(self, transformers: Any, dtype: torch.dtype) -> nn.Module:
-        return transformers.CLIPTextModel.from_pretrained(
-            self.folder, local_files_only=True, dtype=dtype
-        )
+    name, kind = "CLIP", "CLIPTextModel"
 
     @property
     def channels(self) -> int:
