@@ -6,6 +6,7 @@ its resumption, is told apart by `differences`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -97,13 +98,17 @@ class FlowConfig:
     shift: Annotated[float, Range(0, 1000, open_below=True)] = 3.0
     """Factor of the noise level's odds; more than 1 trains more at high noise."""
     shift_by_size: bool = False
-    """Multiply the odds by the roots of the clip's area over 512x512 and its latent length too."""
+    """Multiply the odds by a ratio of the clip's size too."""
+    shift_rule: Literal["latent", "1.2", "1.3", "2.0"] = "latent"
+    """Ratio of a size: roots of the area over 512x512 and the latent frames, or as published."""
     drop_caption: Annotated[float, SHARE] = 0.1
     """Share of captions hidden, for classifier-free guidance."""
+    masks: tuple[str, ...] = ()
+    """Mask strategies as name:share, such as image_head:0.2 quarter_tail:0.05 random:0.1."""
     mask_first: Annotated[float, SHARE] = 0.15
-    """Share of clips whose first latent frame is given: image-to-video."""
+    """Share of clips whose first latent frame is given; short for --flow.masks image_head."""
     mask_head: Annotated[float, SHARE] = 0.1
-    """Share of clips whose first quarter is given: extension."""
+    """Share of clips whose first two are given; short for --flow.masks extend."""
 
 
 @dataclass(frozen=True)
@@ -227,11 +232,6 @@ def check_config(config: TrainConfig) -> TrainConfig:
         GulliverError: naming the field, its value and what would be right.
     """
     check_options(config)
-    masked = config.flow.mask_first + config.flow.mask_head
-    if masked > 1:
-        raise GulliverError(
-            f"--flow.mask-first + --flow.mask-head is {masked}: it must be at most 1"
-        )
     if config.model.text_channels % 2:
         raise GulliverError(
             f"--model.text-channels is {config.model.text_channels}: it must be even"
@@ -245,9 +245,21 @@ def check_config(config: TrainConfig) -> TrainConfig:
         raise GulliverError(
             f"--resume-step {config.resume_step} says where to continue: add --resume"
         )
-    parse_shapes(config.data.shapes)
+    _check_flow(config.flow, parse_shapes(config.data.shapes))
     _check_sizes(config)
     return config
+
+
+def _check_flow(flow: FlowConfig, shapes: Iterable[Bucket]) -> None:
+    """Refuses masks that cannot be, and shapes that the timestep warp has no ratio for."""
+    from gulliver.models import VideoAutoencoder
+    from gulliver.video._masks import MaskStrategies
+    from gulliver.video._warp import RULES, ClipSize
+
+    MaskStrategies.of(flow)
+    for bucket in shapes if flow.shift_by_size else ():
+        frames = (bucket.frames - 1) // VideoAutoencoder.compression[0] + 1
+        RULES[flow.shift_rule](ClipSize(bucket.height, bucket.width, frames))
 
 
 def _check_sizes(config: TrainConfig) -> None:
@@ -341,5 +353,9 @@ def from_plain(values: dict[str, Any], kind: type = TrainConfig) -> Any:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Lists the keys in which two resolved configurations differ, without `MAY_CHANGE`."""
+    """Lists the keys in which two resolved configurations differ, without `MAY_CHANGE`.
+
+    An option that is younger than a configuration has its default there.
+    """
+    old, new = (options.resolved(from_plain(values)) for values in (old, new))
     return options.differences(old, new, MAY_CHANGE)

@@ -32,10 +32,9 @@ from gulliver.video._config import (
     parse_shapes,
 )
 from gulliver.video._media import fit
-from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
 from gulliver.video._shared import Shared, share, split_ranks
-from gulliver.video._sources import vocabulary
+from gulliver.video._sources import make_flow, vocabulary
 from gulliver.video._training import build_model
 from gulliver.video._words import WordEncoder
 
@@ -47,13 +46,17 @@ class Request:
     """One clip to be made.
 
     `given` is a picture [3, 1, H, W] or the beginning of the clip [3, 4k + 1, H, W] in [-1, 1], of
-    any height and width: it is scaled and cut to the clip's.
+    any height and width: it is scaled and cut to the clip's. `references` are clips to take latent
+    frames from, as `mask_strategy` says: groups of loop, reference, its first frame, the first
+    frame here, number of frames, edit ratio, such as ``0,0,-1,-1,1,0`` for the last.
     """
 
     prompt: str
     bucket: Bucket
     seed: int = 0
     given: Tensor | None = None
+    references: tuple[Tensor, ...] = ()
+    mask_strategy: str = ""
 
 
 class VideoModel:
@@ -64,9 +67,7 @@ class VideoModel:
         self.model = model.eval()
         self.autoencoder = autoencoder.eval()
         self.text = WordEncoder(config.model.text_channels, config.model.text_length)
-        self.flow = RectifiedFlow(
-            shift=config.flow.shift, use_timestep_transform=config.flow.shift_by_size
-        )
+        self.flow = make_flow(config.flow, autoencoder)
         self.known_words = vocabulary(config)
         self.shared = Shared(model)
 
@@ -187,10 +188,11 @@ class VideoModel:
             self.check(request)
         self.shared.check_guidance(sampling.guidance != 1)
         self.shared.agree([_described(r) for r in requests] + [sampling])
-        groups: dict[tuple[Bucket, int], list[int]] = {}
+        groups: dict[tuple[Bucket, int, str], list[int]] = {}
         for index, request in enumerate(requests):
             given = 0 if request.given is None else request.given.shape[1]
-            groups.setdefault((request.bucket, given), []).append(index)
+            key = request.bucket, given, request.mask_strategy
+            groups.setdefault(key, []).append(index)
         clips: dict[int, Tensor] = {}
         with Display("generating", len(requests), enabled=show) as display:
             for members in groups.values():
@@ -236,9 +238,13 @@ class VideoModel:
         self, requests: list[Request], shape: tuple[int, ...], device: torch.device
     ) -> tuple[Tensor | None, Tensor | None]:
         """Returns given latents [B, C, T, H, W], then zeros, and a mask [B, T] of the rest."""
+        bucket = requests[0].bucket
+        if requests[0].mask_strategy:
+            clips = [fit(r.references[0], bucket.height, bucket.width) for r in requests]
+            found = self.autoencoder.encode(torch.stack(clips).to(device))
+            return _placed(requests[0].mask_strategy, found, shape)
         if requests[0].given is None:
             return None, None
-        bucket = requests[0].bucket
         frames = torch.stack(
             [fit(r.given, bucket.height, bucket.width) for r in requests if r.given is not None]
         )
@@ -284,10 +290,27 @@ def extend(
     return torch.cat([clip, piece[:, overlap:]], dim=1)
 
 
+def _placed(strategy: str, found: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Places latent frames of references [B, C, T', H, W] as a mask strategy says.
+
+    Returns:
+        Latents [B, C, T, H, W], zero where nothing is given, and a mask [B, T] of those.
+    """
+    latents = found.new_zeros(len(found), *shape)
+    generate = torch.ones(len(found), shape[1], dtype=torch.bool, device=found.device)
+    for group in strategy.split(";"):
+        _, _, source, target, length, _ = map(int, group.split(","))
+        source, target = source % found.shape[2], target % shape[1]
+        latents[:, :, target : target + length] = found[:, :, source : source + length]
+        generate[:, target : target + length] = False
+    return latents, generate
+
+
 def _described(request: Request) -> tuple[object, ...]:
     """Returns what ranks that make a clip together compare."""
+    shown = [clip.cpu().numpy().tobytes() for clip in request.references]
     given = None if request.given is None else request.given.cpu().numpy().tobytes()
-    return request.prompt, request.bucket, request.seed, given
+    return request.prompt, request.bucket, request.seed, given, shown, request.mask_strategy
 
 
 def _noise(seed: int, shape: tuple[int, ...]) -> Tensor:

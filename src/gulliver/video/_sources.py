@@ -15,8 +15,9 @@ from gulliver.video._autoencoder_training import (
     save_autoencoder,
     train_autoencoder,
 )
-from gulliver.video._config import DataConfig, TrainConfig, parse_shapes
+from gulliver.video._config import DataConfig, FlowConfig, TrainConfig, parse_shapes
 from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits
+from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
 from gulliver.video._words import words_of
 
@@ -87,6 +88,18 @@ def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> B
     """
     buckets = [dataset.bucket_of(index) for index in range(len(dataset))]
     return BucketSampler(buckets, config.data.batch_size, *place, derive(config.seed, 6))
+
+
+def make_flow(config: FlowConfig, autoencoder: VideoAutoencoder) -> RectifiedFlow:
+    """Makes the rectified flow of a run, the same for training and for sampling."""
+    return RectifiedFlow(
+        sample_method=config.timesteps,
+        shift=config.shift,
+        use_timestep_transform=config.shift_by_size,
+        transform=config.shift_rule,
+        # A token is 2x2 latents in every size of the model.
+        token_area=4 * math.prod(autoencoder.compression[1:]),
+    )
 
 
 def vocabulary(config: TrainConfig) -> frozenset[str] | None:

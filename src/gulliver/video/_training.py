@@ -52,10 +52,9 @@ from gulliver.options import resolved
 from gulliver.video._batches import Batch, BatchMaker
 from gulliver.video._config import TrainConfig, check_config
 from gulliver.video._ema import ExponentialAverage
-from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
 from gulliver.video._skipped import SkippedClips, listing
-from gulliver.video._sources import make_dataset, make_sampler, ready_autoencoder
+from gulliver.video._sources import make_dataset, make_flow, make_sampler, ready_autoencoder
 from gulliver.video._stages import hide_targets, run_stages
 from gulliver.video._words import WordEncoder
 
@@ -175,11 +174,7 @@ class Trainer:
     ) -> None:
         self.config, self.run, self.world = config, run, world
         self.step_number, self.saved_step, self.seconds = 0, 0, 0.0
-        self.flow = RectifiedFlow(
-            sample_method=config.flow.timesteps,
-            shift=config.flow.shift,
-            use_timestep_transform=config.flow.shift_by_size,
-        )
+        self.flow = make_flow(config.flow, autoencoder)
         plugin = make_plugin(config)
         self.place = plugin.data_place()
         self.sampler = make_sampler(config, dataset, self.place)
