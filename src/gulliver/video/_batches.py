@@ -76,7 +76,7 @@ class _Steps:
 
     def read_step(self, step: Step) -> tuple[Step, ClipBatch]:
         windows = [derive(self.seed, 8, step.epoch, index) for index in step.indices]
-        return step, collate(self.dataset, step.indices, windows)
+        return step, collate(self.dataset, step.indices, windows, step.bucket)
 
 
 def _as_read(batch: tuple[Step, ClipBatch]) -> tuple[Step, ClipBatch]:

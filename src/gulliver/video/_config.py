@@ -49,6 +49,12 @@ class DataConfig:
     """Clip shapes as frames x height x width, with a weight after the colon (digits only)."""
     batch_size: Annotated[int, AT_LEAST_1] = 32
     """Samples of one optimizer step, all ranks together."""
+    buckets: Path | None = None
+    """Bucket configuration of a public trainer, in place of shapes and batch size (tables only)."""
+    bucket_ranks: Annotated[int, AT_LEAST_1] = 1
+    """Number of ranks that the batch sizes of --data.buckets are for, each."""
+    scores: Literal["none", "1.2", "1.3", "2.0"] = "none"
+    """Put the table's scores into captions: 1.2 numbers, 1.3 words, 2.0 a motion score."""
     clips: Annotated[int, Range(1, 100_000_000)] = 40_000
     """Length of an epoch of the moving digits."""
     held_out: tuple[str, ...] = ()
@@ -241,6 +247,7 @@ def check_config(config: TrainConfig) -> TrainConfig:
             f"--data.frame-interval is {config.data.frame_interval}: it is for the clips of a "
             "--data.table, moving digits have no frames between"
         )
+    _check_table_options(config.data)
     if config.resume_step is not None and not config.resume:
         raise GulliverError(
             f"--resume-step {config.resume_step} says where to continue: add --resume"
@@ -248,6 +255,18 @@ def check_config(config: TrainConfig) -> TrainConfig:
     _check_flow(config.flow, parse_shapes(config.data.shapes))
     _check_sizes(config)
     return config
+
+
+def _check_table_options(data: DataConfig) -> None:
+    """Refuses options that only clips of a table can have."""
+    default = DataConfig()
+    for name in ("buckets", "bucket_ranks", "scores"):
+        value = getattr(data, name)
+        option = f"--data.{name.replace('_', '-')}"
+        if value != getattr(default, name) and data.table is None:
+            raise GulliverError(f"{option} is {value}: it is for the clips of a --data.table")
+    if data.bucket_ranks != 1 and data.buckets is None:
+        raise GulliverError(f"--data.bucket-ranks is {data.bucket_ranks}: add --data.buckets")
 
 
 def _check_flow(flow: FlowConfig, shapes: Iterable[Bucket]) -> None:

@@ -89,7 +89,7 @@ def train(config: TrainConfig) -> Outcome:
             run.write_config(config)
             if checkpoint is None:
                 run.cut_log(0)  # of a run that was killed before its first checkpoint
-        dataset = make_dataset(config.data, config.model.text_length, world.is_main)
+        dataset = make_dataset(config.data, config.model.text_length, world.is_main, config.seed)
         autoencoder = ready_autoencoder(config, run, dataset, world)
         trainer = Trainer(config, run, dataset, autoencoder, world)
         if checkpoint is not None:
@@ -381,7 +381,8 @@ class Trainer:
     def _report(self, figures: dict[str, float], display: Display, scalars: Any) -> None:
         if not self.world.is_main:
             return
-        rate = self.step_number / max(self.seconds, 1e-9) * self.config.data.batch_size
+        batch = self.sampler.samples / len(self.sampler)
+        rate = self.step_number / max(self.seconds, 1e-9) * batch
         display.advance(
             loss=f"{figures['loss']:.4f}",
             grad_norm=f"{figures['norm']:.3f}",
