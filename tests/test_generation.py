@@ -292,7 +292,8 @@ def test_the_command_line_knows_all_that_a_request_may_say(
     for number, clip in enumerate(expected):
         found = read_frames(tmp_path / f"x-00{number}.mp4")
         assert found.shape == clip.shape == (3, 13, 32, 32)
-        assert (found - clip).abs().mean() < 0.05
+        again = read_frames(write_clip(tmp_path / "again.mp4", clip, fps=8))
+        assert (found - again).abs().mean() < 0.01
     longer = ["--extend", str(tmp_path / "x-000.mp4"), "--loops", "2", "--prompt", "the digit 1"]
     with pytest.raises(SystemExit) as stop:
         main(

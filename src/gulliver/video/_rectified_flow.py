@@ -204,8 +204,8 @@ class RectifiedFlow:
         changes = [model_inputs, null, imageless_inputs or {}][: guidance.branches]
         inputs = _stacked(list(accumulate(changes, lambda old, new: {**old, **new})))
         if timesteps is None:
-            sides = (float(model_inputs[name][0]) for name in ("height", "width"))
-            timesteps = self.timesteps(steps, *sides, noise.shape[2])
+            height, width = float(model_inputs["height"][0]), float(model_inputs["width"][0])
+            timesteps = self.timesteps(steps, height, width, noise.shape[2])
         levels = [float(level) for level in timesteps]
         steps = len(levels) - 1
         frames = None if given is None or mask is None else _GivenFrames(self, given, noise, mask)
