@@ -194,7 +194,7 @@ class VideoModel:
         device = next(self.model.parameters()).device
         bucket, count = pieces[0].bucket, len(pieces)
         shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
-        noise = torch.stack([_noise(piece.seed, shape) for piece in pieces]).to(device)
+        noise = torch.stack([latent_noise(piece.seed, shape) for piece in pieces]).to(device)
         y, mask, null = self._captions(pieces)
         conditions = {
             "y": y.to(device),
@@ -309,6 +309,6 @@ def connect(
     return model.generate([request], sampling)[0]
 
 
-def _noise(seed: int, shape: tuple[int, ...]) -> Tensor:
+def latent_noise(seed: int, shape: tuple[int, ...]) -> Tensor:
     generator = torch.Generator().manual_seed(derive(seed, 4))
     return torch.randn(shape, generator=generator)

@@ -241,8 +241,9 @@ class _GivenFrames:
     """Given frames while a clip is sampled: which of them are generated already."""
 
     def __init__(self, flow: RectifiedFlow, given: Tensor, noise: Tensor, mask: Tensor) -> None:
-        self._flow, self._given, self._noise, self._mask = flow, given, noise, mask
-        self._active, self._noisy = mask >= 1, given
+        self._flow, self._noise, self._mask = flow, noise, mask
+        self._given = self._noisy = given.to(noise)
+        self._active = mask >= 1
 
     def begin(self) -> Tensor:
         """Returns noise, and given frames as they are."""
