@@ -135,12 +135,15 @@ class BucketConfig:
     ) -> list[Bucket | None]:
         """Returns the bucket of each clip in an epoch; None where it is left out."""
         chosen = self.deal(sizes, interval, seed, epoch)
-        return [
-            None if number < 0 else self.bucket(self.rules[number], int(height), int(width))
-            for number, height, width in zip(
-                chosen.tolist(), sizes.heights, sizes.widths, strict=True
-            )
-        ]
+        # Many clips have few sizes.
+        found: dict[tuple[int, int, int], Bucket | None] = {}
+        keys = list(
+            zip(chosen.tolist(), sizes.heights.tolist(), sizes.widths.tolist(), strict=True)
+        )
+        for key in set(keys):
+            number, *size = key
+            found[key] = None if number < 0 else self.bucket(self.rules[number], *size)
+        return [found[key] for key in keys]
 
     def bucket(self, rule: Rule, height: int, width: int) -> Bucket:
         """The bucket of a rule with the aspect ratio nearest to that of a clip."""
