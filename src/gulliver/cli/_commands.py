@@ -219,7 +219,7 @@ def demo_command(config: DemoConfig, arguments: list[str]) -> int:
     figures = demonstrate(config)
     for bar in figures["bars"]:
         sign = "reached" if bar["holds"] else "MISSED"
-        print(f"{bar['name']:>9}: {bar['value']:.1%}  (expected {bar['bar']:.0%}: {sign})")
+        print(f"{bar['name']:>14}: {bar['value']:.1%}  (expected {bar['bar']:.0%}: {sign})")
     print(f"look at {config.out}/sheet.gif and {config.out}/report.md")
     return 0
 
