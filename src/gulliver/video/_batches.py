@@ -113,18 +113,28 @@ class BatchMaker:
             threaded=True,
         )
         while True:
-            for step, (videos, captions, fps, kept, _) in loader:
+            for step, clips in loader:
                 # The position after this batch; the thread is ahead of it.
-                state = loader.state_dict()["inner"]
-                if self.agree is not None:
-                    # A file may go between two ranks' looks at it.
-                    common = self.agree(kept)
-                    rows = [row for row, position in enumerate(kept) if position in common]
-                    if len(rows) < len(kept):
-                        videos = videos[rows] if rows else None
-                        captions, fps = [captions[row] for row in rows], fps[rows]
-                        kept = [kept[row] for row in rows]
-                yield self._batch(step, videos, captions, fps, kept, state)
+                yield self.make(step, clips, loader.state_dict()["inner"])
+
+    def make(self, step: Step, clips: ClipBatch, state: dict[str, Any]) -> Batch:
+        """Makes the batch of a step; ranks of one model keep the clips that all of them could read.
+
+        Args:
+            step: share of the step that the clips are of.
+            clips: clips as they were read.
+            state: position in the data after the step.
+        """
+        videos, captions, fps, kept, _ = clips
+        if self.agree is not None:
+            # A file may go between two ranks' looks at it.
+            common = self.agree(kept)
+            rows = [row for row, position in enumerate(kept) if position in common]
+            if len(rows) < len(kept):
+                videos = videos[rows] if videos is not None and rows else None
+                captions, fps = [captions[row] for row in rows], fps[rows]
+                kept = [kept[row] for row in rows]
+        return self._batch(step, videos, captions, fps, kept, state)
 
     @torch.no_grad()
     def _batch(

@@ -5,6 +5,7 @@ run/
   plan.yaml                how the model ran
   autoencoder.safetensors
   log.jsonl                a line per logged step
+  validation.jsonl         a line per validation: losses of held-out clips by bucket
   tensorboard/
   checkpoints/step-*/      model, optimizer, schedule, average of the weights, position in the data
 """
@@ -43,6 +44,11 @@ class Run:
     def log_path(self) -> Path:
         """The log, one JSON object per line."""
         return self.folder / "log.jsonl"
+
+    @property
+    def validation(self) -> Log:
+        """The losses of held-out clips, one JSON object per line."""
+        return Log(self.folder / "validation.jsonl")
 
     @property
     def checkpoints(self) -> CheckpointFolder:
@@ -115,6 +121,7 @@ class Run:
     def cut_log(self, step: int) -> None:
         """Drops log lines after `step`: a resumed run writes them again."""
         Log(self.log_path).cut(step)
+        self.validation.cut(step)
 
     def append_log(self, line: dict[str, Any]) -> None:
         """Adds a line to the log."""
