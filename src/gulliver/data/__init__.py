@@ -12,6 +12,7 @@ from gulliver.data._table import (
     choose_bucket,
     probe_file,
     resize_and_crop,
+    span_of,
 )
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "probe_file",
     "read_utf8",
     "resize_and_crop",
+    "span_of",
     "stacked",
     "upright_frames",
 ]

@@ -2,6 +2,14 @@
 
 from gulliver.jobs import console
 from gulliver.options import resolved
+from gulliver.video._autoencoder_config import (
+    AutoencoderDataConfig,
+    AutoencoderLossConfig,
+    AutoencoderModelConfig,
+    TrainAutoencoderConfig,
+    check_autoencoder_config,
+)
+from gulliver.video._autoencoder_job import AutoencoderOutcome, run_autoencoder
 from gulliver.video._autoencoder_training import (
     load_autoencoder,
     save_autoencoder,
@@ -47,6 +55,10 @@ __all__ = [
     "DIRECTIONS",
     "FPS",
     "AutoencoderConfig",
+    "AutoencoderDataConfig",
+    "AutoencoderLossConfig",
+    "AutoencoderModelConfig",
+    "AutoencoderOutcome",
     "ClipTextEncoder",
     "DataConfig",
     "DemoConfig",
@@ -66,10 +78,12 @@ __all__ = [
     "T5TextEncoder",
     "TextEncoder",
     "TextPair",
+    "TrainAutoencoderConfig",
     "TrainConfig",
     "Trainer",
     "VideoModel",
     "WordEncoder",
+    "check_autoencoder_config",
     "check_clip",
     "check_config",
     "check_encoder",
@@ -86,6 +100,7 @@ __all__ = [
     "load_text_encoder",
     "read_frames",
     "resolved",
+    "run_autoencoder",
     "save_autoencoder",
     "sentence",
     "split_ranks",
