@@ -38,18 +38,15 @@ def clips(frames: int = 3, height: int = 12, width: int = 14) -> tuple[Tensor, T
 def features(clip: Tensor) -> list[Tensor]:
     """Two layers of a network without weights."""
     rolled = clip + clip.roll(1, dims=-1) * clip.roll(1, dims=1)
-    return [clip.square() + 0.1, torch.cat([rolled, clip.sin()], dim=1)[..., ::2]]
+    return [clip.square() + 0.1, torch.cat([rolled, clip.cos()], dim=1)[..., ::2]]
 
 
 def naive_perceptual(video: Tensor, decoded: Tensor) -> Tensor:
+    """Squared distances of unit vectors by the angle between them."""
     layers = []
     for one, other in zip(features(decoded), features(video), strict=True):
-        positions = [v.movedim(1, -1).reshape(-1, v.shape[1]) for v in (one, other)]
-        distances = [
-            sum((a / a.pow(2).sum().sqrt() - b / b.pow(2).sum().sqrt()) ** 2).sum()
-            for a, b in zip(*positions, strict=True)
-        ]
-        layers.append(sum(distances) / len(distances))
+        lengths = one.pow(2).sum(dim=1).sqrt() * other.pow(2).sum(dim=1).sqrt()
+        layers.append(2 - 2 * ((one * other).sum(dim=1) / lengths).mean())
     return (layers[0] + layers[1]) / 2
 
 

@@ -22,7 +22,8 @@ NUMBERS = ("num_frames", "height", "width", "fps")
 """Columns that spare opening a file."""
 FPS = Range(0.1, 1000)
 
-MEDIA = frozenset(".mp4 .m4v .mov .mkv .webm .avi .gif .png .jpg .jpeg .webp .bmp".split())
+_MEDIA = ".mp4 .m4v .mov .mkv .webm .avi .gif .png .jpg .jpeg .webp .bmp"
+MEDIA = frozenset(_MEDIA.split())
 """Suffixes of the files of a folder that are clips or pictures."""
 
 Record = dict[str, object]
@@ -31,7 +32,8 @@ Record = dict[str, object]
 def read_records(table: Path) -> list[Record]:
     """Reads the rows of a .csv or .parquet file that has the columns path and text.
 
-    Of a folder each video and picture in it is a row, and its name the text. Cells of the columns `NUMBERS` become floats, or None where they are empty.
+    Of a folder each video and picture in it is a row, and its name the text. Cells of the columns
+    `NUMBERS` become floats, or None where they are empty.
 
     Raises:
         GulliverError: the table is missing or unreadable, lacks a column or has one twice; a row

@@ -179,7 +179,9 @@ def _check_data(config: TrainAutoencoderConfig) -> None:
 
     data, name = config.data, config.model.size
     if name not in AUTOENCODER_SIZES:
-        raise GulliverError(f"unknown autoencoder size {name!r}: {nearest(name, AUTOENCODER_SIZES)}")
+        raise GulliverError(
+            f"unknown size {name!r} of autoencoders: {nearest(name, AUTOENCODER_SIZES)}"
+        )
     unit = VideoAutoencoder.compression[0]
     if config.segment_frames % unit:
         right = max(1, round(config.segment_frames / unit)) * unit

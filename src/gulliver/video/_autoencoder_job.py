@@ -135,7 +135,7 @@ class _Job:
             for figures in trainer.steps():
                 self.seconds += time.monotonic() - started
                 self._report(figures, display, scalars)
-                stopping = any_rank(stop.wanted)
+                stopping = any_rank(stop.wanted, trainer.world.device)
                 last = trainer.done == config.steps
                 if trainer.done % config.report_every == 0 and not last:
                     self._measure(trainer.result(), scalars)

@@ -107,9 +107,9 @@ def measure(
         videos = videos.to(device, dtype)
         decoded = model.decode(model.encode(videos))
         similar = ssim(videos, decoded) if min(videos.shape[3:]) >= WINDOW else videos.new_zeros(0)
-        error = squared_error(videos, decoded).mean()
-        sums += torch.stack([error.double(), error.new_ones(()).double(),
-                             similar.double().sum(), error.new_tensor(similar.numel()).double()])  # fmt: skip
+        error = float(squared_error(videos, decoded).mean())
+        found = (error, 1.0, float(similar.sum()), float(similar.numel()))
+        sums += torch.tensor(found, dtype=torch.float64, device=device)
     if share[1] > 1:
         all_reduce(sums)
     error, clips, similar, frames = sums.tolist()

@@ -215,9 +215,7 @@ class AutoencoderTrainer:
 
     def _forward(self, step: Step, videos: Tensor, rows: list[int]) -> tuple[Terms, Tensor]:
         posterior = self.passes.encode(videos)
-        generator = torch.Generator().manual_seed(
-            derive(self.config.seed, step.epoch, step.number)
-        )
+        generator = torch.Generator().manual_seed(derive(self.config.seed, step.epoch, step.number))
         noise = torch.randn(step.total, *posterior.mean.shape[1:], generator=generator)[rows]
         noise = noise.to(self.world.device, self.dtype)
         decoded = self.passes.decode(posterior.sample(noise, self.config.loss.latent_noise))
