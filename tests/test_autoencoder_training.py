@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from gulliver.checkpoint import read_tensors
+from gulliver.checkpoint import load, read_tensors, split_state
 from gulliver.cli._main import main
 from gulliver.comm import World
-from gulliver.data import Bucket, BucketSampler, ClipTable, collate
+from gulliver.data import Bucket, BucketSampler, ClipTable
 from gulliver.errors import GulliverError
 from gulliver.jobs import derive
 from gulliver.models import VideoAutoencoder
@@ -84,6 +83,7 @@ def naive_curve(config: TrainAutoencoderConfig) -> list[dict[str, float]]:
     from tests.test_autoencoder_losses import naive_perceptual
 
     dataset = make_dataset(config.data, 100)
+    assert isinstance(dataset, MovingDigits)
     buckets = [dataset.bucket_of(index) for index in range(len(dataset))]
     sampler = BucketSampler(buckets, config.data.batch_size, seed=config.seed)
     model, spread = tiny(config), torch.zeros(1, dtype=torch.float64, requires_grad=True)
@@ -100,7 +100,7 @@ def naive_curve(config: TrainAutoencoderConfig) -> list[dict[str, float]]:
     )
     found = []
     for done, step in enumerate(list(sampler)[: config.steps]):
-        video = collate(dataset, step.indices).videos.double()
+        video = dataset.batch(step.indices).double()
         seed = derive(config.seed, step.epoch, step.number)
         draw = torch.Generator().manual_seed(seed)
         mean, logvar = model.moments(video).split(3, dim=1)
@@ -111,7 +111,7 @@ def naive_curve(config: TrainAutoencoderConfig) -> list[dict[str, float]]:
         loss = likelihood + 0.01 * 0.5 * (mean**2 + logvar.exp() - 1 - logvar).mean()
         if done >= config.loss.adversarial_start:
             made = -critic(decoded).mean()
-            last = model.decoder[-1].conv.weight
+            last = model.last_layer
             norms = [
                 torch.autograd.grad(term, last, retain_graph=True)[0].norm()
                 for term in (likelihood, made)
@@ -236,14 +236,12 @@ def test_a_resumed_run_ends_with_the_same_bytes(films: Path, tmp_path: Path) -> 
     assert load_autoencoder(run_autoencoder(further).path).config["posterior"]
 
 
-def all_tensors(out: Path) -> dict[str, Tensor]:
-    from gulliver.checkpoint import load, split_state
-
-    found = final_tensors(out)
+def all_tensors(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = dict(final_tensors(out))
     values = load(Run(out).newest_checkpoint()).values
     for entry in ("discriminator", "discriminator_optimizer"):
         tensors, _ = split_state(values[entry])
-        found |= {f"{entry}:{name}": value for name, value in tensors.items()}  # type: ignore[misc]
+        found |= {f"{entry}:{name}": value for name, value in tensors.items()}
     return found
 
 

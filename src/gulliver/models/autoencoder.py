@@ -10,7 +10,7 @@ Shapes: videos [B, 3, T, H, W] in [-1, 1] with T = 4 k + 1; latents [B, C, k + 1
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -95,8 +95,13 @@ class VideoAutoencoder(nn.Module):
         self, latent_channels: int = 8, width: int = 56, depth: int = 1, posterior: bool = False
     ) -> None:
         super().__init__()
-        self.config = {"latent_channels": latent_channels, "width": width, "depth": depth}
-        self.config |= {"posterior": True} if posterior else {}
+        self.config: dict[str, Any] = {
+            "latent_channels": latent_channels,
+            "width": width,
+            "depth": depth,
+        }
+        if posterior:
+            self.config["posterior"] = True
         self.latent_channels = latent_channels
         pixels = 3 * BLOCK**3
         self.encoder = nn.Sequential(

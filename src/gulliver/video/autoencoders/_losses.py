@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -199,7 +199,7 @@ def load_perceptual(place: str, device: torch.device) -> Features:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = getattr(import_module(module), name, None)
-        network = found() if isinstance(found, type) else found
+        network: Any = found() if isinstance(found, type) else found
     except Exception as error:
         raise GulliverError(f"--loss.perceptual {place}: {_first_line(error)}") from error
     if not callable(network):
@@ -208,7 +208,7 @@ def load_perceptual(place: str, device: torch.device) -> Features:
         )
     if isinstance(network, nn.Module):
         network = network.to(device).eval().requires_grad_(False)
-    return network
+    return cast(Features, network)
 
 
 def check_perceptual(
