@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,11 +204,13 @@ def test_training_inside_a_run_is_this_loop_with_its_defaults() -> None:
     assert losses == pytest.approx(wanted, rel=1e-4)
 
 
-def test_a_resumed_run_ends_with_the_same_bytes(films: Path, tmp_path: Path) -> None:
+def test_a_stopped_and_resumed_run_ends_with_the_same_bytes(
+    films: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = AutoencoderDataConfig(
         table=films, shapes=("5x16x16", "1x16x16"), batch_size=2, repeats=2, in_memory=True
     )
-    config = small(tmp_path / "run", steps=6, save_every=3, report_every=4, ema=0.9, data=data)
+    config = small(tmp_path / "whole", steps=6, save_every=100, report_every=4, ema=0.9, data=data)
     outcome = run_autoencoder(config)
     assert outcome.finished
     assert outcome.path.name == "autoencoder.safetensors"
@@ -214,18 +219,24 @@ def test_a_resumed_run_ends_with_the_same_bytes(films: Path, tmp_path: Path) -> 
     assert {name.split(":")[0] for name in first} >= {"discriminator", "discriminator_optimizer"}
     assert [line["step"] for line in log] == [1, 2, 3, 4, 4, 5, 6, 6]
     assert (config.out / "reconstruction.png").stat().st_size > 100
-    outcome.path.unlink()
-    again = run_autoencoder(replace(config, resume=True, resume_step=3))
+    broken = replace(config, out=tmp_path / "broken")
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "append_log", _stopping_at(3, Run.append_log))
+        stopped = run_autoencoder(broken)
+    assert (stopped.step, stopped.finished, stopped.path.exists()) == (3, False, False)
+    with pytest.raises(GulliverError, match="already holds a run"):
+        run_autoencoder(broken)
+    again = run_autoencoder(replace(broken, resume=True))
     assert autoencoder_figures(again.path) == outcome.figures
     result = read_tensors(again.path)
     assert [name for name in content if not torch.equal(content[name], result[name])] == []
-    second = all_tensors(config.out)
+    second = all_tensors(broken.out)
     assert first.keys() == second.keys()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
-    for old, new in zip(log, Run(config.out).read_log(), strict=True):
+    for old, new in zip(log, Run(broken.out).read_log(), strict=True):
         assert {**old, "seconds": 0} == {**new, "seconds": 0}
     with pytest.raises(GulliverError, match=r"cannot be resumed.*loss\.kl was 0\.01"):
-        run_autoencoder(replace(config, resume=True, loss=replace(config.loss, kl=1.0)))
+        run_autoencoder(replace(broken, resume=True, loss=replace(config.loss, kl=1.0)))
     loaded = load_autoencoder(again.path)
     assert loaded.config["posterior"]
     clip = MovingDigits("heldout", 1, shapes={Bucket(5, 16, 16): 1.0})[0].video[None]
@@ -234,6 +245,17 @@ def test_a_resumed_run_ends_with_the_same_bytes(films: Path, tmp_path: Path) -> 
     model = AutoencoderModelConfig(init=again.path)
     further = small(tmp_path / "further", steps=1, model=model, loss=AutoencoderLossConfig())
     assert load_autoencoder(run_autoencoder(further).path).config["posterior"]
+
+
+def _stopping_at(step: int, append: Callable[[Run, dict[str, Any]], None]) -> Any:
+    """Appends a line, and asks this process to stop at the line of a step."""
+
+    def stopping(run: Run, line: dict[str, Any]) -> None:
+        append(run, line)
+        if line["step"] == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return stopping
 
 
 def all_tensors(out: Path) -> dict[str, Any]:

@@ -195,6 +195,11 @@ def _check_data(config: TrainAutoencoderConfig) -> None:
                 f"--data.shapes {bucket}: SSIM's window has {WINDOW}x{WINDOW} pixels: height and "
                 f"width must be at least {-(-WINDOW // 8) * 8}"
             )
+    if data.buckets is not None:
+        raise GulliverError(
+            f"--data.buckets {data.buckets} deals clips to the sizes of a diffusion model: an "
+            "autoencoder takes --data.shapes"
+        )
     for option, default in (("in_memory", False), ("frame_interval", 1), ("held_out_clips", 0.0)):
         if data.table is None and getattr(data, option) != default:
             raise GulliverError(

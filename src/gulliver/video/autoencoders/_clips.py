@@ -76,7 +76,9 @@ class ClipWindows:
 
     def bucket_of(self, index: int) -> Bucket:
         """The bucket of a sample."""
-        return self.table.bucket_of(self.windows[index].row)
+        bucket = self.table.bucket_of(self.windows[index].row)
+        assert bucket is not None, "windows are of rows that have one"
+        return bucket
 
     def __getitem__(self, index: int) -> Clip | BrokenClip:
         return self.read(index, 0)
@@ -88,24 +90,25 @@ class ClipWindows:
         if self._kept is None:
             return self.table.read(window.row, start)
         if window.row not in self._kept:
-            self._kept[window.row] = self._decoded(window.row)
+            self._kept[window.row] = self._decoded(window.row, self.bucket_of(index))
         clip = self._kept[window.row]
         if isinstance(clip, BrokenClip):
             return BrokenClip(index, clip.reason)
         row, interval = self.table.rows[window.row], self.table.frame_interval
-        frames = clip[:, start : start + span_of(row.bucket.frames, interval) : interval]
-        if frames.shape[1] < row.bucket.frames:
+        wanted = self.bucket_of(index).frames
+        frames = clip[:, start : start + span_of(wanted, interval) : interval]
+        if frames.shape[1] < wanted:
             return BrokenClip(index, f"has {clip.shape[1]} frames, fewer than were counted")
         return Clip(frames.float() / 127.5 - 1, row.text, row.probe.fps / interval, index)
 
-    def _decoded(self, number: int) -> Tensor | BrokenClip:
+    def _decoded(self, number: int, bucket: Bucket) -> Tensor | BrokenClip:
         """Decodes all frames of a row, scaled to its bucket."""
         row, parts = self.table.rows[number], []
         try:
             frames = upright_frames(row.path)
             while some := list(islice(frames, DECODED_TOGETHER)):
                 pixels = torch.from_numpy(stacked(some)).permute(0, 3, 1, 2).float() / 127.5 - 1
-                scaled = resize_and_crop(pixels, row.bucket).clamp(-1, 1)
+                scaled = resize_and_crop(pixels, bucket).clamp(-1, 1)
                 parts.append(((scaled + 1) * 127.5).round().to(torch.uint8))
         except GulliverError as error:
             return BrokenClip(number, str(error))
@@ -207,6 +210,8 @@ def split_table(
     training: list[Window] = []
     held_out: list[Window] = []
     for number, row in enumerate(table.rows):
+        if row.bucket is None:
+            continue
         span, frames = span_of(row.bucket.frames, table.frame_interval), row.probe.frames
         cut = 0 if number in left_out else round(frames * (1 - config.held_out_frames))
         if cut and (cut < span or frames - cut < span):

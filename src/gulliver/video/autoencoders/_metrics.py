@@ -101,7 +101,9 @@ def measure(
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     dtype = next(model.parameters()).dtype
     for index in range(share[0], min(MOST_CLIPS, len(dataset)), share[1]):
-        videos = collate(dataset, [index]).videos
+        # Where samples are dealt to buckets anew in each epoch, some are left out of the first.
+        known = dataset.bucket_of(index) is not None
+        videos = collate(dataset, [index]).videos if known else None
         if videos is None:
             continue
         videos = videos.to(device, dtype)

@@ -123,7 +123,7 @@ class AutoencoderTrainer:
         if not place:
             return None
         network = load_perceptual(place, self.world.device)
-        buckets = {clips.bucket_of(index) for index in range(len(clips))}
+        buckets = {clips.bucket_of(index) for index in range(len(clips))} - {None}
         check_perceptual(network, buckets, self.world.device, self.dtype)
         return network
 
