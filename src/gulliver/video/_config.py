@@ -44,7 +44,8 @@ class DataConfig:
     """Clips to learn from."""
 
     table: Path | None = None
-    """CSV or Parquet table of clips (columns path, text); without one, the moving digits."""
+    """CSV or Parquet table of clips (columns path, text), or a folder of clips whose names are
+    their captions; without one, the moving digits."""
     shapes: tuple[str, ...] = ("13x32x32:5", "9x24x40:1.5", "17x40x24:1", "1x32x32:1.5")
     """Clip shapes as frames x height x width, with a weight after the colon (digits only)."""
     batch_size: Annotated[int, AT_LEAST_1] = 32

@@ -2,6 +2,14 @@
 
 from gulliver.jobs import console
 from gulliver.options import resolved
+from gulliver.video._autoencoder_config import (
+    AutoencoderDataConfig,
+    AutoencoderLossConfig,
+    AutoencoderModelConfig,
+    TrainAutoencoderConfig,
+    check_autoencoder_config,
+)
+from gulliver.video._autoencoder_job import AutoencoderOutcome, run_autoencoder
 from gulliver.video._autoencoder_training import (
     load_autoencoder,
     save_autoencoder,
@@ -53,6 +61,10 @@ __all__ = [
     "FPS",
     "SHORT_FORMS",
     "AutoencoderConfig",
+    "AutoencoderDataConfig",
+    "AutoencoderLossConfig",
+    "AutoencoderModelConfig",
+    "AutoencoderOutcome",
     "ClipTextEncoder",
     "DataConfig",
     "DemoConfig",
@@ -73,11 +85,13 @@ __all__ = [
     "T5TextEncoder",
     "TextEncoder",
     "TextPair",
+    "TrainAutoencoderConfig",
     "TrainConfig",
     "Trainer",
     "ValidationConfig",
     "VideoModel",
     "WordEncoder",
+    "check_autoencoder_config",
     "check_clip",
     "check_config",
     "check_encoder",
@@ -100,6 +114,7 @@ __all__ = [
     "read_frames",
     "read_prompt",
     "resolved",
+    "run_autoencoder",
     "save_autoencoder",
     "sentence",
     "split_ranks",

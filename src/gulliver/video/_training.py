@@ -53,7 +53,7 @@ from gulliver.video._batches import Batch, BatchMaker
 from gulliver.video._config import TrainConfig, check_config
 from gulliver.video._ema import ExponentialAverage
 from gulliver.video._run import Run
-from gulliver.video._skipped import SkippedClips, listing
+from gulliver.video._skipped import SkippedClips, common_samples, listing
 from gulliver.video._sources import (
     make_dataset,
     make_flow,
@@ -268,10 +268,7 @@ class Trainer:
         """Returns the samples that all ranks with this share could read; every rank calls it."""
         if not isinstance(self.maker.dataset, ClipTable):
             return kept
-        found = [
-            theirs for place, theirs in gather_objects((self.place, kept)) if place == self.place
-        ]
-        return sorted(set(kept).intersection(*found))
+        return common_samples(self.place, kept)
 
     def _finish_saving(self) -> None:
         """Waits for the last checkpoint, and says what checkpoints have cost."""
