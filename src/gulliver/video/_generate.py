@@ -22,7 +22,6 @@ from gulliver.errors import GulliverError
 from gulliver.jobs import Display, derive
 from gulliver.models import STDiT3, VideoAutoencoder
 from gulliver.options import check_options, resolved
-from gulliver.video._autoencoder_training import load_autoencoder
 from gulliver.video._config import (
     SamplingConfig,
     TrainConfig,
@@ -32,6 +31,7 @@ from gulliver.video._config import (
     parse_shapes,
 )
 from gulliver.video._media import fit
+from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
 from gulliver.video._shared import Shared, share, split_ranks
