@@ -77,7 +77,8 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     world = init_world()
     with guard():
         model = VideoModel.load(config.run, world.device)
-        model.share(config.sequence, config.guidance_ranks, guided, console().print)
+        sharing = config.sequence, config.guidance_ranks, guided, console().print
+        model.share(*sharing, autoencoder=config.share_autoencoder)
         clips = _made(config, model, prompts, bucket, world.is_main)
     if world.is_main:
         paths = _numbered(config.out, len(prompts))

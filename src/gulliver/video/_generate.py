@@ -34,7 +34,7 @@ from gulliver.video._media import fit
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
-from gulliver.video._shared import Shared, share, split_ranks
+from gulliver.video._shared import Shared, ranks_alike, share, share_coding, split_ranks
 from gulliver.video._sources import vocabulary
 from gulliver.video._training import build_model
 from gulliver.video._words import WordEncoder
@@ -99,6 +99,7 @@ class VideoModel:
         guidance_ranks: int = 0,
         guided: bool = True,
         show: Callable[[str], None] | None = None,
+        autoencoder: str = "auto",
     ) -> None:
         """Makes all ranks of the world make each clip together; every rank calls it, once.
 
@@ -110,6 +111,8 @@ class VideoModel:
                 possible.
             guided: whether guidance will be on.
             show: function that is told, on rank 0, how clips are cut.
+            autoencoder: dim of clips that is cut to decode them, "auto" for the predicted
+                fastest, or "off" for every rank by itself.
 
         Raises:
             GulliverError: the sizes do not make the world.
@@ -117,6 +120,7 @@ class VideoModel:
         world = dist.get_world_size() if dist.is_initialized() else 1
         sizes = split_ranks(world, sequence, guidance_ranks, guided)
         self.shared = share(self.model, *sizes, show=show)
+        share_coding(self.autoencoder, ranks_alike("all"), autoencoder, show)
 
     def check(self, request: Request) -> None:
         """Refuses a request that cannot be fulfilled.
@@ -229,7 +233,7 @@ class VideoModel:
             given=given,
             mask=generate,
         )
-        videos = self.shared.decode(self.autoencoder, latents, bucket).clamp(-1, 1).cpu()
+        videos = self.autoencoder.decode(latents, bucket.frames).clamp(-1, 1).cpu()
         return list(videos.unbind())
 
     def _given(

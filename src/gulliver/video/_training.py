@@ -54,6 +54,7 @@ from gulliver.video._config import TrainConfig, check_config
 from gulliver.video._ema import ExponentialAverage
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
+from gulliver.video._shared import ranks_alike, share_coding
 from gulliver.video._skipped import SkippedClips, listing
 from gulliver.video._sources import make_dataset, make_sampler, ready_autoencoder
 from gulliver.video._stages import hide_targets, run_stages
@@ -199,6 +200,10 @@ class Trainer:
             world.device,
             self._agree if config.ranks_of_a_model > 1 else None,
         )
+        if config.ranks_of_a_model > 1:
+            share_coding(
+                autoencoder, ranks_alike(self.place), config.autoencoder.share, console().print
+            )
         precision = None if config.mixed_precision == "none" else config.mixed_precision
         self.booster = Booster(plugin=plugin, mixed_precision=precision)
         model = build_model(config, autoencoder.latent_channels).to(world.device).train()
