@@ -101,7 +101,8 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     world = init_world()
     with guard():
         model = VideoModel.load(config.run, world.device)
-        model.share(config.sequence, config.guidance_ranks, guided, console().print, image_guided)
+        sharing = config.sequence, config.guidance_ranks, guided, console().print, image_guided
+        model.share(*sharing, autoencoder=config.share_autoencoder)
         clips = _made(config, model, requests, clip, world.is_main)
     if world.is_main:
         paths = _numbered(config.out, len(prompts))

@@ -78,6 +78,8 @@ class AutoencoderConfig:
     """Clips of one of its steps."""
     learning_rate: Annotated[float, RATE] = 3e-3
     """Peak of its one-cycle learning rate."""
+    share: Literal["auto", "samples", "height", "width", "time", "channels", "off"] = "auto"
+    """Dim of clips that the ranks of one model cut to encode together; off: every rank all."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,7 @@ MAY_CHANGE = frozenset(
     {"out", "ranks", "resume", "resume_step", "plugin", "stage", "save_every", "keep", "log_every"}
     | {"tp_size", "sp_size", "pp_size", "sequence_parallelism_mode"}
     | {"async_save"}
-    | {"autoencoder.path", "data.unreadable_limit"}
+    | {"autoencoder.path", "autoencoder.share", "data.unreadable_limit"}
     | {"validation.every", "validation.clips", "validation.levels"}
 )
 """Options that may differ between a run and its resumption: where and how, not what."""

@@ -23,7 +23,6 @@ from gulliver.errors import GulliverError
 from gulliver.jobs import derive
 from gulliver.models import STDiT3, VideoAutoencoder
 from gulliver.options import resolved
-from gulliver.video._autoencoder_training import load_autoencoder
 from gulliver.video._config import (
     SamplingConfig,
     TrainConfig,
@@ -35,6 +34,7 @@ from gulliver.video._config import (
 from gulliver.video._guidance import guidance_of
 from gulliver.video._media import fit
 from gulliver.video._prompts import loop_prompts
+from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._requests import (
     Piece,
     Request,
@@ -45,7 +45,7 @@ from gulliver.video._requests import (
     made_by_loops,
 )
 from gulliver.video._run import Run
-from gulliver.video._shared import Shared, share, split_ranks
+from gulliver.video._shared import Shared, ranks_alike, share, share_coding, split_ranks
 from gulliver.video._sources import make_flow, vocabulary
 from gulliver.video._training import build_model
 from gulliver.video._words import WordEncoder
@@ -95,6 +95,7 @@ class VideoModel:
         guided: bool = True,
         show: Callable[[str], None] | None = None,
         image_guided: bool = False,
+        autoencoder: str = "auto",
     ) -> None:
         """Makes all ranks of the world make each clip together; every rank calls it, once.
 
@@ -107,6 +108,8 @@ class VideoModel:
             guided: whether guidance will be on.
             show: function that is told, on rank 0, how clips are cut.
             image_guided: whether image guidance will be on.
+            autoencoder: dim of clips that is cut to decode them, "auto" for the predicted
+                fastest, or "off" for every rank by itself.
 
         Raises:
             GulliverError: the sizes do not make the world.
@@ -114,6 +117,7 @@ class VideoModel:
         world = dist.get_world_size() if dist.is_initialized() else 1
         sizes = split_ranks(world, sequence, guidance_ranks, guided, image_guided)
         self.shared = share(self.model, *sizes, show=show)
+        share_coding(self.autoencoder, ranks_alike("all"), autoencoder, show)
 
     def check(self, request: Request, sampling: SamplingConfig | None = None) -> None:
         """Refuses a request that cannot be fulfilled.
@@ -217,7 +221,7 @@ class VideoModel:
             given=given,
             mask=generate,
         )
-        videos = self.shared.decode(self.autoencoder, latents, bucket).clamp(-1, 1).cpu()
+        videos = self.autoencoder.decode(latents, bucket.frames).clamp(-1, 1).cpu()
         return list(videos.unbind())
 
     def _captions(self, pieces: list[Piece]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -53,6 +53,7 @@ from gulliver.video._batches import Batch, BatchMaker
 from gulliver.video._config import TrainConfig, check_config
 from gulliver.video._ema import ExponentialAverage
 from gulliver.video._run import Run
+from gulliver.video._shared import ranks_alike, share_coding
 from gulliver.video._skipped import SkippedClips, common_samples, listing
 from gulliver.video._sources import (
     make_dataset,
@@ -203,6 +204,10 @@ class Trainer:
             world.device,
             self._agree if config.ranks_of_a_model > 1 else None,
         )
+        if config.ranks_of_a_model > 1:
+            share_coding(
+                autoencoder, ranks_alike(self.place), config.autoencoder.share, console().print
+            )
         self.validation: Validation | None = None
         if held_out is not None and config.validation.every:
             told = config.validation, self.place, config.data.batch_size

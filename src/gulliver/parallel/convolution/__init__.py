@@ -18,6 +18,7 @@ from gulliver.parallel.convolution import _compute as _compute
 from gulliver.parallel.convolution._attention import frame_causal_attention
 from gulliver.parallel.convolution._chunked import ChunkedConvolutions, chunk_convolutions
 from gulliver.parallel.convolution._maskless import without_masks
+from gulliver.parallel.convolution._networks import has_networks
 from gulliver.parallel.convolution._plan import (
     INDEX_LIMIT,
     Convolution,
@@ -38,6 +39,7 @@ __all__ = [
     "SharedNetworks",
     "chunk_convolutions",
     "frame_causal_attention",
+    "has_networks",
     "plan_convolution",
     "share_autoencoder",
     "stream_decode",
