@@ -167,7 +167,7 @@ class VideoModel:
                     f"(it knows: {', '.join(sorted(self.known_words))})"
                 )
         shapes = parse_shapes(self.config.data.shapes)
-        if request.bucket not in shapes:
+        if request.bucket not in shapes and self.config.data.buckets is None:
             known = ", ".join(f"{s.frames}x{s.height}x{s.width}" for s in shapes)
             b = request.bucket
             remarks.append(f"{b.frames}x{b.height}x{b.width} was not trained (trained: {known})")
