@@ -26,8 +26,10 @@ from gulliver.video import (
     DemoConfig,
     Request,
     SamplingConfig,
+    TrainAutoencoderConfig,
     TrainConfig,
     VideoModel,
+    check_autoencoder_config,
     check_clip,
     check_config,
     check_output,
@@ -41,6 +43,7 @@ from gulliver.video import (
     loop_seed,
     read_frames,
     read_prompt,
+    run_autoencoder,
     split_ranks,
     train,
     write_clip,
@@ -65,6 +68,19 @@ def train_command(config: TrainConfig, arguments: list[str]) -> int:
     outcome = train(config)
     # Stopped by a signal: what was asked for is not there yet.
     return 0 if outcome.finished else 143
+
+
+def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[str]) -> int:
+    """Trains a video autoencoder, on ranks of this machine where a launcher has started none."""
+    check_autoencoder_config(config)
+    ranks = config.ranks or max(default_ranks(), config.share_ranks)
+    if not under_launcher() and ranks % config.share_ranks:
+        raise GulliverError(
+            f"--ranks is {ranks}: it must be a multiple of --share-ranks {config.share_ranks}"
+        )
+    if not under_launcher() and ranks > 1:
+        return launch("gulliver.cli", ["train-autoencoder", *arguments], ranks)
+    return 0 if run_autoencoder(config).finished else 143
 
 
 def generate_command(config: GenerateConfig, arguments: list[str]) -> int:

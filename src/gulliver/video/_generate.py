@@ -124,7 +124,8 @@ class VideoModel:
 
         Raises:
             GulliverError: what `gulliver.video.check_request` refuses; sizes that do not fit the
-                compression and the patch; frames that a reference or the clip does not have.
+                compression and the patch; frames that a reference or the clip does not have;
+                sentences that are too long.
         """
         check_request(request, sampling or SamplingConfig())
         bucket = request.bucket
@@ -149,6 +150,8 @@ class VideoModel:
                 f"({unit} k + 1)"
             )
         check_frames(request, self.autoencoder)
+        texts = loop_prompts(request.prompt, request.loops)
+        self.text.encode([*texts, request.negative_prompt] if request.negative_prompt else texts)
 
     def remarks(self, request: Request) -> list[str]:
         """Lists what a user should know of a request that is fulfilled all the same."""
