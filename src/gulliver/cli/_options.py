@@ -114,7 +114,7 @@ class DoctorConfig:
 
 @dataclass(frozen=True)
 class ModelsConfig:
-    """Lists the public video models, and the memory that they take to train and to sample."""
+    """Lists the public video models and autoencoders, and the memory that they take."""
 
     names: tyro.conf.Positional[tuple[str, ...]] = ()
     """Names of models; all by default."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gulliver.booster.hybrid import wire_stdit
 from gulliver.comm import (
@@ -32,7 +32,7 @@ from gulliver.comm import (
 )
 from gulliver.errors import GulliverError
 from gulliver.hardware import current_cluster
-from gulliver.models import Autoencoder, STDiT3
+from gulliver.models import STDiT3
 from gulliver.parallel.convolution import SharedNetworks, has_networks, share_autoencoder
 from gulliver.parallel.sequence import SequencePlan, make_groups
 
@@ -139,7 +139,7 @@ class Shared:
 
 
 def share_coding(
-    autoencoder: Autoencoder,
+    autoencoder: nn.Module,
     rank_group: RankGroup,
     dim: str,
     show: Callable[[str], None] | None = None,
