@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -251,6 +252,26 @@ def test_the_command_line_makes_one_file_per_prompt(
     assert "x-000.gif  the digit 1 moving up" in captured.out
     assert "never saw 'zebra'" in captured.err
     assert read_frames(tmp_path / "x-001.gif").shape == (3, 9, 128, 128)
+
+
+def test_a_cache_says_what_it_saved_and_how_far_its_clip_is(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from gulliver.cli import main
+
+    def called(*options: str) -> str:
+        base = ["--run", str(run), "--prompt", "the digit 3", "--frames", "9", "--steps", "6"]
+        with pytest.raises(SystemExit):
+            main(["generate", *base, "--out", str(tmp_path / "x.gif"), *options])
+        return capsys.readouterr().err
+
+    # All but the first step re-use the five blocks behind the first.
+    told = called("--cache", "first-block:1000", "--cache-check")
+    assert "calls saved: blocks 25 of 30" in told
+    assert re.search(r"PSNR to the clip without cache: \d+\.\d dB +the digit 3", told)
+    assert "inf dB" in called("--cache", "first-block:0", "--cache-check")
+    assert "name one" in called("--cache-check")
+    assert "unknown cache 'first'" in called("--cache", "first")
 
 
 @pytest.mark.usefixtures("_trained_judges")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ from gulliver.video import (
     demonstrate,
     evaluate,
     extend,
+    psnr,
     read_frames,
+    read_strategy,
     split_ranks,
     train,
     write_clip,
@@ -68,6 +71,8 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     check_output(config.out, config.frames, config.fps)
     if config.condition_frames is not None and config.extend is None:
         raise GulliverError("--condition-frames is for --extend, the clip whose last they are")
+    if read_strategy(config.cache) is None and config.cache_check:
+        raise GulliverError("--cache-check compares with --cache: name one, such as first-block")
     guided = config.guidance != 1
     if not under_launcher():
         ranks = config.ranks or max(1, config.sequence) * max(1, config.guidance_ranks)
@@ -79,6 +84,9 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
         model = VideoModel.load(config.run, world.device)
         model.share(config.sequence, config.guidance_ranks, guided, console().print)
         clips = _made(config, model, prompts, bucket, world.is_main)
+        for line in _cached(config, model, prompts, bucket, clips):
+            if world.is_main:
+                console().print(line)
     if world.is_main:
         paths = _numbered(config.out, len(prompts))
         for path, clip, prompt in zip(paths, clips, prompts, strict=True):
@@ -90,7 +98,7 @@ def _made(
     config: GenerateConfig, model: VideoModel, prompts: list[str], bucket: Bucket, show: bool
 ) -> list[Any]:
     """Makes the clips, in the order of the prompts."""
-    sampling = SamplingConfig(config.steps, config.guidance)
+    sampling = SamplingConfig(config.steps, config.guidance, cache=config.cache)
     given = None if config.image is None else read_frames(config.image, 1)
     requests = [
         Request(prompt, bucket, config.seed + number, given)
@@ -103,6 +111,22 @@ def _made(
     if config.extend is None:
         return model.generate(requests, sampling, show=show)
     return _extended(config, model, requests, sampling)
+
+
+def _cached(
+    config: GenerateConfig, model: VideoModel, prompts: list[str], bucket: Bucket, clips: list[Any]
+) -> list[str]:
+    """Says what a cache has saved and, where asked for, how far off its clips are."""
+    if read_strategy(config.cache) is None:
+        return []
+    lines = [f"cache {config.cache}: {model.counts}"]
+    if config.cache_check:
+        plain = _made(replace(config, cache="none"), model, prompts, bucket, False)
+        lines += [
+            f"PSNR to the clip without cache: {psnr(clip, other):.1f} dB  {prompt}"
+            for clip, other, prompt in zip(clips, plain, prompts, strict=True)
+        ]
+    return lines
 
 
 def _extended(

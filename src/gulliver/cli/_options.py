@@ -45,6 +45,10 @@ class GenerateConfig:
     """Sampling steps."""
     guidance: Annotated[float, GUIDANCE] = 2.0
     """Weight of the sentence; 1 turns guidance off."""
+    cache: str = "none"
+    """What is re-used from step to step: broadcast:SPATIAL,TEMPORAL,CROSS or first-block:CHANGE."""
+    cache_check: bool = False
+    """Make the clips without the cache, too, and tell the PSNR to them."""
     scale: Annotated[int, Range(1, 64)] = 4
     """Times that every pixel is repeated in the file."""
     fps: Annotated[float, Range(0, 1000, open_below=True)] = 8.0

@@ -193,6 +193,8 @@ class SamplingConfig:
     """Weight of classifier-free guidance; 1 turns it off."""
     batch_size: Annotated[int, AT_LEAST_1] = 40
     """Clips sampled together."""
+    cache: str = "none"
+    """What is re-used from step to step: broadcast or first-block, see `cache_blocks`."""
 
 
 @dataclass(frozen=True)

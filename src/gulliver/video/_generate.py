@@ -23,6 +23,7 @@ from gulliver.jobs import Display, derive
 from gulliver.models import STDiT3, VideoAutoencoder
 from gulliver.options import check_options, resolved
 from gulliver.video._autoencoder_training import load_autoencoder
+from gulliver.video._caches import Counts, cache_blocks
 from gulliver.video._config import (
     SamplingConfig,
     TrainConfig,
@@ -57,7 +58,11 @@ class Request:
 
 
 class VideoModel:
-    """A trained text-to-video model: text encoder, transformer (averaged weights), autoencoder."""
+    """A trained text-to-video model: text encoder, transformer (averaged weights), autoencoder.
+
+    Attributes:
+        counts: numbers of calls that caches have saved so far.
+    """
 
     def __init__(self, config: TrainConfig, model: STDiT3, autoencoder: VideoAutoencoder) -> None:
         self.config = config
@@ -69,6 +74,7 @@ class VideoModel:
         )
         self.known_words = vocabulary(config)
         self.shared = Shared(model)
+        self.counts = Counts()
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | None = None) -> Self:
@@ -179,7 +185,8 @@ class VideoModel:
     ) -> list[Tensor]:
         """Makes the clips, in the order of the requests, each [3, T, H, W] in [-1, 1].
 
-        A clip depends on its own request only, not on those beside it (up to rounding).
+        A clip depends on its own request only, not on those beside it (up to rounding); with the
+        cache first-block those of a batch decide together what is re-used.
         """
         sampling = sampling or SamplingConfig()
         check_options(sampling)
@@ -192,13 +199,17 @@ class VideoModel:
             given = 0 if request.given is None else request.given.shape[1]
             groups.setdefault((request.bucket, given), []).append(index)
         clips: dict[int, Tensor] = {}
-        with Display("generating", len(requests), enabled=show) as display:
+        with (
+            Display("generating", len(requests), enabled=show) as display,
+            cache_blocks(self.model, sampling.cache, self.shared.whole) as cache,
+        ):
             for members in groups.values():
                 for start in range(0, len(members), sampling.batch_size):
                     part = members[start : start + sampling.batch_size]
                     made = self._sample([requests[index] for index in part], sampling)
                     clips.update(zip(part, made, strict=True))
                     display.advance(len(part))
+        self.counts.add(cache.counts)
         return [clips[index] for index in range(len(requests))]
 
     @torch.no_grad()
