@@ -319,7 +319,7 @@ def _sampled(model: Any, case: Case, strategy: str, cached: nn.Module, whole: An
     inputs["y"] = inputs["y"].detach()
     with cache_blocks(cached, strategy, whole) as cache:
         made = RectifiedFlow(shift=3.0).sample(
-            model, noise, inputs, null_y=null, steps=10, cfg_scale=2.5,
+            model, noise, inputs, null_inputs={"y": null}, steps=10, cfg_scale=2.5,
             given=None if mask is None else noise.cos(), mask=mask,
         )  # fmt: skip
     return made, str(cache.counts)

@@ -10,13 +10,14 @@ from gulliver.models._embeddings import CaptionEmbedder
 from gulliver.models._identify import Look, fields_of, look_of
 from gulliver.models._packing import pack_latents, places_of, unpack_latents
 from gulliver.models._quirks import QUIRKS, QUIRKS_OF
-from gulliver.models.autoencoder import VideoAutoencoder
+from gulliver.models.autoencoder import AUTOENCODER_SIZES, VideoAutoencoder
 from gulliver.models.mmdit import MMDiT
 from gulliver.models.stdit import STDIT3_SIZES, STDiT3, stdit3
 from gulliver.models.stdit1 import STDiT
 from gulliver.models.stdit2 import STDiT2
 
 __all__ = [
+    "AUTOENCODER_SIZES",
     "CONFIGURATIONS",
     "QUIRKS",
     "QUIRKS_OF",
