@@ -7,9 +7,10 @@
 took in the last steps (before the first, less what was predicted). It falls at once and rises by a
 quarter of the room in each step, so that lengths of sequences that alternate do not move chunks to
 and fro. A change needs a new schedule of all moves, which takes longer than a small step: so what
-differs by a quarter of the margin only, as measurements do from step to step, changes nothing. Inside a step an alarm, half a margin below the limit, lowers it as soon as the next
-position is passed, by twice what is missing: what grew so far goes on growing. A budget never falls
-below what the manager has to hold at once: there the loop can do no more, and says so.
+differs by a quarter of the margin only, as measurements do from step to step, changes nothing.
+Inside a step an alarm, half a margin below the limit, lowers it as soon as the next position is
+passed, by twice what is missing: what grew so far goes on growing. A budget never falls below what
+the manager has to hold at once: there the loop can do no more, and says so.
 
 [Note: freed memory] Where a step hardly waits for transfers, and the room is there, freed memory is
 kept for the next tensors, which spares page faults; budgets then leave room for what does not fit.

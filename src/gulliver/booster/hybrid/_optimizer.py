@@ -218,9 +218,7 @@ class _Opened(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def _weighted_norm(
-    counted: Mapping[str, float], sharded: ShardedChunk, gradient: Tensor
-) -> Tensor:
+def _weighted_norm(counted: Mapping[str, float], sharded: ShardedChunk, gradient: Tensor) -> Tensor:
     """The squared norm of a gradient shard, of which each parameter counts with a weight."""
     total = torch.zeros((), dtype=torch.float64, device=gradient.device)
     for piece in sharded.chunk.layout.pieces(sharded.chunk.part):
