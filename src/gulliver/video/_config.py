@@ -6,6 +6,7 @@ its resumption, is told apart by `differences`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -43,11 +44,18 @@ class DataConfig:
     """Clips to learn from."""
 
     table: Path | None = None
-    """CSV or Parquet table of clips (columns path, text); without one, the moving digits."""
+    """CSV or Parquet table of clips (columns path, text), or a folder of clips whose names are
+    their captions; without one, the moving digits."""
     shapes: tuple[str, ...] = ("13x32x32:5", "9x24x40:1.5", "17x40x24:1", "1x32x32:1.5")
     """Clip shapes as frames x height x width, with a weight after the colon (digits only)."""
     batch_size: Annotated[int, AT_LEAST_1] = 32
     """Samples of one optimizer step, all ranks together."""
+    buckets: Path | None = None
+    """Bucket configuration of a public trainer, in place of shapes and batch size (tables only)."""
+    bucket_ranks: Annotated[int, AT_LEAST_1] = 1
+    """Number of ranks that the batch sizes of --data.buckets are for, each."""
+    scores: Literal["none", "1.2", "1.3", "2.0"] = "none"
+    """Put the table's scores into captions: 1.2 numbers, 1.3 words, 2.0 a motion score."""
     clips: Annotated[int, Range(1, 100_000_000)] = 40_000
     """Length of an epoch of the moving digits."""
     held_out: tuple[str, ...] = ()
@@ -70,6 +78,8 @@ class AutoencoderConfig:
     """Clips of one of its steps."""
     learning_rate: Annotated[float, RATE] = 3e-3
     """Peak of its one-cycle learning rate."""
+    share: Literal["auto", "samples", "height", "width", "time", "channels", "off"] = "auto"
+    """Dim of clips that the ranks of one model cut to encode together; off: every rank all."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +107,31 @@ class FlowConfig:
     shift: Annotated[float, Range(0, 1000, open_below=True)] = 3.0
     """Factor of the noise level's odds; more than 1 trains more at high noise."""
     shift_by_size: bool = False
-    """Multiply the odds by the roots of the clip's area over 512x512 and its latent length too."""
+    """Multiply the odds by a ratio of the clip's size too."""
+    shift_rule: Literal["latent", "1.2", "1.3", "2.0"] = "latent"
+    """Ratio of a size: roots of the area over 512x512 and the latent frames, or as published."""
     drop_caption: Annotated[float, SHARE] = 0.1
     """Share of captions hidden, for classifier-free guidance."""
+    masks: tuple[str, ...] = ()
+    """Mask strategies as name:share, such as image_head:0.2 quarter_tail:0.05 random:0.1."""
     mask_first: Annotated[float, SHARE] = 0.15
-    """Share of clips whose first latent frame is given: image-to-video."""
+    """Share of clips whose first latent frame is given; short for --flow.masks image_head."""
     mask_head: Annotated[float, SHARE] = 0.1
-    """Share of clips whose first quarter is given: extension."""
+    """Share of clips whose first two are given; short for --flow.masks extend."""
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Loss of held-out clips at fixed noise levels, by bucket."""
+
+    every: Annotated[int, AT_LEAST_0] = 0
+    """Steps between validations, one is at the end too; 0: none."""
+    share: Annotated[float, SHARE] = 0.0
+    """Share of a table's rows that is held out of training, by a hash of their paths."""
+    clips: Annotated[int, AT_LEAST_1] = 32
+    """Most held-out clips of a bucket."""
+    levels: Annotated[int, Range(1, 1000)] = 5
+    """Number of noise levels, evenly between none and all."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +198,7 @@ class TrainConfig:
     autoencoder: AutoencoderConfig = field(default_factory=AutoencoderConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     @property
@@ -190,7 +219,17 @@ class SamplingConfig:
     steps: Annotated[int, Range(1, 100_000)] = 24
     """Euler steps from noise to clip."""
     guidance: Annotated[float, GUIDANCE] = 2.0
-    """Weight of classifier-free guidance; 1 turns it off."""
+    """Weight of the sentence; 1 turns guidance off."""
+    guidance_oscillation: Annotated[int | None, AT_LEAST_0] = None
+    """Steps after which every second has guidance 1, against loud colours; published: 10."""
+    guidance_image: Annotated[float, GUIDANCE] = 1.0
+    """Weight of the given frames, a third run of the model per step; 1 turns it off."""
+    guidance_image_oscillation: Annotated[int | None, AT_LEAST_0] = None
+    """Steps after which every second has image guidance 1; published: 10."""
+    guidance_image_decay: bool = False
+    """Let image guidance fall to 1 over the steps, and rise from 1 over the frames."""
+    guidance_rescale: Annotated[float, SHARE] = 0.0
+    """Share by which guidance keeps the velocity's standard deviation; published: 0.7."""
     batch_size: Annotated[int, AT_LEAST_1] = 40
     """Clips sampled together."""
 
@@ -215,7 +254,8 @@ MAY_CHANGE = frozenset(
     {"out", "ranks", "resume", "resume_step", "plugin", "stage", "save_every", "keep", "log_every"}
     | {"tp_size", "sp_size", "pp_size", "sequence_parallelism_mode"}
     | {"async_save"}
-    | {"autoencoder.path", "data.unreadable_limit"}
+    | {"autoencoder.path", "autoencoder.share", "data.unreadable_limit"}
+    | {"validation.every", "validation.clips", "validation.levels"}
 )
 """Options that may differ between a run and its resumption: where and how, not what."""
 
@@ -227,11 +267,6 @@ def check_config(config: TrainConfig) -> TrainConfig:
         GulliverError: naming the field, its value and what would be right.
     """
     check_options(config)
-    masked = config.flow.mask_first + config.flow.mask_head
-    if masked > 1:
-        raise GulliverError(
-            f"--flow.mask-first + --flow.mask-head is {masked}: it must be at most 1"
-        )
     if config.model.text_channels % 2:
         raise GulliverError(
             f"--model.text-channels is {config.model.text_channels}: it must be even"
@@ -241,13 +276,49 @@ def check_config(config: TrainConfig) -> TrainConfig:
             f"--data.frame-interval is {config.data.frame_interval}: it is for the clips of a "
             "--data.table, moving digits have no frames between"
         )
+    _check_table_options(config.data)
+    share, every = config.validation.share, config.validation.every
+    if config.data.table is None and share:
+        raise GulliverError(
+            f"--validation.share is {share}: it is for the clips of a --data.table, the moving "
+            "digits have held-out handwriting"
+        )
+    if config.data.table is not None and every and not share:
+        raise GulliverError(
+            f"--validation.every {every} needs held-out clips: add a --validation.share, such as "
+            "0.05"
+        )
     if config.resume_step is not None and not config.resume:
         raise GulliverError(
             f"--resume-step {config.resume_step} says where to continue: add --resume"
         )
-    parse_shapes(config.data.shapes)
+    _check_flow(config.flow, parse_shapes(config.data.shapes))
     _check_sizes(config)
     return config
+
+
+def _check_table_options(data: DataConfig) -> None:
+    """Refuses options that only clips of a table can have."""
+    default = DataConfig()
+    for name in ("buckets", "bucket_ranks", "scores"):
+        value = getattr(data, name)
+        option = f"--data.{name.replace('_', '-')}"
+        if value != getattr(default, name) and data.table is None:
+            raise GulliverError(f"{option} is {value}: it is for the clips of a --data.table")
+    if data.bucket_ranks != 1 and data.buckets is None:
+        raise GulliverError(f"--data.bucket-ranks is {data.bucket_ranks}: add --data.buckets")
+
+
+def _check_flow(flow: FlowConfig, shapes: Iterable[Bucket]) -> None:
+    """Refuses masks that cannot be, and shapes that the timestep warp has no ratio for."""
+    from gulliver.models import VideoAutoencoder
+    from gulliver.video._masks import MaskStrategies
+    from gulliver.video._warp import RULES, ClipSize
+
+    MaskStrategies.of(flow)
+    for bucket in shapes if flow.shift_by_size else ():
+        frames = (bucket.frames - 1) // VideoAutoencoder.compression[0] + 1
+        RULES[flow.shift_rule](ClipSize(bucket.height, bucket.width, frames))
 
 
 def _check_sizes(config: TrainConfig) -> None:
@@ -341,5 +412,9 @@ def from_plain(values: dict[str, Any], kind: type = TrainConfig) -> Any:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Lists the keys in which two resolved configurations differ, without `MAY_CHANGE`."""
+    """Lists the keys in which two resolved configurations differ, without `MAY_CHANGE`.
+
+    An option that is younger than a configuration has its default there.
+    """
+    old, new = (options.resolved(from_plain(values)) for values in (old, new))
     return options.differences(old, new, MAY_CHANGE)

@@ -2,11 +2,15 @@
 
 from gulliver.jobs import console
 from gulliver.options import resolved
-from gulliver.video._autoencoder_training import (
-    load_autoencoder,
-    save_autoencoder,
-    train_autoencoder,
+from gulliver.video._autoencoder_config import (
+    AutoencoderDataConfig,
+    AutoencoderLossConfig,
+    AutoencoderModelConfig,
+    TrainAutoencoderConfig,
+    check_autoencoder_config,
 )
+from gulliver.video._autoencoder_job import AutoencoderOutcome, run_autoencoder
+from gulliver.video._autoencoder_training import save_autoencoder, train_autoencoder
 from gulliver.video._config import (
     AutoencoderConfig,
     DataConfig,
@@ -16,18 +20,25 @@ from gulliver.video._config import (
     OptimizerConfig,
     SamplingConfig,
     TrainConfig,
+    ValidationConfig,
     check_clip,
     check_config,
     from_plain,
 )
 from gulliver.video._demo import demonstrate
+from gulliver.video._diffusers_autoencoders import DiffusersAutoencoder
 from gulliver.video._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, sentence
 from gulliver.video._evaluate import Evaluation, evaluate
-from gulliver.video._generate import Request, VideoModel, extend
+from gulliver.video._generate import VideoModel, connect, extend
+from gulliver.video._guidance import Guidance
 from gulliver.video._judges import Judges, Scores, train_judges
+from gulliver.video._mask_strings import SHORT_FORMS, parse_mask_strategy
 from gulliver.video._media import check_output, read_frames, write_clip
+from gulliver.video._prompts import loop_prompts, read_prompt
+from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import check_kind, load_model
 from gulliver.video._rectified_flow import RectifiedFlow
+from gulliver.video._requests import Request, check_request, loop_seed
 from gulliver.video._shared import split_ranks
 from gulliver.video._text_encoders import (
     ClipTextEncoder,
@@ -46,13 +57,20 @@ __all__ = [
     "DIGITS",
     "DIRECTIONS",
     "FPS",
+    "SHORT_FORMS",
     "AutoencoderConfig",
+    "AutoencoderDataConfig",
+    "AutoencoderLossConfig",
+    "AutoencoderModelConfig",
+    "AutoencoderOutcome",
     "ClipTextEncoder",
     "DataConfig",
     "DemoConfig",
+    "DiffusersAutoencoder",
     "EncodedText",
     "Evaluation",
     "FlowConfig",
+    "Guidance",
     "Judges",
     "KeptTexts",
     "ModelConfig",
@@ -66,16 +84,21 @@ __all__ = [
     "T5TextEncoder",
     "TextEncoder",
     "TextPair",
+    "TrainAutoencoderConfig",
     "TrainConfig",
     "Trainer",
+    "ValidationConfig",
     "VideoModel",
     "WordEncoder",
+    "check_autoencoder_config",
     "check_clip",
     "check_config",
     "check_encoder",
     "check_kind",
     "check_output",
     "check_ranks",
+    "check_request",
+    "connect",
     "console",
     "demonstrate",
     "evaluate",
@@ -84,8 +107,13 @@ __all__ = [
     "load_autoencoder",
     "load_model",
     "load_text_encoder",
+    "loop_prompts",
+    "loop_seed",
+    "parse_mask_strategy",
     "read_frames",
+    "read_prompt",
     "resolved",
+    "run_autoencoder",
     "save_autoencoder",
     "sentence",
     "split_ranks",

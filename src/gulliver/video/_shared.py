@@ -5,7 +5,8 @@ two *guidance* ranks each asks once, and they exchange what they found. The rank
 share the tokens of the clip (`gulliver.booster.hybrid`). Both together: rank
 ``branch * sequence + rank in the sequence``, so that those of a sequence, which send most, are
 neighbours. Noise,
-conditions and Euler steps are computed on every rank, and are the same on all.
+conditions and Euler steps are computed on every rank, and are the same on all. Clips are decoded by
+all ranks together (`share_coding`).
 
 Read `split_ranks`, `share`, `Shared`.
 """
@@ -14,22 +15,39 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from gulliver.booster.hybrid import wire_stdit
-from gulliver.comm import ALONE, RankGroup, all_gather, broadcast, gather_objects, make_axes
-from gulliver.data import Bucket
+from gulliver.comm import (
+    ALONE,
+    RankGroup,
+    all_gather,
+    gather_objects,
+    make_axes,
+    shared_rank_group,
+)
 from gulliver.errors import GulliverError
-from gulliver.models import STDiT3, VideoAutoencoder
+from gulliver.hardware import current_cluster
+from gulliver.models import Autoencoder, STDiT3
+from gulliver.parallel.convolution import SharedNetworks, has_networks, share_autoencoder
 from gulliver.parallel.sequence import SequencePlan, make_groups
+
+THREE_BRANCHES = (
+    "it asks the model three times in a step, for which there is no even share; use 1 guidance "
+    "rank, and let the others share the sequence"
+)
 
 
 def split_ranks(
-    world: int, sequence: int = 0, guidance_ranks: int = 0, guided: bool = True
+    world: int,
+    sequence: int = 0,
+    guidance_ranks: int = 0,
+    guided: bool = True,
+    image_guided: bool = False,
 ) -> tuple[int, int]:
     """Chooses how many ranks share a clip's tokens, and how many the branches of guidance.
 
@@ -39,6 +57,7 @@ def split_ranks(
         guidance_ranks: number of ranks for guidance, 1 or 2; 0: 2 where that is possible, for it
             sends least.
         guided: whether guidance is on, so that there are two branches.
+        image_guided: whether image guidance is on, so that there are three, which stay together.
 
     Returns:
         The ranks of a sequence, and those of guidance; their product is the world.
@@ -51,13 +70,15 @@ def split_ranks(
             f"--sequence {sequence} x --guidance-ranks {guidance_ranks} cannot be: guidance has 2 "
             "branches, so it takes 1 or 2 ranks, and a sequence at least 1"
         )
+    if guidance_ranks == 2 and image_guided:
+        raise GulliverError(f"--guidance-ranks 2 with image guidance: {THREE_BRANCHES}")
     if guidance_ranks == 2 and not guided:
         raise GulliverError(
             "--guidance-ranks 2 with --guidance 1: guidance is off, so there is one branch only; "
             "leave --guidance-ranks out"
         )
     if guidance_ranks == 0:
-        both = guided and world % 2 == 0 and sequence in (0, world // 2)
+        both = guided and not image_guided and world % 2 == 0 and sequence in (0, world // 2)
         guidance_ranks = 2 if both else 1
     if sequence == 0:
         sequence = max(1, world // guidance_ranks)
@@ -102,28 +123,53 @@ class Shared:
                     "together: give all ranks the same requests"
                 )
 
-    def check_guidance(self, guided: bool) -> None:
-        """Refuses ranks for a branch that there is not.
+    def check_guidance(self, guided: bool, image_guided: bool = False) -> None:
+        """Refuses ranks that the branches of guidance cannot be dealt to.
 
         Raises:
-            GulliverError: guidance is off.
+            GulliverError: guidance is off, or has three branches.
         """
+        if self.branches.size > 1 and image_guided:
+            raise GulliverError(f"image guidance on 2 guidance ranks: {THREE_BRANCHES}")
         if self.branches.size > 1 and not guided:
             raise GulliverError(
                 "guidance 1 has one branch only, and the ranks are shared between two: share the "
                 "model with guidance_ranks=1"
             )
 
-    def decode(self, autoencoder: VideoAutoencoder, latents: Tensor, bucket: Bucket) -> Tensor:
-        """Decodes latents of a bucket to clips [B, 3, T, H, W], each on one rank; all get all."""
-        if self.ranks == 1:
-            return autoencoder.decode(latents)
-        clips = latents.new_empty(len(latents), 3, *astuple(bucket))
-        if self.rank < len(latents):
-            clips[self.rank :: self.ranks] = autoencoder.decode(latents[self.rank :: self.ranks])
-        for index, clip in enumerate(clips):
-            broadcast(clip, index % self.ranks)
-        return clips
+
+def share_coding(
+    autoencoder: Autoencoder,
+    rank_group: RankGroup,
+    dim: str,
+    show: Callable[[str], None] | None = None,
+) -> SharedNetworks | None:
+    """Makes ranks that need the same clips encode and decode them together; all of them call it.
+
+    Args:
+        autoencoder: autoencoder, shared in place.
+        rank_group: ranks that encode and decode the same clips.
+        dim: dim that is cut, "auto" for the predicted fastest, or "off".
+        show: function that is told of every choice and its reason, on the first rank.
+
+    Returns:
+        What undoes it; None where nothing is shared.
+    """
+    if dim == "off" or rank_group.size == 1 or not has_networks(autoencoder):
+        return None
+    cluster = current_cluster(dist.get_world_size())
+    told = show if rank_group.rank == 0 else None
+    return share_autoencoder(autoencoder, rank_group, dim, cluster, told)
+
+
+def ranks_alike(place: Any) -> RankGroup:
+    """Returns the ranks of the world that name the same place; every rank calls it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ALONE
+    rows: dict[Any, list[int]] = {}
+    for rank, other in enumerate(gather_objects(place)):
+        rows.setdefault(other, []).append(rank)
+    return shared_rank_group(list(rows.values()), "autoencoder")
 
 
 def share(
