@@ -192,7 +192,7 @@ def test_reads_and_writes_go_on_at_once_as_fast_as_was_measured() -> None:
 def test_the_processor_takes_time_for_uses_transfers_and_bytes_that_are_gone_through() -> None:
     rates = TierRates("disk", 1e9, 1e9, visit_s=0.25, transfer_s=0.5, memory_rate=1e9)
     # Nothing is moved where memory is made; the moves beside 2 s of compute take 1 s.
-    moves = (Transfer(10**8, write=True), Transfer(10**8, until=1), Transfer(0))
+    moves = (Transfer(10**8, write=True), Transfer(0), Transfer(10**8, until=1))
     found = tiered_seconds([Visit(2.0, moves, uses=2, passed=10**9)] * 3, rates)
     assert found.step == pytest.approx(3 * (2.0 + 2 * 0.25 + 2 * 0.5 + 1.0))
     assert found.compute == pytest.approx(6.0)
