@@ -57,7 +57,8 @@ def read_records(table: Path) -> list[Record]:
                 if columns
                 else f"table {table.name} is empty"
             )
-    return [{**record, **_numbers(where, record)} for where, record in found]
+    rows: list[Record] = [{**record, **_numbers(where, record)} for where, record in found]
+    return rows
 
 
 def _files_of(folder: Path) -> list[Record]:
