@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from gulliver.data._scores import SCORES
 from gulliver.errors import GulliverError
@@ -27,7 +28,7 @@ _MEDIA = ".mp4 .m4v .mov .mkv .webm .avi .gif .png .jpg .jpeg .webp .bmp"
 MEDIA = frozenset(_MEDIA.split())
 """Suffixes of the files of a folder that are clips or pictures."""
 
-Record = dict[str, object]
+Record = dict[str, Any]
 
 
 def read_records(table: Path) -> list[Record]:
@@ -57,8 +58,7 @@ def read_records(table: Path) -> list[Record]:
                 if columns
                 else f"table {table.name} is empty"
             )
-    rows: list[Record] = [{**record, **_numbers(where, record)} for where, record in found]
-    return rows
+    return [{**record, **_numbers(where, record)} for where, record in found]
 
 
 def _files_of(folder: Path) -> list[Record]:
