@@ -26,8 +26,10 @@ from gulliver.video import (
     DemoConfig,
     Request,
     SamplingConfig,
+    TrainAutoencoderConfig,
     TrainConfig,
     VideoModel,
+    check_autoencoder_config,
     check_clip,
     check_config,
     check_output,
@@ -39,8 +41,11 @@ from gulliver.video import (
     extend,
     loop_prompts,
     loop_seed,
+    psnr,
     read_frames,
     read_prompt,
+    read_strategy,
+    run_autoencoder,
     split_ranks,
     train,
     write_clip,
@@ -67,12 +72,27 @@ def train_command(config: TrainConfig, arguments: list[str]) -> int:
     return 0 if outcome.finished else 143
 
 
+def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[str]) -> int:
+    """Trains a video autoencoder, on ranks of this machine where a launcher has started none."""
+    check_autoencoder_config(config)
+    ranks = config.ranks or max(default_ranks(), config.share_ranks)
+    if not under_launcher() and ranks % config.share_ranks:
+        raise GulliverError(
+            f"--ranks is {ranks}: it must be a multiple of --share-ranks {config.share_ranks}"
+        )
+    if not under_launcher() and ranks > 1:
+        return launch("gulliver.cli", ["train-autoencoder", *arguments], ranks)
+    return 0 if run_autoencoder(config).finished else 143
+
+
 def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     """Makes clips from sentences, on ranks of this machine that are started where asked for."""
     prompts = _prompts(config)
     bucket = Bucket(config.frames, *_sides(config.aspect_ratio, config.resolution))
     check_clip(bucket.frames, bucket.height, bucket.width, config.scale)
     check_output(config.out, config.frames, config.fps)
+    if read_strategy(config.cache) is None and config.cache_check:
+        raise GulliverError("--cache-check compares with --cache: name one, such as first-block")
     guided, image_guided = config.guidance != 1, config.guidance_image != 1
     ranks = 1
     if not under_launcher():
@@ -85,8 +105,12 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     world = init_world()
     with guard():
         model = VideoModel.load(config.run, world.device)
-        model.share(config.sequence, config.guidance_ranks, guided, console().print, image_guided)
+        sharing = config.sequence, config.guidance_ranks, guided, console().print, image_guided
+        model.share(*sharing, autoencoder=config.share_autoencoder)
         clips = _made(config, model, requests, clip, world.is_main)
+        for line in _cached(config, model, requests, clip, clips):
+            if world.is_main:
+                console().print(line)
     if world.is_main:
         paths = _numbered(config.out, len(prompts))
         for path, clip, prompt in zip(paths, clips, prompts, strict=True):
@@ -154,6 +178,22 @@ def _made(
     if clip is None:
         return model.generate(requests, config, show=show)
     return [_extended(config, model, clip, request) for request in requests]
+
+
+def _cached(
+    config: GenerateConfig, model: VideoModel, requests: list[Request], clip: Any, clips: list[Any]
+) -> list[str]:
+    """Says what a cache has saved and, where asked for, how far off its clips are."""
+    if read_strategy(config.cache) is None:
+        return []
+    lines = [f"cache {config.cache}: {model.counts}"]
+    if config.cache_check:
+        plain = _made(replace(config, cache="none"), model, requests, clip, False)
+        lines += [
+            f"PSNR to the clip without cache: {psnr(made, other):.1f} dB  {request.prompt}"
+            for made, other, request in zip(clips, plain, requests, strict=True)
+        ]
+    return lines
 
 
 def _extended(config: GenerateConfig, model: VideoModel, clip: Any, request: Request) -> Any:

@@ -43,6 +43,8 @@ class GenerateConfig(SamplingConfig):
     with."""
     seed: Annotated[int, SEED] = 0
     """Noise of the first clip; the next clips take the next seeds."""
+    cache_check: bool = False
+    """Make the clips without the cache, too, and tell the PSNR to them."""
     negative_prompt: str = ""
     """Sentence to lead away from, in place of no sentence."""
     reference: tuple[Path, ...] = ()
@@ -64,6 +66,10 @@ class GenerateConfig(SamplingConfig):
     """Ranks that share each clip's tokens; 0 takes all that guidance leaves."""
     guidance_ranks: Annotated[int, Range(0, 2)] = 0
     """2 runs the model with and without the sentence on separate ranks; 0: 2 where possible."""
+    share_autoencoder: Literal["auto", "samples", "height", "width", "time", "channels", "off"] = (
+        "auto"
+    )
+    """Dim of clips that the ranks cut to decode them together; off: every rank decodes all."""
     ranks: Annotated[int, RANKS] = 0
     """Processes on this machine; 0: --sequence x --guidance-ranks. Ignored under torchrun."""
 
@@ -110,7 +116,7 @@ class DoctorConfig:
 
 @dataclass(frozen=True)
 class ModelsConfig:
-    """Lists the public video models, and the memory that they take to train and to sample."""
+    """Lists the public video models and autoencoders, and the memory that they take."""
 
     names: tyro.conf.Positional[tuple[str, ...]] = ()
     """Names of models; all by default."""

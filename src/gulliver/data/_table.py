@@ -60,7 +60,7 @@ class ClipTable:
     Paths are relative to the table's folder.
 
     Args:
-        table: path of a .csv or .parquet file.
+        table: path of a .csv or .parquet file, or of a folder of clips whose names are captions.
         buckets: shapes to train on. A clip goes to the bucket with the most pixels, then the most
             frames, then the nearest aspect ratio, among those it fills. Or a `BucketConfig`, which
             deals the clips anew in each epoch.
@@ -137,7 +137,7 @@ class ClipTable:
         if not name or not any(letter.isalnum() for letter in text):
             self.skipped.append((name or "(no path)", "no caption" if name else "no path"))
             return
-        path = self.table.parent / name
+        path = (self.table if self.table.is_dir() else self.table.parent) / name
         try:
             probe = _stated(record, path) or probe_file(path)
             bucket = self._choose(probe)

@@ -380,6 +380,11 @@ class Chunk:
         """Shows a gradient that is kept."""
         yield parked
 
+    @contextmanager
+    def scaled(self, parked: Tensor, factor: Tensor) -> Iterator[tuple[Tensor, bool]]:
+        """Shows a gradient that is kept times a factor; and that it stays multiplied."""
+        yield parked.mul_(factor.to(parked.dtype)), True
+
     def clear_gradient(self) -> None:
         """Takes gradients and marks away from the parameters."""
         with without_torch_functions():

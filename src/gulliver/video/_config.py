@@ -44,7 +44,8 @@ class DataConfig:
     """Clips to learn from."""
 
     table: Path | None = None
-    """CSV or Parquet table of clips (columns path, text); without one, the moving digits."""
+    """CSV or Parquet table of clips (columns path, text), or a folder of clips whose names are
+    their captions; without one, the moving digits."""
     shapes: tuple[str, ...] = ("13x32x32:5", "9x24x40:1.5", "17x40x24:1", "1x32x32:1.5")
     """Clip shapes as frames x height x width, with a weight after the colon (digits only)."""
     batch_size: Annotated[int, AT_LEAST_1] = 32
@@ -77,6 +78,8 @@ class AutoencoderConfig:
     """Clips of one of its steps."""
     learning_rate: Annotated[float, RATE] = 3e-3
     """Peak of its one-cycle learning rate."""
+    share: Literal["auto", "samples", "height", "width", "time", "channels", "off"] = "auto"
+    """Dim of clips that the ranks of one model cut to encode together; off: every rank all."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,8 @@ class SamplingConfig:
     """Share by which guidance keeps the velocity's standard deviation; published: 0.7."""
     batch_size: Annotated[int, AT_LEAST_1] = 40
     """Clips sampled together."""
+    cache: str = "none"
+    """What is re-used from step to step: broadcast or first-block, see `cache_blocks`."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +256,7 @@ MAY_CHANGE = frozenset(
     {"out", "ranks", "resume", "resume_step", "plugin", "stage", "save_every", "keep", "log_every"}
     | {"tp_size", "sp_size", "pp_size", "sequence_parallelism_mode"}
     | {"async_save"}
-    | {"autoencoder.path", "data.unreadable_limit"}
+    | {"autoencoder.path", "autoencoder.share", "data.unreadable_limit"}
     | {"validation.every", "validation.clips", "validation.levels"}
 )
 """Options that may differ between a run and its resumption: where and how, not what."""

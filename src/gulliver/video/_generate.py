@@ -24,6 +24,7 @@ from gulliver.jobs import derive
 from gulliver.models import STDiT3, VideoAutoencoder
 from gulliver.options import resolved
 from gulliver.video._autoencoder_training import load_autoencoder
+from gulliver.video._caches import Counts, cache_blocks
 from gulliver.video._config import (
     SamplingConfig,
     TrainConfig,
@@ -45,7 +46,7 @@ from gulliver.video._requests import (
     made_by_loops,
 )
 from gulliver.video._run import Run
-from gulliver.video._shared import Shared, share, split_ranks
+from gulliver.video._shared import Shared, ranks_alike, share, share_coding, split_ranks
 from gulliver.video._sources import make_flow, vocabulary
 from gulliver.video._training import build_model
 from gulliver.video._words import WordEncoder
@@ -54,7 +55,11 @@ FPS = 8.0
 
 
 class VideoModel:
-    """A trained text-to-video model: text encoder, transformer (averaged weights), autoencoder."""
+    """A trained text-to-video model: text encoder, transformer (averaged weights), autoencoder.
+
+    Attributes:
+        counts: numbers of calls that caches have saved so far.
+    """
 
     def __init__(self, config: TrainConfig, model: STDiT3, autoencoder: VideoAutoencoder) -> None:
         self.config = config
@@ -64,6 +69,7 @@ class VideoModel:
         self.flow = make_flow(config.flow, autoencoder)
         self.known_words = vocabulary(config)
         self.shared = Shared(model)
+        self.counts = Counts()
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | None = None) -> Self:
@@ -95,6 +101,7 @@ class VideoModel:
         guided: bool = True,
         show: Callable[[str], None] | None = None,
         image_guided: bool = False,
+        autoencoder: str = "auto",
     ) -> None:
         """Makes all ranks of the world make each clip together; every rank calls it, once.
 
@@ -107,6 +114,8 @@ class VideoModel:
             guided: whether guidance will be on.
             show: function that is told, on rank 0, how clips are cut.
             image_guided: whether image guidance will be on.
+            autoencoder: dim of clips that is cut to decode them, "auto" for the predicted
+                fastest, or "off" for every rank by itself.
 
         Raises:
             GulliverError: the sizes do not make the world.
@@ -114,13 +123,15 @@ class VideoModel:
         world = dist.get_world_size() if dist.is_initialized() else 1
         sizes = split_ranks(world, sequence, guidance_ranks, guided, image_guided)
         self.shared = share(self.model, *sizes, show=show)
+        share_coding(self.autoencoder, ranks_alike("all"), autoencoder, show)
 
     def check(self, request: Request, sampling: SamplingConfig | None = None) -> None:
         """Refuses a request that cannot be fulfilled.
 
         Raises:
             GulliverError: what `gulliver.video.check_request` refuses; sizes that do not fit the
-                compression and the patch; frames that a reference or the clip does not have.
+                compression and the patch; frames that a reference or the clip does not have;
+                sentences that are too long.
         """
         check_request(request, sampling or SamplingConfig())
         bucket = request.bucket
@@ -145,6 +156,8 @@ class VideoModel:
                 f"({unit} k + 1)"
             )
         check_frames(request, self.autoencoder)
+        texts = loop_prompts(request.prompt, request.loops)
+        self.text.encode([*texts, request.negative_prompt] if request.negative_prompt else texts)
 
     def remarks(self, request: Request) -> list[str]:
         """Lists what a user should know of a request that is fulfilled all the same."""
@@ -171,7 +184,8 @@ class VideoModel:
     ) -> list[Tensor]:
         """Makes the clips, in the order of the requests, each [3, T, H, W] in [-1, 1].
 
-        A clip depends on its own request only, not on those beside it (up to rounding).
+        A clip depends on its own request only, not on those beside it (up to rounding); with the
+        cache first-block those of a batch decide together what is re-used.
         """
         sampling = sampling or SamplingConfig()
         for request in requests:
@@ -183,7 +197,10 @@ class VideoModel:
             return self._sample(pieces, sampling)
 
         unit = self.autoencoder.compression[0]
-        return made_by_loops(requests, sample, sampling.batch_size, unit, show)
+        with cache_blocks(self.model, sampling.cache, self.shared.whole) as cache:
+            clips = made_by_loops(requests, sample, sampling.batch_size, unit, show)
+        self.counts.add(cache.counts)
+        return clips
 
     @torch.no_grad()
     def _sample(self, pieces: list[Piece], sampling: SamplingConfig) -> list[Tensor]:
@@ -214,7 +231,7 @@ class VideoModel:
             given=given,
             mask=generate,
         )
-        videos = self.shared.decode(self.autoencoder, latents, bucket).clamp(-1, 1).cpu()
+        videos = self.autoencoder.decode(latents, bucket.frames).clamp(-1, 1).cpu()
         return list(videos.unbind())
 
     def _captions(self, pieces: list[Piece]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -2,10 +2,23 @@
 
 from gulliver.jobs import console
 from gulliver.options import resolved
-from gulliver.video._autoencoder_training import (
-    load_autoencoder,
-    save_autoencoder,
-    train_autoencoder,
+from gulliver.video._autoencoder_config import (
+    AutoencoderDataConfig,
+    AutoencoderLossConfig,
+    AutoencoderModelConfig,
+    TrainAutoencoderConfig,
+    check_autoencoder_config,
+)
+from gulliver.video._autoencoder_job import AutoencoderOutcome, run_autoencoder
+from gulliver.video._autoencoder_training import save_autoencoder, train_autoencoder
+from gulliver.video._caches import (
+    BlockCache,
+    Broadcast,
+    Counts,
+    FirstBlock,
+    cache_blocks,
+    psnr,
+    read_strategy,
 )
 from gulliver.video._config import (
     AutoencoderConfig,
@@ -22,6 +35,7 @@ from gulliver.video._config import (
     from_plain,
 )
 from gulliver.video._demo import demonstrate
+from gulliver.video._diffusers_autoencoders import DiffusersAutoencoder
 from gulliver.video._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, sentence
 from gulliver.video._evaluate import Evaluation, evaluate
 from gulliver.video._generate import VideoModel, connect, extend
@@ -30,6 +44,7 @@ from gulliver.video._judges import Judges, Scores, train_judges
 from gulliver.video._mask_strings import SHORT_FORMS, parse_mask_strategy
 from gulliver.video._media import check_output, read_frames, write_clip
 from gulliver.video._prompts import loop_prompts, read_prompt
+from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import check_kind, load_model
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._requests import Request, check_request, loop_seed
@@ -53,11 +68,20 @@ __all__ = [
     "FPS",
     "SHORT_FORMS",
     "AutoencoderConfig",
+    "AutoencoderDataConfig",
+    "AutoencoderLossConfig",
+    "AutoencoderModelConfig",
+    "AutoencoderOutcome",
+    "BlockCache",
+    "Broadcast",
     "ClipTextEncoder",
+    "Counts",
     "DataConfig",
     "DemoConfig",
+    "DiffusersAutoencoder",
     "EncodedText",
     "Evaluation",
+    "FirstBlock",
     "FlowConfig",
     "Guidance",
     "Judges",
@@ -73,11 +97,14 @@ __all__ = [
     "T5TextEncoder",
     "TextEncoder",
     "TextPair",
+    "TrainAutoencoderConfig",
     "TrainConfig",
     "Trainer",
     "ValidationConfig",
     "VideoModel",
     "WordEncoder",
+    "cache_blocks",
+    "check_autoencoder_config",
     "check_clip",
     "check_config",
     "check_encoder",
@@ -97,9 +124,12 @@ __all__ = [
     "loop_prompts",
     "loop_seed",
     "parse_mask_strategy",
+    "psnr",
     "read_frames",
     "read_prompt",
+    "read_strategy",
     "resolved",
+    "run_autoencoder",
     "save_autoencoder",
     "sentence",
     "split_ranks",

@@ -19,8 +19,9 @@ from typing import Any
 from gulliver.checkpoint import CheckpointFolder, read_json, step_folder, write_json
 from gulliver.errors import GulliverError
 from gulliver.jobs import Log
-from gulliver.options import resolved
-from gulliver.video._config import TrainConfig, differences, from_plain
+from gulliver.options import differences, resolved
+from gulliver.video._autoencoder_config import TrainAutoencoderConfig
+from gulliver.video._config import MAY_CHANGE, TrainConfig, from_plain
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Run:
 
     folder: Path
     keep: int = 3
+    may_change: frozenset[str] = MAY_CHANGE
 
     @property
     def config_path(self) -> Path:
@@ -55,7 +57,7 @@ class Run:
         """The checkpoints of the run."""
         return CheckpointFolder(self.folder / "checkpoints", keep=self.keep)
 
-    def open(self, config: TrainConfig) -> Path | None:
+    def open(self, config: TrainConfig | TrainAutoencoderConfig) -> Path | None:
         """Prepares the folder for `config`.
 
         Returns:
@@ -78,14 +80,14 @@ class Run:
             return None
         if config.resume_step is not None:
             newest = step_folder(self.checkpoints.root, config.resume_step)
-        changed = differences(read_json(self.config_path), resolved(config))
+        changed = differences(read_json(self.config_path), resolved(config), self.may_change)
         if changed:
             raise GulliverError(
                 f"{self.folder} cannot be resumed with another configuration: {'; '.join(changed)}"
             )
         return newest
 
-    def write_config(self, config: TrainConfig) -> None:
+    def write_config(self, config: TrainConfig | TrainAutoencoderConfig) -> None:
         """Saves the resolved configuration."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.config_path, resolved(config))

@@ -53,7 +53,8 @@ from gulliver.video._batches import Batch, BatchMaker
 from gulliver.video._config import TrainConfig, check_config
 from gulliver.video._ema import ExponentialAverage
 from gulliver.video._run import Run
-from gulliver.video._skipped import SkippedClips, listing
+from gulliver.video._shared import ranks_alike, share_coding
+from gulliver.video._skipped import SkippedClips, common_samples, listing
 from gulliver.video._sources import (
     make_dataset,
     make_flow,
@@ -203,6 +204,10 @@ class Trainer:
             world.device,
             self._agree if config.ranks_of_a_model > 1 else None,
         )
+        if config.ranks_of_a_model > 1:
+            share_coding(
+                autoencoder, ranks_alike(self.place), config.autoencoder.share, console().print
+            )
         self.validation: Validation | None = None
         if held_out is not None and config.validation.every:
             told = config.validation, self.place, config.data.batch_size
@@ -268,10 +273,7 @@ class Trainer:
         """Returns the samples that all ranks with this share could read; every rank calls it."""
         if not isinstance(self.maker.dataset, ClipTable):
             return kept
-        found = [
-            theirs for place, theirs in gather_objects((self.place, kept)) if place == self.place
-        ]
-        return sorted(set(kept).intersection(*found))
+        return common_samples(self.place, kept)
 
     def _finish_saving(self) -> None:
         """Waits for the last checkpoint, and says what checkpoints have cost."""

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.convolution._maskless import without_masks
-from gulliver.parallel.convolution._networks import decoder_of, encoder_of, time_dim
+from gulliver.parallel.convolution._networks import decoder_of, encoder_of, pieces_of, time_dim
 from gulliver.parallel.convolution._norms import merged
 from gulliver.parallel.convolution._sharded import (
     Cut,
@@ -52,7 +52,7 @@ Clips = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
 
 
 def stream_encode(
-    autoencoder: nn.Module, clips: Clips, norms: Norms = "refuse"
+    autoencoder: nn.Module, clips: Clips, norms: Norms = "refuse", frames: int | None = None
 ) -> Iterator[Tensor]:
     """Encodes stretches of one clip, one after the other.
 
@@ -62,6 +62,7 @@ def stream_encode(
         clips: stretches ``[batch, channels, frames, height, width]`` of any lengths; a function
             that gives them anew where `norms` needs several passes.
         norms: "refuse", or "passes" for exact statistics of group norms over time.
+        frames: number of frames of the clip where it is not 4 k + 1, for those that pad it.
 
     Yields:
         Latents of the frames so far, as they become known.
@@ -69,14 +70,22 @@ def stream_encode(
     Raises:
         GulliverError: a layer looks at frames that are still to come.
     """
-    return stream_module(encoder_of(autoencoder), clips, time_dim(autoencoder), norms)
+    own = pieces_of(autoencoder, "encode")
+    if own is not None:
+        return own(clips() if callable(clips) else clips, frames)
+    network = encoder_of(autoencoder, frames)
+    return stream_module(network, clips, time_dim(autoencoder), norms)
 
 
 def stream_decode(
-    autoencoder: nn.Module, latents: Clips, norms: Norms = "refuse"
+    autoencoder: nn.Module, latents: Clips, norms: Norms = "refuse", frames: int | None = None
 ) -> Iterator[Tensor]:
     """Decodes stretches of one clip's latents, one after the other; see `stream_encode`."""
-    return stream_module(decoder_of(autoencoder), latents, time_dim(autoencoder), norms)
+    own = pieces_of(autoencoder, "decode")
+    if own is not None:
+        return own(latents() if callable(latents) else latents, frames)
+    network = decoder_of(autoencoder, frames)
+    return stream_module(network, latents, time_dim(autoencoder), norms)
 
 
 def stream_module(
@@ -109,7 +118,7 @@ def stream_module(
 
 def _streamed(network: Any, clips: Clips, stream: Stream, dim: int) -> Iterator[Tensor]:
     with without_masks(network):
-        for part, final in _with_last(clips() if callable(clips) else clips):
+        for part, final in with_last(clips() if callable(clips) else clips):
             made = stream.run(network, part, dim, final)
             if made is not None and made.numel():
                 yield made
@@ -119,7 +128,7 @@ def _count(network: Any, clips: Any, dim: int, counted: dict[Any, Any]) -> bool:
     """Counts the statistics of the first norm that is not known; whether there was one."""
     stream = Stream(counted, counting=True)
     with torch.no_grad(), without_masks(network):
-        for part, final in _with_last(clips()):
+        for part, final in with_last(clips()):
             stream.run(network, part, dim, final)
     if stream.asked is None:
         return False
@@ -127,7 +136,7 @@ def _count(network: Any, clips: Any, dim: int, counted: dict[Any, Any]) -> bool:
     return True
 
 
-def _with_last(parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+def with_last(parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
     """Yields each part and whether it is the last."""
     before = None
     for part in parts:
@@ -148,7 +157,7 @@ class _Counted(Exception):
 
 
 @dataclass
-class _Kept:
+class KeptRows:
     """What a layer keeps from stretch to stretch.
 
     Attributes:
@@ -166,6 +175,9 @@ class _Kept:
     bound: int | None = None
 
 
+Kept = KeptRows | list[KeptRows] | Tensor
+
+
 class Stream(Holder):
     """Parts of an activation in time: what came before is part 0, what is new part 1.
 
@@ -176,6 +188,8 @@ class Stream(Holder):
     Attributes:
         asked: norm that was not known.
         found: statistics of it in each stretch.
+        kept: frames that each layer keeps, by its name.
+        waiting: frames that gave nothing yet.
     """
 
     rank = 1
@@ -187,15 +201,21 @@ class Stream(Holder):
         self.asked: Any = None
         self.found: list[Statistics] = []
         self.final = False
-        self._kept: dict[Any, Any] = {}
+        self.kept: dict[Any, Any] = {}
         self._new: dict[Any, Any] = {}
         self._seen: dict[Key, int] = {}
         self._past = 0
-        self._waiting: Tensor | None = None
+        self.waiting: Tensor | None = None
+
+    def taken_up(self, kept: dict[Any, Any], waiting: Tensor | None) -> Stream:
+        """Returns another stream at this place, with other tensors kept."""
+        other = Stream(self.counted, self.counting)
+        other.kept, other.waiting, other._past = kept, waiting, self._past
+        return other
 
     def run(self, network: Any, part: Tensor, dim: int, final: bool) -> Tensor | None:
         """Runs a network over the next stretch; None where nothing comes out yet."""
-        part = part if self._waiting is None else torch.cat([self._waiting, part], dim)
+        part = part if self.waiting is None else torch.cat([self.waiting, part], dim)
         if final and not self._past:
             return network(part)  # all of it is here
         self.final, self._seen, self._new = final, {}, {}
@@ -204,18 +224,18 @@ class Stream(Holder):
             made = network(x).local
         except _Starved:
             assert not final, "every layer has given something before"
-            self._waiting = part
+            self.waiting = part
             return None
         except _Counted:
             made = None
-        self._kept.update(self._new)
-        self._past, self._waiting = self._past + part.shape[dim], None
+        self.kept.update(self._new)
+        self._past, self.waiting = self._past + part.shape[dim], None
         return made
 
     def rows(self, x: Sharded, window: Window, after: int, key: Key) -> tuple[Rows, Sizes]:
         """Puts the kept frames before the new ones, and keeps those that later outputs need."""
         name = self._name(key)
-        kept = self._kept.get(name) or _Kept(window)
+        kept = self.kept.get(name) or KeptRows(window)
         if kept.window != window:
             refuse(f"torch's {key[0]} counted from the end", x)
         local, start, stop = self._joined(x, kept.tail, kept.start)
@@ -227,7 +247,7 @@ class Stream(Holder):
         if after < 0 and bound == kept.bound and x.cut.sizes[1]:
             keep = stop  # frames came and the slice ends where it did: it is complete
         tail = local.narrow(x.cut.dim, max(0, keep - start), stop - max(keep, start)).clone()
-        self._new[name] = _Kept(window, count, max(keep, start), tail, bound)
+        self._new[name] = KeptRows(window, count, max(keep, start), tail, bound)
         needs = window.needs(kept.done, count) if kept.done < count else (start, start)
         if max(0, needs[0]) < start:
             refuse(f"torch's {key[0]} that goes back", x)
@@ -245,7 +265,7 @@ class Stream(Holder):
         name = self._name(key)
         if x.cut.outer != 1:
             refuse("attention over a merged dim", x)
-        tail = self._kept.get(name)
+        tail = self.kept.get(name)
         local = x.local if tail is None else torch.cat([tail, x.local], x.cut.dim)
         self._new[name] = local
         return local
@@ -255,7 +275,7 @@ class Stream(Holder):
         if len({part.cut.sizes for part in parts}) == 1:
             return list(parts)
         name = self._name(key)
-        kept = self._kept.get(name) or [_Kept(Window()) for _ in parts]
+        kept = self.kept.get(name) or [KeptRows(Window()) for _ in parts]
         done, ready = kept[0].done, min(part.cut.extent for part in parts)
         if not ready:
             raise _Starved
@@ -268,7 +288,7 @@ class Stream(Holder):
                      part.cut.resized((done, ready - done)))
             )  # fmt: skip
             tail = local.narrow(dim, ready - start, stop - ready).clone()
-            news.append(_Kept(Window(), ready, ready, tail))
+            news.append(KeptRows(Window(), ready, ready, tail))
         self._new[name] = news
         return made
 
