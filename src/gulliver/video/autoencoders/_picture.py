@@ -13,7 +13,7 @@ from gulliver.io import atomic_file
 from gulliver.models import VideoAutoencoder
 from gulliver.video._media import to_frames
 
-CLIPS = 4
+CLIPS = 3
 FRAMES = 2
 """Frames of each clip: its first and its last."""
 LEAST_SIDE = 96
@@ -25,7 +25,7 @@ GAP = 4
 def reconstruction_picture(
     path: Path | None, model: VideoAutoencoder, dataset: Any, device: torch.device
 ) -> None:
-    """Draws frames of up to four clips above their reconstructions, as a PNG.
+    """Draws frames of up to three clips above their reconstructions, as a PNG.
 
     Every rank that shares the autoencoder's networks calls it.
 
