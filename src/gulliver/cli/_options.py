@@ -43,6 +43,8 @@ class GenerateConfig(SamplingConfig):
     with."""
     seed: Annotated[int, SEED] = 0
     """Noise of the first clip; the next clips take the next seeds."""
+    cache_check: bool = False
+    """Make the clips without the cache, too, and tell the PSNR to them."""
     negative_prompt: str = ""
     """Sentence to lead away from, in place of no sentence."""
     reference: tuple[Path, ...] = ()

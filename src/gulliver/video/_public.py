@@ -11,6 +11,15 @@ from gulliver.video._autoencoder_config import (
 )
 from gulliver.video._autoencoder_job import AutoencoderOutcome, run_autoencoder
 from gulliver.video._autoencoder_training import save_autoencoder, train_autoencoder
+from gulliver.video._caches import (
+    BlockCache,
+    Broadcast,
+    Counts,
+    FirstBlock,
+    cache_blocks,
+    psnr,
+    read_strategy,
+)
 from gulliver.video._config import (
     AutoencoderConfig,
     DataConfig,
@@ -63,12 +72,16 @@ __all__ = [
     "AutoencoderLossConfig",
     "AutoencoderModelConfig",
     "AutoencoderOutcome",
+    "BlockCache",
+    "Broadcast",
     "ClipTextEncoder",
+    "Counts",
     "DataConfig",
     "DemoConfig",
     "DiffusersAutoencoder",
     "EncodedText",
     "Evaluation",
+    "FirstBlock",
     "FlowConfig",
     "Guidance",
     "Judges",
@@ -90,6 +103,7 @@ __all__ = [
     "ValidationConfig",
     "VideoModel",
     "WordEncoder",
+    "cache_blocks",
     "check_autoencoder_config",
     "check_clip",
     "check_config",
@@ -110,8 +124,10 @@ __all__ = [
     "loop_prompts",
     "loop_seed",
     "parse_mask_strategy",
+    "psnr",
     "read_frames",
     "read_prompt",
+    "read_strategy",
     "resolved",
     "run_autoencoder",
     "save_autoencoder",

@@ -137,6 +137,14 @@ class Shared:
                 "model with guidance_ranks=1"
             )
 
+    def whole(self, sums: Tensor) -> Tensor:
+        """Adds up sums [rows, 2] over a sequence; of both branches: rows of all, alike on all."""
+        if self.ranks == 1:
+            return sums
+        parts = sums.new_empty(self.ranks, *sums.shape)
+        all_gather(parts.view(-1), sums.contiguous().view(-1))
+        return parts.unflatten(0, (self.branches.size, -1)).sum(dim=1).flatten(0, 1)
+
 
 def share_coding(
     autoencoder: nn.Module,
