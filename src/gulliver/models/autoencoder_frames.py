@@ -32,7 +32,7 @@ class FrameAutoencoder(nn.Module):
         use_post_quant_conv: whether a convolution precedes the decoder.
         mid_block_add_attention: whether the middle blocks attend.
         scaling_factor: factor that normalises latents.
-        shift_factor: what is taken from them before that.
+        shift_factor: number that is taken from them before that; None for 0.
         frames_at_once: number of frames that are computed together where nothing is kept for
             backward.
     """

@@ -38,7 +38,7 @@ class PipelineAutoencoder(nn.Module):
         spatial: fields of the picture autoencoder, as of `FrameAutoencoder`.
         temporal: fields of the autoencoder in time, as of `TemporalAutoencoder`.
         shift: means of the latents' channels.
-        scale: what latents are divided by.
+        scale: deviations, which latents are divided by.
         compat: names of `QUIRKS` that it shall have; None for those of its public weights.
     """
 

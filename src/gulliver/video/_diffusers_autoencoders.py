@@ -45,7 +45,7 @@ def load_diffusers(path: Path, config: dict[str, Any]) -> DiffusersAutoencoder:
 
     Args:
         path: folder of the autoencoder.
-        config: its ``config.json``.
+        config: content of its ``config.json``.
 
     Raises:
         GulliverError: diffusers is not installed, it has no such class, or the files do not match.
@@ -164,7 +164,7 @@ class DiffusersAutoencoder(nn.Module):
         return latents / scale + shift
 
     def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What is taken from latents, and what they are multiplied by then."""
+        """Returns what is taken from latents, and what they are multiplied by then."""
         config = self.module.config
         shift = config.get("latents_mean") or config.get("shift_factor") or 0.0
         spread = config.get("latents_std") or 1.0
