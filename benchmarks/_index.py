@@ -41,6 +41,8 @@ AREAS = {
     "plan": "Plans: predicted beside measured",
     "stdit": "Text to video: ranks that share a clip",
     "autoencoder": "Autoencoders streamed, shared and in pieces",
+    "caches": "Caches of sampling: speed-up against error",
+    "long_video": "16 seconds at 720p under a limit of memory",
 }
 """First word of a claim to heading, in the order of the page; other claims follow."""
 

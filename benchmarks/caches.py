@@ -26,9 +26,9 @@ from gulliver.video import Counts, Request, SamplingConfig, VideoModel, psnr, se
 GOOD_DB = 35.0
 FASTER = 1.3
 STRATEGIES = (
-    *("broadcast:2,4,6", "broadcast:2,2,2@100-950", "broadcast:2,4,6@100-950"),
-    *("broadcast:2,2,2,2@100-950", "broadcast:3,3,3,3@100-950"),
-    *(f"first-block:{change:g}" for change in (0.02, 0.05, 0.08, 0.12, 0.2, 0.3)),
+    *("broadcast:2,4,6", "broadcast:2,4,6@100-950", "broadcast:2,2,2,2@100-950"),
+    *("broadcast:2,2,2,2@0-1000", "broadcast:3,3,3,3@100-950", "broadcast:4,4,4,4@100-950"),
+    *(f"first-block:{change:g}" for change in (0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8)),
 )
 PLAIN = "none"
 
