@@ -26,6 +26,7 @@ from gulliver.video._evaluate import Evaluation, evaluate
 from gulliver.video._generate import Request, VideoModel, extend
 from gulliver.video._judges import Judges, Scores, train_judges
 from gulliver.video._media import check_output, read_frames, write_clip
+from gulliver.video._pipeline import VideoPipeline
 from gulliver.video._public_models import check_kind, load_model
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._shared import split_ranks
@@ -69,6 +70,7 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "VideoModel",
+    "VideoPipeline",
     "WordEncoder",
     "check_clip",
     "check_config",

@@ -50,6 +50,26 @@ def load_model(
         GulliverError: the files are missing or broken, are those of another model, which is named,
             or do not match their configuration.
     """
+    model = outline_model(path, kind=kind, **overrides)
+    model.to(dtype or next(model.parameters()).dtype)
+    model = model.to_empty(device=device or torch.device("cpu"))
+    load_huggingface(model, Path(path))
+    return model.eval()
+
+
+def outline_model(path: Path | str, *, kind: str | None = None, **overrides: Any) -> nn.Module:
+    """Builds the model that files hold on meta, in their dtype: `load_model` without the memory.
+
+    Only headers are read, so that parts which do not belong together are refused at once.
+
+    Args:
+        path: Hugging Face folder, safetensors file or index of several.
+        kind: class of `gulliver.models` that it must be; None for whichever it is.
+        overrides: arguments of its class.
+
+    Raises:
+        GulliverError: as of `load_model`.
+    """
     path = Path(path)
     with open_weights(path) as weights:
         infos = dict(weights.infos)
@@ -66,10 +86,7 @@ def load_model(
         model = made(**fields)
     _check_positions(path, model, shapes)
     floating = [info.dtype for info in infos.values() if info.dtype.is_floating_point]
-    model.to(dtype or (floating[0] if floating else torch.float32))
-    model = model.to_empty(device=device or torch.device("cpu"))
-    load_huggingface(model, path)
-    return model.eval()
+    return model.to(floating[0] if floating else torch.float32).eval()
 
 
 def check_kind(path: Path | str, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> None:

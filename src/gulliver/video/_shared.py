@@ -127,10 +127,11 @@ class Shared:
 
 
 def share(
-    model: STDiT3,
+    model: Any,
     sequence: int,
     guidance_ranks: int,
     *,
+    call: Callable[..., Tensor] | None = None,
     scheme: str | None = None,
     show: Callable[[str], None] | None = None,
 ) -> Shared:
@@ -140,6 +141,7 @@ def share(
         model: model to call, hooked in place where a sequence has several ranks.
         sequence: number of ranks that share the tokens of a clip.
         guidance_ranks: number of ranks that share the branches of guidance.
+        call: function that is called in the model's place and calls it; None for the model.
         scheme: name of `gulliver.booster.hybrid._stdit_choice.SCHEMES`; None chooses.
         show: function that is told of choices, on rank 0.
 
@@ -148,8 +150,9 @@ def share(
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     split_ranks(world, sequence, guidance_ranks)
+    call = call or model
     if world == 1:
-        return Shared(model)
+        return Shared(call)
     axes = make_axes({"branch": guidance_ranks, "sequence": sequence})
     branches = axes.rank_group("branch") if guidance_ranks > 1 else ALONE
     if sequence > 1:
@@ -159,7 +162,7 @@ def share(
         )
         told = show if dist.get_rank() == 0 else None
         wire_stdit(model, groups, "all_to_all", scheme=scheme, show=told)
-    called = OneBranch(model, branches) if branches.size > 1 else model
+    called = OneBranch(call, branches) if branches.size > 1 else call
     return Shared(called, world, dist.get_rank(), branches)
 
 

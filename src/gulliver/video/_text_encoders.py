@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -316,6 +316,40 @@ def check_encoder(encoder: TextEncoder, width: int, length: int) -> None:
         )
 
 
+class EncoderLook(NamedTuple):
+    """What a folder of a text encoder says it holds.
+
+    Attributes:
+        kind: name of the kind, T5 or CLIP.
+        channels: width of a token's vector.
+        longest: most tokens of a caption; None for any number.
+    """
+
+    kind: str
+    channels: int
+    longest: int | None
+
+
+def look_at_encoder(folder: Path | str) -> EncoderLook:
+    """Reads what a folder of a text encoder holds, without its weights.
+
+    Raises:
+        GulliverError: there is no such folder, or it holds neither a T5 nor a CLIP.
+    """
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise GulliverError(f"{folder} is no folder of a text encoder: no config.json")
+    content = read_json(file)
+    kind = content.get("model_type", "") if isinstance(content, dict) else ""
+    if kind in ("t5", "mt5", "umt5"):
+        return EncoderLook("T5", int(content.get("d_model", 512)), None)
+    if kind in ("clip", "clip_text_model"):
+        text = content.get("text_config", content)
+        longest = int(text.get("max_position_embeddings", 77))
+        return EncoderLook("CLIP", int(text.get("hidden_size", 512)), longest)
+    raise GulliverError(f"{folder} holds a {kind or 'nameless'} model: expected a T5 or a CLIP")
+
+
 def load_text_encoder(
     folder: Path | str,
     max_length: int | None = None,
@@ -338,16 +372,8 @@ def load_text_encoder(
     Raises:
         GulliverError: there is no such folder, it holds neither, or transformers is missing.
     """
-    file = Path(folder) / "config.json"
-    if not file.is_file():
-        raise GulliverError(f"{folder} is no folder of a text encoder: no config.json")
-    content = read_json(file)
-    kind = content.get("model_type", "") if isinstance(content, dict) else ""
-    if kind in ("t5", "mt5", "umt5"):
+    look = look_at_encoder(folder)
+    if look.longest is None:
         return T5TextEncoder(folder, max_length or 512, device, dtype, cut, whole)
-    if kind in ("clip", "clip_text_model"):
-        text = content.get("text_config", content)
-        longest = int(text.get("max_position_embeddings", 77))
-        longest = min(max_length or longest, longest)
-        return ClipTextEncoder(folder, longest, device, dtype, cut, whole)
-    raise GulliverError(f"{folder} holds a {kind or 'nameless'} model: expected a T5 or a CLIP")
+    longest = min(max_length or look.longest, look.longest)
+    return ClipTextEncoder(folder, longest, device, dtype, cut, whole)
