@@ -253,6 +253,63 @@ def test_the_command_line_makes_one_file_per_prompt(
     assert read_frames(tmp_path / "x-001.gif").shape == (3, 9, 128, 128)
 
 
+def test_the_command_line_knows_all_that_a_request_may_say(
+    run: Path, model: VideoModel, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from gulliver.cli import main
+
+    pictures = [tmp_path / "first.png", tmp_path / "last.png"]
+    for number, picture in enumerate(pictures):
+        write_clip(picture, torch.full((3, 1, 32, 32), number / 2), fps=8)
+    fields = f'{{"reference_path": "{pictures[1]}", "mask_strategy": "i2v_head"}}'
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f"|0|the digit 1 moving up|1|the digit 1\nthe digit 2 {fields}\n")
+    options = ["--run", str(run), "--prompts", str(prompts), "--frames", "9", "--steps", "3"]
+    options += ["--reference", *map(str, pictures), "--mask-strategy", "0;0,1,0,-1,1,0.5"]
+    options += ["--loops", "2", "--condition-frames", "5", "--condition-edit", "0.25"]
+    options += ["--negative-prompt", "the digit 9", "--guidance", "3", "--guidance-image", "2"]
+    options += ["--guidance-oscillation", "1", "--guidance-image-oscillation", "1"]
+    options += ["--guidance-image-decay", "--guidance-rescale", "0.7", "--align", "1"]
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", *options, "--scale", "1", "--out", str(tmp_path / "x.mp4")])
+    assert stop.value.code == 0, capsys.readouterr().err
+    sampling = SamplingConfig(
+        steps=3, guidance=3, guidance_image=2, guidance_oscillation=1,
+        guidance_image_oscillation=1, guidance_image_decay=True, guidance_rescale=0.7,
+    )  # fmt: skip
+    first, last = (read_frames(picture) for picture in pictures)
+    common = {"loops": 2, "condition_frames": 5, "condition_edit": 0.25, "align": 1}
+    common["negative_prompt"] = "the digit 9"
+    rules = {"references": (first, last), "mask_strategy": "0;0,1,0,-1,1,0.5"}
+    says = "|0|the digit 1 moving up|1|the digit 1"
+    expected = model.generate(
+        [
+            request(0, says, **common, **rules),
+            request(1, "the digit 2", **common, references=(last,), mask_strategy="i2v_head"),
+        ],
+        sampling,
+    )
+    for number, clip in enumerate(expected):
+        found = read_frames(tmp_path / f"x-00{number}.mp4")
+        assert found.shape == clip.shape == (3, 13, 32, 32)
+        assert (found - clip).abs().mean() < 0.05
+    longer = ["--extend", str(tmp_path / "x-000.mp4"), "--loops", "2", "--prompt", "the digit 1"]
+    with pytest.raises(SystemExit) as stop:
+        main(
+            [
+                "generate",
+                "--run",
+                str(run),
+                *options[4:8],
+                *longer,
+                "--out",
+                str(tmp_path / "y.mp4"),
+            ]
+        )
+    assert stop.value.code == 0, capsys.readouterr().err
+    assert read_frames(tmp_path / "y.mp4").shape[1] == 13 + 2 * 4
+
+
 @pytest.mark.usefixtures("_trained_judges")
 @pytest.mark.deadline(240)
 def test_the_demonstration_leaves_its_report(

@@ -190,7 +190,17 @@ class SamplingConfig:
     steps: Annotated[int, Range(1, 100_000)] = 24
     """Euler steps from noise to clip."""
     guidance: Annotated[float, GUIDANCE] = 2.0
-    """Weight of classifier-free guidance; 1 turns it off."""
+    """Weight of the sentence; 1 turns guidance off."""
+    guidance_oscillation: Annotated[int | None, AT_LEAST_0] = None
+    """Steps after which every second has guidance 1, against loud colours; published: 10."""
+    guidance_image: Annotated[float, GUIDANCE] = 1.0
+    """Weight of the given frames, a third run of the model per step; 1 turns it off."""
+    guidance_image_oscillation: Annotated[int | None, AT_LEAST_0] = None
+    """Steps after which every second has image guidance 1; published: 10."""
+    guidance_image_decay: bool = False
+    """Let image guidance fall to 1 over the steps, and rise from 1 over the frames."""
+    guidance_rescale: Annotated[float, SHARE] = 0.0
+    """Share by which guidance keeps the velocity's standard deviation; published: 0.7."""
     batch_size: Annotated[int, AT_LEAST_1] = 40
     """Clips sampled together."""
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.video._guidance import Guidance
-from gulliver.video._rectified_flow import Model, _stacked as stacked
+from gulliver.video._rectified_flow import Model
+from gulliver.video._rectified_flow import stacked
 
 SCHEDULES = ("linear", "cosine")
 LAST_NOISE = 0.999
@@ -176,9 +177,7 @@ class IDDPM:
         wanted = of_data * x0 + of_point * x_t
         mean, log_variance = self._back(self.process, x_t, timesteps, noise, share)
         apart = (wanted - mean).square() * (-log_variance).exp()
-        divergence = 0.5 * (
-            log_variance - least - 1 + (least - log_variance).exp() + apart
-        )
+        divergence = 0.5 * (log_variance - least - 1 + (least - log_variance).exp() + apart)
         likelihood = _discrete_likelihood(x0, mean, 0.5 * log_variance)
         last = (timesteps == 0).view(-1, 1, 1, 1, 1)
         return torch.where(last, -likelihood, divergence) / math.log(2)
@@ -296,8 +295,8 @@ def _halves(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Splits a model's output into noise and share of the variance."""
     if output.shape[1] != 2 * x.shape[1]:
         raise GulliverError(
-            f"the model gives {output.shape[1]} channels for latents of {x.shape[1]}: noise and its "
-            "variance are twice as many, so build it with pred_sigma=True"
+            f"the model gives {output.shape[1]} channels for latents of {x.shape[1]}: noise and "
+            "its variance are twice as many, so build it with pred_sigma=True"
         )
     noise, share = output.to(x.dtype).chunk(2, dim=1)
     return noise, share

@@ -1,13 +1,13 @@
 """How each public transformer is sampled: its diffusion, what it is told of a clip, its texts.
 
-A sampler calls every model alike: ``denoiser(x, timestep, **inputs)`` with latents [B, C, T, H, W]
-and levels from 0 to 1000. `Denoiser` hands an STDiT what its forward takes; `PackedDenoiser` packs
-latents to the tokens of an MMDiT, and turns its velocity, which leads to the noise, round. `Release`
-says the rest in a table.
+A sampler calls every model alike: ``denoiser(x, timestep, **inputs)`` with latents
+[B, C, T, H, W] and levels from 0 to 1000. `Denoiser` hands an STDiT what its forward takes;
+`PackedDenoiser` packs latents to the tokens of an MMDiT, and turns its velocity, which leads to the
+noise, round. `Release` says the rest in a table.
 
-[Note: given frames in four ways] 1.0 takes none. 1.1 and 1.2 see them among the noisy latents, and
-`x_mask` says which they are. 1.3 and 2.0 are told of them beside the noisy latents, which stay noisy
-everywhere; the given frames are put into the finished latents.
+[Note: given frames in three ways] 1.0 takes none. 1.1 and 1.2 see them among the noisy latents,
+and `x_mask` says which they are. 1.3 and 2.0 are told of them beside the noisy latents, which stay
+noisy everywhere; the given frames are put into the finished latents.
 """
 
 from __future__ import annotations
@@ -117,8 +117,7 @@ def compressions_of(model: nn.Module) -> set[tuple[int, int, int]]:
         one.compression
         for one in CONFIGURATIONS.values()
         if one.kind == type(model).__name__
-        and one.fields.get("in_channels", _default(type(model), "in_channels"))
-        == model.in_channels
+        and one.fields.get("in_channels", _default(type(model), "in_channels")) == model.in_channels
     }
 
 
