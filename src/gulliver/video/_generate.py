@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,9 @@ from gulliver.video._shared import Shared, share, split_ranks
 from gulliver.video._sources import vocabulary
 from gulliver.video._training import build_model
 from gulliver.video._words import WordEncoder
+
+if TYPE_CHECKING:
+    from gulliver.video._pipeline import VideoPipeline
 
 FPS = 8.0
 
@@ -237,7 +240,7 @@ class VideoModel:
 
 
 def extend(
-    model: VideoModel,
+    model: VideoModel | VideoPipeline,
     clip: Tensor,
     prompt: str,
     bucket: Bucket,
@@ -274,7 +277,7 @@ def extend(
 
 
 def connect(
-    model: VideoModel,
+    model: VideoModel | VideoPipeline,
     first: Tensor,
     last: Tensor,
     prompt: str,

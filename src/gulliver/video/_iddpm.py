@@ -23,8 +23,7 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.video._guidance import Guidance
-from gulliver.video._rectified_flow import Model
-from gulliver.video._rectified_flow import stacked
+from gulliver.video._rectified_flow import Model, stacked
 
 SCHEDULES = ("linear", "cosine")
 LAST_NOISE = 0.999
