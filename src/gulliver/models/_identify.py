@@ -80,8 +80,9 @@ def fields_of(shapes: Shapes) -> tuple[str, dict[str, Any]]:
         ) from None
 
 
-def _count(shapes: Shapes, prefix: str) -> int:
-    found = (re.match(rf"{prefix}\.(\d+)\.", name) for name in shapes)
+def count_of(shapes: Shapes, prefix: str) -> int:
+    """Returns the number of modules in a list, by the highest number after its name."""
+    found = (re.match(rf"{re.escape(prefix)}\.(\d+)\.", name) for name in shapes)
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 
@@ -94,7 +95,7 @@ def _stdit(shapes: Shapes, look: Look) -> dict[str, Any]:
         "in_channels": channels,
         "patch_size": tuple(patch),
         "hidden_size": hidden,
-        "depth": _count(shapes, blocks),
+        "depth": count_of(shapes, blocks),
         "mlp_ratio": shapes[f"{blocks}.0.mlp.fc1.weight"][0] / hidden,
         "pred_sigma": outputs == 2 * channels * patch[0] * patch[1] * patch[2],
         "caption_channels": captions,
@@ -141,8 +142,8 @@ def _mmdit(shapes: Shapes, look: Look) -> dict[str, Any]:
         "hidden_size": hidden,
         "mlp_ratio": shapes["double_blocks.0.img_mlp.0.weight"][0] / hidden,
         "num_heads": hidden // head,
-        "depth": _count(shapes, "double_blocks"),
-        "depth_single_blocks": _count(shapes, "single_blocks"),
+        "depth": count_of(shapes, "double_blocks"),
+        "depth_single_blocks": count_of(shapes, "single_blocks"),
         "qkv_bias": f"double_blocks.0.img_attn.{first}.bias" in shapes,
         "guidance_embed": "guidance_in.in_layer.weight" in shapes,
         "cond_embed": "cond_in.weight" in shapes,

@@ -31,6 +31,15 @@ QUIRKS = {
         "the null text that given frames read is cut to the length of the clip's own caption, "
         "because the public code has one list of lengths"
     ),
+    "micro_frames": (
+        "a clip is encoded and decoded in pieces of 17 frames, each by itself: public models were "
+        "trained on such latents, seams and all; in 1.3 neighbours share a frame, decoded to the "
+        "mean"
+    ),
+    "raster_causal_attention": (
+        "a token of the middle block sees those before it in raster order, not all of its frame: "
+        "the public code asked for plain causal attention over the flattened clip"
+    ),
 }
 """Names of quirks, and why weights need them."""
 
@@ -44,6 +53,8 @@ QUIRKS_OF = {
     ),
     "STDiT3": ("final_norm_twice", "first_clip_scale", "null_text_cut"),
     "MMDiT": (),
+    "PipelineAutoencoder": ("micro_frames",),
+    "CausalAutoencoder": ("micro_frames", "raster_causal_attention"),
 }
 """Quirks that each model can have, all of which its public weights need."""
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.errors import GulliverError
+from gulliver.models._autoencoders import check_causal, check_length, check_space
 
 BLOCK = 4
 """Frames, rows and columns of a block that becomes one latent vector."""
@@ -113,24 +113,7 @@ class VideoAutoencoder(nn.Module):
         Raises:
             GulliverError: the sizes do not fit; the nearest that do are named.
         """
-        if frames < 1 or (frames - 1) % BLOCK or min(height, width) < BLOCK:
-            nearest = max(0, round((frames - 1) / BLOCK)) * BLOCK + 1
-            raise GulliverError(
-                f"{frames} frames of {height}x{width} do not fit the autoencoder: frames must be "
-                f"4 k + 1, such as {nearest}, height and width at least {BLOCK}"
-            )
-        if height % BLOCK or width % BLOCK:
-            right = "x".join(str(max(1, round(n / BLOCK)) * BLOCK) for n in (height, width))
-            raise GulliverError(
-                f"{height}x{width} does not fit the autoencoder: multiples of {BLOCK} do, "
-                f"such as {right}"
-            )
-        return (
-            self.latent_channels,
-            (frames - 1) // BLOCK + 1,
-            height // BLOCK,
-            width // BLOCK,
-        )
+        return self.latent_channels, check_causal(self, frames), *check_space(self, height, width)
 
     def pixel_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Returns frames, height and width of the clip that a latent of these sizes decodes to."""
@@ -145,8 +128,13 @@ class VideoAutoencoder(nn.Module):
         self.latent_shape(*video.shape[2:])
         return self.stream_encoder(video)
 
-    def decode(self, latents: Tensor) -> Tensor:
-        """Decodes latents of `encode`, [B, C, k + 1, H / 4, W / 4], to [B, 3, 4 k + 1, H, W]."""
+    def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
+        """Decodes latents of `encode`, [B, C, k + 1, H / 4, W / 4], to [B, 3, 4 k + 1, H, W].
+
+        Raises:
+            GulliverError: a clip of `num_frames` has other latents.
+        """
+        check_length(self, latents, num_frames)
         return self.decode_raw(latents * self._column(self.std) + self._column(self.mean))
 
     def encode_raw(self, video: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from gulliver.errors import GulliverError
 from gulliver.jobs import derive
 from gulliver.models import STDiT3, VideoAutoencoder
 from gulliver.options import resolved
-from gulliver.video._autoencoder_training import load_autoencoder
 from gulliver.video._config import (
     SamplingConfig,
     TrainConfig,
@@ -35,6 +34,7 @@ from gulliver.video._config import (
 from gulliver.video._guidance import guidance_of
 from gulliver.video._media import fit
 from gulliver.video._prompts import loop_prompts
+from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._requests import (
     Piece,

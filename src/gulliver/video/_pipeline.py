@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError
 from gulliver.jobs import derive
 from gulliver.models import MMDiT, STDiT
-from gulliver.video._autoencoder_training import load_autoencoder
 from gulliver.video._config import SamplingConfig, check_clip
 from gulliver.video._generate import latent_noise
 from gulliver.video._guidance import Guidance, guidance_of
@@ -32,6 +31,7 @@ from gulliver.video._iddpm import IDDPM
 from gulliver.video._mask_strings import parse_mask_strategy
 from gulliver.video._parts import Part, PartAutoencoder, PartEncoder, Room
 from gulliver.video._prompts import loop_prompts
+from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import load_model, outline_model
 from gulliver.video._releases import (
     Denoiser,

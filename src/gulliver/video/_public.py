@@ -2,11 +2,7 @@
 
 from gulliver.jobs import console
 from gulliver.options import resolved
-from gulliver.video._autoencoder_training import (
-    load_autoencoder,
-    save_autoencoder,
-    train_autoencoder,
-)
+from gulliver.video._autoencoder_training import save_autoencoder, train_autoencoder
 from gulliver.video._config import (
     AutoencoderConfig,
     DataConfig,
@@ -21,6 +17,7 @@ from gulliver.video._config import (
     from_plain,
 )
 from gulliver.video._demo import demonstrate
+from gulliver.video._diffusers_autoencoders import DiffusersAutoencoder
 from gulliver.video._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, sentence
 from gulliver.video._evaluate import Evaluation, evaluate
 from gulliver.video._generate import VideoModel, connect, extend
@@ -30,6 +27,7 @@ from gulliver.video._mask_strings import SHORT_FORMS, parse_mask_strategy
 from gulliver.video._media import check_output, read_frames, write_clip
 from gulliver.video._pipeline import VideoPipeline
 from gulliver.video._prompts import loop_prompts, read_prompt
+from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import check_kind, load_model
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._requests import Request, check_request, loop_seed
@@ -56,6 +54,7 @@ __all__ = [
     "ClipTextEncoder",
     "DataConfig",
     "DemoConfig",
+    "DiffusersAutoencoder",
     "EncodedText",
     "Evaluation",
     "FlowConfig",

@@ -10,13 +10,10 @@ from gulliver.data import Bucket, BucketSampler, ClipTable
 from gulliver.errors import GulliverError
 from gulliver.jobs import Display, console, derive
 from gulliver.models import VideoAutoencoder
-from gulliver.video._autoencoder_training import (
-    load_autoencoder,
-    save_autoencoder,
-    train_autoencoder,
-)
+from gulliver.video._autoencoder_training import save_autoencoder, train_autoencoder
 from gulliver.video._config import DataConfig, TrainConfig, parse_shapes
 from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits
+from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._run import Run
 from gulliver.video._words import words_of
 

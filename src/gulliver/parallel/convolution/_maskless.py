@@ -23,7 +23,9 @@ MASKED = ("HunyuanVideoMidBlock3D",)
 
 @contextmanager
 def without_masks(network: Any) -> Iterator[None]:
-    """Lets the middle blocks of a module compute without their mask."""
+    """Lets the middle blocks of a module, or of that of a method, compute without their mask."""
+    # Perhaps a method of a module, and told some of its arguments already.
+    network = getattr(getattr(network, "func", network), "__self__", network)
     found = network.modules() if isinstance(network, nn.Module) else ()
     blocks: list[Any] = [
         b for b in found if type(b).__name__ in MASKED and "forward" not in vars(b)

@@ -1,13 +1,17 @@
 """What an autoencoder's networks are called, and where time lies.
 
 An autoencoder is asked for `stream_encoder` and `stream_decoder`, functions from whole to whole;
-one without has `encoder` and `decoder`, perhaps with `quant_conv` and `post_quant_conv`, as
-diffusers' have. Their own `encode` is not used: it cuts long clips into tiles and blends them.
+one that computes clips in pieces of its own (`micro_frames`) for `encode_pieces` and
+`decode_pieces`, functions from stretches to stretches. One without has `encoder` and `decoder`,
+perhaps with `quant_conv` and `post_quant_conv`, as diffusers' have. Their own `encode` is not used:
+it cuts long clips into tiles and blends them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,33 +19,73 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError
 
 
-def encoder_of(autoencoder: nn.Module) -> Callable[[Tensor], Tensor]:
+def encoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[Tensor], Tensor]:
     """Returns the function from videos to latents, or to their moments.
+
+    Args:
+        autoencoder: autoencoder.
+        frames: frames of the clip, for those that have to know; None for 4 k + 1.
 
     Raises:
         GulliverError: there is no encoder.
     """
     own = getattr(autoencoder, "stream_encoder", None)
     if own is not None:
-        return own
+        return own if frames is None else _told(own, frames)
     return _Chain(_part(autoencoder, "encoder"), getattr(autoencoder, "quant_conv", None))
 
 
-def decoder_of(autoencoder: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Returns the function from latents to videos.
+def decoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[Tensor], Tensor]:
+    """Returns the function from latents to videos; see `encoder_of`.
 
     Raises:
         GulliverError: there is no decoder.
     """
     own = getattr(autoencoder, "stream_decoder", None)
     if own is not None:
-        return own
+        return own if frames is None else _told(own, frames)
     return _Chain(getattr(autoencoder, "post_quant_conv", None), _part(autoencoder, "decoder"))
+
+
+def networks_of(autoencoder: nn.Module) -> dict[str, nn.Module]:
+    """Returns the networks of an autoencoder by name; a module without any is one itself.
+
+    Raises:
+        GulliverError: it has pieces of its own, and no network that is called with a tensor alone.
+    """
+    found = getattr(autoencoder, "networks", None)
+    if not isinstance(found, dict):
+        parts = {name: getattr(autoencoder, name, None) for name in ("encoder", "decoder")}
+        found = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+        return found or {type(autoencoder).__name__: autoencoder}
+    if not found:
+        raise GulliverError(
+            f"{type(autoencoder).__name__} passes frames on from piece to piece by itself, so "
+            "ranks cannot share it: stream it, or deal whole clips to the ranks"
+        )
+    return found
+
+
+def pieces_of(autoencoder: nn.Module, name: str) -> Callable[..., Iterator[Tensor]] | None:
+    """Returns the function from stretches to stretches of an autoencoder that computes in pieces.
+
+    Args:
+        autoencoder: autoencoder.
+        name: "encode" or "decode".
+    """
+    if getattr(autoencoder, "micro_frames", None) is None:
+        return None
+    return getattr(autoencoder, f"{name}_pieces")
 
 
 def time_dim(autoencoder: nn.Module) -> int:
     """Returns the dim of time of videos and latents."""
     return 2
+
+
+def _told(own: Callable[..., Tensor], frames: int) -> Callable[[Tensor], Tensor]:
+    """Returns the function with the number of frames, where it asks for it."""
+    return partial(own, frames=frames) if "frames" in inspect.signature(own).parameters else own
 
 
 class _Chain(nn.Module):

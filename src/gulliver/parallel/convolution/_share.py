@@ -9,7 +9,8 @@
 `height`, `width` and `time` cut activations into runs of rows, columns or frames: convolutions
 fetch the border of their neighbours' parts, norms merge statistics, attention gathers keys and
 values.
-`channels` cuts between all layers, and sums with a reduce-scatter.
+`channels` cuts between all layers, and sums with a reduce-scatter. `samples` deals whole clips to
+the ranks: where there are enough of them, that sends least.
 
 All ranks call the networks with the same input. What comes out is gathered, so all have the whole;
 its gradient is taken to be the same on all ranks, and each passes its own part back. So gradients
@@ -20,6 +21,7 @@ Read `share_autoencoder`, `SharedNetworks`; `choose_dim` predicts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -30,16 +32,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from gulliver.comm import ALONE, RankGroup, all_reduce
+from gulliver.comm import ALONE, RankGroup, all_reduce, broadcast_object
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import Cluster, current_cluster
 from gulliver.parallel.convolution._maskless import without_masks
+from gulliver.parallel.convolution._networks import networks_of
 from gulliver.parallel.convolution._predict import Predicted, predict
 from gulliver.parallel.convolution._ranks import Ranks
 from gulliver.parallel.convolution._sharded import Sharded, own_of
 
-Dim = Literal["height", "width", "time", "channels"]
-DIMS: dict[str, int] = {"height": -2, "width": -1, "time": -3, "channels": 1}
+Dim = Literal["samples", "height", "width", "time", "channels"]
+DIMS: dict[str, int] = {"samples": 0, "height": -2, "width": -1, "time": -3, "channels": 1}
 """Dims of the networks' inputs; of ``[batch, channels, frames, height, width]``."""
 
 
@@ -50,6 +53,8 @@ class SharedNetworks:
     Attributes:
         rank_group: ranks.
         dim: dim that is cut, or "auto".
+        cluster: cluster to predict for; None for the one that was probed.
+        show: function that is told of every choice.
         chosen: dim that was chosen for each network and shape.
         predictions: predictions that each choice was made from.
     """
@@ -57,6 +62,7 @@ class SharedNetworks:
     rank_group: RankGroup
     dim: str
     cluster: Cluster | None = None
+    show: Callable[[str], None] | None = None
     chosen: dict[Any, str] = field(default_factory=dict)
     predictions: dict[Any, list[Predicted]] = field(default_factory=dict)
     _networks: list[Any] = field(default_factory=list)
@@ -75,12 +81,14 @@ class SharedNetworks:
 
     def sum_gradients(self) -> None:
         """Adds up the ranks' gradients of the networks' parameters; all ranks call it."""
-        for network in self._networks:
-            for parameter in network.parameters():
-                if parameter.requires_grad and self.rank_group.size > 1:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    all_reduce(parameter.grad, group=self.rank_group.process_group)
+        if self.rank_group.size == 1:
+            return
+        # Each once: two networks may be halves of the same modules.
+        for parameter in nn.ModuleList(self._networks).parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                all_reduce(parameter.grad, group=self.rank_group.process_group)
 
     def explain(self) -> str:
         """Describes what was cut, and the predictions behind it."""
@@ -105,6 +113,19 @@ class SharedNetworks:
             )
         return gathered(made)
 
+    def _told(self, key: tuple[str, tuple[int, ...]]) -> str:
+        name, shape = key
+        size, dim = "x".join(map(str, shape)), self.chosen[key]
+        what = (
+            f"{self.rank_group.size} ranks run the autoencoder's {name} together, each with a part "
+            f"of the {dim} of {size}"
+        )
+        found = self.predictions.get(key, [])
+        if not found:
+            return f"{what}, as asked for"
+        times = ", ".join(f"{one.dim} {one.seconds * 1e3:.3g} ms" for one in found)
+        return f"{what}, predicted to be the fastest ({times})"
+
     def _choose(
         self, network: nn.Module, plain: Any, dims: dict[str, int], name: str, x: Tensor
     ) -> str:
@@ -115,7 +136,11 @@ class SharedNetworks:
                 cluster = self.cluster or current_cluster(self.rank_group.size)
                 found = predict(network, x, dims, self.rank_group.size, cluster)
                 self.predictions[key] = found
-                self.chosen[key] = found[0].dim
+                # The ranks may have probed other links.
+                group = self.rank_group.process_group
+                self.chosen[key] = broadcast_object(found[0].dim, 0, group)
+            if self.show is not None:
+                self.show(self._told(key))
         return self.chosen[key]
 
 
@@ -124,29 +149,27 @@ def share_autoencoder(
     mesh: DeviceMesh | RankGroup | None = None,
     dim: str = "auto",
     cluster: Cluster | None = None,
+    show: Callable[[str], None] | None = None,
 ) -> SharedNetworks:
     """Makes the ranks of a group encode and decode together, in place; all of them call it.
 
     Args:
-        autoencoder: module with `encoder` and `decoder`, such as ours and diffusers'; or any other
-            module made of convolutions, norms, resampling and attention, which is then shared as
-            a whole.
+        autoencoder: module with `networks`, or with `encoder` and `decoder`, such as ours and
+            diffusers'; or any other module made of convolutions, norms, resampling and attention,
+            which is then shared as a whole.
         mesh: mesh of one dim, or rank group; None is the whole world.
-        dim: "height", "width", "time", "channels", or "auto" for the predicted fastest.
+        dim: "samples", "height", "width", "time", "channels", or "auto" for the predicted fastest.
         cluster: cluster to predict for; None for the one that was probed.
+        show: function that is told of every choice and its reason.
 
     Raises:
         GulliverError: an unknown dim, a mesh of several dims, or an autoencoder shared already.
     """
     if dim not in ("auto", *DIMS):
         raise GulliverError(f"dim={dim!r}: {nearest(dim, ('auto', *DIMS))}")
-    shared = SharedNetworks(_rank_group(mesh), dim, cluster)
-    own = getattr(autoencoder, "input_dims", DIMS)
-    networks = {
-        name: part
-        for name in ("encoder", "decoder")
-        if isinstance(part := getattr(autoencoder, name, None), nn.Module)
-    } or {type(autoencoder).__name__: autoencoder}
+    shared = SharedNetworks(_rank_group(mesh), dim, cluster, show)
+    own = DIMS | getattr(autoencoder, "input_dims", {})
+    networks = networks_of(autoencoder)
     if any("forward" in vars(part) for part in networks.values()):
         raise GulliverError("this autoencoder is shared already: call off() of that first")
     if shared.rank_group.size > 1:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.convolution._maskless import without_masks
-from gulliver.parallel.convolution._networks import decoder_of, encoder_of, time_dim
+from gulliver.parallel.convolution._networks import decoder_of, encoder_of, pieces_of, time_dim
 from gulliver.parallel.convolution._norms import merged
 from gulliver.parallel.convolution._sharded import (
     Cut,
@@ -52,7 +52,7 @@ Clips = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
 
 
 def stream_encode(
-    autoencoder: nn.Module, clips: Clips, norms: Norms = "refuse"
+    autoencoder: nn.Module, clips: Clips, norms: Norms = "refuse", frames: int | None = None
 ) -> Iterator[Tensor]:
     """Encodes stretches of one clip, one after the other.
 
@@ -62,6 +62,7 @@ def stream_encode(
         clips: stretches ``[batch, channels, frames, height, width]`` of any lengths; a function
             that gives them anew where `norms` needs several passes.
         norms: "refuse", or "passes" for exact statistics of group norms over time.
+        frames: number of frames of the clip where it is not 4 k + 1, for those that pad it.
 
     Yields:
         Latents of the frames so far, as they become known.
@@ -69,14 +70,22 @@ def stream_encode(
     Raises:
         GulliverError: a layer looks at frames that are still to come.
     """
-    return stream_module(encoder_of(autoencoder), clips, time_dim(autoencoder), norms)
+    own = pieces_of(autoencoder, "encode")
+    if own is not None:
+        return own(clips() if callable(clips) else clips, frames)
+    network = encoder_of(autoencoder, frames)
+    return stream_module(network, clips, time_dim(autoencoder), norms)
 
 
 def stream_decode(
-    autoencoder: nn.Module, latents: Clips, norms: Norms = "refuse"
+    autoencoder: nn.Module, latents: Clips, norms: Norms = "refuse", frames: int | None = None
 ) -> Iterator[Tensor]:
     """Decodes stretches of one clip's latents, one after the other; see `stream_encode`."""
-    return stream_module(decoder_of(autoencoder), latents, time_dim(autoencoder), norms)
+    own = pieces_of(autoencoder, "decode")
+    if own is not None:
+        return own(latents() if callable(latents) else latents, frames)
+    network = decoder_of(autoencoder, frames)
+    return stream_module(network, latents, time_dim(autoencoder), norms)
 
 
 def stream_module(

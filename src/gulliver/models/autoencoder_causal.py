@@ -1,0 +1,381 @@
+"""The autoencoder of Open-Sora 1.3: one causal network for rows, columns and time.
+
+The names of the state dict are the public ones. The public code encodes a long clip in pieces of 17
+frames that share one, whose two decodings are averaged (the quirk ``micro_frames``), and the tokens
+of its middle block see those before them in raster order (``raster_causal_attention``); both are
+what its weights and its models were trained with. With ``compat=()`` a clip is encoded as one and
+tokens see all of their own frame.
+
+Shapes: videos ``[B, 3, 4 k + 1, H, W]`` in [-1, 1]; latents ``[B, 16, k + 1, H / 8, W / 8]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.models._autoencoder_statistics import STATISTICS
+from gulliver.models._autoencoders import (
+    check_causal,
+    check_latents,
+    check_length,
+    check_space,
+    regrouped,
+)
+from gulliver.models._causal import CausalConv, CausalResidual, residuals, through
+from gulliver.models._frames import EPS, FrameDownsample, FrameUpsample, on_frames
+from gulliver.models._quirks import checked_quirks
+
+MICRO_FRAMES = 17
+"""Frames of a piece of the public code, of which neighbours share one."""
+RESIDUAL: dict[str, Any] = {"eps": EPS, "bias": True, "shortcut": "nin_shortcut"}
+"""What is particular to the residual blocks here."""
+
+
+def frame_causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, tokens: int, scale: float | None = None
+) -> Tensor:
+    """Computes attention in which tokens see those of their own frame and of earlier ones.
+
+    `gulliver.parallel.convolution` knows a function of this name by its name, and computes it where
+    a process holds a part of the tokens.
+
+    Args:
+        q: queries ``[batch, heads, frames x tokens, head dim]``.
+        k: keys of the same shape.
+        v: values of the same shape.
+        tokens: number of tokens of a frame.
+        scale: factor of the scores; None is ``1 / sqrt(head dim)``.
+    """
+    given = q, k, v
+    if has_torch_function(given):
+        return handle_torch_function(frame_causal_attention, given, q, k, v, tokens, scale)
+    parts = [
+        F.scaled_dot_product_attention(
+            q[:, :, end - tokens : end], k[:, :, :end], v[:, :, :end], scale=scale
+        )
+        for end in range(tokens, q.shape[2] + 1, tokens)
+    ]
+    return torch.cat(parts, 2)
+
+
+class CausalAttention(nn.Module):
+    """Attention of one head over the tokens so far: in raster order, or by whole frames."""
+
+    def __init__(self, channels: int, groups: int, raster: bool) -> None:
+        super().__init__()
+        self.raster = raster
+        self.norm = nn.GroupNorm(groups, channels, EPS)
+        self.q, self.k, self.v, self.proj_out = (
+            CausalConv(channels, channels, 1) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds the attention's output."""
+        shape = tuple(x.shape[2:])
+        h = self.norm(x)
+        q, k, v = (
+            layer(h).flatten(2).transpose(1, 2).unsqueeze(1) for layer in (self.q, self.k, self.v)
+        )
+        if self.raster:
+            made = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            made = frame_causal_attention(q, k, v, shape[1] * shape[2])
+        return x + self.proj_out(made.squeeze(1).transpose(1, 2).unflatten(2, shape))
+
+
+class SpatialDownsample(FrameDownsample):
+    """Halves rows and columns of every frame."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Resamples ``[B, C, T, H, W]``."""
+        return on_frames(super().forward, x)
+
+
+class SpatialUpsample(FrameUpsample):
+    """Doubles rows and columns of every frame."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Resamples ``[B, C, T, H, W]``."""
+        return on_frames(super().forward, x)
+
+
+class Enlarged(nn.Module):
+    """Two convolutions with norms and a residual, as they follow an enlargement."""
+
+    def __init__(self, channels: int, groups: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = CausalConv(channels, channels), CausalConv(channels, channels)
+        self.norm1, self.norm2 = (nn.GroupNorm(groups, channels) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds the convolutions' output, within the last activation."""
+        h = F.silu(self.norm1(self.conv1(x)))
+        return F.silu(self.norm2(self.conv2(h)) + x)
+
+
+class Upsample(nn.Module):
+    """Doubles frames, rows and columns."""
+
+    def __init__(self, channels: int, groups: int) -> None:
+        super().__init__()
+        self.conv3d = Enlarged(channels, groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Resamples ``[B, C, T, H, W]``."""
+        x = F.interpolate(x, scale_factor=2.0, mode="nearest")
+        return self.conv3d(x) + x
+
+
+class Downsample(nn.Module):
+    """Halves frames, rows and columns."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = CausalConv(channels, channels, stride=(2, 2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Resamples ``[B, C, T, H, W]``."""
+        return self.conv(x)
+
+
+def _level(inputs: int, outputs: int, groups: int, count: int) -> nn.ModuleDict:
+    return nn.ModuleDict({"block": residuals(inputs, outputs, count, groups, **RESIDUAL)})
+
+
+def _middle(channels: int, groups: int, raster: bool) -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {
+            "block_1": CausalResidual(channels, channels, groups, **RESIDUAL),
+            "attn_1": CausalAttention(channels, groups, raster),
+            "block_2": CausalResidual(channels, channels, groups, **RESIDUAL),
+        }
+    )
+
+
+class CausalEncoder(nn.Module):
+    """Encodes clips to moments; see `CausalAutoencoder`."""
+
+    def __init__(
+        self,
+        outputs: int,
+        widths: Sequence[int],
+        count: int,
+        in_time: int,
+        groups: int,
+        raster: bool,
+    ) -> None:
+        super().__init__()
+        self.conv_in = CausalConv(3, widths[0])
+        levels = [_level(a, b, groups, count) for a, b in pairwise([widths[0], *widths])]
+        for number, (level, width) in enumerate(zip(levels[:-1], widths, strict=False)):
+            # The last ones, so that time is halved where pictures are small.
+            halved = number >= len(widths) - 1 - in_time
+            level["downsample"] = Downsample(width) if halved else SpatialDownsample(width)
+        self.down = nn.ModuleList(levels)
+        self.mid = _middle(widths[-1], groups, raster)
+        self.norm_out = nn.GroupNorm(groups, widths[-1], EPS)
+        self.conv_out = CausalConv(widths[-1], outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Encodes ``[B, 3, 4 k + 1, H, W]``."""
+        x = self.conv_in(x)
+        for level in self.down:
+            x = through(level, x)
+        return self.conv_out(F.silu(self.norm_out(through(self.mid, x))))
+
+
+class CausalDecoder(nn.Module):
+    """Decodes to clips; see `CausalAutoencoder`."""
+
+    def __init__(
+        self,
+        inputs: int,
+        widths: Sequence[int],
+        count: int,
+        in_time: int,
+        groups: int,
+        raster: bool,
+    ) -> None:
+        super().__init__()
+        self.dropped = 2**in_time - 1
+        self.conv_in = CausalConv(inputs, widths[-1])
+        self.mid = _middle(widths[-1], groups, raster)
+        levels = [
+            _level(before, own, groups, count + 1)
+            for own, before in pairwise([*widths, widths[-1]])
+        ]
+        for number in range(1, len(widths)):
+            doubled = number >= len(widths) - in_time
+            width = widths[number]
+            own = Upsample(width, groups) if doubled else SpatialUpsample(width)
+            levels[number]["upsample"] = own
+        self.up = nn.ModuleList(levels)
+        self.norm_out = nn.GroupNorm(groups, widths[0], EPS)
+        self.conv_out = nn.Conv3d(widths[0], 3, 3, padding=(0, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Decodes ``[B, C, k + 1, h, w]``; the copies of the first frame are dropped."""
+        x = through(self.mid, self.conv_in(x))
+        for number in reversed(range(len(self.up))):
+            x = through(self.up[number], x)
+        x = self.conv_out(F.pad(F.silu(self.norm_out(x)), (0, 0, 0, 0, 2, 0)))
+        return x[:, :, self.dropped :]
+
+
+class CausalAutoencoder(nn.Module):
+    """Encodes clips of 4 k + 1 frames, the first of which stands alone.
+
+    Args:
+        latent_channels: channels of the latents.
+        channels: channels of the first resolution.
+        channel_multipliers: factors of the channels of each resolution.
+        num_res_blocks: residual blocks of each resolution of the encoder; the decoder has one more.
+        temporal_downsamples: number of the resolutions, the last ones, that halve time too.
+        num_groups: groups of all norms.
+        normalization: table of statistics that latents are normalised by, ``video`` or
+            ``video_5frames``; None for latents as they are.
+        compat: names of `QUIRKS` that it shall have; None for those of its public weights.
+
+    Raises:
+        GulliverError: an unknown table or quirk, or a table that needs pieces without them.
+    """
+
+    def __init__(
+        self,
+        latent_channels: int = 16,
+        channels: int = 128,
+        channel_multipliers: Sequence[int] = (1, 2, 4, 4),
+        num_res_blocks: int = 2,
+        temporal_downsamples: int = 2,
+        num_groups: int = 32,
+        normalization: str | None = "video",
+        compat: Collection[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.compat = checked_quirks("CausalAutoencoder", compat)
+        self.normalization = _checked_table(normalization, self.micro_frames, latent_channels)
+        widths = [channels * times for times in channel_multipliers]
+        rest = (widths, num_res_blocks, temporal_downsamples, num_groups)
+        raster = "raster_causal_attention" in self.compat
+        self.latent_channels = latent_channels
+        side = 2 ** (len(widths) - 1)
+        self.compression = (2**temporal_downsamples, side, side)
+        self.encoder = CausalEncoder(2 * latent_channels, *rest, raster)
+        self.decoder = CausalDecoder(latent_channels, *rest, raster)
+
+    @property
+    def micro_frames(self) -> int | None:
+        """Frames of a piece that is encoded by itself; None for a clip as one."""
+        return MICRO_FRAMES if "micro_frames" in self.compat else None
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Returns channels, frames, rows and columns of the latents of a clip.
+
+        Raises:
+            GulliverError: the sizes do not fit; the nearest that do are named.
+        """
+        count = check_causal(self, frames)
+        if self.micro_frames is not None and frames > 1:
+            whole, rest = divmod(frames - 1, self.micro_frames - 1)
+            steps = self.compression[0]
+            count = whole * self._piece + (rest // steps + 1 if rest else 0)
+        return self.latent_channels, count, *check_space(self, height, width)
+
+    def encode(self, video: Tensor) -> Tensor:
+        """Encodes ``[B, 3, 4 k + 1, H, W]`` to normalised latents."""
+        self.latent_shape(*video.shape[2:])
+        if self.micro_frames is None:
+            return self.stream_encoder(video)
+        return torch.cat(list(self.encode_pieces([video])), 2)
+
+    def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
+        """Decodes normalised latents; `num_frames` may say how many frames they are of."""
+        check_latents(self, latents)
+        check_length(self, latents, num_frames)
+        if self.micro_frames is None:
+            return self.stream_decoder(latents)
+        return torch.cat(list(self.decode_pieces([latents])), 2)
+
+    def moments(self, video: Tensor) -> Tensor:
+        """Returns mean and log-variance of a piece ``[B, 2 C, ...]``, not normalised."""
+        return self.encoder(video)
+
+    def encode_pieces(self, clips: Iterable[Tensor], frames: int | None = None) -> Iterator[Tensor]:
+        """Encodes stretches of a clip of any length, piece by piece, as the public code does."""
+        for piece in regrouped(clips, MICRO_FRAMES, overlap=1):
+            yield self.stream_encoder(piece)
+
+    def decode_pieces(
+        self, latents: Iterable[Tensor], frames: int | None = None
+    ) -> Iterator[Tensor]:
+        """Decodes stretches of a clip's latents piece by piece; see `encode_pieces`.
+
+        The frame that two pieces share is the mean of both decodings.
+        """
+        last = None
+        for piece in regrouped(latents, self._piece):
+            made = self.stream_decoder(piece)
+            if last is not None:
+                made = torch.cat([0.5 * (last + made[:, :, :1]), made[:, :, 1:]], 2)
+            if made.shape[2] > 1:
+                yield made[:, :, :-1]
+            last = made[:, :, -1:]
+        assert last is not None
+        yield last
+
+    def stream_encoder(self, video: Tensor) -> Tensor:
+        """Encodes any stretch of a clip as one."""
+        mean = self.encoder(video).chunk(2, 1)[0]
+        if self.normalization is None:
+            return mean
+        shift, scale = self._statistics(mean)
+        return (mean - shift) / scale
+
+    def stream_decoder(self, latents: Tensor) -> Tensor:
+        """Decodes any stretch of a clip's latents as one."""
+        if self.normalization is not None:
+            shift, scale = self._statistics(latents)
+            latents = latents * scale + shift
+        return self.decoder(latents)
+
+    @property
+    def _piece(self) -> int:
+        """Latent frames of a whole piece."""
+        return (MICRO_FRAMES - 1) // self.compression[0] + 1
+
+    def _statistics(self, x: Tensor) -> list[Tensor]:
+        """Means and deviations of the latents of a clip, or of a piece where they are many."""
+        assert self.normalization is not None
+        tables = STATISTICS[self.normalization]
+        made = [torch.tensor(t, dtype=x.dtype, device=x.device) for t in tables]
+        # [C] of a clip, or [C, t] of the latent frames of a piece.
+        return [
+            t.view(1, -1, 1, 1, 1) if t.dim() == 1 else t[None, :, : x.shape[2], None, None]
+            for t in made
+        ]
+
+
+def _checked_table(name: str | None, micro_frames: int | None, channels: int) -> str | None:
+    if name is None:
+        return None
+    if name not in STATISTICS:
+        raise GulliverError(f"normalization={name!r}: {nearest(name, STATISTICS)}")
+    if channels != len(STATISTICS[name][0]):
+        raise GulliverError(
+            f"normalization={name!r} is of latents of {len(STATISTICS[name][0])} channels, these "
+            f"have {channels}: pass normalization=None"
+        )
+    if name == "video_5frames" and micro_frames is None:
+        raise GulliverError(
+            "normalization='video_5frames' is of pieces of 17 frames: leave 'micro_frames' in "
+            "compat, or take 'video'"
+        )
+    return name

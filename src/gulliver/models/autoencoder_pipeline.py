@@ -1,0 +1,161 @@
+"""The autoencoder of Open-Sora 1.2: a picture autoencoder on every frame, a causal one in time.
+
+The names of the state dict are the public ones. Frames of zeros are put before a clip to make its
+length a multiple of four, and are cut off again: `decode` has to be told the number of frames where
+it is not 4 k + 1.
+
+The public code encodes a clip in pieces of 17 frames, each by itself, and shows seams between them.
+Its models were trained on such latents, so that is what the quirk ``micro_frames`` does;
+``compat=()`` encodes a clip as one.
+
+Shapes: videos ``[B, 3, T, H, W]`` in [-1, 1]; latents ``[B, 4, T / 4, H / 8, W / 8]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gulliver.errors import GulliverError
+from gulliver.models._autoencoders import check_latents, check_length, check_space, regrouped
+from gulliver.models._quirks import checked_quirks
+from gulliver.models._temporal import TemporalAutoencoder
+from gulliver.models.autoencoder_frames import FrameAutoencoder
+
+MICRO_FRAMES = 17
+"""Frames of a piece of the public code."""
+SHIFT = (-0.10, 0.34, 0.27, 0.98)
+SCALE = (3.85, 2.32, 2.33, 3.06)
+
+
+class PipelineAutoencoder(nn.Module):
+    """Encodes frames, then their features in time.
+
+    Args:
+        spatial: fields of the picture autoencoder, as of `FrameAutoencoder`.
+        temporal: fields of the autoencoder in time, as of `TemporalAutoencoder`.
+        shift: means of the latents' channels.
+        scale: what latents are divided by.
+        compat: names of `QUIRKS` that it shall have; None for those of its public weights.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(
+        self,
+        spatial: Mapping[str, Any] | None = None,
+        temporal: Mapping[str, Any] | None = None,
+        shift: Sequence[float] = SHIFT,
+        scale: Sequence[float] = SCALE,
+        compat: Collection[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.compat = checked_quirks("PipelineAutoencoder", compat)
+        frames, time = FrameAutoencoder(**(spatial or {})), TemporalAutoencoder(**(temporal or {}))
+        self.spatial_vae = nn.ModuleDict({"module": frames})
+        self.temporal_vae = time
+        self.register_buffer("scale", torch.tensor(scale).view(1, -1, 1, 1, 1))
+        self.register_buffer("shift", torch.tensor(shift).view(1, -1, 1, 1, 1))
+        self.latent_channels = time.latent_channels
+        self.compression = (time.step, *frames.compression[1:])
+        # In a dict, so that nothing has a second name in the state dict.
+        self.networks = {"encoder": _Encoder(frames, time), "decoder": _Decoder(frames, time)}
+
+    @property
+    def micro_frames(self) -> int | None:
+        """Frames of a piece that is encoded by itself; None for a clip as one."""
+        return MICRO_FRAMES if "micro_frames" in self.compat else None
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Returns channels, frames, rows and columns of the latents of a clip.
+
+        Raises:
+            GulliverError: height or width does not divide.
+        """
+        if frames < 1:
+            raise GulliverError(f"a clip of {frames} frames cannot be encoded: it needs one")
+        whole, rest = divmod(frames, self.micro_frames or frames)
+        count = whole * self._steps(self.micro_frames or frames) + self._steps(rest)
+        return self.latent_channels, count, *check_space(self, height, width)
+
+    def encode(self, video: Tensor) -> Tensor:
+        """Encodes ``[B, 3, T, H, W]`` to normalised latents."""
+        self.latent_shape(*video.shape[2:])
+        if self.micro_frames is None:
+            return self.stream_encoder(video, video.shape[2])
+        return torch.cat(list(self.encode_pieces([video])), 2)
+
+    def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
+        """Decodes normalised latents.
+
+        Args:
+            latents: latents ``[B, C, t, h, w]``.
+            num_frames: number of frames of the clip; by default every piece has 4 k + 1.
+        """
+        check_latents(self, latents)
+        check_length(self, latents, num_frames)
+        if self.micro_frames is None:
+            return self.stream_decoder(latents, num_frames)
+        return torch.cat(list(self.decode_pieces([latents], num_frames)), 2)
+
+    def moments(self, video: Tensor) -> Tensor:
+        """Returns mean and log-variance of a piece ``[B, 2 C, ...]``, not normalised."""
+        return self.networks["encoder"](video, self._padding(video.shape[2]))
+
+    def encode_pieces(self, clips: Iterable[Tensor], frames: int | None = None) -> Iterator[Tensor]:
+        """Encodes stretches of a clip of any length, piece by piece, as the public code does."""
+        for piece in regrouped(clips, MICRO_FRAMES):
+            yield self.stream_encoder(piece, piece.shape[2])
+
+    def decode_pieces(
+        self, latents: Iterable[Tensor], frames: int | None = None
+    ) -> Iterator[Tensor]:
+        """Decodes stretches of a clip's latents piece by piece; see `encode_pieces`."""
+        left = frames
+        for piece in regrouped(latents, self._steps(MICRO_FRAMES)):
+            held = None if left is None else min(MICRO_FRAMES, left)
+            yield self.stream_decoder(piece, held)
+            left = None if left is None or held is None else left - held
+
+    def stream_encoder(self, video: Tensor, frames: int | None = None) -> Tensor:
+        """Encodes any stretch of a clip as one, of `frames` in all, by default 4 k + 1."""
+        mean = self.networks["encoder"](video, self._padding(frames)).chunk(2, 1)[0]
+        return (mean - self.shift.to(mean.dtype)) / self.scale.to(mean.dtype)
+
+    def stream_decoder(self, latents: Tensor, frames: int | None = None) -> Tensor:
+        """Decodes any stretch of a clip's latents as one; see `stream_encoder`."""
+        raw = latents * self.scale.to(latents.dtype) + self.shift.to(latents.dtype)
+        return self.networks["decoder"](raw, self._padding(frames))
+
+    def _padding(self, frames: int | None) -> int:
+        """Returns the frames of zeros before a clip."""
+        return -(frames or 1) % self.temporal_vae.step
+
+    def _steps(self, frames: int) -> int:
+        return -(-frames // self.temporal_vae.step)
+
+
+class _Halves(nn.Module):
+    """Halves of two autoencoders; the padding is by default that of a clip of 4 k + 1 frames."""
+
+    def __init__(self, frames: FrameAutoencoder, time: TemporalAutoencoder) -> None:
+        super().__init__()
+        self.frames, self.time = frames, time
+
+
+class _Encoder(_Halves):
+    """Both encoders."""
+
+    def forward(self, video: Tensor, padding: int = 3) -> Tensor:
+        return self.time.moments(self.frames.stream_encoder(video), padding)
+
+
+class _Decoder(_Halves):
+    """Both decoders."""
+
+    def forward(self, latents: Tensor, padding: int = 3) -> Tensor:
+        return self.frames.stream_decoder(self.time.decode(latents, padding))
