@@ -21,7 +21,6 @@ from gulliver.cli._options import (
 from gulliver.comm import default_ranks, guard, init_world, launch, under_launcher
 from gulliver.data import Bucket, read_utf8
 from gulliver.errors import GulliverError, nearest
-from gulliver.models import STDIT3_SIZES
 from gulliver.video import (
     DemoConfig,
     Request,
@@ -34,12 +33,14 @@ from gulliver.video import (
     check_output,
     check_ranks,
     check_request,
+    check_start,
     console,
     demonstrate,
     evaluate,
     extend,
     loop_prompts,
     loop_seed,
+    open_run,
     read_frames,
     read_prompt,
     split_ranks,
@@ -54,10 +55,7 @@ CONDITION_FRAMES = 5
 def train_command(config: TrainConfig, arguments: list[str]) -> int:
     """Trains, on ranks of this machine that are started where a launcher has not."""
     check_config(config)
-    if config.model.size not in STDIT3_SIZES:
-        raise GulliverError(
-            f"unknown model size {config.model.size!r}: {nearest(config.model.size, STDIT3_SIZES)}"
-        )
+    check_start(config)
     ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
     if not under_launcher():
         check_ranks(config, ranks)
@@ -111,7 +109,10 @@ def _loaded(
         for name, path in parts.items():
             if path is not None:
                 raise GulliverError(f"{name} {path} is for a --model: name that, too")
-        return config, VideoModel.load(config.run, device)
+        model = open_run(config.run, device)
+        if isinstance(model, VideoModel):
+            return config, model
+        return _with_own(config, arguments, model), model
     if config.autoencoder is None or config.text_encoder is None:
         missing = " and ".join(name for name in list(parts)[:2] if parts[name] is None)
         raise GulliverError(
@@ -121,9 +122,16 @@ def _loaded(
     fps = config.fps if _asked(config, arguments, "fps") else None
     pipeline = VideoPipeline.load(*paths, device=device, fps=fps, texts=config.texts)
     console().print(pipeline.described())
+    return _with_own(config, arguments, pipeline), pipeline
+
+
+def _with_own(
+    config: GenerateConfig, arguments: list[str], pipeline: VideoPipeline
+) -> GenerateConfig:
+    """Takes the settings of a pipeline's release where none are asked."""
     names = [n for n in ("steps", "guidance", "batch_size") if not _asked(config, arguments, n)]
     own = {name: getattr(pipeline.sampling, name) for name in names}
-    return replace(config, fps=pipeline.fps, **own), pipeline
+    return replace(config, fps=pipeline.fps, **own)
 
 
 def _asked(config: GenerateConfig, arguments: list[str], name: str) -> bool:

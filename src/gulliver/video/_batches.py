@@ -8,7 +8,7 @@ generator. What it does not know: how the gradient is made or shared.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from gulliver.data import BucketSampler, ClipBatch, DataLoader, Step, collate
 from gulliver.jobs import derive
-from gulliver.models import VideoAutoencoder
+from gulliver.models import Autoencoder
 from gulliver.video._config import FlowConfig
-from gulliver.video._rectified_flow import RectifiedFlow
-from gulliver.video._words import WordEncoder
+from gulliver.video._releases import Flow, told
+from gulliver.video._text_encoders import TextEncoder
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Batch:
     epoch: int
     weight: float
     sampler_state: dict[str, Any]
+    more: dict[str, Tensor] = field(default_factory=dict)
+    """What else the model is told of each sample, [B] each."""
 
     def model_inputs(self, part: slice | Tensor) -> dict[str, Any]:
         """Returns the conditions of the samples in `part`, as the model's keyword arguments."""
@@ -58,6 +60,7 @@ class Batch:
             "fps": self.fps[part],
             "height": self.height[part],
             "width": self.width[part],
+            **{name: value[part] for name, value in self.more.items()},
             "drop_caption": self.drop_caption[part],
         }
 
@@ -87,15 +90,17 @@ class BatchMaker:
 
     dataset: Any
     sampler: BucketSampler
-    autoencoder: VideoAutoencoder
-    text: WordEncoder
-    flow: RectifiedFlow
+    autoencoder: Autoencoder
+    text: TextEncoder
+    flow: Flow
     config: FlowConfig
     seed: int
     device: torch.device
     agree: Callable[[list[int]], list[int]] | None = None
     """Function from the positions in a share that this rank could read to those that every rank
     with the same share could read; None where no two ranks have the same."""
+    takes: frozenset[str] = frozenset()
+    """What the model takes besides what all of them do."""
 
     def batches(self) -> Iterator[Batch]:
         """Yields batches without end, epoch after epoch; clips are made ahead in a thread."""
@@ -138,7 +143,7 @@ class BatchMaker:
             kept = [0]
         else:
             latents = self.autoencoder.encode(videos.to(self.device))
-        y, y_mask = self.text.encode(captions)
+        y, y_mask = self.text.encode(captions)[:2]
         timesteps, drop, generate = self._draws(step, shape[1])
         rows = torch.tensor([step.offset + position for position in kept]).clamp(max=step.total - 1)
         count = len(rows)
@@ -158,6 +163,11 @@ class BatchMaker:
             epoch=step.epoch,
             weight=0.0 if videos is None else 1.0,
             sampler_state=state,
+            more={
+                name: value
+                for name, value in told(bucket, 0, torch.ones(count, device=self.device)).items()
+                if name in self.takes
+            },
         )
 
     def _noise(self, step: Step, kept: list[int], shape: tuple[int, ...]) -> Tensor:

@@ -48,7 +48,7 @@ from gulliver.video._requests import (
 from gulliver.video._run import Run
 from gulliver.video._shared import Shared, share, split_ranks
 from gulliver.video._sources import vocabulary
-from gulliver.video._training import build_model
+from gulliver.video._build import build_model
 from gulliver.video._words import WordEncoder
 
 if TYPE_CHECKING:
@@ -88,8 +88,13 @@ class VideoModel:
             raise GulliverError(
                 f"{checkpoint} was made with another configuration: {'; '.join(changed)}"
             )
+        if config.model.public:
+            raise GulliverError(
+                f"{folder} trained public parts: open it with gulliver.video.open_run, as "
+                "`gulliver generate` does"
+            )
         autoencoder = load_autoencoder(run.autoencoder_path)
-        model = build_model(from_plain(trained), autoencoder.latent_channels)
+        model = build_model(from_plain(trained), autoencoder)
         load(checkpoint, {"ema": model})
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return cls(config, model.to(device), autoencoder.to(device))

@@ -120,12 +120,14 @@ class PartAutoencoder:
 
     def encode(self, video: Tensor) -> Tensor:
         """Encodes clips [B, 3, T, H, W] to normalised latents."""
-        return self._part().encode(video)
+        autoencoder = self._part()
+        return autoencoder.encode(video.to(next(autoencoder.parameters()).dtype))
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
         """Decodes latents [B, C, T, H, W] clip by clip, in stretches where memory asks for them."""
         autoencoder = self._part()
-        return torch.cat([self._decoded(autoencoder, one, num_frames) for one in latents.split(1)])
+        clips = [self._decoded(autoencoder, one, num_frames) for one in latents.split(1)]
+        return torch.cat(clips).float()
 
     def _decoded(self, autoencoder: Any, latents: Tensor, num_frames: int | None) -> Tensor:
         room = free_memory(latents.device) if self._memory is None else self._memory

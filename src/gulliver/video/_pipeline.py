@@ -21,11 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gulliver.checkpoint import load
 from gulliver.errors import GulliverError
 from gulliver.jobs import derive
 from gulliver.models import MMDiT, STDiT
+from gulliver.video._build import build_model, make_text
 from gulliver.video._config import SamplingConfig, check_clip
-from gulliver.video._generate import latent_noise
+from gulliver.video._fitting import check_latents, text_reader, text_size
+from gulliver.video._generate import VideoModel, latent_noise
 from gulliver.video._guidance import Guidance, guidance_of
 from gulliver.video._iddpm import IDDPM
 from gulliver.video._mask_strings import parse_mask_strategy
@@ -35,9 +38,7 @@ from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import load_model, outline_model
 from gulliver.video._releases import (
     Denoiser,
-    compressions_of,
     denoiser_of,
-    latent_channels_of,
     patch_of,
     release_of,
     told,
@@ -51,19 +52,10 @@ from gulliver.video._requests import (
     given_latents,
     made_by_loops,
 )
+from gulliver.video._run import Run
 from gulliver.video._shared import Shared, share, split_ranks
-from gulliver.video._text_encoders import (
-    ClipTextEncoder,
-    KeptTexts,
-    TextEncoder,
-    TextPair,
-    check_encoder,
-    load_text_encoder,
-    look_at_encoder,
-)
-
-CLIP_LENGTH = 77
-"""Tokens that the CLIP of the public models reads; what is longer is cut, as in their training."""
+from gulliver.video._sources import make_flow, own_autoencoder
+from gulliver.video._text_encoders import KeptTexts, TextEncoder, check_encoder
 
 
 @dataclass(frozen=True)
@@ -106,7 +98,7 @@ class VideoPipeline:
         self.outline, self.autoencoder, self.text = outline, autoencoder, text
         self.device, self.release = room.device, release_of(outline)
         self.fps = self.release.fps if fps is None else fps
-        _check_latents(outline, autoencoder)
+        check_latents(outline, autoencoder)
         check_encoder(text, *text_size(outline))
         self.flow = self.release.flow(outline, autoencoder.compression)
         self.sampling = SamplingConfig(self.release.steps, self.release.guidance, batch_size=1)
@@ -162,7 +154,7 @@ class VideoPipeline:
             return load_model(model, device, dtype, **overrides)
 
         def load_networks(device: torch.device) -> Any:
-            return load_autoencoder(Path(autoencoder)).to(device)
+            return load_autoencoder(autoencoder).to(device)
 
         networks = PartAutoencoder(
             room.part(load_networks), load_networks(torch.device("meta")), memory
@@ -416,83 +408,29 @@ def _halves(count: int) -> tuple[slice, slice]:
     return slice(count), slice(count, None)
 
 
-def text_size(outline: Any) -> tuple[int, int]:
-    """Returns width and greatest number of the token vectors that a transformer reads."""
-    if isinstance(outline, MMDiT):
-        return outline.context_in_dim, outline.model_max_length
-    length, width = outline.y_embedder.y_embedding.shape
-    return width, length
-
-
-def text_reader(
-    outline: Any, folder: Path | str, clip: Path | str | None, dtype: torch.dtype
-) -> Callable[[torch.device], TextEncoder]:
-    """Returns a function that loads the text encoder of a transformer on a device.
+def open_run(folder: Path, device: torch.device | None = None) -> VideoModel | VideoPipeline:
+    """Opens a run for sampling: one that trained public parts as a pipeline of them.
 
     Args:
-        outline: transformer, may be on meta.
-        folder: folder of the encoder of the tokens.
-        clip: folder of the encoder of the whole caption, for models that read its vector.
-        dtype: dtype of the encoders.
+        folder: folder of the run.
+        device: device to sample on; None for a GPU where there is one.
 
     Raises:
-        GulliverError: a folder holds something else than the model reads, or is one too many or
-            too few.
+        GulliverError: no run, no checkpoint, or parts that it names are gone.
     """
-    width, length = text_size(outline)
-    whole, single = release_of(outline).whole, getattr(outline, "vec_in_dim", None)
-    look = look_at_encoder(folder)
-    if look.channels != width:
-        raise GulliverError(
-            f"{folder} holds a {look.kind} whose vectors are {look.channels} wide, this "
-            f"{type(outline).__name__} reads {width}: take the encoder that it was trained with"
-        )
-    if single is None and clip is not None:
-        raise GulliverError(
-            f"this {type(outline).__name__} reads no vector of a CLIP: leave {clip} out"
-        )
-    if single is not None:
-        _check_clip_folder(clip, single)
-
-    def read(device: torch.device) -> TextEncoder:
-        tokens = load_text_encoder(folder, length, device, dtype, whole=whole)
-        if clip is None:
-            return tokens
-        second = load_text_encoder(clip, CLIP_LENGTH, device, dtype, cut=True, whole=whole)
-        assert isinstance(second, ClipTextEncoder), "checked"
-        return TextPair(tokens, second)
-
-    return read
-
-
-def _check_clip_folder(clip: Path | str | None, width: int) -> None:
-    if clip is None:
-        raise GulliverError(
-            f"an MMDiT reads a CLIP's single vector, {width} wide, besides the T5: name the folder "
-            "of a CLIP, with clip= or --clip"
-        )
-    look = look_at_encoder(clip)
-    if look.kind != "CLIP" or look.channels != width:
-        raise GulliverError(
-            f"{clip} holds a {look.kind} whose vectors are {look.channels} wide: this MMDiT reads "
-            f"that of a CLIP, {width} wide"
-        )
-
-
-def _check_latents(outline: Any, autoencoder: Any) -> None:
-    """Refuses an autoencoder that a transformer was not trained with."""
-    wanted, found = latent_channels_of(outline), autoencoder.latent_channels
-    name = f"this {type(outline).__name__} of {release_of(outline).name}"
-    if wanted != found:
-        raise GulliverError(
-            f"the autoencoder's latents have {found} channels, {name} reads {wanted}: take the "
-            "autoencoder that it was trained with"
-        )
-    known = compressions_of(outline)
-    if known and tuple(autoencoder.compression) not in known:
-        told_as = " or ".join("x".join(map(str, one)) for one in sorted(known))
-        blocks = "x".join(map(str, autoencoder.compression))
-        raise GulliverError(
-            f"a latent of this autoencoder stands for {blocks} pixels, one of {name} for {told_as} "
-            "(frames x rows x columns): take the autoencoder that it was trained with"
-        )
+    run = Run(folder)
+    config = run.read_config()
+    if not config.model.public:
+        return VideoModel.load(folder, device)
+    checkpoint, autoencoder = run.newest_checkpoint(), own_autoencoder(run)
+    if autoencoder is None:
+        raise GulliverError(f"{folder} holds no autoencoder: train it again, or put it back")
+    model = build_model(config, autoencoder, run)
+    load(checkpoint, {"ema": model})
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pipeline = VideoPipeline.of(
+        model.to(device), autoencoder.to(device).eval(), make_text(config, model)
+    )
+    if not isinstance(pipeline.flow, IDDPM):
+        pipeline.flow = make_flow(config.flow, autoencoder)
+    return pipeline

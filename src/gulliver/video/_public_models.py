@@ -70,7 +70,27 @@ def outline_model(path: Path | str, *, kind: str | None = None, **overrides: Any
     Raises:
         GulliverError: as of `load_model`.
     """
-    path = Path(path)
+    made, fields, dtype, shapes = _read(Path(path), kind, overrides)
+    with torch.device("meta"):
+        model = made(**fields)
+    _check_positions(Path(path), model, shapes)
+    return model.to(dtype).eval()
+
+
+def fields_of_files(path: Path | str) -> tuple[str, dict[str, Any]]:
+    """Returns the class of `gulliver.models` that files hold, and its arguments.
+
+    Raises:
+        GulliverError: as of `load_model`.
+    """
+    made, fields, *_ = _read(Path(path), None, {})
+    return made.__name__, fields
+
+
+def _read(
+    path: Path, kind: str | None, overrides: Mapping[str, Any]
+) -> tuple[type[nn.Module], dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]:
+    """Reads headers and configuration: class, arguments, dtype, shapes by name."""
     with open_weights(path) as weights:
         infos = dict(weights.infos)
     shapes = {name: info.shape for name, info in infos.items()}
@@ -81,12 +101,9 @@ def outline_model(path: Path | str, *, kind: str | None = None, **overrides: Any
     except GulliverError as error:
         raise GulliverError(f"{path}: {error}") from None
     made: type[nn.Module] = getattr(models, found)
-    fields |= _configured(path, made) | overrides
-    with torch.device("meta"):
-        model = made(**fields)
-    _check_positions(path, model, shapes)
+    fields |= _configured(path, made) | dict(overrides)
     floating = [info.dtype for info in infos.values() if info.dtype.is_floating_point]
-    return model.to(floating[0] if floating else torch.float32).eval()
+    return made, fields, floating[0] if floating else torch.float32, shapes
 
 
 def check_kind(path: Path | str, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.data import Bucket
-from gulliver.models import CONFIGURATIONS, MMDiT, pack_latents, places_of, unpack_latents
+from gulliver.models import MMDiT, pack_latents, places_of, unpack_latents
 from gulliver.video._iddpm import IDDPM
 from gulliver.video._rectified_flow import RectifiedFlow
 
@@ -101,28 +101,6 @@ def patch_of(model: Any) -> tuple[int, int, int]:
     """Returns latent frames, rows and columns of a token."""
     size = model.patch_size
     return (1, size, size) if isinstance(size, int) else tuple(size)
-
-
-def latent_channels_of(model: Any) -> int:
-    """Returns the channels of the latents that a model is made for."""
-    return model.in_channels // (model.patch_size**2 if isinstance(model, MMDiT) else 1)
-
-
-def compressions_of(model: nn.Module) -> set[tuple[int, int, int]]:
-    """Returns the compressions of autoencoders that models of this class and width go with.
-
-    Empty for a width that was never published: any autoencoder may be its own.
-    """
-    return {
-        one.compression
-        for one in CONFIGURATIONS.values()
-        if one.kind == type(model).__name__
-        and one.fields.get("in_channels", _default(type(model), "in_channels")) == model.in_channels
-    }
-
-
-def _default(kind: type, name: str) -> Any:
-    return inspect.signature(kind.__init__).parameters[name].default
 
 
 def told(bucket: Bucket, fps: float, ones: Tensor) -> dict[str, Tensor]:

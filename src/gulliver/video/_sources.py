@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
+from gulliver.checkpoint import read_json, write_json
 from gulliver.comm import World, barrier
 from gulliver.data import Bucket, BucketSampler, ClipTable
 from gulliver.errors import GulliverError
 from gulliver.jobs import Display, console, derive
-from gulliver.models import VideoAutoencoder
+from gulliver.models import Autoencoder, VideoAutoencoder
 from gulliver.video._autoencoder_training import save_autoencoder, train_autoencoder
 from gulliver.video._config import DataConfig, TrainConfig, parse_shapes
 from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits
@@ -29,8 +32,19 @@ def parse_held_out(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-def make_dataset(config: DataConfig, words: int, show: bool = True) -> MovingDigits | ClipTable:
+def make_dataset(
+    config: DataConfig,
+    words: int | None,
+    show: bool = True,
+    autoencoder: Autoencoder | None = None,
+) -> MovingDigits | ClipTable:
     """Makes the data set: the moving digits, or the table that is named.
+
+    Args:
+        config: clips to learn from.
+        words: longest caption in words; None for any.
+        show: whether to say what is used.
+        autoencoder: autoencoder that will encode them; None for the small one.
 
     Raises:
         GulliverError: neither can be used, or a caption is longer than `words`.
@@ -41,7 +55,10 @@ def make_dataset(config: DataConfig, words: int, show: bool = True) -> MovingDig
             "train", config.clips, shapes=shapes, exclude=parse_held_out(config.held_out)
         )
     for bucket in shapes:
-        _check_shape(bucket)
+        if autoencoder is None:
+            _check_shape(bucket)
+        else:
+            autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
     with Display("opening clips", 1, enabled=show) as display:
 
         def progress(done: int, total: int) -> None:
@@ -52,7 +69,7 @@ def make_dataset(config: DataConfig, words: int, show: bool = True) -> MovingDig
     if show:
         console().print(table.report())
     longest = max(len(words_of(row.text)) for row in table.rows)
-    if longest > words:
+    if words is not None and longest > words:
         raise GulliverError(
             f"the longest caption has {longest} words, the model reads {words}: "
             f"add --model.text-length {longest}"
@@ -91,14 +108,24 @@ def vocabulary(config: TrainConfig) -> frozenset[str] | None:
     return MovingDigits.vocabulary if config.data.table is None else None
 
 
-def ready_autoencoder(
-    config: TrainConfig, run: Run, dataset: Any, world: World
-) -> VideoAutoencoder:
-    """The run's autoencoder: the one in its folder, the one that is named, or one trained now."""
-    if config.resume and run.autoencoder_path.is_file():
+def own_autoencoder(run: Run) -> Autoencoder | None:
+    """Loads the autoencoder of a run: the one in its folder, or the public one that it names."""
+    if run.autoencoder_path.is_file():
         return load_autoencoder(run.autoencoder_path)
+    if run.named_autoencoder_path.is_file():
+        named = read_json(run.named_autoencoder_path)["path"]
+        return load_autoencoder(named, dtype=torch.float32)
+    return None
+
+
+def ready_autoencoder(config: TrainConfig, run: Run, dataset: Any, world: World) -> Autoencoder:
+    """The run's autoencoder: the one in its folder, the one that is named, or one trained now."""
+    kept = own_autoencoder(run) if config.resume else None
+    if kept is not None:
+        return kept
+    autoencoder: Autoencoder
     if config.autoencoder.path is not None:
-        autoencoder = load_autoencoder(config.autoencoder.path)
+        autoencoder = load_autoencoder(config.autoencoder.path, dtype=torch.float32)
         figures: dict[str, float] = {}
     else:
         with Display("training autoencoder", config.autoencoder.steps, 0, world.is_main) as display:
@@ -113,7 +140,10 @@ def ready_autoencoder(
         if world.is_main:
             console().print(f"autoencoder: {figures['psnr']:.1f} dB on clips of {figures['clips']}")
     barrier()
-    if world.is_main:
+    if world.is_main and isinstance(autoencoder, VideoAutoencoder):
         save_autoencoder(run.autoencoder_path, autoencoder, figures)
+    elif world.is_main:
+        # A public one stays where it is.
+        write_json(run.named_autoencoder_path, {"path": str(config.autoencoder.path)})
     barrier()
     return autoencoder

@@ -255,16 +255,31 @@ class KeptTexts:
         folder: folder of the files.
     """
 
+    encoder: TextEncoder | None
+    """Encoder to ask; None where all captions are kept, and what has said them is gone."""
+
     def __init__(self, encoder: TextEncoder, folder: Path | str) -> None:
         self.encoder, self.folder = encoder, Path(folder)
         self.channels, self.max_length = encoder.channels, encoder.max_length
         self.fingerprint = encoder.fingerprint
+
+    @classmethod
+    def of_folder(
+        cls, folder: Path | str, fingerprint: str, channels: int, max_length: int
+    ) -> Self:
+        """Returns what a folder keeps of an encoder, which is not there any more."""
+        kept = cls.__new__(cls)
+        kept.encoder, kept.folder, kept.fingerprint = None, Path(folder), fingerprint
+        kept.channels, kept.max_length = channels, max_length
+        return kept
 
     def encode(self, captions: list[str]) -> EncodedText:
         """Encodes captions, as `TextEncoder.encode`; those that are kept are read."""
         files = {caption: self._file(caption) for caption in captions}
         missing = [caption for caption, file in files.items() if not file.is_file()]
         for caption in missing:
+            if self.encoder is None:
+                raise GulliverError(f"{self.folder} does not keep what {caption[:60]!r} says")
             # One by one: what a caption says must not depend on what it is padded to.
             said = self.encoder.encode([caption])
             tensors = {"embeddings": said.embeddings[0, 0], "mask": said.mask[0].to(torch.uint8)}
@@ -272,7 +287,7 @@ class KeptTexts:
                 tensors["vector"] = said.vector[0]
             write_tensors(files[caption], tensors)
         if not captions:
-            return self.encoder.encode(captions)
+            raise GulliverError("there is no caption to encode")
         return padded([read_tensors(files[caption]) for caption in captions])
 
     def _file(self, caption: str) -> Path:
