@@ -139,6 +139,8 @@ def test_every_number_of_training_is_refused_outside_of_its_range() -> None:
         ("train --optimizer.learning-rate nan", "--optimizer.learning-rate is nan"),
         ("train --optimizer.beta2 1", "--optimizer.beta2 is 1.0"),
         ("train --flow.mask-first 0.6 --flow.mask-head 0.6", "it must be at most 1"),
+        ("train --flow.masks image_head:0.6 randon:0.1", "unknown strategy 'randon'"),
+        ("train --flow.shift-by-size --flow.shift-rule 1.2", "a clip of 4 has none"),
         ("train --data.shapes 13x32x32:nan", "a weight must be positive"),
         ("train --data.shapes 13x32x32 13x32x32:2", "it is named twice"),
         ("train --data.shapes 13x999999x32", "height must be between 1 and"),

@@ -118,6 +118,16 @@ def _requests() -> list[Request]:
         Request("the digit 7", Bucket(1, 32, 32), 2),
         Request("the digit 5 moving up", Bucket(9, 24, 40), 3, picture),
         Request("the digit 4 moving down", moving, 4),
+        Request(
+            "|0|the digit 5|1|the digit 6",
+            moving,
+            5,
+            negative_prompt="the digit 8",
+            references=(picture,),
+            mask_strategy="0,0,0,-1,1,0.5;1,0,0,-1",
+            loops=2,
+            condition_frames=1,
+        ),
     ]
 
 
@@ -155,7 +165,7 @@ def _refused(world: World, run: Path) -> list[str]:
     model = VideoModel.load(run, torch.device("cpu"))
     note(model.share, 2, 2)
     model.share(1, 2)
-    note(model.generate, _requests(), SamplingConfig(steps=1, guidance=1.0))
+    note(model.generate, _requests()[:4], SamplingConfig(steps=1, guidance=1.0))
     moved = [r for r in _requests() if r.given is not None]
     note(model.generate, moved, SamplingConfig(steps=1, guidance_image=2.0))
     other = [Request("the digit 1", Bucket(9, 32, 32), dist.get_rank())]

@@ -21,7 +21,7 @@ from gulliver.video import (
     extend,
     loop_seed,
 )
-from gulliver.video._generate import _noise
+from gulliver.video._generate import latent_noise
 from tests.test_sampling import Asked, naive
 
 BUCKET = Bucket(9, 16, 16)
@@ -63,7 +63,7 @@ def sampled(
 
     `given` are the latents of given frames [C, T, H, W], where `asked.ratios` says there are.
     """
-    noise = _noise(request.seed, model.autoencoder.latent_shape(9, 16, 16))
+    noise = latent_noise(request.seed, model.autoencoder.latent_shape(9, 16, 16))
 
     def told(text: str) -> dict[str, Tensor]:
         y, mask = model.text.encode([text])

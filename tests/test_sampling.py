@@ -81,15 +81,15 @@ def _naive_clip(
         ratio *= math.sqrt(sides / 512**2) * math.sqrt(frames)
     even = [1 - n / STEPS for n in range(STEPS + 1)]
     levels = [ratio * t / (1 + (ratio - 1) * t) for t in even]
-    x = noise.clone()
-    for f in range(frames) if ratios is not None else ():
+    x, masked, ratios = noise.clone(), ratios is not None, ratios or [1.0] * frames
+    for f in range(frames):
         if ratios[f] < 1:
             x[:, f] = given[:, f]
-    going = [ratios is None or ratios[f] == 1 for f in range(frames)]
+    going = [ratio == 1 for ratio in ratios]
     for step in range(STEPS):
         t = levels[step]
         noisy = (1 - t) * given + t * noise
-        for f in range(frames) if ratios is not None else ():
+        for f in range(frames):
             if not going[f] and ratios[f] >= t:
                 x[:, f], going[f] = noisy[:, f], True
 
@@ -100,9 +100,9 @@ def _naive_clip(
                     if not going[f]:
                         shown[:, f] = noisy[:, f]
                 told = torch.ones(frames, dtype=torch.bool)
-            masked = {} if ratios is None else {"x_mask": told[None]}
+            mask = {"x_mask": told[None]} if masked else {}
             level = torch.tensor([1000 * t], dtype=noise.dtype)
-            return model(shown[None], level, **branches[branch], **masked)[0, : x.shape[0]]
+            return model(shown[None], level, **branches[branch], **mask)[0, : x.shape[0]]
 
         def scale(full: float, first: int | None, step: int = step) -> float:
             return full if first is None or step < first or step % 2 == 0 else 1.0
@@ -190,7 +190,7 @@ def test_sampling_follows_the_published_rules_with_a_linear_velocity(way: str) -
     y, other = (torch.randn(2, 1, 6, 4, generator=draw).double() for _ in range(2))
     mask = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0]]).bool()
     sides = {"height": torch.tensor([720.0] * 2), "width": torch.tensor([1280.0] * 2)}
-    inputs = {"y": y, "mask": mask, **sides}
+    inputs: dict[str, Any] = {"y": y, "mask": mask, **sides}
     null: dict[str, Any] = {"y": torch.zeros_like(y)}
     if asked.negative:
         null = {"y": other, "mask": mask.flip(0)}

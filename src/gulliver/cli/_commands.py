@@ -20,7 +20,7 @@ from gulliver.cli._options import (
 )
 from gulliver.comm import default_ranks, guard, init_world, launch, under_launcher
 from gulliver.data import Bucket, read_utf8
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError
 from gulliver.video import (
     DemoConfig,
     Request,
@@ -273,7 +273,7 @@ def demo_command(config: DemoConfig, arguments: list[str]) -> int:
     figures = demonstrate(config)
     for bar in figures["bars"]:
         sign = "reached" if bar["holds"] else "MISSED"
-        print(f"{bar['name']:>9}: {bar['value']:.1%}  (expected {bar['bar']:.0%}: {sign})")
+        print(f"{bar['name']:>14}: {bar['value']:.1%}  (expected {bar['bar']:.0%}: {sign})")
     print(f"look at {config.out}/sheet.gif and {config.out}/report.md")
     return 0
 

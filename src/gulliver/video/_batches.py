@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from gulliver.data import BucketSampler, ClipBatch, DataLoader, Step, collate
 from gulliver.jobs import derive
 from gulliver.models import Autoencoder
 from gulliver.video._config import FlowConfig
+from gulliver.video._masks import MaskStrategies
 from gulliver.video._releases import Flow, told
 from gulliver.video._text_encoders import TextEncoder
 
@@ -77,7 +79,7 @@ class _Steps:
 
     def read_step(self, step: Step) -> tuple[Step, ClipBatch]:
         windows = [derive(self.seed, 8, step.epoch, index) for index in step.indices]
-        return step, collate(self.dataset, step.indices, windows)
+        return step, collate(self.dataset, step.indices, windows, step.bucket)
 
 
 def _as_read(batch: tuple[Step, ClipBatch]) -> tuple[Step, ClipBatch]:
@@ -101,6 +103,10 @@ class BatchMaker:
     with the same share could read; None where no two ranks have the same."""
     takes: frozenset[str] = frozenset()
     """What the model takes besides what all of them do."""
+
+    @cached_property
+    def _masks(self) -> MaskStrategies:
+        return MaskStrategies.of(self.config)
 
     def batches(self) -> Iterator[Batch]:
         """Yields batches without end, epoch after epoch; clips are made ahead in a thread."""
@@ -191,11 +197,4 @@ class BatchMaker:
             num_frames=frames,
         )
         drop = torch.rand(step.total, generator=generator) < self.config.drop_caption
-        share = self.config.mask_first + self.config.mask_head
-        # Masks cost a second modulation of every block: they come a whole step at a time.
-        masked = float(torch.rand((), generator=generator)) < share and frames > 1
-        if not masked:
-            return timesteps, drop, None
-        heads = torch.rand(step.total, generator=generator) * share >= self.config.mask_first
-        given = torch.where(heads, min(2, frames - 1), 1)
-        return timesteps, drop, torch.arange(frames)[None] >= given[:, None]
+        return timesteps, drop, self._masks.draw(step.total, frames, generator)

@@ -181,4 +181,3 @@ def _captions(dataset: Any) -> list[str]:
             "have a sentence for each sample"
         )
     return sorted({row.text for row in rows} | {OF_NO_SAMPLE})
-

@@ -23,6 +23,7 @@ from gulliver.errors import GulliverError
 from gulliver.jobs import derive
 from gulliver.models import STDiT3, VideoAutoencoder
 from gulliver.options import resolved
+from gulliver.video._build import build_model
 from gulliver.video._config import (
     SamplingConfig,
     TrainConfig,
@@ -35,7 +36,6 @@ from gulliver.video._guidance import guidance_of
 from gulliver.video._media import fit
 from gulliver.video._prompts import loop_prompts
 from gulliver.video._public_autoencoders import load_autoencoder
-from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._requests import (
     Piece,
     Request,
@@ -47,8 +47,7 @@ from gulliver.video._requests import (
 )
 from gulliver.video._run import Run
 from gulliver.video._shared import Shared, share, split_ranks
-from gulliver.video._sources import vocabulary
-from gulliver.video._build import build_model
+from gulliver.video._sources import make_flow, vocabulary
 from gulliver.video._words import WordEncoder
 
 if TYPE_CHECKING:
@@ -65,9 +64,7 @@ class VideoModel:
         self.model = model.eval()
         self.autoencoder = autoencoder.eval()
         self.text = WordEncoder(config.model.text_channels, config.model.text_length)
-        self.flow = RectifiedFlow(
-            shift=config.flow.shift, use_timestep_transform=config.flow.shift_by_size
-        )
+        self.flow = make_flow(config.flow, autoencoder)
         self.known_words = vocabulary(config)
         self.shared = Shared(model)
 

@@ -7,8 +7,9 @@ without caption, and without both. The velocity leads away from what it says wit
 
 With an image scale of 1 the third answer cancels and is not asked for. *Oscillation* sets a scale
 to 1 in every second step after the first few: less saturated colours at large scales. *Decay* lets
-the image scale end at 1 and ramps it over the frames from 1, so that what is far from the first
-frame is held less. *Rescale* pulls the standard deviation of the velocity back towards that of v2.
+the image scale end at 1 (2.0: one step short of it) and ramps it over the frames from 1, so that
+frames near the given first one are free to move. *Rescale* pulls the standard deviation of the
+velocity back towards that of v2.
 
 Sources: https://arxiv.org/abs/2207.12598 (guidance), https://arxiv.org/abs/2211.09800 (two scales),
 https://arxiv.org/abs/2305.08891 (rescale), Open-Sora 1.3 and 2.0 (oscillation, decay).

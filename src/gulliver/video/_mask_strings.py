@@ -24,7 +24,7 @@ from torch import Tensor
 from gulliver.errors import GulliverError, nearest
 
 SHAPE = "loop,reference,reference_start,target_start,length,edit_ratio"
-DEFAULTS = (0, 0, 0, 0, 1, 0.0)
+DEFAULTS = (0, 0, 0, 0, 1)
 
 SHORT_FORMS: dict[str, str] = {
     "i2v_head": "0,0,0,0,1",
@@ -87,15 +87,15 @@ def _rule(text: str) -> Rule:
     fields = text.split(",")
     try:
         numbers = [int(field) for field in fields[:5]]
-        ratio = [float(field) for field in fields[5:]]
+        ratios = [float(field) for field in fields[5:]]
     except ValueError:
-        numbers, ratio = [], []
-    if not numbers or len(ratio) > 1:
+        numbers, ratios = [], []
+    if not numbers or len(ratios) > 1:
         raise GulliverError(
             f"mask strategy {text!r} is not {SHAPE}, such as 0,0,0,0,1,0: whole numbers, and a "
             "ratio at the end"
         )
-    rule = Rule(*(*numbers, *ratio, *DEFAULTS[len(fields) :]))
+    rule = Rule(*numbers, *DEFAULTS[len(numbers) :], edit_ratio=ratios[0] if ratios else 0.0)
     if not 0 <= rule.edit_ratio <= 1:
         raise GulliverError(
             f"mask strategy {text!r}: an edit ratio is between 0 (keep) and 1 (make anew), not "
@@ -169,23 +169,29 @@ def place(
     found = []
     for rule in rules:
         number = rule.reference % len(lengths)
-        starts = []
-        for what, start, size in (
-            (f"reference {number}", rule.reference_start, lengths[number]),
-            ("the clip", rule.target_start, frames),
-        ):
-            begin = start + size if start < 0 else start
-            if align is not None and 0 <= begin < size:
-                begin = _aligned(begin, align, size)
-            if not 0 <= begin < begin + rule.length <= size:
-                aligned = f" (aligned: {begin})" if begin not in (start, start + size) else ""
-                raise GulliverError(
-                    f"mask strategy '{rule}' names {rule.length} latent frames of {what} from "
-                    f"{start}{aligned} on: it has {size}"
-                )
-            starts.append(begin)
-        found.append(Placement(number, *starts, rule.length, rule.edit_ratio))
+        starts = [
+            _start_in(what, size, start, rule, align)
+            for what, size, start in (
+                (f"reference {number}", lengths[number], rule.reference_start),
+                ("the clip", frames, rule.target_start),
+            )
+        ]
+        found.append(Placement(number, starts[0], starts[1], rule.length, rule.edit_ratio))
     return found
+
+
+def _start_in(what: str, size: int, start: int, rule: Rule, align: int | None) -> int:
+    """Returns the frame of a reference, or of the clip, at which a rule begins."""
+    begin = start + size if start < 0 else start
+    if align is not None and 0 <= begin < size:
+        begin = _aligned(begin, align, size)
+    if not 0 <= begin < begin + rule.length <= size:
+        aligned = f" (aligned: {begin})" if begin not in (start, start + size) else ""
+        raise GulliverError(
+            f"mask strategy '{rule}' names {rule.length} latent frames of {what} from "
+            f"{start}{aligned} on: it has {size}"
+        )
+    return begin
 
 
 def _aligned(start: int, align: int, size: int) -> int:

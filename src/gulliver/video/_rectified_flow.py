@@ -9,7 +9,6 @@ Sources: https://arxiv.org/abs/2209.03003 (rectified flow), https://arxiv.org/ab
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.video._guidance import Guidance
+from gulliver.video._warp import RULES, ClipSize
 
 Model = Callable[..., Tensor]
 METHODS = ("uniform", "logit-normal")
@@ -35,12 +35,14 @@ class RectifiedFlow:
         loc: mean of the logit of logit-normal levels.
         scale: standard deviation of that logit.
         shift: factor of the odds t / (1 - t) of every level, in training and sampling.
-        use_timestep_transform: whether to multiply the odds by sqrt(height * width / base_area) *
-            sqrt(latent frames) as well.
-        base_area: area in pixels at which that factor is 1 for a still.
+        use_timestep_transform: whether to multiply the odds by a ratio of the clip's size as well.
+        base_area: area in pixels at which that ratio is 1 for a still.
+        transform: how it is taken from the size, a name of `_warp.RULES`; ``latent`` is
+            sqrt(height * width / base_area) * sqrt(latent frames).
+        token_area: number of pixels under one token of a frame, which the rule of 2.0 counts.
 
     Raises:
-        GulliverError: an unknown method, or a shift that is not positive.
+        GulliverError: an unknown method or rule, or a shift that is not positive.
     """
 
     def __init__(
@@ -52,16 +54,21 @@ class RectifiedFlow:
         shift: float = 1.0,
         use_timestep_transform: bool = False,
         base_area: float = 512.0 * 512.0,
+        transform: str = "latent",
+        token_area: float = 256.0,
     ) -> None:
         if sample_method not in METHODS:
             raise GulliverError(
                 f"unknown sample_method {sample_method!r}: {nearest(sample_method, METHODS)}"
             )
+        if transform not in RULES:
+            raise GulliverError(f"unknown transform {transform!r}: {nearest(transform, RULES)}")
         if shift <= 0 or scale <= 0:
             raise GulliverError(f"shift and scale must be positive, not {shift} and {scale}")
         self.num_timesteps, self.sample_method = num_timesteps, sample_method
         self.loc, self.scale, self.shift = loc, scale, shift
         self.use_timestep_transform, self.base_area = use_timestep_transform, base_area
+        self.transform, self.token_area = transform, token_area
 
     def warp(self, t: Tensor, height: float, width: float, num_frames: int) -> Tensor:
         """Multiplies the odds of levels `t` in [0, 1] as the clip's size asks for.
@@ -74,7 +81,8 @@ class RectifiedFlow:
         """
         ratio = self.shift
         if self.use_timestep_transform:
-            ratio *= math.sqrt(height * width / self.base_area) * math.sqrt(num_frames)
+            size = ClipSize(height, width, num_frames, self.token_area, self.base_area)
+            ratio *= RULES[self.transform](size)
         return ratio * t / (1 + (ratio - 1) * t)
 
     def sample_timesteps(
@@ -204,8 +212,8 @@ class RectifiedFlow:
         changes = [model_inputs, null, imageless_inputs or {}][: guidance.branches]
         inputs = stacked(list(accumulate(changes, lambda old, new: {**old, **new})))
         if timesteps is None:
-            sides = (float(model_inputs[name][0]) for name in ("height", "width"))
-            timesteps = self.timesteps(steps, *sides, noise.shape[2])
+            height, width = float(model_inputs["height"][0]), float(model_inputs["width"][0])
+            timesteps = self.timesteps(steps, height, width, noise.shape[2])
         levels = [float(level) for level in timesteps]
         steps = len(levels) - 1
         frames = None if given is None or mask is None else _GivenFrames(self, given, noise, mask)
@@ -241,8 +249,9 @@ class _GivenFrames:
     """Given frames while a clip is sampled: which of them are generated already."""
 
     def __init__(self, flow: RectifiedFlow, given: Tensor, noise: Tensor, mask: Tensor) -> None:
-        self._flow, self._given, self._noise, self._mask = flow, given, noise, mask
-        self._active, self._noisy = mask >= 1, given
+        self._flow, self._noise, self._mask = flow, noise, mask
+        self._given = self._noisy = given.to(noise)
+        self._active = mask >= 1
 
     def begin(self) -> Tensor:
         """Returns noise, and given frames as they are."""

@@ -24,7 +24,7 @@ from gulliver.booster.hybrid import wire_stdit
 from gulliver.comm import ALONE, RankGroup, all_gather, broadcast, gather_objects, make_axes
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
-from gulliver.models import VideoAutoencoder
+from gulliver.models import Autoencoder
 from gulliver.parallel.sequence import SequencePlan, make_groups
 
 THREE_BRANCHES = (
@@ -128,7 +128,7 @@ class Shared:
                 "model with guidance_ranks=1"
             )
 
-    def decode(self, autoencoder: VideoAutoencoder, latents: Tensor, bucket: Bucket) -> Tensor:
+    def decode(self, autoencoder: Autoencoder, latents: Tensor, bucket: Bucket) -> Tensor:
         """Decodes latents of a bucket to clips [B, 3, T, H, W], each on one rank; all get all."""
         if self.ranks == 1:
             return autoencoder.decode(latents)
@@ -164,7 +164,7 @@ def share(
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     split_ranks(world, sequence, guidance_ranks)
-    call = call or model
+    call = model if call is None else call
     if world == 1:
         return Shared(call)
     axes = make_axes({"branch": guidance_ranks, "sequence": sequence})

@@ -9,14 +9,15 @@ import torch
 
 from gulliver.checkpoint import read_json, write_json
 from gulliver.comm import World, barrier
-from gulliver.data import Bucket, BucketSampler, ClipTable
+from gulliver.data import Bucket, BucketConfig, BucketSampler, ClipTable
 from gulliver.errors import GulliverError
 from gulliver.jobs import Display, console, derive
 from gulliver.models import Autoencoder, VideoAutoencoder
 from gulliver.video._autoencoder_training import save_autoencoder, train_autoencoder
-from gulliver.video._config import DataConfig, TrainConfig, parse_shapes
+from gulliver.video._config import DataConfig, FlowConfig, TrainConfig, parse_shapes
 from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits
 from gulliver.video._public_autoencoders import load_autoencoder
+from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
 from gulliver.video._words import words_of
 
@@ -36,15 +37,17 @@ def make_dataset(
     config: DataConfig,
     words: int | None,
     show: bool = True,
+    seed: int = 0,
     autoencoder: Autoencoder | None = None,
 ) -> MovingDigits | ClipTable:
     """Makes the data set: the moving digits, or the table that is named.
 
     Args:
-        config: clips to learn from.
-        words: longest caption in words; None for any.
-        show: whether to say what is used.
-        autoencoder: autoencoder that will encode them; None for the small one.
+        config: what to learn from.
+        words: number of words that the model reads; None for any.
+        show: whether to display progress and what cannot be used.
+        seed: seed of the run.
+        autoencoder: autoencoder that will encode the clips; None for the small one.
 
     Raises:
         GulliverError: neither can be used, or a caption is longer than `words`.
@@ -54,18 +57,21 @@ def make_dataset(
         return MovingDigits(
             "train", config.clips, shapes=shapes, exclude=parse_held_out(config.held_out)
         )
-    for bucket in shapes:
-        if autoencoder is None:
-            _check_shape(bucket)
-        else:
-            autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
+    buckets = _buckets(config, tuple(shapes), autoencoder)
     with Display("opening clips", 1, enabled=show) as display:
 
         def progress(done: int, total: int) -> None:
             display.total = total
             display.advance()
 
-        table = ClipTable(config.table, tuple(shapes), config.frame_interval, progress)
+        table = ClipTable(
+            config.table,
+            buckets,
+            config.frame_interval,
+            progress,
+            scores=config.scores,
+            seed=derive(seed, 9),
+        )
     if show:
         console().print(table.report())
     longest = max(len(words_of(row.text)) for row in table.rows)
@@ -77,9 +83,25 @@ def make_dataset(
     return table
 
 
-def _check_shape(bucket: Bucket) -> None:
+def _buckets(
+    config: DataConfig, shapes: tuple[Bucket, ...], autoencoder: Autoencoder | None = None
+) -> BucketConfig | tuple[Bucket, ...]:
+    """The buckets of a table's clips, which the autoencoder and the patches can divide."""
+    compression = VideoAutoencoder.compression if autoencoder is None else autoencoder.compression
+    unit = math.lcm(*compression[1:], 8)
+    if config.buckets is not None:
+        # Published sizes fit no unit: they are cut, by less than one.
+        return BucketConfig.load(config.buckets, (compression[0], unit, unit))
+    for bucket in shapes:
+        if autoencoder is None:
+            _check_shape(bucket, unit)
+        else:
+            autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
+    return shapes
+
+
+def _check_shape(bucket: Bucket, unit: int) -> None:
     """Refuses what the autoencoder and the patches cannot divide, before clips are opened."""
-    unit = math.lcm(*VideoAutoencoder.compression[1:], 8)
     if (bucket.frames - 1) % VideoAutoencoder.compression[0] or any(
         side % unit for side in (bucket.height, bucket.width)
     ):
@@ -99,8 +121,24 @@ def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> B
         dataset: data set of clips.
         place: rank among those that read different samples, and their number.
     """
+    seed = derive(config.seed, 6)
+    if isinstance(dataset, ClipTable) and isinstance(dataset.buckets, BucketConfig):
+        sizes = dataset.buckets.batch_sizes(config.data.bucket_ranks)
+        return BucketSampler(dataset.deal, sizes, *place, seed)
     buckets = [dataset.bucket_of(index) for index in range(len(dataset))]
-    return BucketSampler(buckets, config.data.batch_size, *place, derive(config.seed, 6))
+    return BucketSampler(buckets, config.data.batch_size, *place, seed)
+
+
+def make_flow(config: FlowConfig, autoencoder: Autoencoder) -> RectifiedFlow:
+    """Makes the rectified flow of a run, the same for training and for sampling."""
+    return RectifiedFlow(
+        sample_method=config.timesteps,
+        shift=config.shift,
+        use_timestep_transform=config.shift_by_size,
+        transform=config.shift_rule,
+        # A token is 2x2 latents in every size of the model.
+        token_area=4 * math.prod(autoencoder.compression[1:]),
+    )
 
 
 def vocabulary(config: TrainConfig) -> frozenset[str] | None:

@@ -58,7 +58,7 @@ from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
 from gulliver.video._skipped import SkippedClips, listing
-from gulliver.video._sources import make_dataset, make_sampler, ready_autoencoder
+from gulliver.video._sources import make_dataset, make_flow, make_sampler, ready_autoencoder
 from gulliver.video._stages import hide_targets, run_stages
 
 CHUNK_MB = 1.0
@@ -98,7 +98,7 @@ def train(config: TrainConfig) -> Outcome:
         words = None if config.model.public else config.model.text_length
         path = config.autoencoder.path
         given = None if path is None else load_autoencoder(path)
-        dataset = make_dataset(config.data, words, world.is_main, given)
+        dataset = make_dataset(config.data, words, world.is_main, config.seed, given)
         autoencoder = ready_autoencoder(config, run, dataset, world)
         trainer = Trainer(config, run, dataset, autoencoder, world)
         if checkpoint is not None:
@@ -170,12 +170,7 @@ class Trainer:
         self.step_number, self.saved_step, self.seconds = 0, 0, 0.0
         begin = run.checkpoints.latest() is None
         model = build_model(config, autoencoder, run, begin).to(world.device).train()
-        flow = RectifiedFlow(
-            sample_method=config.flow.timesteps,
-            shift=config.flow.shift,
-            use_timestep_transform=config.flow.shift_by_size,
-        )
-        self.flow = flow_of(model, flow)
+        self.flow = flow_of(model, make_flow(config.flow, autoencoder))
         plugin = make_plugin(config)
         self.place = plugin.data_place()
         self.sampler = make_sampler(config, dataset, self.place)
@@ -382,7 +377,8 @@ class Trainer:
     def _report(self, figures: dict[str, float], display: Display, scalars: Any) -> None:
         if not self.world.is_main:
             return
-        rate = self.step_number / max(self.seconds, 1e-9) * self.config.data.batch_size
+        batch = self.sampler.samples / len(self.sampler)
+        rate = self.step_number / max(self.seconds, 1e-9) * batch
         display.advance(
             loss=f"{figures['loss']:.4f}",
             grad_norm=f"{figures['norm']:.3f}",
