@@ -29,6 +29,7 @@ from gulliver.video import (
     read_frames,
     save_autoencoder,
 )
+from gulliver.video import _fitting as fitting
 from gulliver.video import _pipeline as pipelines
 from gulliver.video._iddpm import IDDPM
 from tests.pool import Pool
@@ -285,8 +286,10 @@ def test_networks_are_filled_one_at_a_time_and_in_turn(
         return call
 
     pipeline, kept = loaded(folders, "1.3"), loaded(folders, "1.2", keep=True)
-    for name in ("load_model", "load_autoencoder", "load_text_encoder"):
+    for name in ("load_model", "load_autoencoder"):
         monkeypatch.setattr(pipelines, name, watched(name, getattr(pipelines, name)))
+    load_texts = watched("load_text_encoder", fitting.load_text_encoder)
+    monkeypatch.setattr(fitting, "load_text_encoder", load_texts)
     picture = torch.zeros(3, 1, 32, 48)
     requests = [Request(f"a cat {word}", BUCKET, given=picture) for word in ("runs", "on a roof")]
     clips = pipeline.generate(requests, SamplingConfig(2, 1.0))

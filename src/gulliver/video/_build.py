@@ -57,11 +57,13 @@ def check_start(config: TrainConfig) -> None:
                 f"--model.weights {model.weights} need --autoencoder.path and "
                 "--model.text-encoder: name what they were trained with"
             )
-        kind, _ = fields_of_files(model.weights)
+        begun = Run(config.out).model_path
+        resumed = config.resume and begun.is_file()
+        kind = read_json(begun)["kind"] if resumed else fields_of_files(model.weights)[0]
     if kind not in TRAINED:
         raise GulliverError(
-            f"{model.weights or model.size} is of the class {kind}, which this loop does not train: "
-            f"{' and '.join(TRAINED)} it does"
+            f"{model.weights or model.size} is of the class {kind}, which this loop does not "
+            f"train: take one of {' or '.join(TRAINED)}"
         )
     if kind != "STDiT3" and config.ranks_of_a_model > 1:
         raise GulliverError(
@@ -177,7 +179,7 @@ def _captions(dataset: Any) -> list[str]:
     rows = getattr(dataset, "rows", None)
     if rows is None:
         raise GulliverError(
-            "--model.text-encoder reads the captions of a --data.table: name one, the moving digits "
-            "have a sentence for each sample"
+            "--model.text-encoder reads the captions of a --data.table: name one, for the moving "
+            "digits words will do"
         )
     return sorted({row.text for row in rows} | {OF_NO_SAMPLE})

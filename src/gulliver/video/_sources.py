@@ -93,7 +93,7 @@ def _buckets(
         # Published sizes fit no unit: they are cut, by less than one.
         return BucketConfig.load(config.buckets, (compression[0], unit, unit))
     for bucket in shapes:
-        if autoencoder is None:
+        if autoencoder is None or isinstance(autoencoder, VideoAutoencoder):
             _check_shape(bucket, unit)
         else:
             autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
