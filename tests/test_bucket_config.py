@@ -87,8 +87,10 @@ def test_what_no_chance_would_take_is_refused_and_only_that() -> None:
     ever = np.zeros(600, dtype=bool)
     for epoch in range(150):
         ever |= config.deal(clips, 1, 7, epoch) >= 0
-    for index, size in enumerate(zip(*(side.tolist() for side in clips), strict=True)):
-        assert (config.refusal(*size, 1) is None) == ever[index], size
+    for index in range(600):
+        frames, height, width = (int(side[index]) for side in clips)
+        taken = config.refusal(frames, height, width, 1) is None
+        assert taken == ever[index], (frames, height, width)
 
 
 def test_resolutions_have_the_published_sizes() -> None:
@@ -167,6 +169,7 @@ def test_public_files_load_without_being_run(tmp_path: Path) -> None:
     ("values", "message"),
     [
         ({"721p": {1: (1.0, 2)}}, "unknown resolution '721p': did you mean '720p'"),
+        ({"16px": {1: (1.0, 2)}}, "the smallest is 32px"),
         ({"720p": {1: 2}}, "720p: 1 is 2: write frames: .keep, batch size."),
         ({"720p": {0: (1.0, 2)}}, "0 is no number of frames"),
         ({"720p": {"x": (1.0, 2)}}, "write frames"),

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
-from gulliver.parallel.convolution import stream_decode, stream_encode, stream_module
+from gulliver.parallel.convolution import (
+    stream_decode,
+    stream_encode,
+    stream_module,
+    stream_trained,
+)
 from tests.autoencoder_models import TinyAutoencoder
 
 STRETCHES = [[1, 4, 8], [5, 2, 2, 4], [3, 10], [13]]
@@ -50,21 +55,69 @@ def test_our_autoencoder_streams_any_stretches_forward_and_backward() -> None:
 
 
 def test_layers_that_look_ahead_wait_for_the_frames_they_need() -> None:
-    class Ahead(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Conv3d(3, 3, 3, padding=1), nn.Conv3d(3, 3, 5, padding=2)
-            self.down = nn.Conv3d(3, 3, (4, 1, 1), stride=(3, 1, 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x + self.two(torch.relu(self.one(x)))
-            return self.down(x)
-
     torch.manual_seed(0)
     network, clip = Ahead().double(), torch.randn(1, 3, 18, 4, 4).double()
     for sizes in ([1] * 18, [4, 9, 5]):
         found = torch.cat(list(stream_module(network, clip.split(sizes, 2))), 2)
         torch.testing.assert_close(found, network(clip), rtol=0, atol=1e-12)
+
+
+class Ahead(nn.Module):
+    """Layers that look ahead, and a downsampling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv3d(3, 3, 3, padding=1), nn.Conv3d(3, 3, 5, padding=2)
+        self.down = nn.Conv3d(3, 3, (4, 1, 1), stride=(3, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.two(torch.relu(self.one(x)))
+        return self.down(x)
+
+
+def test_a_stream_is_trained_segment_by_segment_with_the_gradients_of_the_whole() -> None:
+    torch.manual_seed(0)
+    plain = VideoAutoencoder(width=8).double()
+    tiny = TinyAutoencoder("frame", "raster").double()
+    networks = [
+        (Ahead().double(), lambda m, x: m(x), ([1] * 18, [4, 9, 5], [18])),
+        (plain, lambda m, x: m.moments(x), ([1, 4, 4, 8], [5, 4, 8])),
+        (tiny, lambda m, x: m.encoder(x), ([1, 4, 4, 8], [5, 12])),
+    ]
+    for network, call, splits in networks:
+        frames = sum(splits[0])
+        clip = torch.randn(1, 3, frames, 8, 8, dtype=torch.float64, requires_grad=True)
+        inputs = [clip, *(p for p in network.parameters())]
+        whole = call(network, clip)
+        weights = torch.randn_like(whole)
+        loss = (whole * weights).square().sum()
+        wanted = torch.autograd.grad(loss, inputs, allow_unused=True)
+        for sizes in splits:
+            found = stream_trained(lambda x, c=call, n=network: c(n, x), clip.split(sizes, 2))
+            torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+            loss = (found * weights).square().sum()
+            # Twice, as an adaptive weight does: what is dropped is computed again.
+            torch.autograd.grad(loss, clip, retain_graph=True)
+            gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+            torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-10)
+
+
+def _trained_peak(network: VideoAutoencoder, frames: int, segments: bool) -> int:
+    gc.collect()
+    with LiveBytes() as live:
+        clip = torch.zeros(1, 3, frames, 32, 32)
+        parts = clip.split([5] + [8] * ((frames - 5) // 8), 2) if segments else [clip]
+        stream_trained(network.moments, parts).square().sum().backward()
+    return live.peak
+
+
+def test_the_peak_of_training_through_a_stream_grows_with_the_borders_alone() -> None:
+    network = VideoAutoencoder(width=32, depth=2)
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    (short, long), whole = (_trained_peak(network, n, True) for n in (29, 109)), 0
+    whole = _trained_peak(network, 109, False) - _trained_peak(network, 29, False)
+    assert long - short < 0.35 * whole
 
 
 def _peak(network: nn.Module, frames: int) -> int:

@@ -154,6 +154,32 @@ def test_frames_are_at_most_a_level_from_those_of_one_process(
             assert torch.equal(clip, first), "all ranks have the same bits"
 
 
+def _decoded(world: World, run: Path) -> tuple[list[Tensor], list[list[str]]]:
+    """Clips of one request, by what is cut to decode them, and what is told of it."""
+    clips, told = [], []
+    for dim in ("off", "auto", "height", "samples"):
+        model, said = VideoModel.load(run, torch.device("cpu")), []
+        model.model.double()
+        model.autoencoder.double()
+        model.share(2, 1, show=said.append, autoencoder=dim)
+        latents = torch.linspace(-1, 1, 2 * 8 * 3 * 8 * 8).double().view(2, 8, 3, 8, 8)
+        with torch.no_grad():
+            clips.append(model.autoencoder.decode(latents, 9))
+        told.append([line for line in said if "decoder" in line])
+    return clips, told
+
+
+def test_ranks_decode_together_what_each_would_by_itself(pool: Pool, run: Path) -> None:
+    (clips, told), (others, told_others) = pool.run(_decoded, 2, run)
+    assert told_others == [[], [], [], []]
+    for clip, other in zip(clips, others, strict=True):
+        assert torch.equal(clip, other)
+        torch.testing.assert_close(clip, clips[0], rtol=0, atol=1e-10)
+    assert told[0] == []
+    assert "predicted to be the fastest" in told[1][0]
+    assert told[2][0].endswith("with a part of the height of 2x3x8x8x8, as asked for")
+
+
 def _refused(world: World, run: Path) -> list[str]:
     said = []
 

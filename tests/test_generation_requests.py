@@ -178,6 +178,7 @@ def test_two_pictures_are_connected(model: VideoModel) -> None:
 
 
 REFUSED = [
+    ({"negative_prompt": "a b c d e f g h i"}, {}, "9 words are more than this model reads"),
     ({"negative_prompt": "x"}, {"guidance": 1.0}, "has no effect with guidance 1"),
     ({}, {"guidance_image": 2.0}, "image guidance 2 without given frames"),
     ({}, {"guidance": 1.0, "guidance_oscillation": 3}, "--guidance-oscillation with --guidance 1"),

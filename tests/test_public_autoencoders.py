@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gulliver.checkpoint import write_tensors
+from gulliver.comm import World, all_reduce
 from gulliver.errors import GulliverError
 from gulliver.models import (
     AUTOENCODERS,
@@ -21,9 +22,15 @@ from gulliver.models import (
     VideoAutoencoder,
     build_autoencoder,
 )
-from gulliver.parallel.convolution import stream_decode, stream_encode
+from gulliver.parallel.convolution import (
+    chunk_convolutions,
+    share_autoencoder,
+    stream_decode,
+    stream_encode,
+)
 from gulliver.video import load_autoencoder
 from tests import autoencoder_reference as reference
+from tests.pool import Pool
 from tests.public_autoencoders import CAUSAL, FRAMES, NAMES, TIME, clip, make
 
 
@@ -298,3 +305,63 @@ def test_a_stream_is_told_a_length_that_is_padded(name: str) -> None:
         torch.testing.assert_close(found, z, rtol=0, atol=1e-12)
         found = torch.cat(list(stream_decode(model, lambda: z.split(2, 2), norms, frames=22)), 2)
         torch.testing.assert_close(found, model.decode(z, 22), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["frames", "pipeline", "causal whole"])
+def test_convolutions_in_pieces_are_the_whole(name: str) -> None:
+    model: Any = make(name)
+    x = clip(name, 5)
+    with torch.no_grad():
+        video = model.decode(model.encode(x), 5)
+        chunked = chunk_convolutions(model, budget="4KiB")
+        torch.testing.assert_close(model.decode(model.encode(x), 5), video, rtol=0, atol=1e-12)
+        assert any(plan.number > 1 for plan in chunked.plans.values())
+
+
+SHARED = (
+    ("frames", "time"), ("pipeline", "height"), ("pipeline whole", "time"),
+    ("pipeline whole", "channels"), ("causal", "width"), ("causal whole", "height"),
+)  # fmt: skip
+ALL_SHARED = tuple(
+    (name, dim) for name in NAMES for dim in ("samples", "height", "width", "time", "channels")
+)
+
+
+def _run(model: Any, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the decoded clip, and the gradients of parameters."""
+    model.zero_grad()
+    video = model.decode(model.encode(x), x.shape[2])
+    weights = torch.linspace(0.5, 1.5, video.numel()).view_as(video)
+    (video.square() * weights).sum().backward()
+    return video.detach(), {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def _shared(world: World, cases: tuple[tuple[str, str], ...]) -> dict[str, float]:
+    errors = {}
+    for name, dim in cases:
+        model: Any = make(name)
+        x = clip(name, 5)
+        plain, gradients = _run(model, x)
+        shared = share_autoencoder(model, dim=dim)
+        video, found = _run(model, x)
+        shared.off()
+        for gradient in found.values():
+            all_reduce(gradient)
+        pairs = [(video, plain), *((found[key], gradients[key]) for key in found)]
+        errors[f"{name}, {dim}"] = max(
+            float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs
+        )
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(2, SHARED), pytest.param(3, ALL_SHARED, marks=pytest.mark.full)]
+)
+def test_ranks_share_each_exactly_forward_and_backward(
+    pool: Pool, ranks: int, cases: tuple[tuple[str, str], ...]
+) -> None:
+    for errors in pool.run(_shared, ranks, cases):
+        assert errors == {key: pytest.approx(0, abs=1e-10) for key in errors}

@@ -25,9 +25,11 @@ from gulliver.video import (
     DemoConfig,
     Request,
     SamplingConfig,
+    TrainAutoencoderConfig,
     TrainConfig,
     VideoModel,
     VideoPipeline,
+    check_autoencoder_config,
     check_clip,
     check_config,
     check_output,
@@ -43,6 +45,7 @@ from gulliver.video import (
     open_run,
     read_frames,
     read_prompt,
+    run_autoencoder,
     split_ranks,
     train,
     write_clip,
@@ -66,6 +69,19 @@ def train_command(config: TrainConfig, arguments: list[str]) -> int:
     return 0 if outcome.finished else 143
 
 
+def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[str]) -> int:
+    """Trains a video autoencoder, on ranks of this machine where a launcher has started none."""
+    check_autoencoder_config(config)
+    ranks = config.ranks or max(default_ranks(), config.share_ranks)
+    if not under_launcher() and ranks % config.share_ranks:
+        raise GulliverError(
+            f"--ranks is {ranks}: it must be a multiple of --share-ranks {config.share_ranks}"
+        )
+    if not under_launcher() and ranks > 1:
+        return launch("gulliver.cli", ["train-autoencoder", *arguments], ranks)
+    return 0 if run_autoencoder(config).finished else 143
+
+
 def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     """Makes clips from sentences, on ranks of this machine that are started where asked for."""
     prompts = _prompts(config)
@@ -86,7 +102,8 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     world = init_world()
     with guard():
         config, model = _loaded(config, arguments, world.device)
-        model.share(config.sequence, config.guidance_ranks, guided, console().print, image_guided)
+        sharing = config.sequence, config.guidance_ranks, guided, console().print, image_guided
+        model.share(*sharing, autoencoder=config.share_autoencoder)
         clips = _made(config, model, requests, clip, world.is_main)
     if world.is_main:
         paths = _numbered(config.out, len(prompts))

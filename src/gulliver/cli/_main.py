@@ -26,11 +26,21 @@ class Command(NamedTuple):
 
 VIDEO, OPTIONS = "gulliver.video._config", "gulliver.cli._options"
 TEXTS = "gulliver.finetune._job_config"
+AUTOENCODERS = "gulliver.video._autoencoder_config"
 COMMANDS = {
-    name: Command((place, options), (f"gulliver.cli.{module}", f"{name}_command"), what)
+    name: Command(
+        (place, options), (f"gulliver.cli.{module}", f"{name.replace('-', '_')}_command"), what
+    )
     for name, place, options, module, what in (
         ("finetune", TEXTS, "FinetuneConfig", "_finetune", "fine-tune a language model on texts"),
         ("train", VIDEO, "TrainConfig", "_commands", "train a text-to-video model"),
+        (
+            "train-autoencoder",
+            AUTOENCODERS,
+            "TrainAutoencoderConfig",
+            "_commands",
+            "train a video autoencoder",
+        ),
         ("generate", OPTIONS, "GenerateConfig", "_commands", "make clips from sentences"),
         ("evaluate", OPTIONS, "EvaluateConfig", "_commands", "judge what a model shows"),
         (
@@ -81,7 +91,7 @@ def run(arguments: list[str]) -> int:
             "usage: gulliver COMMAND [options]      (gulliver COMMAND --help lists the options)\n"
         )
         for name, command in COMMANDS.items():
-            print(f"  {name:<12} {command.what}")
+            print(f"  {name:<18} {command.what}")
         return 0
     if arguments[0] == "--version":
         print(f"gulliver {__version__}")

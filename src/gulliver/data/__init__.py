@@ -15,6 +15,7 @@ from gulliver.data._table import (
     choose_bucket,
     probe_file,
     resize_and_crop,
+    span_of,
 )
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "read_utf8",
     "resize_and_crop",
     "resolution",
+    "span_of",
     "stacked",
     "upright_frames",
     "with_scores",

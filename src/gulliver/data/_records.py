@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -22,18 +23,25 @@ NUMBERS = ("num_frames", "height", "width", "fps")
 """Columns that spare opening a file."""
 FPS = Range(0.1, 1000)
 
+_MEDIA = ".mp4 .m4v .mov .mkv .webm .avi .gif .png .jpg .jpeg .webp .bmp"
+MEDIA = frozenset(_MEDIA.split())
+"""Suffixes of the files of a folder that are clips or pictures."""
+
 Record = dict[str, object]
 
 
 def read_records(table: Path) -> list[Record]:
     """Reads the rows of a .csv or .parquet file that has the columns path and text.
 
-    Cells of the columns `NUMBERS` and `SCORES` become floats, or None where they are empty.
+    Of a folder each video and picture in it is a row, and its name the text. Cells of the columns
+    `NUMBERS` and `SCORES` become floats, or None where they are empty.
 
     Raises:
         GulliverError: the table is missing or unreadable, lacks a column or has one twice; a row
             does not fit the header, or states what is no number.
     """
+    if table.is_dir():
+        return _files_of(table)
     if not table.is_file():
         raise GulliverError(f"table {table} does not exist")
     if table.suffix == ".csv":
@@ -50,6 +58,20 @@ def read_records(table: Path) -> list[Record]:
                 else f"table {table.name} is empty"
             )
     return [{**record, **_numbers(where, record)} for where, record in found]
+
+
+def _files_of(folder: Path) -> list[Record]:
+    """Makes a row of each video and picture in a folder and its folders."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in MEDIA)
+    if not files:
+        raise GulliverError(
+            f"folder {folder} holds no video or picture ({' '.join(sorted(MEDIA))})"
+        )
+    return [
+        {"path": str(path.relative_to(folder)), "text": re.sub("[_-]+", " ", path.stem)}
+        | dict.fromkeys(NUMBERS + SCORES)
+        for path in files
+    ]
 
 
 def read_utf8(path: Path) -> str:

@@ -140,8 +140,8 @@ def _square_of(name: str) -> Resolution | None:
     if match is None:
         return None
     pixels, setting = int(match[1]) ** 2, match[2]
-    if pixels < GRID**2:
-        raise GulliverError(f"resolution {name!r} is smaller than {GRID}px")
+    if pixels < (2 * GRID) ** 2:
+        raise GulliverError(f"resolution {name!r}: the smallest is {2 * GRID}px")
     sizes = _computed(pixels)
     if setting == "max":
         best = max(sizes, key=lambda side: math.prod(sizes[side]))

@@ -6,6 +6,8 @@ be opened when the table is read, and a file that breaks when its turn comes (`B
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +60,7 @@ class ClipTable:
     Paths are relative to the table's folder.
 
     Args:
-        table: path of a .csv or .parquet file.
+        table: path of a .csv or .parquet file, or of a folder of clips whose names are captions.
         buckets: shapes to train on. A clip goes to the bucket with the most pixels, then the most
             frames, then the nearest aspect ratio, among those it fills. Or a `BucketConfig`, which
             deals the clips anew in each epoch.
@@ -99,6 +101,33 @@ class ClipTable:
         if not self.rows:
             first = f", such as {self.skipped[0][0]} ({self.skipped[0][1]})" if self.skipped else ""
             raise GulliverError(f"{table} has no row that can be used{first}")
+        self._deal_rows()
+
+    def hold_out(self, share: float, seed: int) -> ClipTable:
+        """Takes rows away, and returns a table of them.
+
+        Args:
+            share: chance of each row to be taken, whatever other rows there are.
+            seed: seed of the hash of its path that decides.
+
+        Raises:
+            GulliverError: no row is taken, or none is left.
+        """
+        taken = [_chance(row.name, seed) < share for row in self.rows]
+        if len(set(taken)) < 2:
+            which = "every" if all(taken) else "no"
+            raise GulliverError(
+                f"a share of {share:g} holds {which} clip of {len(taken)} out: choose another"
+            )
+        held = copy.copy(self)
+        held.rows = [row for row, out in zip(self.rows, taken, strict=True) if out]
+        self.rows = [row for row, out in zip(self.rows, taken, strict=True) if not out]
+        held._broken = {}
+        for table in (self, held):
+            table._deal_rows()
+        return held
+
+    def _deal_rows(self) -> None:
         dealt = zip(self.rows, self.deal(0), strict=True)
         self.rows = [replace(row, bucket=bucket) for row, bucket in dealt]
 
@@ -108,7 +137,7 @@ class ClipTable:
         if not name or not any(letter.isalnum() for letter in text):
             self.skipped.append((name or "(no path)", "no caption" if name else "no path"))
             return
-        path = self.table.parent / name
+        path = (self.table if self.table.is_dir() else self.table.parent) / name
         try:
             probe = _stated(record, path) or probe_file(path)
             bucket = self._choose(probe)
@@ -202,6 +231,12 @@ class ClipTable:
             out = len(self.rows) - spread.total()
             lines.append(f"the first epoch has {spread.total()} of them ({told}), {out} left out")
         return "\n".join(lines)
+
+
+def _chance(name: str, seed: int) -> float:
+    """Draws a number in [0, 1) for a name."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little") / 2**56
 
 
 def _stated(record: Record, path: Path) -> Probe | None:

@@ -24,7 +24,7 @@ from gulliver.models._identify import Look, fields_of, look_of
 from gulliver.models._identify_autoencoders import autoencoder_fields_of, public_name
 from gulliver.models._packing import pack_latents, places_of, unpack_latents
 from gulliver.models._quirks import QUIRKS, QUIRKS_OF
-from gulliver.models.autoencoder import VideoAutoencoder
+from gulliver.models.autoencoder import AUTOENCODER_SIZES, VideoAutoencoder
 from gulliver.models.autoencoder_causal import CausalAutoencoder
 from gulliver.models.autoencoder_frames import FrameAutoencoder
 from gulliver.models.autoencoder_pipeline import PipelineAutoencoder
@@ -35,6 +35,7 @@ from gulliver.models.stdit2 import STDiT2
 
 __all__ = [
     "AUTOENCODERS",
+    "AUTOENCODER_SIZES",
     "CONFIGURATIONS",
     "QUIRKS",
     "QUIRKS_OF",

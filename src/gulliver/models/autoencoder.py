@@ -10,7 +10,7 @@ Shapes: videos [B, 3, T, H, W] in [-1, 1] with T = 4 k + 1; latents [B, C, k + 1
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,13 @@ from gulliver.models._autoencoders import check_causal, check_length, check_spac
 
 BLOCK = 4
 """Frames, rows and columns of a block that becomes one latent vector."""
+AUTOENCODER_SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"width": 56, "depth": 1},
+    "small": {"width": 96, "depth": 2},
+    "base": {"width": 160, "depth": 3},
+    "large": {"width": 256, "depth": 4},
+}
+"""Sizes of `VideoAutoencoder` by name; the first is its default."""
 
 
 class CausalConv3d(nn.Module):
@@ -73,6 +80,8 @@ class VideoAutoencoder(nn.Module):
         latent_channels: channels C of the latent.
         width: channels of the convolutions.
         depth: residual blocks of the encoder, and of the decoder.
+        posterior: whether the encoder gives a Gaussian, mean and log-variance, instead of a point;
+            latents are its mean then.
     """
 
     compression = (BLOCK, BLOCK, BLOCK)
@@ -82,16 +91,24 @@ class VideoAutoencoder(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, latent_channels: int = 8, width: int = 56, depth: int = 1) -> None:
+    def __init__(
+        self, latent_channels: int = 8, width: int = 56, depth: int = 1, posterior: bool = False
+    ) -> None:
         super().__init__()
-        self.config = {"latent_channels": latent_channels, "width": width, "depth": depth}
+        self.config: dict[str, Any] = {
+            "latent_channels": latent_channels,
+            "width": width,
+            "depth": depth,
+        }
+        if posterior:
+            self.config["posterior"] = True
         self.latent_channels = latent_channels
         pixels = 3 * BLOCK**3
         self.encoder = nn.Sequential(
             CausalConv3d(pixels, width, taps=1),
             *(Residual(width) for _ in range(depth)),
             nn.SiLU(),
-            CausalConv3d(width, latent_channels, taps=1),
+            CausalConv3d(width, latent_channels * (2 if posterior else 1), taps=1),
         )
         self.decoder = nn.Sequential(
             CausalConv3d(latent_channels, width),
@@ -101,6 +118,11 @@ class VideoAutoencoder(nn.Module):
         )
         self.register_buffer("mean", torch.zeros(latent_channels))
         self.register_buffer("std", torch.ones(latent_channels))
+
+    @property
+    def last_layer(self) -> nn.Parameter:
+        """Weight of the last convolution, at which terms of a loss may be balanced."""
+        return self.get_parameter(f"decoder.{len(self.decoder) - 1}.conv.weight")
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Returns channels, frames, rows and columns of the latent of a clip.
@@ -137,9 +159,13 @@ class VideoAutoencoder(nn.Module):
         check_length(self, latents, num_frames)
         return self.decode_raw(latents * self._column(self.std) + self._column(self.mean))
 
+    def moments(self, video: Tensor) -> Tensor:
+        """Encodes to what the encoder gives: latents, with their log-variances as more channels."""
+        return self.encoder(fold(video)).transpose(1, 2)
+
     def encode_raw(self, video: Tensor) -> Tensor:
         """Encodes without normalising, as training does: its statistics are not known yet."""
-        return self.encoder(fold(video)).transpose(1, 2)
+        return self.moments(video)[:, : self.latent_channels]
 
     def decode_raw(self, latents: Tensor) -> Tensor:
         """Decodes latents that were not normalised."""

@@ -86,6 +86,33 @@ def _as_read(batch: tuple[Step, ClipBatch]) -> tuple[Step, ClipBatch]:
     return batch
 
 
+def read_ahead(
+    dataset: Any, sampler: BucketSampler, seed: int, device: torch.device
+) -> Iterator[tuple[Step, ClipBatch, dict[str, Any]]]:
+    """Reads batches without end, epoch after epoch, in a thread that is ahead.
+
+    Args:
+        dataset: data set of clips.
+        sampler: order of the samples, and this rank's share of each batch.
+        seed: seed of which frames of longer clips are taken.
+        device: device that the clips are for.
+
+    Yields:
+        A step, its clips, and the position after it.
+    """
+    loader = DataLoader(
+        _Steps(dataset, seed),
+        batch_sampler=sampler,
+        collate_fn=_as_read,
+        device=device,
+        threaded=True,
+    )
+    while True:
+        for step, batch in loader:
+            # The position after this batch; the thread is ahead of it.
+            yield step, batch, loader.state_dict()["inner"]
+
+
 @dataclass(frozen=True)
 class BatchMaker:
     """Makes a `Batch` of each step of a sampler."""
@@ -110,26 +137,27 @@ class BatchMaker:
 
     def batches(self) -> Iterator[Batch]:
         """Yields batches without end, epoch after epoch; clips are made ahead in a thread."""
-        loader = DataLoader(
-            _Steps(self.dataset, self.seed),
-            batch_sampler=self.sampler,
-            collate_fn=_as_read,
-            device=self.device,
-            threaded=True,
-        )
-        while True:
-            for step, (videos, captions, fps, kept, _) in loader:
-                # The position after this batch; the thread is ahead of it.
-                state = loader.state_dict()["inner"]
-                if self.agree is not None:
-                    # A file may go between two ranks' looks at it.
-                    common = self.agree(kept)
-                    rows = [row for row, position in enumerate(kept) if position in common]
-                    if len(rows) < len(kept):
-                        videos = videos[rows] if rows else None
-                        captions, fps = [captions[row] for row in rows], fps[rows]
-                        kept = [kept[row] for row in rows]
-                yield self._batch(step, videos, captions, fps, kept, state)
+        for step, clips, state in read_ahead(self.dataset, self.sampler, self.seed, self.device):
+            yield self.make(step, clips, state)
+
+    def make(self, step: Step, clips: ClipBatch, state: dict[str, Any]) -> Batch:
+        """Makes the batch of a step; ranks of one model keep the clips that all of them could read.
+
+        Args:
+            step: share of the step that the clips are of.
+            clips: clips as they were read.
+            state: position in the data after the step.
+        """
+        videos, captions, fps, kept, _ = clips
+        if self.agree is not None:
+            # A file may go between two ranks' looks at it.
+            common = self.agree(kept)
+            rows = [row for row, position in enumerate(kept) if position in common]
+            if len(rows) < len(kept):
+                videos = videos[rows] if videos is not None and rows else None
+                captions, fps = [captions[row] for row in rows], fps[rows]
+                kept = [kept[row] for row in rows]
+        return self._batch(step, videos, captions, fps, kept, state)
 
     @torch.no_grad()
     def _batch(

@@ -6,6 +6,7 @@ were, so a resumed run and whoever generates need them no more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from gulliver import models
 from gulliver.checkpoint import load_huggingface, read_json, write_json
 from gulliver.comm import World, broadcast_object
+from gulliver.data import ClipTable
 from gulliver.errors import GulliverError, nearest
 from gulliver.jobs import Display, derive
 from gulliver.models import CONFIGURATIONS, STDIT3_SIZES, Autoencoder, STDiT2
@@ -153,16 +155,16 @@ def make_text(config: TrainConfig, model: nn.Module) -> TextEncoder:
 
 
 def ready_texts(
-    config: TrainConfig, run: Run, model: nn.Module, dataset: Any, world: World
+    config: TrainConfig, run: Run, model: nn.Module, datasets: Sequence[Any], world: World
 ) -> TextEncoder:
-    """Returns the texts of a run; one rank encodes the captions of a table, and all read them.
+    """Returns the texts of a run; one rank encodes the captions of tables, and all read them.
 
     Raises:
         GulliverError: a caption is longer than the model reads.
     """
     if config.model.text_encoder is None:
         return make_text(config, model)
-    folder, captions = run.folder / "texts", _captions(dataset)
+    folder, captions = run.folder / "texts", _captions(datasets)
     kept: KeptTexts | None = None
     if world.is_main:
         kept = KeptTexts(make_text(config, model), folder)
@@ -175,11 +177,10 @@ def ready_texts(
     return kept or KeptTexts.of_folder(folder, fingerprint, *text_size(model))
 
 
-def _captions(dataset: Any) -> list[str]:
-    rows = getattr(dataset, "rows", None)
-    if rows is None:
+def _captions(datasets: Sequence[Any]) -> list[str]:
+    if any(not isinstance(dataset, ClipTable) for dataset in datasets):
         raise GulliverError(
             "--model.text-encoder reads the captions of a --data.table: name one, for the moving "
             "digits words will do"
         )
-    return sorted({row.text for row in rows} | {OF_NO_SAMPLE})
+    return sorted({row.text for dataset in datasets for row in dataset.rows} | {OF_NO_SAMPLE})

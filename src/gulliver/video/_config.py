@@ -44,7 +44,8 @@ class DataConfig:
     """Clips to learn from."""
 
     table: Path | None = None
-    """CSV or Parquet table of clips (columns path, text); without one, the moving digits."""
+    """CSV or Parquet table of clips (columns path, text), or a folder of clips whose names are
+    their captions; without one, the moving digits."""
     shapes: tuple[str, ...] = ("13x32x32:5", "9x24x40:1.5", "17x40x24:1", "1x32x32:1.5")
     """Clip shapes as frames x height x width, with a weight after the colon (digits only)."""
     batch_size: Annotated[int, AT_LEAST_1] = 32
@@ -77,6 +78,8 @@ class AutoencoderConfig:
     """Clips of one of its steps."""
     learning_rate: Annotated[float, RATE] = 3e-3
     """Peak of its one-cycle learning rate."""
+    share: Literal["auto", "samples", "height", "width", "time", "channels", "off"] = "auto"
+    """Dim of clips that the ranks of one model cut to encode together; off: every rank all."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,20 @@ class FlowConfig:
     """Share of clips whose first latent frame is given; short for --flow.masks image_head."""
     mask_head: Annotated[float, SHARE] = 0.1
     """Share of clips whose first two are given; short for --flow.masks extend."""
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Loss of held-out clips at fixed noise levels, by bucket."""
+
+    every: Annotated[int, AT_LEAST_0] = 0
+    """Steps between validations, one is at the end too; 0: none."""
+    share: Annotated[float, SHARE] = 0.0
+    """Share of a table's rows that is held out of training, by a hash of their paths."""
+    clips: Annotated[int, AT_LEAST_1] = 32
+    """Most held-out clips of a bucket."""
+    levels: Annotated[int, Range(1, 1000)] = 5
+    """Number of noise levels, evenly between none and all."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +207,7 @@ class TrainConfig:
     autoencoder: AutoencoderConfig = field(default_factory=AutoencoderConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     @property
@@ -245,7 +263,8 @@ MAY_CHANGE = frozenset(
     {"out", "ranks", "resume", "resume_step", "plugin", "stage", "save_every", "keep", "log_every"}
     | {"tp_size", "sp_size", "pp_size", "sequence_parallelism_mode"}
     | {"async_save"}
-    | {"autoencoder.path", "data.unreadable_limit"}
+    | {"autoencoder.path", "autoencoder.share", "data.unreadable_limit"}
+    | {"validation.every", "validation.clips", "validation.levels"}
     | {"model.weights", "model.text_encoder"}
 )
 """Options that may differ between a run and its resumption: where and how, not what."""
@@ -268,6 +287,17 @@ def check_config(config: TrainConfig) -> TrainConfig:
             "--data.table, moving digits have no frames between"
         )
     _check_table_options(config.data)
+    share, every = config.validation.share, config.validation.every
+    if config.data.table is None and share:
+        raise GulliverError(
+            f"--validation.share is {share}: it is for the clips of a --data.table, the moving "
+            "digits have held-out handwriting"
+        )
+    if config.data.table is not None and every and not share:
+        raise GulliverError(
+            f"--validation.every {every} needs held-out clips: add a --validation.share, such as "
+            "0.05"
+        )
     if config.resume_step is not None and not config.resume:
         raise GulliverError(
             f"--resume-step {config.resume_step} says where to continue: add --resume"

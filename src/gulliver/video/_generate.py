@@ -46,7 +46,7 @@ from gulliver.video._requests import (
     made_by_loops,
 )
 from gulliver.video._run import Run
-from gulliver.video._shared import Shared, share, split_ranks
+from gulliver.video._shared import Shared, ranks_alike, share, share_coding, split_ranks
 from gulliver.video._sources import make_flow, vocabulary
 from gulliver.video._words import WordEncoder
 
@@ -103,6 +103,7 @@ class VideoModel:
         guided: bool = True,
         show: Callable[[str], None] | None = None,
         image_guided: bool = False,
+        autoencoder: str = "auto",
     ) -> None:
         """Makes all ranks of the world make each clip together; every rank calls it, once.
 
@@ -115,6 +116,8 @@ class VideoModel:
             guided: whether guidance will be on.
             show: function that is told, on rank 0, how clips are cut.
             image_guided: whether image guidance will be on.
+            autoencoder: dim of clips that is cut to decode them, "auto" for the predicted
+                fastest, or "off" for every rank by itself.
 
         Raises:
             GulliverError: the sizes do not make the world.
@@ -122,13 +125,15 @@ class VideoModel:
         world = dist.get_world_size() if dist.is_initialized() else 1
         sizes = split_ranks(world, sequence, guidance_ranks, guided, image_guided)
         self.shared = share(self.model, *sizes, show=show)
+        share_coding(self.autoencoder, ranks_alike("all"), autoencoder, show)
 
     def check(self, request: Request, sampling: SamplingConfig | None = None) -> None:
         """Refuses a request that cannot be fulfilled.
 
         Raises:
             GulliverError: what `gulliver.video.check_request` refuses; sizes that do not fit the
-                compression and the patch; frames that a reference or the clip does not have.
+                compression and the patch; frames that a reference or the clip does not have;
+                sentences that are too long.
         """
         check_request(request, sampling or SamplingConfig())
         bucket = request.bucket
@@ -153,6 +158,8 @@ class VideoModel:
                 f"({unit} k + 1)"
             )
         check_frames(request, self.autoencoder)
+        texts = loop_prompts(request.prompt, request.loops)
+        self.text.encode([*texts, request.negative_prompt] if request.negative_prompt else texts)
 
     def remarks(self, request: Request) -> list[str]:
         """Lists what a user should know of a request that is fulfilled all the same."""
@@ -222,7 +229,7 @@ class VideoModel:
             given=given,
             mask=generate,
         )
-        videos = self.shared.decode(self.autoencoder, latents, bucket).clamp(-1, 1).cpu()
+        videos = self.autoencoder.decode(latents, bucket.frames).clamp(-1, 1).cpu()
         return list(videos.unbind())
 
     def _captions(self, pieces: list[Piece]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -61,12 +61,16 @@ class Part(Generic[T]):
     def __init__(self, room: Room, load: Callable[[torch.device], T]) -> None:
         self._room, self._load = room, load
         self._filled: T | None = None
+        self.after: Callable[[T], object] | None = None
+        """Function that is called with the network whenever it was filled."""
 
     def __call__(self) -> T:
         """Returns the network, filled."""
         if self._filled is None:
             self._room.make_way(self)
             self._filled = self._load(self._room.device)
+            if self.after is not None:
+                self.after(self._filled)
         return self._filled
 
     def free(self) -> None:
@@ -113,19 +117,19 @@ class PartAutoencoder:
     """
 
     def __init__(self, part: Part[Any], outline: Any, memory: int | None = None) -> None:
-        self._part, self._outline, self._memory = part, outline, memory
+        self.part, self._outline, self._memory = part, outline, memory
         self._peaks: dict[tuple[int, ...], int] = {}
         self.compression, self.latent_channels = outline.compression, outline.latent_channels
         self.latent_shape = outline.latent_shape
 
     def encode(self, video: Tensor) -> Tensor:
         """Encodes clips [B, 3, T, H, W] to normalised latents."""
-        autoencoder = self._part()
+        autoencoder = self.part()
         return autoencoder.encode(video.to(next(autoencoder.parameters()).dtype))
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
         """Decodes latents [B, C, T, H, W] clip by clip, in stretches where memory asks for them."""
-        autoencoder = self._part()
+        autoencoder = self.part()
         clips = [self._decoded(autoencoder, one, num_frames) for one in latents.split(1)]
         return torch.cat(clips).float()
 
@@ -133,7 +137,8 @@ class PartAutoencoder:
         room = free_memory(latents.device) if self._memory is None else self._memory
         # Samplers are exact in their own dtype, autoencoders in theirs.
         latents = latents.to(next(autoencoder.parameters()).dtype)
-        need = self._peak(autoencoder, latents)
+        # Networks that ranks share are cut already.
+        need = self._peak(autoencoder, latents) if self.part.after is None else 0
         if need <= room:
             return autoencoder.decode(latents, num_frames)
         length = max(1, int(latents.shape[2] * room / need))

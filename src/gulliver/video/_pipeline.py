@@ -53,7 +53,7 @@ from gulliver.video._requests import (
     made_by_loops,
 )
 from gulliver.video._run import Run
-from gulliver.video._shared import Shared, share, split_ranks
+from gulliver.video._shared import Shared, ranks_alike, share, share_coding, split_ranks
 from gulliver.video._sources import make_flow, own_autoencoder
 from gulliver.video._text_encoders import KeptTexts, TextEncoder, check_encoder
 
@@ -190,6 +190,7 @@ class VideoPipeline:
         guided: bool = True,
         show: Callable[[str], None] | None = None,
         image_guided: bool = False,
+        autoencoder: str = "auto",
     ) -> None:
         """Makes all ranks of the world make each clip together, as `VideoModel.share`.
 
@@ -206,6 +207,16 @@ class VideoPipeline:
         self._ranks, self._show = sizes, show or (lambda _: None)
         rank = dist.get_rank() if world > 1 else 0
         self.shared = Shared(self.outline, world, rank)
+        if world > 1:
+            everybody = ranks_alike("all")
+
+            def share_networks(networks: Any) -> None:
+                share_coding(networks, everybody, autoencoder, show)
+
+            if isinstance(self.autoencoder, PartAutoencoder):
+                self.autoencoder.part.after = share_networks
+            else:
+                share_networks(self.autoencoder)
 
     def _fill(self, device: torch.device) -> Filled:
         model = self._load(device)
@@ -306,9 +317,6 @@ class VideoPipeline:
             own = (None, None) if given is None or mask is None else (given[part], mask[part])
             latents += self._latents(pieces[part], sampling, guidance, *own).unbind()
         bucket = pieces[0].bucket
-        if self.shared.ranks > 1:
-            clips = self.shared.decode(self.autoencoder, torch.stack(latents).float(), bucket)
-            return list(clips.clamp(-1, 1).cpu().unbind())
         return [self._decoded(latent, bucket.frames) for latent in latents]
 
     def _decoded(self, latent: Tensor, frames: int) -> Tensor:

@@ -2,6 +2,14 @@
 
 from gulliver.jobs import console
 from gulliver.options import resolved
+from gulliver.video._autoencoder_config import (
+    AutoencoderDataConfig,
+    AutoencoderLossConfig,
+    AutoencoderModelConfig,
+    TrainAutoencoderConfig,
+    check_autoencoder_config,
+)
+from gulliver.video._autoencoder_job import AutoencoderOutcome, run_autoencoder
 from gulliver.video._autoencoder_training import save_autoencoder, train_autoencoder
 from gulliver.video._build import check_start
 from gulliver.video._config import (
@@ -13,6 +21,7 @@ from gulliver.video._config import (
     OptimizerConfig,
     SamplingConfig,
     TrainConfig,
+    ValidationConfig,
     check_clip,
     check_config,
     from_plain,
@@ -52,6 +61,10 @@ __all__ = [
     "FPS",
     "SHORT_FORMS",
     "AutoencoderConfig",
+    "AutoencoderDataConfig",
+    "AutoencoderLossConfig",
+    "AutoencoderModelConfig",
+    "AutoencoderOutcome",
     "ClipTextEncoder",
     "DataConfig",
     "DemoConfig",
@@ -73,11 +86,14 @@ __all__ = [
     "T5TextEncoder",
     "TextEncoder",
     "TextPair",
+    "TrainAutoencoderConfig",
     "TrainConfig",
     "Trainer",
+    "ValidationConfig",
     "VideoModel",
     "VideoPipeline",
     "WordEncoder",
+    "check_autoencoder_config",
     "check_clip",
     "check_config",
     "check_encoder",
@@ -102,6 +118,7 @@ __all__ = [
     "read_frames",
     "read_prompt",
     "resolved",
+    "run_autoencoder",
     "save_autoencoder",
     "sentence",
     "split_ranks",

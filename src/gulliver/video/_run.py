@@ -7,6 +7,7 @@ run/
   model.json               class and fields of the weights that it began with, where it did
   texts/                   what captions say, where a text encoder reads them
   log.jsonl                a line per logged step
+  validation.jsonl         a line per validation: losses of held-out clips by bucket
   tensorboard/
   checkpoints/step-*/      model, optimizer, schedule, average of the weights, position in the data
 """
@@ -20,8 +21,9 @@ from typing import Any
 from gulliver.checkpoint import CheckpointFolder, read_json, step_folder, write_json
 from gulliver.errors import GulliverError
 from gulliver.jobs import Log
-from gulliver.options import resolved
-from gulliver.video._config import TrainConfig, differences, from_plain
+from gulliver.options import differences, resolved
+from gulliver.video._autoencoder_config import TrainAutoencoderConfig
+from gulliver.video._config import MAY_CHANGE, TrainConfig, from_plain
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Run:
 
     folder: Path
     keep: int = 3
+    may_change: frozenset[str] = MAY_CHANGE
 
     @property
     def config_path(self) -> Path:
@@ -57,11 +60,16 @@ class Run:
         return self.folder / "log.jsonl"
 
     @property
+    def validation(self) -> Log:
+        """The losses of held-out clips, one JSON object per line."""
+        return Log(self.folder / "validation.jsonl")
+
+    @property
     def checkpoints(self) -> CheckpointFolder:
         """The checkpoints of the run."""
         return CheckpointFolder(self.folder / "checkpoints", keep=self.keep)
 
-    def open(self, config: TrainConfig) -> Path | None:
+    def open(self, config: TrainConfig | TrainAutoencoderConfig) -> Path | None:
         """Prepares the folder for `config`.
 
         Returns:
@@ -84,14 +92,14 @@ class Run:
             return None
         if config.resume_step is not None:
             newest = step_folder(self.checkpoints.root, config.resume_step)
-        changed = differences(read_json(self.config_path), resolved(config))
+        changed = differences(read_json(self.config_path), resolved(config), self.may_change)
         if changed:
             raise GulliverError(
                 f"{self.folder} cannot be resumed with another configuration: {'; '.join(changed)}"
             )
         return newest
 
-    def write_config(self, config: TrainConfig) -> None:
+    def write_config(self, config: TrainConfig | TrainAutoencoderConfig) -> None:
         """Saves the resolved configuration."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.config_path, resolved(config))
@@ -127,6 +135,7 @@ class Run:
     def cut_log(self, step: int) -> None:
         """Drops log lines after `step`: a resumed run writes them again."""
         Log(self.log_path).cut(step)
+        self.validation.cut(step)
 
     def append_log(self, line: dict[str, Any]) -> None:
         """Adds a line to the log."""

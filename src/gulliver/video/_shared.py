@@ -5,7 +5,8 @@ two *guidance* ranks each asks once, and they exchange what they found. The rank
 share the tokens of the clip (`gulliver.booster.hybrid`). Both together: rank
 ``branch * sequence + rank in the sequence``, so that those of a sequence, which send most, are
 neighbours. Noise,
-conditions and Euler steps are computed on every rank, and are the same on all.
+conditions and Euler steps are computed on every rank, and are the same on all. Clips are decoded by
+all ranks together (`share_coding`).
 
 Read `split_ranks`, `share`, `Shared`.
 """
@@ -14,17 +15,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from gulliver.booster.hybrid import wire_stdit
-from gulliver.comm import ALONE, RankGroup, all_gather, broadcast, gather_objects, make_axes
-from gulliver.data import Bucket
+from gulliver.comm import (
+    ALONE,
+    RankGroup,
+    all_gather,
+    gather_objects,
+    make_axes,
+    shared_rank_group,
+)
 from gulliver.errors import GulliverError
+from gulliver.hardware import current_cluster
 from gulliver.models import Autoencoder
+from gulliver.parallel.convolution import SharedNetworks, has_networks, share_autoencoder
 from gulliver.parallel.sequence import SequencePlan, make_groups
 
 THREE_BRANCHES = (
@@ -128,16 +137,39 @@ class Shared:
                 "model with guidance_ranks=1"
             )
 
-    def decode(self, autoencoder: Autoencoder, latents: Tensor, bucket: Bucket) -> Tensor:
-        """Decodes latents of a bucket to clips [B, 3, T, H, W], each on one rank; all get all."""
-        if self.ranks == 1:
-            return autoencoder.decode(latents)
-        clips = latents.new_empty(len(latents), 3, *astuple(bucket))
-        if self.rank < len(latents):
-            clips[self.rank :: self.ranks] = autoencoder.decode(latents[self.rank :: self.ranks])
-        for index, clip in enumerate(clips):
-            broadcast(clip, index % self.ranks)
-        return clips
+
+def share_coding(
+    autoencoder: Autoencoder,
+    rank_group: RankGroup,
+    dim: str,
+    show: Callable[[str], None] | None = None,
+) -> SharedNetworks | None:
+    """Makes ranks that need the same clips encode and decode them together; all of them call it.
+
+    Args:
+        autoencoder: autoencoder, shared in place.
+        rank_group: ranks that encode and decode the same clips.
+        dim: dim that is cut, "auto" for the predicted fastest, or "off".
+        show: function that is told of every choice and its reason, on the first rank.
+
+    Returns:
+        What undoes it; None where nothing is shared.
+    """
+    if dim == "off" or rank_group.size == 1 or not has_networks(autoencoder):
+        return None
+    cluster = current_cluster(dist.get_world_size())
+    told = show if rank_group.rank == 0 else None
+    return share_autoencoder(autoencoder, rank_group, dim, cluster, told)
+
+
+def ranks_alike(place: Any) -> RankGroup:
+    """Returns the ranks of the world that name the same place; every rank calls it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ALONE
+    rows: dict[Any, list[int]] = {}
+    for rank, other in enumerate(gather_objects(place)):
+        rows.setdefault(other, []).append(rank)
+    return shared_rank_group(list(rows.values()), "autoencoder")
 
 
 def share(

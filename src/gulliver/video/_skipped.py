@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gulliver.comm import gather_objects
+
 EMPTY_BATCHES = 10
 """Empty batches in a row, or those of a whole epoch if fewer, at which the data is gone."""
 SHOWN = 20
@@ -50,6 +52,17 @@ class SkippedClips:
         if self.empty >= min(EMPTY_BATCHES, self.batches):
             return f"{self.empty} batches in a row had no clip that could be read"
         return None
+
+
+def common_samples(place: tuple[int, int], kept: list[int]) -> list[int]:
+    """Returns the samples that all ranks with one share of a batch could read; all ranks call it.
+
+    Args:
+        place: number of the share, and number of shares.
+        kept: samples that this rank could read.
+    """
+    found = [theirs for other, theirs in gather_objects((place, kept)) if other == place]
+    return sorted(set(kept).intersection(*found))
 
 
 def listing(broken: set[tuple[str, str]]) -> str:

@@ -83,6 +83,28 @@ def make_dataset(
     return table
 
 
+def make_held_out(config: TrainConfig, dataset: Any) -> MovingDigits | ClipTable | None:
+    """Makes the held-out clips of a run: rows that a table's training loses, or other handwriting.
+
+    Raises:
+        GulliverError: a share that holds no row out, or all.
+    """
+    validation, shapes = config.validation, dict.fromkeys(parse_shapes(config.data.shapes), 1.0)
+    if isinstance(dataset, ClipTable):
+        share = validation.share
+        return dataset.hold_out(share, derive(config.seed, 10)) if share else None
+    if not validation.every:
+        return None
+    return MovingDigits(
+        "heldout",
+        # Which shape a clip has is drawn: enough that each has its number.
+        2 * validation.clips * len(shapes),
+        derive(config.seed, 10),
+        shapes,
+        parse_held_out(config.data.held_out),
+    )
+
+
 def _buckets(
     config: DataConfig, shapes: tuple[Bucket, ...], autoencoder: Autoencoder | None = None
 ) -> BucketConfig | tuple[Bucket, ...]:

@@ -29,7 +29,7 @@ def hide_targets(model: nn.Module) -> None:
 def run_stages(
     booster: Booster,
     model: nn.Module,
-    optimizer: BoostedOptimizer,
+    optimizer: BoostedOptimizer | None,
     flow: RectifiedFlow,
     batch: Batch,
     micro_batches: int,
@@ -40,7 +40,7 @@ def run_stages(
     Args:
         booster: booster of the model, which `hide_targets` was called with.
         model: this rank's stage.
-        optimizer: boosted optimizer of it.
+        optimizer: boosted optimizer of it; None runs forward only.
         flow: rectified flow whose loss it is.
         batch: this rank's share.
         micro_batches: number of micro-batches that the pipeline runs.

@@ -57,9 +57,17 @@ from gulliver.video._ema import ExponentialAverage
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
-from gulliver.video._skipped import SkippedClips, listing
-from gulliver.video._sources import make_dataset, make_flow, make_sampler, ready_autoencoder
+from gulliver.video._shared import ranks_alike, share_coding
+from gulliver.video._skipped import SkippedClips, common_samples, listing
+from gulliver.video._sources import (
+    make_dataset,
+    make_flow,
+    make_held_out,
+    make_sampler,
+    ready_autoencoder,
+)
 from gulliver.video._stages import hide_targets, run_stages
+from gulliver.video._validation import Validation
 
 CHUNK_MB = 1.0
 
@@ -99,8 +107,9 @@ def train(config: TrainConfig) -> Outcome:
         path = config.autoencoder.path
         given = None if path is None else load_autoencoder(path)
         dataset = make_dataset(config.data, words, world.is_main, config.seed, given)
+        held_out = make_held_out(config, dataset)
         autoencoder = ready_autoencoder(config, run, dataset, world)
-        trainer = Trainer(config, run, dataset, autoencoder, world)
+        trainer = Trainer(config, run, dataset, autoencoder, world, held_out)
         if checkpoint is not None:
             trainer.restore(checkpoint)
         with StopRequest().listening() as stop:
@@ -165,6 +174,7 @@ class Trainer:
         dataset: Any,
         autoencoder: Autoencoder,
         world: World,
+        held_out: Any = None,
     ) -> None:
         self.config, self.run, self.world = config, run, world
         self.step_number, self.saved_step, self.seconds = 0, 0, 0.0
@@ -182,7 +192,7 @@ class Trainer:
             dataset,
             self.sampler,
             autoencoder.to(world.device).eval(),
-            ready_texts(config, run, model, dataset, world),
+            ready_texts(config, run, model, [d for d in (dataset, held_out) if d is not None], world),
             self.flow,
             config.flow,
             config.seed,
@@ -190,6 +200,14 @@ class Trainer:
             self._agree if config.ranks_of_a_model > 1 else None,
             frozenset(inspect.signature(model.forward).parameters) & {"num_frames", "ar"},
         )
+        if config.ranks_of_a_model > 1:
+            share_coding(
+                autoencoder, ranks_alike(self.place), config.autoencoder.share, console().print
+            )
+        self.validation: Validation | None = None
+        if held_out is not None and config.validation.every:
+            told = config.validation, self.place, config.data.batch_size
+            self.validation = Validation(held_out, self.maker, *told)
         precision = None if config.mixed_precision == "none" else config.mixed_precision
         self.booster = Booster(plugin=plugin, mixed_precision=precision)
         optimizer = torch.optim.AdamW(
@@ -228,6 +246,8 @@ class Trainer:
                     self._report(figures, display, scalars)
                 stopping = figures["stop"] > 0
                 last = self.step_number >= self.config.steps
+                if figures["samples"]:
+                    self._validate(last, display, scalars)
                 due = figures["samples"] and self.step_number % self.config.save_every == 0
                 if stopping or last or due:
                     self.save()
@@ -248,10 +268,7 @@ class Trainer:
         """Returns the samples that all ranks with this share could read; every rank calls it."""
         if not isinstance(self.maker.dataset, ClipTable):
             return kept
-        found = [
-            theirs for place, theirs in gather_objects((self.place, kept)) if place == self.place
-        ]
-        return sorted(set(kept).intersection(*found))
+        return common_samples(self.place, kept)
 
     def _finish_saving(self) -> None:
         """Waits for the last checkpoint, and says what checkpoints have cost."""
@@ -352,20 +369,39 @@ class Trainer:
             last = number == len(parts) - 1
             context = nullcontext() if last else self.booster.no_sync(self.model, self.optimizer)
             with context:
-                losses = self.flow.loss(
-                    self.model,
-                    batch.latents[part],
-                    batch.model_inputs(part),
-                    noise=batch.noise[part],
-                    timesteps=batch.timesteps[part],
-                    mask=None if batch.generate is None else batch.generate[part],
-                )
-                share = losses.sum() * batch.weight
+                share = self._losses(batch, part).sum() * batch.weight
                 # Gradients are averaged over shares, losses over samples: the factor makes up for
                 # it.
                 self.booster.backward(share * (self.place[1] / count), self.optimizer)
             loss_sum += share.detach()
         return loss_sum
+
+    def _losses(self, batch: Batch, part: slice) -> Tensor:
+        """Computes the losses of some of a share's samples."""
+        return self.flow.loss(
+            self.model,
+            batch.latents[part],
+            batch.model_inputs(part),
+            noise=batch.noise[part],
+            timesteps=batch.timesteps[part],
+            mask=None if batch.generate is None else batch.generate[part],
+        )
+
+    @torch.no_grad()
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        """Computes the sum of a share's losses, forward only."""
+        if self.config.pp_size > 1:
+            told = self.flow, batch, self.config.micro_batches, 1.0
+            return run_stages(self.booster, self.model, None, *told)
+        return self._losses(batch, slice(None)).sum() * batch.weight
+
+    def _validate(self, last: bool, display: Display, scalars: Any) -> None:
+        """Tells the losses of held-out clips where they are due; every rank calls it."""
+        validation, step = self.validation, self.step_number
+        if validation is not None and (last or step % self.config.validation.every == 0):
+            found = validation.losses(self._loss_sum, self.config.ranks_of_a_model)
+            if self.world.is_main and found:
+                validation.tell(found, step, self.run, display, scalars)
 
     def _refuse_divergence(self, loss: float, norm: float) -> None:
         self.booster.wait()  # one may be under way

@@ -2,13 +2,14 @@
 
     shared = share_autoencoder(autoencoder, mesh)              # several ranks encode and decode
     for video in stream_decode(autoencoder, latents): ...      # any length in constant memory
+    video = stream_trained(autoencoder.decode, latents.split(4, dim=2))    # backward too
     chunked = chunk_convolutions(autoencoder, budget="1GiB")   # each convolution in pieces
 
 They hold for any module made of convolutions, norms, resampling and attention; what cannot be exact
 is refused by name. Read `_windows.py` (arithmetic), `_plan.py` and `_chunked.py` (pieces), then
 `_sharded.py` (the tensor through which a module runs unchanged), `_shapes.py`, `_compute.py`,
 `_norms.py` and `_attention.py` (what functions mean for a part), `_ranks.py` and `_share.py`,
-`_stream.py`.
+`_stream.py`, `_recompute.py`.
 
 It does not know of models, losses or optimizers.
 """
@@ -17,6 +18,7 @@ from gulliver.parallel.convolution import _compute as _compute
 from gulliver.parallel.convolution._attention import frame_causal_attention
 from gulliver.parallel.convolution._chunked import ChunkedConvolutions, chunk_convolutions
 from gulliver.parallel.convolution._maskless import without_masks
+from gulliver.parallel.convolution._networks import has_networks
 from gulliver.parallel.convolution._plan import (
     INDEX_LIMIT,
     Convolution,
@@ -24,6 +26,7 @@ from gulliver.parallel.convolution._plan import (
     plan_convolution,
 )
 from gulliver.parallel.convolution._predict import Predicted
+from gulliver.parallel.convolution._recompute import stream_trained
 from gulliver.parallel.convolution._share import SharedNetworks, share_autoencoder
 from gulliver.parallel.convolution._stream import stream_decode, stream_encode, stream_module
 
@@ -36,10 +39,12 @@ __all__ = [
     "SharedNetworks",
     "chunk_convolutions",
     "frame_causal_attention",
+    "has_networks",
     "plan_convolution",
     "share_autoencoder",
     "stream_decode",
     "stream_encode",
     "stream_module",
+    "stream_trained",
     "without_masks",
 ]

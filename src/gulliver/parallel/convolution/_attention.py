@@ -49,9 +49,6 @@ def _frame_causal(func: Any, args: Any, kwargs: Any) -> Sharded:
     q, k, v, tokens, scale = args
     if q.cut.dim == 3:
         return _of_features(q, k, v, None, tokens, scale)
-    if q.cut.dim == 0:
-        rows = [(0, q.shape[2])]
-        return like(q, _causal(q.local, k.local, v.local, rows, tokens, scale))
     if q.cut.dim != 2:
         refuse("frame-causal attention with cut heads", q)
     whole = [t.holder.whole(t, (name, 0)) for t, name in ((k, "keys"), (v, "values"))]

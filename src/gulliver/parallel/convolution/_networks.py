@@ -66,6 +66,11 @@ def networks_of(autoencoder: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def has_networks(autoencoder: Any) -> bool:
+    """Returns whether ranks can share it: not what passes frames from piece to piece by itself."""
+    return getattr(autoencoder, "networks", None) != {}
+
+
 def pieces_of(autoencoder: nn.Module, name: str) -> Callable[..., Iterator[Tensor]] | None:
     """Returns the function from stretches to stretches of an autoencoder that computes in pieces.
 

@@ -82,7 +82,10 @@ def _predicted(
 ) -> Predicted:
     holder = Imagined(0, ranks, channels=name == "channels")
     counter, moved = FlopCounterMode(display=False), _Moved()
-    given = holder.shard(torch.empty(x.shape, dtype=x.dtype, device="meta"), dim)
+    given: Tensor = holder.shard(torch.empty(x.shape, dtype=x.dtype, device="meta"), dim)
+    if name == "samples":
+        # Whole clips need nothing of each other: the network runs on them plainly.
+        given = torch.empty(-(-len(x) // ranks), *x.shape[1:], dtype=x.dtype, device="meta")
     state = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     empty = {key: torch.empty_like(value, device="meta") for key, value in state.items()}
     with torch.no_grad(), _plain(network), without_masks(network), moved, counter:

@@ -13,8 +13,9 @@ values.
 the ranks: where there are enough of them, that sends least.
 
 All ranks call the networks with the same input. What comes out is gathered, so all have the whole;
-its gradient is taken to be the same on all ranks, and each passes its own part back. So gradients
-of parameters and of the input are shares, to be added up over the ranks: `sum_gradients` does that.
+its gradient is taken to be the same on all ranks, and each passes its own part back. The gradient
+of the input is gathered, too: what is shared may follow what is shared, cut along another dim.
+Gradients of parameters are shares, to be added up over the ranks: `sum_gradients` does that.
 
 Read `share_autoencoder`, `SharedNetworks`; `choose_dim` predicts.
 """
@@ -39,7 +40,7 @@ from gulliver.parallel.convolution._maskless import without_masks
 from gulliver.parallel.convolution._networks import networks_of
 from gulliver.parallel.convolution._predict import Predicted, predict
 from gulliver.parallel.convolution._ranks import Ranks
-from gulliver.parallel.convolution._sharded import Sharded, own_of
+from gulliver.parallel.convolution._sharded import Cut, Sharded, like, own_of
 
 Dim = Literal["samples", "height", "width", "time", "channels"]
 DIMS: dict[str, int] = {"samples": 0, "height": -2, "width": -1, "time": -3, "channels": 1}
@@ -105,8 +106,9 @@ class SharedNetworks:
             raise GulliverError(f"a shared {name} takes one tensor, whole on all ranks")
         dim = self._choose(network, plain, dims, name, x)
         ranks = Ranks(self.rank_group, channels=dim == "channels")
+        part = given(x, dims[dim], ranks)
         with without_masks(network):
-            made = plain(ranks.shard(x, dims[dim]), *rest)
+            made = _own_samples(plain, part, rest) if dim == "samples" else plain(part, *rest)
         if not isinstance(made, Sharded):
             raise GulliverError(
                 f"a shared {name} must return one tensor, not {type(made).__name__}"
@@ -176,6 +178,39 @@ def share_autoencoder(
         for name, part in networks.items():
             shared.add(part, own, name)
     return shared
+
+
+def _own_samples(plain: Any, x: Sharded, rest: tuple[Any, ...]) -> Any:
+    """Runs a network on this rank's clips, which need nothing of the others'."""
+    held = len(x.local)
+    # A rank without work computes a clip of zeros, as long as another computes one: it knows what
+    # comes out then, and has a part in backward.
+    own = x.local if held else x.local.new_zeros(1, *x.shape[1:]) + x.local.sum()
+    made = plain(own, *rest)
+    if not isinstance(made, Tensor):
+        return made
+    return like(x, made if held else made[:0])
+
+
+def given(x: Tensor, dim: int, ranks: Ranks) -> Sharded:
+    """Returns this rank's part of what all ranks have; its gradient becomes whole on all ranks."""
+    part = ranks.shard(x, dim)
+    if torch.is_grad_enabled() and x.requires_grad:
+        part.local = _Given.apply(x, part.cut, ranks)
+    return part
+
+
+class _Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
+        ctx.how = cut, ranks
+        return own_of(whole, cut, ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        cut, ranks = ctx.how
+        return ranks.whole(Sharded(grad, cut, ranks), ("given", 0)), None, None
 
 
 def gathered(x: Sharded) -> Tensor:

@@ -118,7 +118,7 @@ def stream_module(
 
 def _streamed(network: Any, clips: Clips, stream: Stream, dim: int) -> Iterator[Tensor]:
     with without_masks(network):
-        for part, final in _with_last(clips() if callable(clips) else clips):
+        for part, final in with_last(clips() if callable(clips) else clips):
             made = stream.run(network, part, dim, final)
             if made is not None and made.numel():
                 yield made
@@ -128,7 +128,7 @@ def _count(network: Any, clips: Any, dim: int, counted: dict[Any, Any]) -> bool:
     """Counts the statistics of the first norm that is not known; whether there was one."""
     stream = Stream(counted, counting=True)
     with torch.no_grad(), without_masks(network):
-        for part, final in _with_last(clips()):
+        for part, final in with_last(clips()):
             stream.run(network, part, dim, final)
     if stream.asked is None:
         return False
@@ -136,7 +136,7 @@ def _count(network: Any, clips: Any, dim: int, counted: dict[Any, Any]) -> bool:
     return True
 
 
-def _with_last(parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+def with_last(parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
     """Yields each part and whether it is the last."""
     before = None
     for part in parts:
@@ -157,7 +157,7 @@ class _Counted(Exception):
 
 
 @dataclass
-class _Kept:
+class KeptRows:
     """What a layer keeps from stretch to stretch.
 
     Attributes:
@@ -175,6 +175,9 @@ class _Kept:
     bound: int | None = None
 
 
+Kept = KeptRows | list[KeptRows] | Tensor
+
+
 class Stream(Holder):
     """Parts of an activation in time: what came before is part 0, what is new part 1.
 
@@ -185,6 +188,8 @@ class Stream(Holder):
     Attributes:
         asked: norm that was not known.
         found: statistics of it in each stretch.
+        kept: frames that each layer keeps, by its name.
+        waiting: frames that gave nothing yet.
     """
 
     rank = 1
@@ -196,15 +201,21 @@ class Stream(Holder):
         self.asked: Any = None
         self.found: list[Statistics] = []
         self.final = False
-        self._kept: dict[Any, Any] = {}
+        self.kept: dict[Any, Any] = {}
         self._new: dict[Any, Any] = {}
         self._seen: dict[Key, int] = {}
         self._past = 0
-        self._waiting: Tensor | None = None
+        self.waiting: Tensor | None = None
+
+    def taken_up(self, kept: dict[Any, Any], waiting: Tensor | None) -> Stream:
+        """Returns another stream at this place, with other tensors kept."""
+        other = Stream(self.counted, self.counting)
+        other.kept, other.waiting, other._past = kept, waiting, self._past
+        return other
 
     def run(self, network: Any, part: Tensor, dim: int, final: bool) -> Tensor | None:
         """Runs a network over the next stretch; None where nothing comes out yet."""
-        part = part if self._waiting is None else torch.cat([self._waiting, part], dim)
+        part = part if self.waiting is None else torch.cat([self.waiting, part], dim)
         if final and not self._past:
             return network(part)  # all of it is here
         self.final, self._seen, self._new = final, {}, {}
@@ -213,18 +224,18 @@ class Stream(Holder):
             made = network(x).local
         except _Starved:
             assert not final, "every layer has given something before"
-            self._waiting = part
+            self.waiting = part
             return None
         except _Counted:
             made = None
-        self._kept.update(self._new)
-        self._past, self._waiting = self._past + part.shape[dim], None
+        self.kept.update(self._new)
+        self._past, self.waiting = self._past + part.shape[dim], None
         return made
 
     def rows(self, x: Sharded, window: Window, after: int, key: Key) -> tuple[Rows, Sizes]:
         """Puts the kept frames before the new ones, and keeps those that later outputs need."""
         name = self._name(key)
-        kept = self._kept.get(name) or _Kept(window)
+        kept = self.kept.get(name) or KeptRows(window)
         if kept.window != window:
             refuse(f"torch's {key[0]} counted from the end", x)
         local, start, stop = self._joined(x, kept.tail, kept.start)
@@ -236,7 +247,7 @@ class Stream(Holder):
         if after < 0 and bound == kept.bound and x.cut.sizes[1]:
             keep = stop  # frames came and the slice ends where it did: it is complete
         tail = local.narrow(x.cut.dim, max(0, keep - start), stop - max(keep, start)).clone()
-        self._new[name] = _Kept(window, count, max(keep, start), tail, bound)
+        self._new[name] = KeptRows(window, count, max(keep, start), tail, bound)
         needs = window.needs(kept.done, count) if kept.done < count else (start, start)
         if max(0, needs[0]) < start:
             refuse(f"torch's {key[0]} that goes back", x)
@@ -254,7 +265,7 @@ class Stream(Holder):
         name = self._name(key)
         if x.cut.outer != 1:
             refuse("attention over a merged dim", x)
-        tail = self._kept.get(name)
+        tail = self.kept.get(name)
         local = x.local if tail is None else torch.cat([tail, x.local], x.cut.dim)
         self._new[name] = local
         return local
@@ -264,7 +275,7 @@ class Stream(Holder):
         if len({part.cut.sizes for part in parts}) == 1:
             return list(parts)
         name = self._name(key)
-        kept = self._kept.get(name) or [_Kept(Window()) for _ in parts]
+        kept = self.kept.get(name) or [KeptRows(Window()) for _ in parts]
         done, ready = kept[0].done, min(part.cut.extent for part in parts)
         if not ready:
             raise _Starved
@@ -277,7 +288,7 @@ class Stream(Holder):
                      part.cut.resized((done, ready - done)))
             )  # fmt: skip
             tail = local.narrow(dim, ready - start, stop - ready).clone()
-            news.append(_Kept(Window(), ready, ready, tail))
+            news.append(KeptRows(Window(), ready, ready, tail))
         self._new[name] = news
         return made
 

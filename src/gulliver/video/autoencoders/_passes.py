@@ -1,0 +1,80 @@
+"""Forward of a training step: whole, streamed in segments, or shared between ranks.
+
+All three give the same values and, after backward, the same gradients: where ranks share the
+networks each has its part of them, which the optimizer adds up with those of other clips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gulliver.comm import ALONE, RankGroup, make_axes
+from gulliver.models import VideoAutoencoder
+from gulliver.parallel.convolution import SharedNetworks, share_autoencoder, stream_trained
+from gulliver.parallel.tensor import copy
+from gulliver.video.autoencoders._losses import Posterior
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How an autoencoder's networks are run on this rank.
+
+    Attributes:
+        model: autoencoder.
+        segment: latent frames of a segment that is streamed; 0 runs clips whole.
+        ranks: rank group that runs the networks of each clip together.
+        shared: networks that are shared, or None.
+    """
+
+    model: VideoAutoencoder
+    segment: int = 0
+    ranks: RankGroup = ALONE
+    shared: SharedNetworks | None = None
+
+    def encode(self, videos: Tensor) -> Posterior:
+        """Encodes clips [B, 3, T, H, W] to the posterior of their latents."""
+        moments = self._run(self.model.moments, videos, self.model.compression[0])
+        return Posterior.of(moments, self.model.latent_channels)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decodes latents that were not normalised."""
+        # Each rank passes back what its part of the decoder makes of it, and the encoder's ranks
+        # take theirs: the cuts of the two need not be the same.
+        return self._run(self.model.decode_raw, copy(latents, self.ranks), 1)
+
+    def _run(self, network: Callable[[Tensor], Tensor], x: Tensor, unit: int) -> Tensor:
+        frames = x.shape[2]
+        size = self.segment * unit
+        if not size or frames <= size:
+            return network(x)
+        # The first latent frame is of a single frame.
+        first = size - (unit - 1)
+        sizes = [first] + [min(size, frames - at) for at in range(first, frames, size)]
+        return stream_trained(network, x.split(sizes, dim=2))
+
+    def off(self) -> None:
+        """Makes the autoencoder plain again."""
+        if self.shared is not None:
+            self.shared.off()
+
+
+def make_passes(
+    model: VideoAutoencoder, segment_frames: int, share_ranks: int, dim: str, ranks: int
+) -> Passes:
+    """Makes the passes of a run; every rank calls it.
+
+    Args:
+        model: autoencoder, shared in place where several ranks share it.
+        segment_frames: frames of a segment that is streamed; 0 runs clips whole.
+        share_ranks: number of ranks that share the networks, consecutive ones.
+        dim: dim that they cut.
+        ranks: number of ranks of the world.
+    """
+    if share_ranks == 1:
+        return Passes(model, segment_frames // model.compression[0])
+    axes = make_axes({"data": ranks // share_ranks, "share": share_ranks})
+    group = axes.rank_group("share")
+    return Passes(model, 0, group, share_autoencoder(model, group, dim))
