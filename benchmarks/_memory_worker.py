@@ -29,7 +29,7 @@ from benchmarks._peers import Contestant, boosted, deepspeed, fsdp2, plain
 from benchmarks.limits import disk_bytes
 from gulliver.booster import GeminiPlugin
 from gulliver.errors import GulliverError
-from gulliver.hardware import Disk, current_cluster, probe_disk
+from gulliver.hardware import Disk, current_cluster, probe_device, probe_disk
 from gulliver.memory import activation_peak
 from gulliver.plan import Work
 
@@ -127,7 +127,8 @@ def predict(job: Job) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     write, read, both = (job.options[f"{name}_bps"] for name in ("write", "read", "both"))
     disk = Disk(write, read, both_rate=both, folder=job.folder)
-    cluster = replace(current_cluster(1), disk=disk)
+    # What the processor takes for transfers is measured here, too, as `gulliver probe` does.
+    cluster = replace(current_cluster(1), device=probe_device(torch.device("cpu")), disk=disk)
     sample = torch.randint(VOCABULARY, (job.batch, job.length))
     work: Work | None = None
     for limit, early in job.options["settings"]:

@@ -420,8 +420,13 @@ def test_a_budget_leaves_room_for_what_was_seen_and_is_never_below_the_minimum(
         rule = rules[0]
         room = limit - rule.margin - max(peaks[max(0, number - 7) : number + 1])
         assert rule.budget >= minimum
+        # What differs by little is not worth a new schedule of all moves.
+        steady = rule.margin // 4
+        if abs(max(room, minimum) - before) <= steady:
+            assert rule.budget == before
+            continue
         assert rule.budget <= max(room, minimum)
-        assert rule.budget - before <= max((room - before) // 4, MIB)
+        assert rule.budget - before <= max((room - before) // 4, steady)
         if room <= before:
             assert rule.budget == max(room, minimum)
     assert rules[0].changes == rules[1].changes
@@ -434,7 +439,7 @@ def test_a_budget_settles_where_steps_are_alike(peak: int) -> None:
     rule.begin(None)
     for _ in range(60):
         rule.end_step(peak)
-    assert rule.budget == 500 * MIB - rule.margin - peak
+    assert abs(rule.budget - (500 * MIB - rule.margin - peak)) <= rule.margin // 4
     changes = len(rule.changes)
     rule.end_step(peak)
     assert len(rule.changes) == changes
@@ -515,7 +520,7 @@ def test_a_controller_lowers_the_budget_at_the_next_position_and_says_why() -> N
     assert "995.0 MiB of 1000.0 MiB used" in controller.explain()
     for _ in range(60):
         controller.end_step()
-    assert ledger.budgets[-1] == 1000 * MIB - controller.rule.margin
+    assert 0 <= 1000 * MIB - controller.rule.margin - ledger.budgets[-1] <= 8 * MIB  # not worth more
     controller.close()
 
 

@@ -20,6 +20,7 @@ from gulliver.hardware import (
     Transfer,
     Visit,
     described,
+    disk_rates,
     memory_bytes,
     tiered_seconds,
 )
@@ -186,6 +187,32 @@ def test_reads_and_writes_go_on_at_once_as_fast_as_was_measured() -> None:
         assert tiered_seconds([visit] * 8, rates).busy == pytest.approx(8 * seconds)
     unequal = TierRates("disk", 2e9, 1e9, both_rate=1.5e9)
     assert unequal.busy(1.0, 2.0) == pytest.approx(1.0 / 0.75 + 1.0)
+
+
+def test_the_processor_takes_time_for_uses_transfers_and_bytes_that_are_gone_through() -> None:
+    rates = TierRates("disk", 1e9, 1e9, visit_s=0.25, transfer_s=0.5, memory_rate=1e9)
+    # Nothing is moved where memory is made; the moves beside 2 s of compute take 1 s.
+    moves = (Transfer(10**8, write=True), Transfer(10**8, until=1), Transfer(0))
+    found = tiered_seconds([Visit(2.0, moves, uses=2, passed=10**9)] * 3, rates)
+    assert found.step == pytest.approx(3 * (2.0 + 2 * 0.25 + 2 * 0.5 + 1.0))
+    assert found.compute == pytest.approx(6.0)
+    assert found.exposed == pytest.approx(7.5)
+    bare = tiered_seconds([Visit(2.0, moves)] * 3, TierRates("disk", 1e9, 1e9))
+    assert bare.step == pytest.approx(6.0)
+
+
+def test_a_faster_processor_and_memory_take_less_beside_what_is_computed() -> None:
+    cluster = described("cpu-loopback")
+    device = replace(cluster.device, launch_s=1e-6, memory_rate=1e9)
+    first, second = (
+        disk_rates(replace(cluster, device=d))
+        for d in (device, replace(device, launch_s=2e-6, memory_rate=2e9))
+    )
+    assert first is not None
+    assert second is not None
+    visit = Visit(0.0, (Transfer(10**8),))
+    assert 2 * first.handling(visit) == pytest.approx(second.handling(visit))
+    assert replace(first, visit_s=0.0).handling(Visit(0.0, passed=10**9)) == pytest.approx(1.0)
 
 
 def test_what_comes_waits_for_the_memory_of_what_leaves() -> None:

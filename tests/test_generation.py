@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -337,6 +338,26 @@ def test_the_command_line_knows_all_that_a_request_may_say(
         )
     assert stop.value.code == 0, capsys.readouterr().err
     assert read_frames(tmp_path / "y.mp4").shape[1] == 13 + 2 * 4
+
+
+def test_a_cache_says_what_it_saved_and_how_far_its_clip_is(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from gulliver.cli import main
+
+    def called(*options: str) -> str:
+        base = ["--run", str(run), "--prompt", "the digit 3", "--frames", "9", "--steps", "6"]
+        with pytest.raises(SystemExit):
+            main(["generate", *base, "--out", str(tmp_path / "x.gif"), *options])
+        return capsys.readouterr().err
+
+    # All but the first step re-use the five blocks behind the first.
+    told = called("--cache", "first-block:1000", "--cache-check")
+    assert "calls saved: blocks 25 of 30" in told
+    assert re.search(r"PSNR to the clip without cache: \d+\.\d dB +the digit 3", told)
+    assert "inf dB" in called("--cache", "first-block:0", "--cache-check")
+    assert "name one" in called("--cache-check")
+    assert "unknown cache 'first'" in called("--cache", "first")
 
 
 @pytest.mark.usefixtures("_trained_judges")

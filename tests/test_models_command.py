@@ -74,3 +74,24 @@ def test_the_table_and_json_name_every_model_that_is_asked_for(
             main(arguments.split())
         assert stop.value.code == 1
         assert message in capsys.readouterr().err
+
+
+def test_autoencoders_are_listed_with_the_memory_to_decode_whole_and_streamed(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    names = ["SD-VAE", "OpenSora-VAE-v1.3", "HunyuanVideo-VAE"]
+    size = ["--frames", "33", "--height", "64", "--width", "64"]
+    with pytest.raises(SystemExit) as stop:
+        main(["models", *names, *size, "--json"])
+    assert stop.value.code == 0
+    said = json.loads(capsys.readouterr().out)["autoencoders"]
+    assert list(said) == names
+    frames, causal, foreign = said.values()
+    assert (causal["parameters"], causal["compression"]) == (259_163_811, [4, 8, 8])
+    # The last resolution's activations: 128 channels, several at once.
+    layer = 2 * 128 * 33 * 64 * 64
+    weights = 2 * 259_163_811
+    assert weights + 2 * layer < causal["decode"] < weights + 8 * layer
+    assert causal["stream"] - weights < 0.6 * (causal["decode"] - weights)
+    assert frames["stream"] < frames["decode"] < frames["stream"] + layer
+    assert foreign["parameters"] is None

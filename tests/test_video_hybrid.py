@@ -16,7 +16,15 @@ from torch import Tensor
 from gulliver.checkpoint import load
 from gulliver.comm import World
 from gulliver.errors import GulliverError
-from gulliver.video import DataConfig, TrainConfig, Trainer, VideoModel, check_config, train
+from gulliver.video import (
+    DataConfig,
+    TrainConfig,
+    Trainer,
+    ValidationConfig,
+    VideoModel,
+    check_config,
+    train,
+)
 from gulliver.video import _training as training
 from gulliver.video._batches import Batch
 from gulliver.video._run import Run
@@ -62,6 +70,9 @@ class DoubleTrainer(Trainer):
     def step(self, batch: Batch, stop_wanted: bool = False) -> dict[str, float]:
         return super().step(doubled(batch), stop_wanted or self.step_number + 1 == self.last)
 
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        return super()._loss_sum(doubled(batch))
+
 
 @contextmanager
 def double(last: int):
@@ -96,6 +107,11 @@ def _errors(out: Path, expected: Path) -> dict[str, float]:
     }
 
 
+def _validated(out: Path, autoencoder: Path, **changes: Any) -> TrainConfig:
+    held_out = ValidationConfig(every=STEPS, clips=3, levels=2)
+    return small(out, autoencoder, steps=STEPS, validation=held_out, **changes)
+
+
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "sp 2": (2, {"sp_size": 2}),
     "tp 2": (2, {"tp_size": 2}),
@@ -113,7 +129,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
 def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory, autoencoder: Path) -> Path:
     """A run of one rank in float64."""
     out = tmp_path_factory.mktemp("alone") / "run"
-    pool.run(_train_double, 1, small(out, autoencoder, steps=STEPS))
+    pool.run(_train_double, 1, _validated(out, autoencoder))
     return out
 
 
@@ -128,8 +144,11 @@ def test_a_grid_trains_the_model_of_one_rank(
     pool: Pool, tmp_path: Path, autoencoder: Path, alone: Path, grid: str
 ) -> None:
     ranks, changes = GRIDS[grid]
-    config = small(tmp_path / "run", autoencoder, steps=STEPS, **changes)
+    config = _validated(tmp_path / "run", autoencoder, **changes)
     log = pool.run(_train_double, ranks, config)[0]
+    (held_out,), (other,) = (Run(out).validation.read() for out in (config.out, alone))
+    for bucket, losses in other["buckets"].items():
+        assert held_out["buckets"][bucket] == pytest.approx(losses, rel=1e-9)
     expected = Run(alone).read_log()
     assert [line["step"] for line in log] == list(range(1, STEPS + 1))
     for line, other in zip(log, expected, strict=True):

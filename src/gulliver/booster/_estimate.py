@@ -1,12 +1,15 @@
-"""What a batch costs one process, estimated from a model's sizes: nothing runs, nothing is there.
+"""What a batch costs one process, estimated from a model's sizes: nothing of it is there.
 
 Where a model can be run, `_measure.py` measures the same. The estimate counts the products of
-matrices, and the attention of transformers; it does not know what a model does besides.
+matrices, and the attention of transformers. Where ranks compute here, a block of each kind is timed
+(`_timed_blocks.py`): only what lies outside of blocks is counted then.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from torch import nn
 
 from gulliver.booster._measure import samples_of, tensors_of, with_peaks
 from gulliver.booster._model import no_optimizer
+from gulliver.booster._timed_blocks import block_seconds
 from gulliver.hardware import (
     BACKWARD_OF_LINEAR,
     Device,
@@ -22,7 +26,7 @@ from gulliver.hardware import (
     update_seconds,
 )
 from gulliver.parallel import state_sizes
-from gulliver.plan import Work
+from gulliver.plan import BlockWork, Work
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TABLES = ("embed", "wte", "wpe", "position")
@@ -37,6 +41,8 @@ def estimate_work(
     length: int,
     precision: str = "fp32",
     activations: str = "keep",
+    room: int | None = None,
+    limited: bool = False,
 ) -> Work:
     """Estimates what a step of a model of tokens computes.
 
@@ -48,13 +54,41 @@ def estimate_work(
         length: tokens of a sample.
         precision: ``fp32``, ``bf16`` or ``fp16``, of the products.
         activations: what may become of activations, as `GeminiPlugin` takes it.
+        room: bytes of memory that blocks may be timed in; None where they run elsewhere.
+        limited: whether they run under a memory limit.
     """
     work = _computed(model, optimizer, device, batch, length, precision)
     if getattr(model, "config", None) is None:
         return work
     ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
     computing = copy.deepcopy(model).to(getattr(torch, NAMES[precision]))
-    return with_peaks(work, computing, {"input_ids": ids, "labels": ids}, None, activations)
+    sample = {"input_ids": ids, "labels": ids}
+    if room is not None:
+        work = _timed(work, model, block_seconds(computing, sample, room, limited))
+    return with_peaks(work, computing, sample, None, activations)
+
+
+def _timed(work: Work, model: nn.Module, seconds: Mapping[str, tuple[float, float]]) -> Work:
+    """Work of a model whose blocks were timed; what is outside of them takes its share as counted.
+
+    Args:
+        work: what was counted.
+        model: whole model.
+        seconds: seconds of the forward and of the backward of its blocks, by path.
+    """
+    if not seconds:
+        return work
+    inside = sum(_multiplied(model.get_submodule(path)) for path in seconds)
+    outside = max(0, _multiplied(model) - inside) / max(1, inside)
+    forward, backward = (sum(found) for found in zip(*seconds.values(), strict=True))
+    rest = outside * forward
+    return replace(
+        work,
+        forward_s=forward + rest,
+        backward_s=backward + rest * work.backward_s / work.forward_s,
+        share_blocks=forward / (forward + rest),
+        blocks=tuple(BlockWork(path, found[0]) for path, found in seconds.items()),
+    )
 
 
 def estimate_sample(
@@ -94,6 +128,7 @@ def _computed(
     weights = _multiplied(model) + layers * 2 * length * width
     forward = layer_seconds(device, weights, tokens, NAMES[precision])
     states, trained, stepper = 0, 0, optimizer or no_optimizer()
+    whole = sum(p.numel() for p in model.parameters())
     for group in stepper.param_groups:
         for parameter in (p for p in group["params"] if p.requires_grad):
             trained += parameter.numel()
@@ -103,7 +138,8 @@ def _computed(
         samples=batch,
         tokens=tokens,
         forward_s=forward,
-        backward_s=BACKWARD_OF_LINEAR * forward,
+        # Weights that stay need no gradients.
+        backward_s=(1 + (BACKWARD_OF_LINEAR - 1) * (trained or whole) / max(1, whole)) * forward,
         update_s=update_seconds(device, 4 * trained, states),
         hidden_bytes=item * tokens * width,
     )

@@ -53,14 +53,14 @@ def measure_work(
     """
     sizes: dict[str, list[int]] = {"forward": [], "backward": [], "hidden": [], "again": []}
     with _put_back(model), _sizes_of(model, tensor, blocks, sizes), _counted() as kept:
-        _timed(model, sample, autocast)
+        timed(model, sample, autocast)
     with _put_back(model):
-        turns = [_timed(model, sample, autocast) for _ in range(TURNS)]
+        turns = [timed(model, sample, autocast) for _ in range(TURNS)]
     parts = {"blocks": blocks, "cut": _cut(tensor)} | {f"block {path}": [path] for path in blocks}
     whole, inside = math.inf, dict[str, float]()
     for _ in range(TURNS if each else 1):
         with _put_back(model), _seconds_in(model, parts) as found:
-            took, _ = _timed(model, sample, autocast)
+            took, _ = timed(model, sample, autocast)
         whole, inside = min((whole, inside), (took, found), key=lambda turn: turn[0])
     tensors = [t for t in tensors_of(sample) if t.ndim]
     return Work(
@@ -153,7 +153,7 @@ def _shared_out(seconds: float, model: nn.Module, paths: Sequence[str]) -> dict[
     return {path: seconds * count / whole for path, count in counts.items()}
 
 
-def _timed(model: nn.Module, sample: Any, autocast: torch.dtype | None) -> tuple[float, float]:
+def timed(model: nn.Module, sample: Any, autocast: torch.dtype | None) -> tuple[float, float]:
     """Seconds of a forward and a backward."""
     device = next(model.parameters()).device
     context = torch.autocast(device.type, autocast) if autocast is not None else nullcontext()

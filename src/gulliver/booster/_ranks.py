@@ -185,11 +185,18 @@ def rank_work(
     return replace(
         work,
         forward_s=work.forward_s * own * cut / degree,
-        backward_s=work.backward_s * own * cut / degree,
+        backward_s=(work.backward_s + _again_s(plan)) * own * cut / degree,
         update_s=work.update_s * own * cut,
         peak=int(work.peak * own * kept),
         peak_recomputed=int(work.peak_recomputed * own * kept),
     )
+
+
+def _again_s(plan: Plan) -> float:
+    """Seconds of what backward computes again."""
+    work, again = plan.work, set(plan.recompute)
+    known = [block.forward_s for block in work.blocks if block.path in again]
+    return sum(known) if known or not again else (work.share_blocks or 1.0) * work.forward_s
 
 
 def tensor_sizes(

@@ -28,6 +28,7 @@ from gulliver.hardware import (
 )
 from gulliver.memory import ActivationPeak, BudgetRule, smallest_limit, whole_pages
 from gulliver.options import size_at_least, size_text
+from gulliver.parallel.zero import ChunkBytes
 from gulliver.plan import MemoryPlan, Moved, Tiers, Work
 from gulliver.solve import Policy
 
@@ -213,11 +214,24 @@ def _visits(visits: Sequence[Seen], work: Work, state: StateBytes) -> list[Visit
             UPDATE: work.update_s / state.parts * chunk.whole * chunk.trained / trained,
         }
         seconds = phases.get(seen.phase, 0.0)
-        if seen.phase == BACKWARD and in_backward:
+        stepped = seen.phase == BACKWARD and in_backward and chunk.trained
+        if stepped:
             seconds += phases[UPDATE]
         moves = tuple(Transfer(m.nbytes, m.write, m.until, m.room) for m in seen.moves)
-        found.append(Visit(seconds, moves))
+        found.append(Visit(seconds, moves, 1 + stepped, _passed(chunk, seen.phase)))
     return found
+
+
+def _passed(chunk: ChunkBytes, phase: str) -> int:
+    """Bytes of a chunk that are copied or compared in a visit, beside what computes with them.
+
+    Parameters are summed as they come and as they go, to notice writes to them; gradients are
+    copied to their places: what is written without having been read counts twice.
+    """
+    gathered = (chunk.shard + 2 * chunk.whole) * chunk.copied
+    if phase == FORWARD:
+        return 2 * chunk.whole + gathered
+    return (chunk.whole * (1 + 3 * chunk.trained) + gathered) * (phase == BACKWARD)
 
 
 def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:

@@ -43,8 +43,10 @@ from gulliver.video import (
     loop_prompts,
     loop_seed,
     open_run,
+    psnr,
     read_frames,
     read_prompt,
+    read_strategy,
     run_autoencoder,
     split_ranks,
     train,
@@ -90,6 +92,8 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     bucket = Bucket(config.frames, *_sides(config.aspect_ratio, config.resolution, step))
     check_clip(bucket.frames, bucket.height, bucket.width, config.scale)
     check_output(config.out, config.frames, config.fps)
+    if read_strategy(config.cache) is None and config.cache_check:
+        raise GulliverError("--cache-check compares with --cache: name one, such as first-block")
     guided, image_guided = config.guidance != 1, config.guidance_image != 1
     ranks = 1
     if not under_launcher():
@@ -105,6 +109,9 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
         sharing = config.sequence, config.guidance_ranks, guided, console().print, image_guided
         model.share(*sharing, autoencoder=config.share_autoencoder)
         clips = _made(config, model, requests, clip, world.is_main)
+        for line in _cached(config, model, requests, clip, clips):
+            if world.is_main:
+                console().print(line)
     if world.is_main:
         paths = _numbered(config.out, len(prompts))
         for path, clip, prompt in zip(paths, clips, prompts, strict=True):
@@ -222,6 +229,26 @@ def _made(
     if clip is None:
         return model.generate(requests, config, show=show)
     return [_extended(config, model, clip, request) for request in requests]
+
+
+def _cached(
+    config: GenerateConfig,
+    model: VideoModel | VideoPipeline,
+    requests: list[Request],
+    clip: Any,
+    clips: list[Any],
+) -> list[str]:
+    """Says what a cache has saved and, where asked for, how far off its clips are."""
+    if read_strategy(config.cache) is None:
+        return []
+    lines = [f"cache {config.cache}: {model.counts}"]
+    if config.cache_check:
+        plain = _made(replace(config, cache="none"), model, requests, clip, False)
+        lines += [
+            f"PSNR to the clip without cache: {psnr(made, other):.1f} dB  {request.prompt}"
+            for made, other, request in zip(clips, plain, requests, strict=True)
+        ]
+    return lines
 
 
 def _extended(

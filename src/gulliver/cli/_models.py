@@ -1,5 +1,7 @@
 """``gulliver models``: the public video models, and the memory that each takes here.
 
+Those of autoencoders are in `_coders.py`.
+
 State is that of a plan of one rank; activations are followed through fake tensors, at one and at
 two blocks of each kind: every further block of a kind adds the same.
 """
@@ -19,11 +21,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gulliver.booster import LowLevelZeroPlugin
+from gulliver.cli._coders import coder_needs, show_coders
 from gulliver.cli._options import ModelsConfig
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware import current_cluster, memory_bytes
 from gulliver.memory import activation_peak
-from gulliver.models import CONFIGURATIONS, build, places_of
+from gulliver.models import AUTOENCODERS, CONFIGURATIONS, build, places_of
 from gulliver.options import size_text
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -53,17 +56,24 @@ class Needs:
 
 def models_command(config: ModelsConfig, arguments: list[str]) -> int:
     """Prints a line for each model."""
+    known = (*CONFIGURATIONS, *AUTOENCODERS)
     for name in config.names:
-        if name not in CONFIGURATIONS:
-            raise GulliverError(f"unknown model {name!r}: {nearest(name, CONFIGURATIONS)}")
-    names = config.names or tuple(CONFIGURATIONS)
+        if name not in known:
+            raise GulliverError(f"unknown model {name!r}: {nearest(name, known)}")
+    names = [name for name in config.names or known if name in CONFIGURATIONS]
+    coders = [name for name in config.names or known if name in AUTOENCODERS]
     clips = {name: clip_of(name, config) for name in names}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = {name: needs(name, clips[name], config) for name in names}
+    sizes = {name: coder_needs(name, config) for name in coders}
     if config.json:
-        print(json.dumps(_plain(found, clips, device), indent=1))
+        listed = {name: vars(one) for name, one in sizes.items()}
+        print(json.dumps({**_plain(found, clips, device), "autoencoders": listed}, indent=1))
         return 0
-    _show(found, clips, config, device)
+    if found:
+        _show(found, clips, config, device)
+    if sizes:
+        show_coders(sizes, config, memory_bytes(device))
     return 0
 
 

@@ -54,6 +54,8 @@ class GenerateConfig(SamplingConfig):
     with."""
     seed: Annotated[int, SEED] = 0
     """Noise of the first clip; the next clips take the next seeds."""
+    cache_check: bool = False
+    """Make the clips without the cache, too, and tell the PSNR to them."""
     negative_prompt: str = ""
     """Sentence to lead away from, in place of no sentence."""
     reference: tuple[Path, ...] = ()
@@ -125,7 +127,7 @@ class DoctorConfig:
 
 @dataclass(frozen=True)
 class ModelsConfig:
-    """Lists the public video models, and the memory that they take to train and to sample."""
+    """Lists the public video models and autoencoders, and the memory that they take."""
 
     names: tyro.conf.Positional[tuple[str, ...]] = ()
     """Names of models; all by default."""

@@ -38,6 +38,7 @@ from gulliver.hardware import (
     Curve,
     Device,
     Disk,
+    forget_seconds,
     kept_path,
     probe_collectives,
     probe_device,
@@ -74,6 +75,7 @@ def probe(out: Path | None, folder: Path | None, again: bool, mib: int = 256) ->
         cluster = replace(cluster, disk=disk)
         if world.is_main:
             cluster.save(path)
+            forget_seconds()
     assert cluster is not None
     if world.is_main:
         show(cluster)

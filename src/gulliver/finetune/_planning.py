@@ -27,8 +27,8 @@ from gulliver.booster import (
 )
 from gulliver.errors import GulliverError
 from gulliver.finetune._job_config import FinetuneConfig
-from gulliver.hardware import BACKWARD_OF_LINEAR, current_cluster, memory_bytes, seconds_text
-from gulliver.options import size_at_least, size_text
+from gulliver.hardware import current_cluster, memory_bytes, seconds_text
+from gulliver.options import byte_size, size_at_least, size_text
 from gulliver.plan import Plan, Work
 
 CHUNK_MB = 4.0
@@ -169,14 +169,15 @@ def plan_run(
     cluster, places = current_cluster(ranks), ranks // config.ranks_of_a_model
     rates = f"on {cluster.name}" if cluster.measured else UNMEASURED
     made, refusal, works = optimizer(model), GulliverError(""), dict[int, Work]()
+    room = _room(config, ranks)
     for plugin in _plugins(config, precision, ranks):
         for times in [accumulate] if accumulate else _splits(config, shape, places):
             if times not in works:
                 size = shape.per_micro(places, times), shape.length
-                work = estimate_work(
-                    model, made, cluster.device, *size, precision, config.activations
+                options = cluster.device, *size, precision, config.activations, room
+                works[times] = estimate_work(
+                    model, made, *options, limited=config.memory is not None
                 )
-                works[times] = _with_frozen(work, model)
             try:
                 plan = plugin.make_plan(model, made, cluster, work=works[times])
                 return replace(_fitting(config, plan, places, times), rates=rates)
@@ -230,12 +231,12 @@ def _plugins(config: FinetuneConfig, precision: str, ranks: int) -> Iterator[Plu
             yield LowLevelZeroPlugin(stage, CHUNK_MB, precision=half, verbose=False)
 
 
-def _with_frozen(work: Work, model: nn.Module) -> Work:
-    """Work of a model of which a part is frozen: weights that stay need no gradients."""
-    whole = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    times = 1 + (BACKWARD_OF_LINEAR - 1) * trained / whole
-    return replace(work, backward_s=times * work.forward_s)
+def _room(config: FinetuneConfig, ranks: int) -> int | None:
+    """Bytes of memory that blocks may be timed in; None where ranks share the machine."""
+    if ranks > 1:
+        return None
+    whole = memory_bytes("cuda" if torch.cuda.is_available() else "cpu")
+    return whole if config.memory is None else byte_size("--memory", config.memory, whole)
 
 
 def _fitting(config: FinetuneConfig, plan: Plan, places: int, accumulate: int) -> Planned:

@@ -42,7 +42,7 @@ from gulliver.hardware._costs import (
     zero_collectives,
 )
 from gulliver.hardware._curve import Curve
-from gulliver.hardware._kept import current_cluster, kept_path
+from gulliver.hardware._kept import current_cluster, forget_seconds, kept_path, kept_seconds
 from gulliver.hardware._links import (
     fit_line,
     group_into_nodes,
@@ -109,9 +109,11 @@ __all__ = [
     "disk_rates",
     "disk_seconds",
     "fit_line",
+    "forget_seconds",
     "group_into_nodes",
     "host_rates",
     "kept_path",
+    "kept_seconds",
     "layer_seconds",
     "linear_flops",
     "linear_seconds",

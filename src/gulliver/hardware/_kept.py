@@ -8,8 +8,12 @@ them changes.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import shutil
 import socket
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gulliver.errors import GulliverError
 from gulliver.hardware._cluster import Cluster, described
 from gulliver.hardware._probe import processor
-from gulliver.io import cache_folder
+from gulliver.io import cache_folder, write_text
 
 LIKE = {
     "H100": "8xh100-infiniband",
@@ -77,17 +82,49 @@ def kept_path(world_size: int) -> Path:
 
 def fingerprint(world_size: int) -> str:
     """Sixteen digits that change when a measurement should be made anew."""
-    return digest(
-        {
-            "hosts": _hosts(world_size),
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "gpus": _gpus(),
-            "torch": torch.__version__,
-            "ranks": world_size,
-        }
-    )
+    return digest({"hosts": _hosts(world_size), **_machine(), "ranks": world_size})
+
+
+def kept_seconds(
+    facts: dict[str, Any], measure: Callable[[], tuple[float, float]]
+) -> tuple[float, float]:
+    """Seconds that were measured here before, of something with the same facts; or measures them.
+
+    They are kept, so that a run that goes on plans what it has planned before.
+
+    Args:
+        facts: what they depend on, besides the machine.
+        measure: measures two seconds.
+    """
+    path = _seconds_folder() / f"{digest({**_machine(), **facts})}.json"
+    try:
+        first, second = json.loads(path.read_text(encoding="utf-8"))
+        return float(first), float(second)
+    except (OSError, ValueError, TypeError):
+        found = measure()
+    with suppress(OSError, GulliverError):  # a folder that cannot be written keeps nothing
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(found))
+    return found
+
+
+def forget_seconds() -> None:
+    """Lets `kept_seconds` measure anew."""
+    shutil.rmtree(_seconds_folder(), ignore_errors=True)
+
+
+def _seconds_folder() -> Path:
+    return cache_folder() / "seconds"
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": _gpus(),
+        "torch": torch.__version__,
+    }
 
 
 def digest(facts: dict[str, Any]) -> str:

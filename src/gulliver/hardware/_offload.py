@@ -16,10 +16,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gulliver.hardware._cluster import Cluster, Device
 
+VISIT_LAUNCHES, TRANSFER_LAUNCHES = 120, 80
+"""Processor time of a use of state, and of a transfer between tiers, in that of starting an
+operation: hooks, decisions and views of our own code, which take longer where any such code does.
+From processor seconds of a model of tiny layers, with a limit and without (docs/lab-notes.md)."""
 REPEATS = 4
 """Steps that are gone through: the first ones have nothing under way as they begin."""
 DISK, HOST = "disk", "host"
@@ -36,6 +40,9 @@ class TierRates:
         latency_s: seconds of a transfer beside its bytes.
         both_rate: bytes/s of reading and writing as much at once, both counted; None where they
             share the link.
+        visit_s: seconds of the processor that computes for a use of state, beside its compute.
+        transfer_s: seconds of it for a transfer.
+        memory_rate: bytes/s that it goes through in memory; None where that is not counted.
     """
 
     name: str
@@ -43,11 +50,20 @@ class TierRates:
     write_rate: float
     latency_s: float = 0.0
     both_rate: float | None = None
+    visit_s: float = 0.0
+    transfer_s: float = 0.0
+    memory_rate: float | None = None
 
     def seconds(self, transfer: Transfer) -> float:
         """Seconds of a transfer that has the link to itself."""
         rate = self.write_rate if transfer.write else self.read_rate
         return self.latency_s + transfer.bytes / rate if transfer.bytes else 0.0
+
+    def handling(self, visit: Visit) -> float:
+        """Seconds of the processor for a visit and its transfers, beside what is computed."""
+        moved = sum(transfer.bytes > 0 for transfer in visit.transfers)
+        passed = visit.passed / self.memory_rate if self.memory_rate else 0.0
+        return visit.uses * self.visit_s + moved * self.transfer_s + passed
 
     @property
     def at_once(self) -> float:
@@ -86,10 +102,14 @@ class Visit:
     Attributes:
         seconds: seconds of compute from its begin to its end.
         transfers: what is sent on its way as it begins, in order.
+        uses: number of uses of state that it is, each with hooks and decisions of its own.
+        passed: bytes of state that are gone through to copy or compare them.
     """
 
     seconds: float
     transfers: tuple[Transfer, ...] = ()
+    uses: int = 1
+    passed: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,7 +134,7 @@ class TieredSeconds:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which nothing computes."""
+        """Seconds in which nothing is computed, those of the processor for visits included."""
         return max(0.0, self.step - self.compute)
 
     @property
@@ -135,10 +155,11 @@ def tiered_seconds(visits: Sequence[Visit], rates: TierRates) -> TieredSeconds:
         visits: uses of state in their order.
         rates: link to where the state lies.
     """
+    compute = sum(v.seconds for v in visits)
+    visits = [replace(visit, seconds=visit.seconds + rates.handling(visit)) for visit in visits]
     seconds = [[(t, rates.seconds(t)) for t in visit.transfers] for visit in visits]
     reads = sum(took for moves in seconds for t, took in moves if not t.write)
     writes = sum(took for moves in seconds for t, took in moves if t.write)
-    compute = sum(v.seconds for v in visits)
     step, busy = _repeated(visits, seconds, rates.at_once), rates.busy(reads, writes)
     return TieredSeconds(step, compute, reads, writes, rates.name, busy)
 
@@ -222,8 +243,18 @@ def disk_rates(cluster: Cluster) -> TierRates | None:
     disk = cluster.disk
     if disk is None:
         return None
-    # Its latency is that of a new file: what moves here lies in one that is open.
-    return TierRates(DISK, disk.read_rate, disk.write_rate, both_rate=disk.both_rate)
+    # Its latency is that of a new file: what moves here lies in one that is open. What computes is
+    # the processor itself, so it cannot look after transfers meanwhile.
+    device = cluster.device
+    return TierRates(
+        DISK,
+        disk.read_rate,
+        disk.write_rate,
+        both_rate=disk.both_rate,
+        visit_s=VISIT_LAUNCHES * device.launch_s,
+        transfer_s=TRANSFER_LAUNCHES * device.launch_s,
+        memory_rate=device.memory_rate,
+    )
 
 
 def host_rates(device: Device) -> TierRates | None:

@@ -6,9 +6,11 @@
 [Note: the loop] The budget of a step is the limit less a margin, less the most that other memory
 took in the last steps (before the first, less what was predicted). It falls at once and rises by a
 quarter of the room in each step, so that lengths of sequences that alternate do not move chunks to
-and fro. Inside a step an alarm, half a margin below the limit, lowers it as soon as the next
-position is passed, by twice what is missing: what grew so far goes on growing. A budget never falls
-below what the manager has to hold at once: there the loop can do no more, and says so.
+and fro. A change needs a new schedule of all moves, which takes longer than a small step: so what
+differs by a quarter of the margin only, as measurements do from step to step, changes nothing.
+Inside a step an alarm, half a margin below the limit, lowers it as soon as the next position is
+passed, by twice what is missing: what grew so far goes on growing. A budget never falls below what
+the manager has to hold at once: there the loop can do no more, and says so.
 
 [Note: freed memory] Where a step hardly waits for transfers, and the room is there, freed memory is
 kept for the next tensors, which spares page faults; budgets then leave room for what does not fit.
@@ -31,6 +33,8 @@ from gulliver.memory._symbolic import ActivationPeak
 MARGIN_SHARE, MARGIN_BYTES = 32, 1 << 20
 UNSEEN_SHARE, UNSEEN_BYTES = 8, 16 << 20
 RISE_SHARE = 4
+STEADY_SHARE = 4
+"""Part of the margin that a budget may be off: a new one is not worth a new schedule."""
 WINDOW = 8
 KEPT_SHARE, KEPT_BYTES = 0.4, 64 << 20
 """Share of other memory that is added where freed memory is kept, and what is too little for it."""
@@ -126,10 +130,12 @@ class BudgetRule:
         most = max(self._peaks)
         room = max(self.limit - self.margin - most, self.minimum)
         why = f"other memory took {_mib(most)}"
-        if room <= self.budget:
+        steady = self.margin // STEADY_SHARE
+        if abs(room - self.budget) <= steady and self.budget >= self.minimum:
+            return self.budget
+        if room < self.budget:
             return self._set(room, "", why)
-        # A room of a page is not worth a change.
-        rise = max((room - self.budget) // RISE_SHARE, min(room - self.budget, MARGIN_BYTES))
+        rise = max((room - self.budget) // RISE_SHARE, min(room - self.budget, steady))
         return self._set(self.budget + rise, "", why)
 
     def _decide_keeping(self, other: int, waits: float) -> None:

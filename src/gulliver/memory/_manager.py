@@ -189,6 +189,12 @@ class Manager:
             self._history.event("done", placed)
             self._run(actions)
 
+    def revert(self, placed: Placed) -> None:
+        """Takes back changes that `use` was not told of: the store has the content, if anyone."""
+        with self._entered():
+            self._check(placed)
+            self._run(self._core.revert(placed.number))
+
     @contextmanager
     def using(self, placed: Placed, write: bool = False, fresh: bool = False) -> Iterator[Tensor]:
         """Uses an object for a block, which may fail."""

@@ -331,6 +331,20 @@ class PlacedChunk(Chunk):
         with self._manager.using(self._gradient, write) as gradient:
             yield gradient
 
+    @contextmanager
+    def scaled(self, parked: Tensor, factor: Tensor) -> Iterator[tuple[Tensor, bool]]:
+        """Shows a gradient that is kept times a factor; and whether it stays multiplied.
+
+        It does where the fast tier alone has it; a copy behind stays as it is, and serves later.
+        """
+        behind = self._gradient.offset is not None
+        try:
+            with self._manager.using(self._gradient, write=not behind) as gradient:
+                yield gradient.mul_(factor.to(gradient.dtype)), not behind
+        finally:
+            if behind:
+                self._manager.revert(self._gradient)
+
     def give_reduced(self, gradient: Tensor) -> None:
         """Gives a gradient up."""
         if "_whole" in vars(self) and gradient is self._whole.tensor:

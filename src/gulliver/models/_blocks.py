@@ -189,7 +189,7 @@ class Block(nn.Module):
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = table.unbind(0)
         attended = self.attend(modulate(layer_norm(x), shift_msa, scale_msa), rotation, grid)
         x = torch.addcmul(x, gate_msa, attended)
-        x = x + self._read(x, y, y_mask, given)
+        x = x + self.read(x, y, y_mask, given)
         return torch.addcmul(x, gate_mlp, self.mlp(modulate(layer_norm(x), shift_mlp, scale_mlp)))
 
     def attend(
@@ -216,8 +216,8 @@ class Block(nn.Module):
         boxes = x.unflatten(2, (grid.rows, grid.columns))
         return attend_in_windows(self.attn, boxes, rotation, self.window, mix).flatten(2, 3)
 
-    def _read(self, x: Tensor, y: Tensor, y_mask: Tensor | None, given: Given | None) -> Tensor:
-        """Attends to the caption."""
+    def read(self, x: Tensor, y: Tensor, y_mask: Tensor | None, given: Given | None) -> Tensor:
+        """Attends to the caption, with arguments as of `forward`; [B, T, S, C]."""
         if given is None or not given.frames:
             return self.cross_attn(x.flatten(1, 2), y, y_mask).view_as(x)
         others = [frame for frame in range(x.shape[1]) if frame not in given.frames]

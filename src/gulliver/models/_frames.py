@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import has_torch_function
 
 EPS = 1e-6
 """Added to the variances of all norms."""
@@ -182,7 +183,7 @@ def on_frames(call: Callable[[Tensor], Tensor], clip: Tensor, at_once: int | Non
     """
     frames = clip.transpose(1, 2).flatten(0, 1)
     # A part of a clip (`gulliver.parallel.convolution`) is cut along some dim already.
-    if at_once and type(frames) is Tensor and not torch.is_grad_enabled():
+    if at_once and not has_torch_function((frames,)) and not torch.is_grad_enabled():
         made = torch.cat([call(some) for some in frames.split(at_once)])
     else:
         made = call(frames)

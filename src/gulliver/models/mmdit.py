@@ -164,12 +164,8 @@ class DoubleBlock(nn.Module):
         """
         streams = {"txt": txt, "img": img}
         parts = {name: self._part(name, "mod")(vec) for name in streams}
-        found = []
-        for name, x in streams.items():
-            shift, scale = parts[name][:2]
-            found.append(self._part(name, "attn").heads(modulate(layer_norm(x), shift, scale)))
-        q, k, v = (torch.cat(pair, dim=2) for pair in zip(*found, strict=True))
-        mixed = joint_attention(q, k, v, rotation, self.halves)
+        seen = {name: modulate(layer_norm(x), *parts[name][:2]) for name, x in streams.items()}
+        mixed = self.attend(seen["txt"], seen["img"], rotation)
         sizes = [txt.shape[1], img.shape[1]]
         out = {}
         for (name, x), own in zip(streams.items(), mixed.split(sizes, dim=1), strict=True):
@@ -178,6 +174,12 @@ class DoubleBlock(nn.Module):
             inner = self._part(name, "mlp")(modulate(layer_norm(x), shift_mlp, scale_mlp))
             out[name] = torch.addcmul(x, gate_mlp, inner)
         return out["img"], out["txt"]
+
+    def attend(self, txt: Tensor, img: Tensor, rotation: Rotation) -> Tensor:
+        """Attends among all tokens, modulated; before the last projections, [B, L + N, C]."""
+        found = self._part("txt", "attn").heads(txt), self._part("img", "attn").heads(img)
+        q, k, v = (torch.cat(pair, dim=2) for pair in zip(*found, strict=True))
+        return joint_attention(q, k, v, rotation, self.halves)
 
     def _part(self, stream: str, name: str) -> Any:
         return getattr(self, f"{stream}_{name}")
@@ -218,16 +220,19 @@ class SingleBlock(nn.Module):
         seen = modulate(layer_norm(x), shift, scale)
         width = self.hidden_size
         if self.fused:
-            *parts, inner = self.linear1(seen).split([width, width, width, self.inner], dim=-1)
+            q, k, v, inner = self.linear1(seen).split([width, width, width, self.inner], dim=-1)
         else:
             q, k, last = _each(seen, self.q_proj, self.k_proj, self.v_mlp)
-            value, inner = last.split([width, self.inner], dim=-1)
-            parts = [q, k, value]
-        q, k, v = (_by_head(part, self.num_heads) for part in parts)
-        q, k = self.norm(q, k)
-        mixed = joint_attention(q, k, v, rotation, self.halves)
+            v, inner = last.split([width, self.inner], dim=-1)
+        mixed = self.attend(q, k, v, rotation)
         both = torch.cat([mixed, F.gelu(inner, approximate="tanh")], dim=-1)
         return torch.addcmul(x, gate, self.linear2(both))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation) -> Tensor:
+        """Attends among projected tokens, each of q, k and v [B, L + N, C]; the same shape."""
+        q, k, v = (_by_head(part, self.num_heads) for part in (q, k, v))
+        q, k = self.norm(q, k)
+        return joint_attention(q, k, v, rotation, self.halves)
 
 
 def joint_attention(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, halves: bool) -> Tensor:

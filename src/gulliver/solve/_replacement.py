@@ -179,6 +179,12 @@ class Replacement:
         """Says that an object in the fast tier was changed without a use."""
         self._objects[key].stored = False
 
+    def revert(self, key: Hashable) -> list[Action]:
+        """Drops an object that is not in use, if the tier behind has its content."""
+        found = self._objects[key]
+        gone = not found.resident or found.pins or not found.stored
+        return [] if gone else [self._leave(found, key, "what is behind holds")]
+
     def discard(self, key: Hashable) -> list[Action]:
         """Forgets the content of an object, which is zeros from then on."""
         found = self._objects[key]

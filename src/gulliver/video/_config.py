@@ -241,6 +241,8 @@ class SamplingConfig:
     """Share by which guidance keeps the velocity's standard deviation; published: 0.7."""
     batch_size: Annotated[int, AT_LEAST_1] = 40
     """Clips sampled together."""
+    cache: str = "none"
+    """What is re-used from step to step: broadcast or first-block, see `cache_blocks`."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from gulliver.jobs import derive
 from gulliver.models import STDiT3, VideoAutoencoder
 from gulliver.options import resolved
 from gulliver.video._build import build_model
+from gulliver.video._caches import Counts, cache_blocks
 from gulliver.video._config import (
     SamplingConfig,
     TrainConfig,
@@ -57,7 +58,11 @@ FPS = 8.0
 
 
 class VideoModel:
-    """A trained text-to-video model: text encoder, transformer (averaged weights), autoencoder."""
+    """A trained text-to-video model: text encoder, transformer (averaged weights), autoencoder.
+
+    Attributes:
+        counts: numbers of calls that caches have saved so far.
+    """
 
     def __init__(self, config: TrainConfig, model: STDiT3, autoencoder: VideoAutoencoder) -> None:
         self.config = config
@@ -67,6 +72,7 @@ class VideoModel:
         self.flow = make_flow(config.flow, autoencoder)
         self.known_words = vocabulary(config)
         self.shared = Shared(model)
+        self.counts = Counts()
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | None = None) -> Self:
@@ -175,7 +181,7 @@ class VideoModel:
                     f"(it knows: {', '.join(sorted(self.known_words))})"
                 )
         shapes = parse_shapes(self.config.data.shapes)
-        if request.bucket not in shapes:
+        if request.bucket not in shapes and self.config.data.buckets is None:
             known = ", ".join(f"{s.frames}x{s.height}x{s.width}" for s in shapes)
             b = request.bucket
             remarks.append(f"{b.frames}x{b.height}x{b.width} was not trained (trained: {known})")
@@ -186,7 +192,8 @@ class VideoModel:
     ) -> list[Tensor]:
         """Makes the clips, in the order of the requests, each [3, T, H, W] in [-1, 1].
 
-        A clip depends on its own request only, not on those beside it (up to rounding).
+        A clip depends on its own request only, not on those beside it (up to rounding); with the
+        cache first-block those of a batch decide together what is re-used.
         """
         sampling = sampling or SamplingConfig()
         for request in requests:
@@ -198,7 +205,10 @@ class VideoModel:
             return self._sample(pieces, sampling)
 
         unit = self.autoencoder.compression[0]
-        return made_by_loops(requests, sample, sampling.batch_size, unit, show)
+        with cache_blocks(self.model, sampling.cache, self.shared.whole) as cache:
+            clips = made_by_loops(requests, sample, sampling.batch_size, unit, show)
+        self.counts.add(cache.counts)
+        return clips
 
     @torch.no_grad()
     def _sample(self, pieces: list[Piece], sampling: SamplingConfig) -> list[Tensor]:

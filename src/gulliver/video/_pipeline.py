@@ -26,6 +26,7 @@ from gulliver.errors import GulliverError
 from gulliver.jobs import derive
 from gulliver.models import MMDiT, STDiT
 from gulliver.video._build import build_model, make_text
+from gulliver.video._caches import Counts, cache_blocks
 from gulliver.video._config import SamplingConfig, check_clip
 from gulliver.video._fitting import check_latents, text_reader, text_size
 from gulliver.video._generate import VideoModel, latent_noise
@@ -104,6 +105,7 @@ class VideoPipeline:
         self.sampling = SamplingConfig(self.release.steps, self.release.guidance, batch_size=1)
         self.shared = Shared(outline)
         self._ranks, self._show = (1, 1), print
+        self.counts = Counts()
         self._load = load
         self._filled: Part[Filled] = room.part(self._fill)
 
@@ -373,15 +375,18 @@ class VideoPipeline:
                 return torch.stack(drawn)
 
             options["step_noise"] = step_noise
-        latents = self.flow.sample(
-            filled.shared.model,
-            noise,
-            inputs,
-            null_inputs=null,
-            steps=sampling.steps,
-            cfg_scale=guidance,
-            **options,
-        )
+        whole = filled.shared.whole
+        with cache_blocks(filled.denoiser.model, sampling.cache, whole) as cache:
+            latents = self.flow.sample(
+                filled.shared.model,
+                noise,
+                inputs,
+                null_inputs=null,
+                steps=sampling.steps,
+                cfg_scale=guidance,
+                **options,
+            )
+        self.counts.add(cache.counts)
         if beside:
             latents = torch.where((mask < 1)[:, None, :, None, None], given.to(latents), latents)
         return latents

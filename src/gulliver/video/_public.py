@@ -12,6 +12,15 @@ from gulliver.video._autoencoder_config import (
 from gulliver.video._autoencoder_job import AutoencoderOutcome, run_autoencoder
 from gulliver.video._autoencoder_training import save_autoencoder, train_autoencoder
 from gulliver.video._build import check_start
+from gulliver.video._caches import (
+    BlockCache,
+    Broadcast,
+    Counts,
+    FirstBlock,
+    cache_blocks,
+    psnr,
+    read_strategy,
+)
 from gulliver.video._config import (
     AutoencoderConfig,
     DataConfig,
@@ -65,12 +74,16 @@ __all__ = [
     "AutoencoderLossConfig",
     "AutoencoderModelConfig",
     "AutoencoderOutcome",
+    "BlockCache",
+    "Broadcast",
     "ClipTextEncoder",
+    "Counts",
     "DataConfig",
     "DemoConfig",
     "DiffusersAutoencoder",
     "EncodedText",
     "Evaluation",
+    "FirstBlock",
     "FlowConfig",
     "Guidance",
     "Judges",
@@ -93,6 +106,7 @@ __all__ = [
     "VideoModel",
     "VideoPipeline",
     "WordEncoder",
+    "cache_blocks",
     "check_autoencoder_config",
     "check_clip",
     "check_config",
@@ -115,8 +129,10 @@ __all__ = [
     "loop_seed",
     "open_run",
     "parse_mask_strategy",
+    "psnr",
     "read_frames",
     "read_prompt",
+    "read_strategy",
     "resolved",
     "run_autoencoder",
     "save_autoencoder",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gulliver.booster.hybrid import wire_stdit
 from gulliver.comm import (
@@ -32,7 +32,6 @@ from gulliver.comm import (
 )
 from gulliver.errors import GulliverError
 from gulliver.hardware import current_cluster
-from gulliver.models import Autoencoder
 from gulliver.parallel.convolution import SharedNetworks, has_networks, share_autoencoder
 from gulliver.parallel.sequence import SequencePlan, make_groups
 
@@ -137,9 +136,17 @@ class Shared:
                 "model with guidance_ranks=1"
             )
 
+    def whole(self, sums: Tensor) -> Tensor:
+        """Adds up sums [rows, 2] over a sequence; of both branches: rows of all, alike on all."""
+        if self.ranks == 1:
+            return sums
+        parts = sums.new_empty(self.ranks, *sums.shape)
+        all_gather(parts.view(-1), sums.contiguous().view(-1))
+        return parts.unflatten(0, (self.branches.size, -1)).sum(dim=1).flatten(0, 1)
+
 
 def share_coding(
-    autoencoder: Autoencoder,
+    autoencoder: nn.Module,
     rank_group: RankGroup,
     dim: str,
     show: Callable[[str], None] | None = None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from gulliver.memory import Region, region_of
 from gulliver.parallel import ZeroOptimizer, persistent_buffers
 from gulliver.parallel.pipeline import Pipeline, Stage
 from gulliver.parallel.sequence import show
+from gulliver.parallel.zero import ShardedChunk, squared_norm
 
 if TYPE_CHECKING:
     from gulliver.booster.hybrid._mesh import HybridMesh
@@ -71,6 +73,7 @@ class HybridOptimizer(ZeroOptimizer):
         if pipeline_stage is not None:
             self.written_elsewhere |= _buffers_before(pipeline_stage)
         self._counted = {name: self._weight(name, p) for p, name in self.names.items()}
+        self._squared = partial(_weighted_norm, self._counted)
 
     def run(
         self,
@@ -161,16 +164,7 @@ class HybridOptimizer(ZeroOptimizer):
 
     def _squared_norm(self) -> Tensor:
         """The squared norm of the whole model's mean gradient: float64, the same on all ranks."""
-        total = torch.zeros((), dtype=torch.float64, device=self.chunks[0].chunk.device)
-        for sharded, shard in self._gradients():
-            for piece in sharded.chunk.layout.pieces(sharded.chunk.part):
-                run = shard[piece.start : piece.end]
-                squared = torch.linalg.vector_norm(run, dtype=torch.float64) ** 2
-                total += squared * self._counted[piece.name]
-                del run
-            del shard  # who looks at memory in tiers keeps it from going
-        if self.parts > 1:
-            all_reduce(total, "sum", self.group)
+        total = super()._squared_norm()
         if self.mesh.shards.size > 1:
             all_reduce(total, "sum", self.mesh.shards.process_group)
         return total
@@ -222,6 +216,15 @@ class _Opened(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def _weighted_norm(counted: Mapping[str, float], sharded: ShardedChunk, gradient: Tensor) -> Tensor:
+    """The squared norm of a gradient shard, of which each parameter counts with a weight."""
+    total = torch.zeros((), dtype=torch.float64, device=gradient.device)
+    for piece in sharded.chunk.layout.pieces(sharded.chunk.part):
+        run = gradient[piece.start : piece.end]
+        total += squared_norm(sharded, run) * counted[piece.name]
+    return total
 
 
 def _buffers_before(stage: Stage) -> set[str]:

@@ -231,11 +231,14 @@ class ShardedBlock(Block):
     ) -> Tensor:
         assert given is None, "models with image_conditioning are not wired"
         cut = self.adapter.scheme(x, grid).cut
-        if self.cuts:
-            x = self.adapter.part(x, cut)
+        x = self.own(x, grid)
         if cut == FRAMES and modulation.shape[2] > 1:
             modulation = self.adapter.part(modulation, 2)
         return super().forward(x, y, y_mask, modulation, rotation, grid)
+
+    def own(self, x: Tensor, grid: Grid) -> Tensor:
+        """Of the tokens that the block is given those of this rank."""
+        return self.adapter.part(x, self.adapter.scheme(x, grid).cut) if self.cuts else x
 
     def attend(
         self,

@@ -24,6 +24,7 @@ from gulliver.parallel.zero._memory import (
 )
 from gulliver.parallel.zero._optimizer import ZeroOptimizer
 from gulliver.parallel.zero._reducer import IN_FLIGHT
+from gulliver.parallel.zero._sharded import ShardedChunk, squared_norm
 from gulliver.parallel.zero._sizes import TensorSize, ordered_layouts, shard_dtype
 from gulliver.parallel.zero._statistics import BufferSync
 from gulliver.parallel.zero._tuner import BucketTuner, Stage, Tuning
@@ -37,6 +38,7 @@ __all__ = [
     "ChunkBytes",
     "Event",
     "ImaginedChunk",
+    "ShardedChunk",
     "Stage",
     "StepReplay",
     "TensorSize",
@@ -56,5 +58,6 @@ __all__ = [
     "ordered_layouts",
     "ordinary_step",
     "shard_dtype",
+    "squared_norm",
     "state_sizes",
 ]

@@ -37,7 +37,7 @@ from gulliver.parallel.zero._memory import predicted
 from gulliver.parallel.zero._reducer import GradientReducer
 from gulliver.parallel.zero._relayout import relayout
 from gulliver.parallel.zero._scaler import LossScaler
-from gulliver.parallel.zero._sharded import ShardedChunk
+from gulliver.parallel.zero._sharded import ShardedChunk, Squared, squared_norm
 from gulliver.parallel.zero._shards import ShardedState
 from gulliver.parallel.zero._state import gather_state, scatter_state
 from gulliver.parallel.zero._statistics import BufferSync
@@ -117,6 +117,7 @@ class ZeroOptimizer(BoostedOptimizer):
         self.max_norm = max_norm
         self.grad_norm: Tensor | None = None
         self.skipped = 0
+        self._squared: Squared = squared_norm
         self.tuner: BucketTuner | None = None
         self.buffers: BufferSync | None = None
         self._tuned = 0
@@ -349,15 +350,12 @@ class ZeroOptimizer(BoostedOptimizer):
             self._tuned = self.gatherer.step
             self.tuner.stepped()
 
-    def _gradients(self, write: bool = False) -> Iterator[tuple[ShardedChunk, Tensor]]:
-        """Yields chunks and this rank's shards of their gradients, one after the other."""
+    def _landed(self) -> list[ShardedChunk]:
+        """Returns the chunks, whose gradients are in the shards."""
         self._begun.refuse("gradients were clipped or read")
         self._settle()
         self._reducer.land_all()
-        for sharded in self.chunks:
-            for shard in sharded.gradients(write):
-                yield sharded, shard
-                del shard  # who looks at memory in tiers keeps it from going
+        return self.chunks
 
     def clip_grad_by_norm(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`.
@@ -372,26 +370,28 @@ class ZeroOptimizer(BoostedOptimizer):
         self.grad_norm = norm = self._squared_norm().sqrt()
         if math.isfinite(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for _, shard in self._gradients(write=True):
-                shard.mul_(scale.to(shard.dtype))
-                del shard
+            for sharded in self.chunks:
+                sharded.clip(scale, later=self.shards.tiers is not None)
         return norm
 
     def _squared_norm(self) -> Tensor:
         """The squared norm of the mean gradient: a float64 scalar, the same on all ranks."""
         total = torch.zeros((), dtype=torch.float64, device=self.chunks[0].chunk.device)
-        for _, shard in self._gradients():
-            total += torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2
-            del shard
+        for sharded in self._landed():
+            total += sharded.squared_norm(self._squared)
+        if self.shards.tiers is not None:
+            # From now on it is taken while gradients are here: to bring them again takes time.
+            self._reducer.squared = self._squared
         if self.parts > 1:
             all_reduce(total, "sum", self.group)
         return total
 
     def clip_grad_by_value(self, limit: float) -> None:
         """Cuts every element of the mean gradient to [-limit, limit]."""
-        for _, shard in self._gradients(write=True):
-            shard.clamp_(-limit, limit)
-            del shard
+        for sharded in self._landed():
+            for shard in sharded.gradients(write=True):
+                shard.clamp_(-limit, limit)
+                del shard  # who looks at memory in tiers keeps it from going
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole averaged gradients by name, where there is one; every rank calls it."""

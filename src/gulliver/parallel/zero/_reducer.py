@@ -52,7 +52,7 @@ from gulliver.comm import Group, Handle, Purpose, all_reduce, group_size, reduce
 from gulliver.errors import GulliverError
 from gulliver.memory import PlacedChunk, ReducedGradient
 from gulliver.parallel.zero._groups import gradient_was_set
-from gulliver.parallel.zero._sharded import Phase, ShardedChunk
+from gulliver.parallel.zero._sharded import Phase, ShardedChunk, Squared
 
 IN_FLIGHT = 4
 """Chunks that stages 2 and 3 let travel at once: bounds the whole gradient buffers alive."""
@@ -74,6 +74,8 @@ class GradientReducer:
     Attributes:
         noted: called with the name of a parameter whose gradient has come.
         sent: called with a chunk whose gradients are on their way.
+        squared: squared norm of a chunk's gradient, to be taken while it is here; None where
+            nobody asks for it.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class GradientReducer:
         self.stage, self.group, self.overlap = stage, group, overlap
         self.size = group_size(group)
         self.scale = 1.0
+        self.squared: Squared | None = None
         self.noted: Callable[[str], None] | None = None
         self.sent: Callable[[ShardedChunk], None] | None = None
         # With one rank there is nothing to wait for.
@@ -259,8 +262,8 @@ class GradientReducer:
     def use_up(self, sharded: ShardedChunk) -> None:
         """Gives the gradient of a chunk up that was stepped; zero_grad has to follow."""
         assert sharded.gradient_shard is not None, "it has landed"
-        sharded.chunk.give_reduced(sharded.gradient_shard)
-        sharded.gradient_shard, sharded.used_up = None, True
+        sharded.forget_gradient()
+        sharded.used_up = True
 
     def check_cleared(self) -> None:
         """Refuses to add to gradients that were used up.
@@ -314,9 +317,7 @@ class GradientReducer:
         if sharded.phase is Phase.COLLECTING:
             sharded.move(Phase.EMPTY)
         sharded.chunk.clear_gradient()
-        if sharded.gradient_shard is not None:
-            sharded.chunk.give_reduced(sharded.gradient_shard)
-        sharded.gradient_shard = None
+        sharded.forget_gradient()
         if self.stage != 1 or sharded.reduced_in_place:
             sharded.chunk.free_gradient()
 
@@ -448,13 +449,19 @@ class GradientReducer:
         if self.scale != 1.0:
             incoming /= self.scale
         if sharded.gradient_shard is None:
+            self._measure(sharded, incoming)
             sharded.gradient_shard = sharded.chunk.park_reduced(incoming)
         else:
             for gradient in sharded.gradients(write=True):
                 gradient += incoming
+                self._measure(sharded, gradient)
             sharded.chunk.give_reduced(incoming)
         sharded.move(Phase.EMPTY)
         sharded.zero_gradients(sharded.chunk.cleared_names())
+
+    def _measure(self, sharded: ShardedChunk, gradient: torch.Tensor) -> None:
+        if self.squared is not None:
+            sharded.squared = self.squared(sharded, gradient)
 
     def land_all(self) -> None:
         """Waits for all reductions under way."""

@@ -72,17 +72,12 @@ class Tiers:
     @contextmanager
     def opened(self, sharded: ShardedChunk) -> Iterator[None]:
         """Brings all of a chunk into the fast tier for a block; new state may be placed in it."""
-        parked = sharded.gradient_shard
         with sharded.chunk.opened(write=True, moments=True):
             try:
                 self._point(sharded)
-                if parked is None:
+                with sharded.stepped_gradient():
                     yield
-                else:
-                    with sharded.chunk.reduced(parked) as sharded.gradient_shard:
-                        yield
             finally:
-                sharded.gradient_shard = parked
                 sharded.hide_gradients()
                 self.hide(sharded)
 
