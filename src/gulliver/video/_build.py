@@ -178,6 +178,7 @@ def ready_texts(
 
 
 def _captions(datasets: Sequence[Any]) -> list[str]:
+    datasets = [dataset for dataset in datasets if dataset is not None]
     if any(not isinstance(dataset, ClipTable) for dataset in datasets):
         raise GulliverError(
             "--model.text-encoder reads the captions of a --data.table: name one, for the moving "

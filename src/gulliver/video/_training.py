@@ -192,9 +192,7 @@ class Trainer:
             dataset,
             self.sampler,
             autoencoder.to(world.device).eval(),
-            ready_texts(
-                config, run, model, [d for d in (dataset, held_out) if d is not None], world
-            ),
+            ready_texts(config, run, model, (dataset, held_out), world),
             self.flow,
             config.flow,
             config.seed,
