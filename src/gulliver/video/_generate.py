@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from gulliver.checkpoint import StepReader, load
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.jobs import derive
-from gulliver.models import STDiT3, VideoAutoencoder
+from gulliver.models import STDiT3
 from gulliver.options import resolved
 from gulliver.video._build import build_model
 from gulliver.video._caches import Counts, cache_blocks
@@ -64,7 +64,7 @@ class VideoModel:
         counts: numbers of calls that caches have saved so far.
     """
 
-    def __init__(self, config: TrainConfig, model: STDiT3, autoencoder: VideoAutoencoder) -> None:
+    def __init__(self, config: TrainConfig, model: STDiT3, autoencoder: Any) -> None:
         self.config = config
         self.model = model.eval()
         self.autoencoder = autoencoder.eval()

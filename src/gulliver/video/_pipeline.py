@@ -362,10 +362,11 @@ class VideoPipeline:
             "strength": like.expand(len(pieces)) * sampling.guidance,
         }
         options: dict[str, Any] = {}
-        beside = self.release.given == "beside" and given is not None and mask is not None
-        if beside:
-            inputs |= {"latents": given, "held": mask < 1}
-            options["imageless_inputs"] = {"held": torch.zeros_like(mask < 1)}
+        held: Tensor | None = None
+        if self.release.given == "beside" and mask is not None:
+            held = mask < 1
+            inputs |= {"latents": given, "held": held}
+            options["imageless_inputs"] = {"held": torch.zeros_like(held)}
         else:
             options |= {"given": None if given is None else given.to(like), "mask": mask}
         if isinstance(self.flow, IDDPM):
@@ -387,8 +388,8 @@ class VideoPipeline:
                 **options,
             )
         self.counts.add(cache.counts)
-        if beside:
-            latents = torch.where((mask < 1)[:, None, :, None, None], given.to(latents), latents)
+        if held is not None and given is not None:
+            latents = torch.where(held[:, None, :, None, None], given.to(latents), latents)
         return latents
 
     def _captions(

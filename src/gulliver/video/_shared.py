@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from gulliver.booster.hybrid import wire_stdit
 from gulliver.comm import (
@@ -146,7 +146,7 @@ class Shared:
 
 
 def share_coding(
-    autoencoder: nn.Module,
+    autoencoder: Any,
     rank_group: RankGroup,
     dim: str,
     show: Callable[[str], None] | None = None,
@@ -203,9 +203,9 @@ def share(
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     split_ranks(world, sequence, guidance_ranks)
-    call = model if call is None else call
+    own: Callable[..., Tensor] = model if call is None else call
     if world == 1:
-        return Shared(call)
+        return Shared(own)
     axes = make_axes({"branch": guidance_ranks, "sequence": sequence})
     branches = axes.rank_group("branch") if guidance_ranks > 1 else ALONE
     if sequence > 1:
@@ -215,7 +215,7 @@ def share(
         )
         told = show if dist.get_rank() == 0 else None
         wire_stdit(model, groups, "all_to_all", scheme=scheme, show=told)
-    called = OneBranch(call, branches) if branches.size > 1 else call
+    called = OneBranch(own, branches) if branches.size > 1 else own
     return Shared(called, world, dist.get_rank(), branches)
 
 

@@ -391,6 +391,7 @@ class Trainer:
     def _loss_sum(self, batch: Batch) -> Tensor:
         """Computes the sum of a share's losses, forward only."""
         if self.config.pp_size > 1:
+            assert isinstance(self.flow, RectifiedFlow), "checked"
             told = self.flow, batch, self.config.micro_batches, 1.0
             return run_stages(self.booster, self.model, None, *told)
         return self._losses(batch, slice(None)).sum() * batch.weight
