@@ -20,8 +20,7 @@ from gulliver.cli._options import (
 )
 from gulliver.comm import default_ranks, guard, init_world, launch, under_launcher
 from gulliver.data import Bucket, read_utf8
-from gulliver.errors import GulliverError, nearest
-from gulliver.models import STDIT3_SIZES
+from gulliver.errors import GulliverError
 from gulliver.video import (
     DemoConfig,
     Request,
@@ -29,18 +28,21 @@ from gulliver.video import (
     TrainAutoencoderConfig,
     TrainConfig,
     VideoModel,
+    VideoPipeline,
     check_autoencoder_config,
     check_clip,
     check_config,
     check_output,
     check_ranks,
     check_request,
+    check_start,
     console,
     demonstrate,
     evaluate,
     extend,
     loop_prompts,
     loop_seed,
+    open_run,
     psnr,
     read_frames,
     read_prompt,
@@ -58,10 +60,7 @@ CONDITION_FRAMES = 5
 def train_command(config: TrainConfig, arguments: list[str]) -> int:
     """Trains, on ranks of this machine that are started where a launcher has not."""
     check_config(config)
-    if config.model.size not in STDIT3_SIZES:
-        raise GulliverError(
-            f"unknown model size {config.model.size!r}: {nearest(config.model.size, STDIT3_SIZES)}"
-        )
+    check_start(config)
     ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
     if not under_launcher():
         check_ranks(config, ranks)
@@ -88,7 +87,9 @@ def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[st
 def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     """Makes clips from sentences, on ranks of this machine that are started where asked for."""
     prompts = _prompts(config)
-    bucket = Bucket(config.frames, *_sides(config.aspect_ratio, config.resolution))
+    # The autoencoders and patches of all public models divide 16.
+    step = 8 if config.model is None else 16
+    bucket = Bucket(config.frames, *_sides(config.aspect_ratio, config.resolution, step))
     check_clip(bucket.frames, bucket.height, bucket.width, config.scale)
     check_output(config.out, config.frames, config.fps)
     if read_strategy(config.cache) is None and config.cache_check:
@@ -104,7 +105,7 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
         return launch("gulliver.cli", ["generate", *arguments], ranks)
     world = init_world()
     with guard():
-        model = VideoModel.load(config.run, world.device)
+        config, model = _loaded(config, arguments, world.device)
         sharing = config.sequence, config.guidance_ranks, guided, console().print, image_guided
         model.share(*sharing, autoencoder=config.share_autoencoder)
         clips = _made(config, model, requests, clip, world.is_main)
@@ -116,6 +117,52 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
         for path, clip, prompt in zip(paths, clips, prompts, strict=True):
             print(f"{write_clip(path, clip, config.fps, config.scale)}  {prompt}")
     return 0
+
+
+def _loaded(
+    config: GenerateConfig, arguments: list[str], device: Any
+) -> tuple[GenerateConfig, VideoModel | VideoPipeline]:
+    """Loads a run, or the parts of a public model with its own settings where none are asked."""
+    parts = {
+        "--autoencoder": config.autoencoder,
+        "--text-encoder": config.text_encoder,
+        "--clip": config.clip,
+        "--texts": config.texts,
+    }
+    if config.model is None:
+        for name, path in parts.items():
+            if path is not None:
+                raise GulliverError(f"{name} {path} is for a --model: name that, too")
+        model = open_run(config.run, device)
+        if isinstance(model, VideoModel):
+            return config, model
+        return _with_own(config, arguments, model), model
+    if config.autoencoder is None or config.text_encoder is None:
+        missing = " and ".join(name for name in list(parts)[:2] if parts[name] is None)
+        raise GulliverError(
+            f"--model {config.model} needs {missing}: name what it was trained with"
+        )
+    paths = config.model, config.autoencoder, config.text_encoder, config.clip
+    fps = config.fps if _asked(config, arguments, "fps") else None
+    pipeline = VideoPipeline.load(*paths, device=device, fps=fps, texts=config.texts)
+    console().print(pipeline.described())
+    return _with_own(config, arguments, pipeline), pipeline
+
+
+def _with_own(
+    config: GenerateConfig, arguments: list[str], pipeline: VideoPipeline
+) -> GenerateConfig:
+    """Takes the settings of a pipeline's release where none are asked."""
+    names = [n for n in ("steps", "guidance", "batch_size") if not _asked(config, arguments, n)]
+    own = {name: getattr(pipeline.sampling, name) for name in names}
+    return replace(config, fps=pipeline.fps, **own)
+
+
+def _asked(config: GenerateConfig, arguments: list[str], name: str) -> bool:
+    """Whether a user has said an option, be it in a file or be it its default."""
+    option = f"--{name.replace('_', '-')}"
+    said = any(a == option or a.startswith(f"{option}=") for a in arguments)
+    return said or getattr(config, name) != getattr(GenerateConfig(), name)
 
 
 def _requests(
@@ -168,7 +215,11 @@ def _request(config: GenerateConfig, request: Request, read: Callable[..., Any])
 
 
 def _made(
-    config: GenerateConfig, model: VideoModel, requests: list[Request], clip: Any, show: bool
+    config: GenerateConfig,
+    model: VideoModel | VideoPipeline,
+    requests: list[Request],
+    clip: Any,
+    show: bool,
 ) -> list[Any]:
     """Makes the clips, in the order of the requests."""
     for request in requests:
@@ -181,7 +232,11 @@ def _made(
 
 
 def _cached(
-    config: GenerateConfig, model: VideoModel, requests: list[Request], clip: Any, clips: list[Any]
+    config: GenerateConfig,
+    model: VideoModel | VideoPipeline,
+    requests: list[Request],
+    clip: Any,
+    clips: list[Any],
 ) -> list[str]:
     """Says what a cache has saved and, where asked for, how far off its clips are."""
     if read_strategy(config.cache) is None:
@@ -196,7 +251,9 @@ def _cached(
     return lines
 
 
-def _extended(config: GenerateConfig, model: VideoModel, clip: Any, request: Request) -> Any:
+def _extended(
+    config: GenerateConfig, model: VideoModel | VideoPipeline, clip: Any, request: Request
+) -> Any:
     """Continues a clip by the loops of a request."""
     overlap = config.condition_frames or CONDITION_FRAMES
     for loop, sentence in enumerate(loop_prompts(request.prompt, request.loops)):
@@ -218,8 +275,8 @@ def _prompts(config: GenerateConfig) -> list[str]:
     return prompts
 
 
-def _sides(aspect_ratio: str, resolution: int) -> tuple[int, int]:
-    """Chooses height and width, multiples of 8, for about resolution**2 pixels at a ratio."""
+def _sides(aspect_ratio: str, resolution: int, step: int = 8) -> tuple[int, int]:
+    """Chooses height and width, multiples of a step, for about resolution**2 pixels at a ratio."""
     try:
         width, height = (int(part) for part in aspect_ratio.split(":"))
         if not 1 <= min(width, height) <= max(width, height) <= 1000:
@@ -229,7 +286,8 @@ def _sides(aspect_ratio: str, resolution: int) -> tuple[int, int]:
             f"--aspect-ratio {aspect_ratio!r} is not width:height, such as 1:1, 5:3 or 3:5"
         ) from None
     side = math.sqrt(resolution * resolution / (width * height))
-    return max(8, round(side * height / 8) * 8), max(8, round(side * width / 8) * 8)
+    rows, columns = (max(step, round(side * n / step) * step) for n in (height, width))
+    return rows, columns
 
 
 def _numbered(path: Path, count: int) -> list[Path]:

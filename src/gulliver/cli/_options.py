@@ -22,6 +22,17 @@ class GenerateConfig(SamplingConfig):
 
     run: Path = Path("out/demo/run")
     """Folder of the training run."""
+    model: Path | None = None
+    """Public transformer in place of a run: a folder, a safetensors file or an index of several.
+    Steps, guidance, batch size and fps are then those that it was published with."""
+    autoencoder: Path | None = None
+    """Folder or file of the autoencoder of --model."""
+    text_encoder: Path | None = None
+    """Folder of the T5 of --model."""
+    clip: Path | None = None
+    """Folder of the CLIP that models of Open-Sora 2.0 read besides."""
+    texts: Path | None = None
+    """Folder that keeps what captions say, so that each is encoded once."""
     prompt: tuple[str, ...] = ()
     """Sentence to show; several make several clips."""
     prompts: Path | None = None

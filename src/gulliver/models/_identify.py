@@ -6,8 +6,9 @@ configuration of a known one off its shapes, for files that come without a ``con
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gulliver.errors import GulliverError
@@ -102,7 +103,7 @@ def _stdit(shapes: Shapes, look: Look) -> dict[str, Any]:
     }
     if look.kind == "STDiT":
         # Heads leave no trace here; those of every public model are 72 wide.
-        return {**fields, "num_heads": max(1, hidden // 72)}
+        return {**fields, "num_heads": max(1, hidden // 72), **_square(shapes, patch)}
     windows = "1.3" in look.told
     head = 2 * shapes["rope.freqs"][0]
     fields["qk_norm"] = f"{blocks}.0.attn.q_norm.weight" in shapes
@@ -118,6 +119,15 @@ def _stdit(shapes: Shapes, look: Look) -> dict[str, Any]:
         if windows:
             fields |= {"kernel_size": (8, 8, -1), "use_spatial_rope": True}
     return fields
+
+
+def _square(shapes: Shapes, patch: Sequence[int]) -> dict[str, Any]:
+    """The size of clip that fixed positions are of, where its frames are square."""
+    frames, tokens = (shapes[name][1] for name in ("pos_embed_temporal", "pos_embed"))
+    side = math.isqrt(tokens)
+    if side**2 != tokens:
+        return {}
+    return {"input_size": (frames * patch[0], side * patch[1], side * patch[2])}
 
 
 def _mmdit(shapes: Shapes, look: Look) -> dict[str, Any]:

@@ -8,7 +8,7 @@ generator. What it does not know: how the gradient is made or shared.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from gulliver.data import BucketSampler, ClipBatch, DataLoader, Step, collate
 from gulliver.jobs import derive
-from gulliver.models import VideoAutoencoder
+from gulliver.models import Autoencoder
 from gulliver.video._config import FlowConfig
 from gulliver.video._masks import MaskStrategies
-from gulliver.video._rectified_flow import RectifiedFlow
-from gulliver.video._words import WordEncoder
+from gulliver.video._releases import Flow, told
+from gulliver.video._text_encoders import TextEncoder
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Batch:
     epoch: int
     weight: float
     sampler_state: dict[str, Any]
+    more: dict[str, Tensor] = field(default_factory=dict)
+    """What else the model is told of each sample, [B] each."""
 
     def model_inputs(self, part: slice | Tensor) -> dict[str, Any]:
         """Returns the conditions of the samples in `part`, as the model's keyword arguments."""
@@ -60,6 +62,7 @@ class Batch:
             "fps": self.fps[part],
             "height": self.height[part],
             "width": self.width[part],
+            **{name: value[part] for name, value in self.more.items()},
             "drop_caption": self.drop_caption[part],
         }
 
@@ -116,15 +119,17 @@ class BatchMaker:
 
     dataset: Any
     sampler: BucketSampler
-    autoencoder: VideoAutoencoder
-    text: WordEncoder
-    flow: RectifiedFlow
+    autoencoder: Autoencoder
+    text: TextEncoder
+    flow: Flow
     config: FlowConfig
     seed: int
     device: torch.device
     agree: Callable[[list[int]], list[int]] | None = None
     """Function from the positions in a share that this rank could read to those that every rank
     with the same share could read; None where no two ranks have the same."""
+    takes: frozenset[str] = frozenset()
+    """What the model takes besides what all of them do."""
 
     @cached_property
     def _masks(self) -> MaskStrategies:
@@ -172,7 +177,7 @@ class BatchMaker:
             kept = [0]
         else:
             latents = self.autoencoder.encode(videos.to(self.device))
-        y, y_mask = self.text.encode(captions)
+        y, y_mask = self.text.encode(captions)[:2]
         timesteps, drop, generate = self._draws(step, shape[1])
         rows = torch.tensor([step.offset + position for position in kept]).clamp(max=step.total - 1)
         count = len(rows)
@@ -192,6 +197,11 @@ class BatchMaker:
             epoch=step.epoch,
             weight=0.0 if videos is None else 1.0,
             sampler_state=state,
+            more={
+                name: value
+                for name, value in told(bucket, 0, torch.ones(count, device=self.device)).items()
+                if name in self.takes
+            },
         )
 
     def _noise(self, step: Step, kept: list[int], shape: tuple[int, ...]) -> Tensor:

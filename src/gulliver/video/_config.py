@@ -87,15 +87,24 @@ class ModelConfig:
     """The diffusion transformer."""
 
     size: str = "tiny"
-    """A name of `gulliver.models.STDIT3_SIZES`."""
+    """A name of `gulliver.models.STDIT3_SIZES`, or of an STDiT2 or STDiT3 in `gulliver models`."""
+    weights: Path | None = None
+    """Public STDiT2 or STDiT3 to go on from, a folder or a file; its size is read off it."""
+    text_encoder: Path | None = None
+    """Folder of a T5 that reads captions; without one, words have frozen random vectors."""
     text_channels: Annotated[int, Range(2, 65536)] = 64
     """Width of the frozen word vectors."""
     text_length: Annotated[int, Range(1, 4096)] = 8
-    """Longest caption in words."""
+    """Longest caption in words, or in tokens of --model.text-encoder; weights have their own."""
     zero_init_temporal: bool = False
     """Start the temporal blocks as identities: for weights that come from an image model."""
     temporal_positions: bool = True
     """Add a code to each frame: from scratch, directions are learnt far sooner."""
+
+    @property
+    def public(self) -> bool:
+        """Whether its parts are public ones, which a `VideoPipeline` samples."""
+        return self.weights is not None or self.text_encoder is not None
 
 
 @dataclass(frozen=True)
@@ -258,6 +267,7 @@ MAY_CHANGE = frozenset(
     | {"async_save"}
     | {"autoencoder.path", "autoencoder.share", "data.unreadable_limit"}
     | {"validation.every", "validation.clips", "validation.levels"}
+    | {"model.weights", "model.text_encoder"}
 )
 """Options that may differ between a run and its resumption: where and how, not what."""
 

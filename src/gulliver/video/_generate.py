@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,9 @@ from gulliver.checkpoint import StepReader, load
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.jobs import derive
-from gulliver.models import STDiT3, VideoAutoencoder
+from gulliver.models import STDiT3
 from gulliver.options import resolved
-from gulliver.video._autoencoder_training import load_autoencoder
+from gulliver.video._build import build_model
 from gulliver.video._caches import Counts, cache_blocks
 from gulliver.video._config import (
     SamplingConfig,
@@ -36,6 +36,7 @@ from gulliver.video._config import (
 from gulliver.video._guidance import guidance_of
 from gulliver.video._media import fit
 from gulliver.video._prompts import loop_prompts
+from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._requests import (
     Piece,
     Request,
@@ -48,8 +49,10 @@ from gulliver.video._requests import (
 from gulliver.video._run import Run
 from gulliver.video._shared import Shared, ranks_alike, share, share_coding, split_ranks
 from gulliver.video._sources import make_flow, vocabulary
-from gulliver.video._training import build_model
 from gulliver.video._words import WordEncoder
+
+if TYPE_CHECKING:
+    from gulliver.video._pipeline import VideoPipeline
 
 FPS = 8.0
 
@@ -61,7 +64,7 @@ class VideoModel:
         counts: numbers of calls that caches have saved so far.
     """
 
-    def __init__(self, config: TrainConfig, model: STDiT3, autoencoder: VideoAutoencoder) -> None:
+    def __init__(self, config: TrainConfig, model: STDiT3, autoencoder: Any) -> None:
         self.config = config
         self.model = model.eval()
         self.autoencoder = autoencoder.eval()
@@ -88,8 +91,13 @@ class VideoModel:
             raise GulliverError(
                 f"{checkpoint} was made with another configuration: {'; '.join(changed)}"
             )
+        if config.model.public:
+            raise GulliverError(
+                f"{folder} trained public parts: open it with gulliver.video.open_run, as "
+                "`gulliver generate` does"
+            )
         autoencoder = load_autoencoder(run.autoencoder_path)
-        model = build_model(from_plain(trained), autoencoder.latent_channels)
+        model = build_model(from_plain(trained), autoencoder)
         load(checkpoint, {"ema": model})
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return cls(config, model.to(device), autoencoder.to(device))
@@ -251,7 +259,7 @@ class VideoModel:
 
 
 def extend(
-    model: VideoModel,
+    model: VideoModel | VideoPipeline,
     clip: Tensor,
     prompt: str,
     bucket: Bucket,
@@ -288,7 +296,7 @@ def extend(
 
 
 def connect(
-    model: VideoModel,
+    model: VideoModel | VideoPipeline,
     first: Tensor,
     last: Tensor,
     prompt: str,

@@ -11,6 +11,7 @@ from gulliver.video._autoencoder_config import (
 )
 from gulliver.video._autoencoder_job import AutoencoderOutcome, run_autoencoder
 from gulliver.video._autoencoder_training import save_autoencoder, train_autoencoder
+from gulliver.video._build import check_start
 from gulliver.video._caches import (
     BlockCache,
     Broadcast,
@@ -43,6 +44,7 @@ from gulliver.video._guidance import Guidance
 from gulliver.video._judges import Judges, Scores, train_judges
 from gulliver.video._mask_strings import SHORT_FORMS, parse_mask_strategy
 from gulliver.video._media import check_output, read_frames, write_clip
+from gulliver.video._pipeline import VideoPipeline, open_run
 from gulliver.video._prompts import loop_prompts, read_prompt
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import check_kind, load_model
@@ -102,6 +104,7 @@ __all__ = [
     "Trainer",
     "ValidationConfig",
     "VideoModel",
+    "VideoPipeline",
     "WordEncoder",
     "cache_blocks",
     "check_autoencoder_config",
@@ -112,6 +115,7 @@ __all__ = [
     "check_output",
     "check_ranks",
     "check_request",
+    "check_start",
     "connect",
     "console",
     "demonstrate",
@@ -123,6 +127,7 @@ __all__ = [
     "load_text_encoder",
     "loop_prompts",
     "loop_seed",
+    "open_run",
     "parse_mask_strategy",
     "psnr",
     "read_frames",

@@ -50,7 +50,47 @@ def load_model(
         GulliverError: the files are missing or broken, are those of another model, which is named,
             or do not match their configuration.
     """
-    path = Path(path)
+    model = outline_model(path, kind=kind, **overrides)
+    model.to(dtype or next(model.parameters()).dtype)
+    model = model.to_empty(device=device or torch.device("cpu"))
+    load_huggingface(model, Path(path))
+    return model.eval()
+
+
+def outline_model(path: Path | str, *, kind: str | None = None, **overrides: Any) -> nn.Module:
+    """Builds the model that files hold on meta, in their dtype: `load_model` without the memory.
+
+    Only headers are read, so that parts which do not belong together are refused at once.
+
+    Args:
+        path: Hugging Face folder, safetensors file or index of several.
+        kind: class of `gulliver.models` that it must be; None for whichever it is.
+        overrides: arguments of its class.
+
+    Raises:
+        GulliverError: as of `load_model`.
+    """
+    made, fields, dtype, shapes = _read(Path(path), kind, overrides)
+    with torch.device("meta"):
+        model = made(**fields)
+    _check_positions(Path(path), model, shapes)
+    return model.to(dtype).eval()
+
+
+def fields_of_files(path: Path | str) -> tuple[str, dict[str, Any]]:
+    """Returns the class of `gulliver.models` that files hold, and its arguments.
+
+    Raises:
+        GulliverError: as of `load_model`.
+    """
+    made, fields, *_ = _read(Path(path), None, {})
+    return made.__name__, fields
+
+
+def _read(
+    path: Path, kind: str | None, overrides: Mapping[str, Any]
+) -> tuple[type[nn.Module], dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]:
+    """Reads headers and configuration: class, arguments, dtype, shapes by name."""
     with open_weights(path) as weights:
         infos = dict(weights.infos)
     shapes = {name: info.shape for name, info in infos.items()}
@@ -61,15 +101,9 @@ def load_model(
     except GulliverError as error:
         raise GulliverError(f"{path}: {error}") from None
     made: type[nn.Module] = getattr(models, found)
-    fields |= _configured(path, made) | overrides
-    with torch.device("meta"):
-        model = made(**fields)
-    _check_positions(path, model, shapes)
+    fields |= _configured(path, made) | dict(overrides)
     floating = [info.dtype for info in infos.values() if info.dtype.is_floating_point]
-    model.to(dtype or (floating[0] if floating else torch.float32))
-    model = model.to_empty(device=device or torch.device("cpu"))
-    load_huggingface(model, path)
-    return model.eval()
+    return made, fields, floating[0] if floating else torch.float32, shapes
 
 
 def check_kind(path: Path | str, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> None:

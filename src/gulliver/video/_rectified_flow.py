@@ -210,7 +210,7 @@ class RectifiedFlow:
         null = {**({} if null_y is None else {"y": null_y}), **(null_inputs or {})}
         _check_branches(guidance, null, imageless_inputs, given, mask)
         changes = [model_inputs, null, imageless_inputs or {}][: guidance.branches]
-        inputs = _stacked(list(accumulate(changes, lambda old, new: {**old, **new})))
+        inputs = stacked(list(accumulate(changes, lambda old, new: {**old, **new})))
         if timesteps is None:
             height, width = float(model_inputs["height"][0]), float(model_inputs["width"][0])
             timesteps = self.timesteps(steps, height, width, noise.shape[2])
@@ -305,7 +305,7 @@ def _check_branches(
         )
 
 
-def _stacked(branches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def stacked(branches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Joins inputs of the branches into those of one batch; what is no tensor is the first's."""
     stacked = dict(branches[0])
     for name, value in stacked.items():

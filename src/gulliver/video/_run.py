@@ -3,7 +3,9 @@
 run/
   config.json              the resolved configuration
   plan.yaml                how the model ran
-  autoencoder.safetensors
+  autoencoder.safetensors  or autoencoder.json, which names a public one
+  model.json               class and fields of the weights that it began with, where it did
+  texts/                   what captions say, where a text encoder reads them
   log.jsonl                a line per logged step
   validation.jsonl         a line per validation: losses of held-out clips by bucket
   tensorboard/
@@ -41,6 +43,16 @@ class Run:
     def autoencoder_path(self) -> Path:
         """The autoencoder that the run trains in."""
         return self.folder / "autoencoder.safetensors"
+
+    @property
+    def named_autoencoder_path(self) -> Path:
+        """The file that says where a public autoencoder lies, which is not copied."""
+        return self.folder / "autoencoder.json"
+
+    @property
+    def model_path(self) -> Path:
+        """The file that says what the weights were that the run began with."""
+        return self.folder / "model.json"
 
     @property
     def log_path(self) -> Path:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from gulliver.booster.hybrid import wire_stdit
 from gulliver.comm import (
@@ -32,7 +32,6 @@ from gulliver.comm import (
 )
 from gulliver.errors import GulliverError
 from gulliver.hardware import current_cluster
-from gulliver.models import STDiT3
 from gulliver.parallel.convolution import SharedNetworks, has_networks, share_autoencoder
 from gulliver.parallel.sequence import SequencePlan, make_groups
 
@@ -147,7 +146,7 @@ class Shared:
 
 
 def share_coding(
-    autoencoder: nn.Module,
+    autoencoder: Any,
     rank_group: RankGroup,
     dim: str,
     show: Callable[[str], None] | None = None,
@@ -181,10 +180,11 @@ def ranks_alike(place: Any) -> RankGroup:
 
 
 def share(
-    model: STDiT3,
+    model: Any,
     sequence: int,
     guidance_ranks: int,
     *,
+    call: Callable[..., Tensor] | None = None,
     scheme: str | None = None,
     show: Callable[[str], None] | None = None,
 ) -> Shared:
@@ -194,6 +194,7 @@ def share(
         model: model to call, hooked in place where a sequence has several ranks.
         sequence: number of ranks that share the tokens of a clip.
         guidance_ranks: number of ranks that share the branches of guidance.
+        call: function that is called in the model's place and calls it; None for the model.
         scheme: name of `gulliver.booster.hybrid._stdit_choice.SCHEMES`; None chooses.
         show: function that is told of choices, on rank 0.
 
@@ -202,8 +203,9 @@ def share(
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     split_ranks(world, sequence, guidance_ranks)
+    own: Callable[..., Tensor] = model if call is None else call
     if world == 1:
-        return Shared(model)
+        return Shared(own)
     axes = make_axes({"branch": guidance_ranks, "sequence": sequence})
     branches = axes.rank_group("branch") if guidance_ranks > 1 else ALONE
     if sequence > 1:
@@ -213,7 +215,7 @@ def share(
         )
         told = show if dist.get_rank() == 0 else None
         wire_stdit(model, groups, "all_to_all", scheme=scheme, show=told)
-    called = OneBranch(model, branches) if branches.size > 1 else model
+    called = OneBranch(own, branches) if branches.size > 1 else own
     return Shared(called, world, dist.get_rank(), branches)
 
 

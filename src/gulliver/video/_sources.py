@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
+from gulliver.checkpoint import read_json, write_json
 from gulliver.comm import World, barrier
 from gulliver.data import Bucket, BucketConfig, BucketSampler, ClipTable
 from gulliver.errors import GulliverError
 from gulliver.jobs import Display, console, derive
-from gulliver.models import VideoAutoencoder
-from gulliver.video._autoencoder_training import (
-    load_autoencoder,
-    save_autoencoder,
-    train_autoencoder,
-)
+from gulliver.models import Autoencoder, VideoAutoencoder
+from gulliver.video._autoencoder_training import save_autoencoder, train_autoencoder
 from gulliver.video._config import DataConfig, FlowConfig, TrainConfig, parse_shapes
 from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits
+from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
 from gulliver.video._words import words_of
@@ -34,15 +34,20 @@ def parse_held_out(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def make_dataset(
-    config: DataConfig, words: int, show: bool = True, seed: int = 0
+    config: DataConfig,
+    words: int | None,
+    show: bool = True,
+    seed: int = 0,
+    autoencoder: Autoencoder | None = None,
 ) -> MovingDigits | ClipTable:
     """Makes the data set: the moving digits, or the table that is named.
 
     Args:
         config: what to learn from.
-        words: number of words that the model reads.
+        words: number of words that the model reads; None for any.
         show: whether to display progress and what cannot be used.
         seed: seed of the run.
+        autoencoder: autoencoder that will encode the clips; None for the small one.
 
     Raises:
         GulliverError: neither can be used, or a caption is longer than `words`.
@@ -52,7 +57,7 @@ def make_dataset(
         return MovingDigits(
             "train", config.clips, shapes=shapes, exclude=parse_held_out(config.held_out)
         )
-    buckets = _buckets(config, tuple(shapes))
+    buckets = _buckets(config, tuple(shapes), autoencoder)
     with Display("opening clips", 1, enabled=show) as display:
 
         def progress(done: int, total: int) -> None:
@@ -70,7 +75,7 @@ def make_dataset(
     if show:
         console().print(table.report())
     longest = max(len(words_of(row.text)) for row in table.rows)
-    if longest > words:
+    if words is not None and longest > words:
         raise GulliverError(
             f"the longest caption has {longest} words, the model reads {words}: "
             f"add --model.text-length {longest}"
@@ -100,14 +105,20 @@ def make_held_out(config: TrainConfig, dataset: Any) -> MovingDigits | ClipTable
     )
 
 
-def _buckets(config: DataConfig, shapes: tuple[Bucket, ...]) -> BucketConfig | tuple[Bucket, ...]:
+def _buckets(
+    config: DataConfig, shapes: tuple[Bucket, ...], autoencoder: Autoencoder | None = None
+) -> BucketConfig | tuple[Bucket, ...]:
     """The buckets of a table's clips, which the autoencoder and the patches can divide."""
-    unit = math.lcm(*VideoAutoencoder.compression[1:], 8)
+    compression = VideoAutoencoder.compression if autoencoder is None else autoencoder.compression
+    unit = math.lcm(*compression[1:], 8)
     if config.buckets is not None:
         # Published sizes fit no unit: they are cut, by less than one.
-        return BucketConfig.load(config.buckets, (VideoAutoencoder.compression[0], unit, unit))
+        return BucketConfig.load(config.buckets, (compression[0], unit, unit))
     for bucket in shapes:
-        _check_shape(bucket, unit)
+        if autoencoder is None or isinstance(autoencoder, VideoAutoencoder):
+            _check_shape(bucket, unit)
+        else:
+            autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
     return shapes
 
 
@@ -140,7 +151,7 @@ def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> B
     return BucketSampler(buckets, config.data.batch_size, *place, seed)
 
 
-def make_flow(config: FlowConfig, autoencoder: VideoAutoencoder) -> RectifiedFlow:
+def make_flow(config: FlowConfig, autoencoder: Autoencoder) -> RectifiedFlow:
     """Makes the rectified flow of a run, the same for training and for sampling."""
     return RectifiedFlow(
         sample_method=config.timesteps,
@@ -157,14 +168,24 @@ def vocabulary(config: TrainConfig) -> frozenset[str] | None:
     return MovingDigits.vocabulary if config.data.table is None else None
 
 
-def ready_autoencoder(
-    config: TrainConfig, run: Run, dataset: Any, world: World
-) -> VideoAutoencoder:
-    """The run's autoencoder: the one in its folder, the one that is named, or one trained now."""
-    if config.resume and run.autoencoder_path.is_file():
+def own_autoencoder(run: Run) -> Autoencoder | None:
+    """Loads the autoencoder of a run: the one in its folder, or the public one that it names."""
+    if run.autoencoder_path.is_file():
         return load_autoencoder(run.autoencoder_path)
+    if run.named_autoencoder_path.is_file():
+        named = read_json(run.named_autoencoder_path)["path"]
+        return load_autoencoder(named, dtype=torch.float32)
+    return None
+
+
+def ready_autoencoder(config: TrainConfig, run: Run, dataset: Any, world: World) -> Autoencoder:
+    """The run's autoencoder: the one in its folder, the one that is named, or one trained now."""
+    kept = own_autoencoder(run) if config.resume else None
+    if kept is not None:
+        return kept
+    autoencoder: Autoencoder
     if config.autoencoder.path is not None:
-        autoencoder = load_autoencoder(config.autoencoder.path)
+        autoencoder = load_autoencoder(config.autoencoder.path, dtype=torch.float32)
         figures: dict[str, float] = {}
     else:
         with Display("training autoencoder", config.autoencoder.steps, 0, world.is_main) as display:
@@ -179,7 +200,10 @@ def ready_autoencoder(
         if world.is_main:
             console().print(f"autoencoder: {figures['psnr']:.1f} dB on clips of {figures['clips']}")
     barrier()
-    if world.is_main:
+    if world.is_main and isinstance(autoencoder, VideoAutoencoder):
         save_autoencoder(run.autoencoder_path, autoencoder, figures)
+    elif world.is_main:
+        # A public one stays where it is.
+        write_json(run.named_autoencoder_path, {"path": str(config.autoencoder.path)})
     barrier()
     return autoencoder

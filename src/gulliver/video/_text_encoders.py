@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -255,16 +255,31 @@ class KeptTexts:
         folder: folder of the files.
     """
 
+    encoder: TextEncoder | None
+    """Encoder to ask; None where all captions are kept, and what has said them is gone."""
+
     def __init__(self, encoder: TextEncoder, folder: Path | str) -> None:
         self.encoder, self.folder = encoder, Path(folder)
         self.channels, self.max_length = encoder.channels, encoder.max_length
         self.fingerprint = encoder.fingerprint
+
+    @classmethod
+    def of_folder(
+        cls, folder: Path | str, fingerprint: str, channels: int, max_length: int
+    ) -> Self:
+        """Returns what a folder keeps of an encoder, which is not there any more."""
+        kept = cls.__new__(cls)
+        kept.encoder, kept.folder, kept.fingerprint = None, Path(folder), fingerprint
+        kept.channels, kept.max_length = channels, max_length
+        return kept
 
     def encode(self, captions: list[str]) -> EncodedText:
         """Encodes captions, as `TextEncoder.encode`; those that are kept are read."""
         files = {caption: self._file(caption) for caption in captions}
         missing = [caption for caption, file in files.items() if not file.is_file()]
         for caption in missing:
+            if self.encoder is None:
+                raise GulliverError(f"{self.folder} does not keep what {caption[:60]!r} says")
             # One by one: what a caption says must not depend on what it is padded to.
             said = self.encoder.encode([caption])
             tensors = {"embeddings": said.embeddings[0, 0], "mask": said.mask[0].to(torch.uint8)}
@@ -272,7 +287,7 @@ class KeptTexts:
                 tensors["vector"] = said.vector[0]
             write_tensors(files[caption], tensors)
         if not captions:
-            return self.encoder.encode(captions)
+            raise GulliverError("there is no caption to encode")
         return padded([read_tensors(files[caption]) for caption in captions])
 
     def _file(self, caption: str) -> Path:
@@ -316,6 +331,40 @@ def check_encoder(encoder: TextEncoder, width: int, length: int) -> None:
         )
 
 
+class EncoderLook(NamedTuple):
+    """What a folder of a text encoder says it holds.
+
+    Attributes:
+        kind: name of the kind, T5 or CLIP.
+        channels: width of a token's vector.
+        longest: most tokens of a caption; None for any number.
+    """
+
+    kind: str
+    channels: int
+    longest: int | None
+
+
+def look_at_encoder(folder: Path | str) -> EncoderLook:
+    """Reads what a folder of a text encoder holds, without its weights.
+
+    Raises:
+        GulliverError: there is no such folder, or it holds neither a T5 nor a CLIP.
+    """
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise GulliverError(f"{folder} is no folder of a text encoder: no config.json")
+    content = read_json(file)
+    kind = content.get("model_type", "") if isinstance(content, dict) else ""
+    if kind in ("t5", "mt5", "umt5"):
+        return EncoderLook("T5", int(content.get("d_model", 512)), None)
+    if kind in ("clip", "clip_text_model"):
+        text = content.get("text_config", content)
+        longest = int(text.get("max_position_embeddings", 77))
+        return EncoderLook("CLIP", int(text.get("hidden_size", 512)), longest)
+    raise GulliverError(f"{folder} holds a {kind or 'nameless'} model: expected a T5 or a CLIP")
+
+
 def load_text_encoder(
     folder: Path | str,
     max_length: int | None = None,
@@ -338,16 +387,8 @@ def load_text_encoder(
     Raises:
         GulliverError: there is no such folder, it holds neither, or transformers is missing.
     """
-    file = Path(folder) / "config.json"
-    if not file.is_file():
-        raise GulliverError(f"{folder} is no folder of a text encoder: no config.json")
-    content = read_json(file)
-    kind = content.get("model_type", "") if isinstance(content, dict) else ""
-    if kind in ("t5", "mt5", "umt5"):
+    look = look_at_encoder(folder)
+    if look.longest is None:
         return T5TextEncoder(folder, max_length or 512, device, dtype, cut, whole)
-    if kind in ("clip", "clip_text_model"):
-        text = content.get("text_config", content)
-        longest = int(text.get("max_position_embeddings", 77))
-        longest = min(max_length or longest, longest)
-        return ClipTextEncoder(folder, longest, device, dtype, cut, whole)
-    raise GulliverError(f"{folder} holds a {kind or 'nameless'} model: expected a T5 or a CLIP")
+    longest = min(max_length or look.longest, look.longest)
+    return ClipTextEncoder(folder, longest, device, dtype, cut, whole)

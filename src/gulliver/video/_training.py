@@ -7,6 +7,7 @@ gradients travel (`gulliver.booster`), and how a batch was made (`_batches.py`).
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable
@@ -47,11 +48,14 @@ from gulliver.jobs import (
     memory_in_use,
     tensorboard,
 )
-from gulliver.models import STDiT3, VideoAutoencoder, stdit3
+from gulliver.models import Autoencoder
 from gulliver.options import resolved
 from gulliver.video._batches import Batch, BatchMaker
+from gulliver.video._build import build_model, check_start, describe_start, flow_of, ready_texts
 from gulliver.video._config import TrainConfig, check_config
 from gulliver.video._ema import ExponentialAverage
+from gulliver.video._public_autoencoders import load_autoencoder
+from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
 from gulliver.video._shared import ranks_alike, share_coding
 from gulliver.video._skipped import SkippedClips, common_samples, listing
@@ -64,7 +68,6 @@ from gulliver.video._sources import (
 )
 from gulliver.video._stages import hide_targets, run_stages
 from gulliver.video._validation import Validation
-from gulliver.video._words import WordEncoder
 
 CHUNK_MB = 1.0
 
@@ -87,6 +90,7 @@ def train(config: TrainConfig) -> Outcome:
             longer a number, or another rank is gone.
     """
     check_config(config)
+    check_start(config)
     world = init_world()
     check_ranks(config, world.size)
     run = Run(config.out, config.keep)
@@ -96,8 +100,13 @@ def train(config: TrainConfig) -> Outcome:
         if world.is_main:
             run.write_config(config)
             if checkpoint is None:
+                describe_start(config, run)
+            if checkpoint is None:
                 run.cut_log(0)  # of a run that was killed before its first checkpoint
-        dataset = make_dataset(config.data, config.model.text_length, world.is_main, config.seed)
+        words = None if config.model.public else config.model.text_length
+        path = config.autoencoder.path
+        given = None if path is None else load_autoencoder(path)
+        dataset = make_dataset(config.data, words, world.is_main, config.seed, given)
         held_out = make_held_out(config, dataset)
         autoencoder = ready_autoencoder(config, run, dataset, world)
         trainer = Trainer(config, run, dataset, autoencoder, world, held_out)
@@ -105,21 +114,6 @@ def train(config: TrainConfig) -> Outcome:
             trainer.restore(checkpoint)
         with StopRequest().listening() as stop:
             return trainer.run_to_end(stop)
-
-
-def build_model(config: TrainConfig, latent_channels: int) -> STDiT3:
-    """The transformer of `config`, its weights drawn from the run's seed."""
-    torch.manual_seed(derive(config.seed, 0))
-    return stdit3(
-        config.model.size,
-        in_channels=latent_channels,
-        caption_channels=config.model.text_channels,
-        model_max_length=config.model.text_length,
-        class_dropout_prob=0.0,  # the batch says which captions are hidden
-        input_sq_size=32 if config.data.table is None else 512,
-        zero_init_temporal=config.model.zero_init_temporal,
-        temporal_positions=config.model.temporal_positions,
-    )
 
 
 def check_ranks(config: TrainConfig, ranks: int) -> None:
@@ -178,13 +172,15 @@ class Trainer:
         config: TrainConfig,
         run: Run,
         dataset: Any,
-        autoencoder: VideoAutoencoder,
+        autoencoder: Autoencoder,
         world: World,
         held_out: Any = None,
     ) -> None:
         self.config, self.run, self.world = config, run, world
         self.step_number, self.saved_step, self.seconds = 0, 0, 0.0
-        self.flow = make_flow(config.flow, autoencoder)
+        begin = run.checkpoints.latest() is None
+        model = build_model(config, autoencoder, run, begin).to(world.device).train()
+        self.flow = flow_of(model, make_flow(config.flow, autoencoder))
         plugin = make_plugin(config)
         self.place = plugin.data_place()
         self.sampler = make_sampler(config, dataset, self.place)
@@ -192,17 +188,17 @@ class Trainer:
         self.skipped = SkippedClips(
             self.sampler.samples, len(self.sampler), config.data.unreadable_limit
         )
-        text = WordEncoder(config.model.text_channels, config.model.text_length)
         self.maker = BatchMaker(
             dataset,
             self.sampler,
             autoencoder.to(world.device).eval(),
-            text,
+            ready_texts(config, run, model, (dataset, held_out), world),
             self.flow,
             config.flow,
             config.seed,
             world.device,
             self._agree if config.ranks_of_a_model > 1 else None,
+            frozenset(inspect.signature(model.forward).parameters) & {"num_frames", "ar"},
         )
         if config.ranks_of_a_model > 1:
             share_coding(
@@ -214,7 +210,6 @@ class Trainer:
             self.validation = Validation(held_out, self.maker, *told)
         precision = None if config.mixed_precision == "none" else config.mixed_precision
         self.booster = Booster(plugin=plugin, mixed_precision=precision)
-        model = build_model(config, autoencoder.latent_channels).to(world.device).train()
         optimizer = torch.optim.AdamW(
             _parameter_groups(model, config.optimizer.weight_decay),
             lr=config.optimizer.learning_rate,
@@ -361,6 +356,7 @@ class Trainer:
             count: number of samples of all shares.
         """
         if self.config.pp_size > 1:
+            assert isinstance(self.flow, RectifiedFlow), "checked"
             run, scale = self.config.micro_batches, self.place[1] / count
             return run_stages(
                 self.booster, self.model, self.optimizer, self.flow, batch, run, scale
@@ -395,6 +391,7 @@ class Trainer:
     def _loss_sum(self, batch: Batch) -> Tensor:
         """Computes the sum of a share's losses, forward only."""
         if self.config.pp_size > 1:
+            assert isinstance(self.flow, RectifiedFlow), "checked"
             told = self.flow, batch, self.config.micro_batches, 1.0
             return run_stages(self.booster, self.model, None, *told)
         return self._losses(batch, slice(None)).sum() * batch.weight

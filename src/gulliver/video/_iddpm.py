@@ -1,0 +1,328 @@
+"""Improved denoising diffusion: the noise process of Open-Sora 1.0 and 1.1.
+
+A point is x_t = sqrt(a_t) x0 + sqrt(1 - a_t) noise with a_t falling over steps t = 0 ... 999. The
+model predicts the noise, and for each element where the log variance of a step back lies between
+the least and the most that it can be. `IDDPM` has the calls of `RectifiedFlow`, so that pipelines
+and the training loop take either.
+
+[Note: respaced steps] Sampling takes few of the 1000 steps. Those taken make a process of their own
+whose a are the same numbers, so its betas are 1 - a_i / a_(i-1); the model is told the old step.
+
+Sources: https://arxiv.org/abs/2102.09672 (learned variances, cosine schedule, respacing),
+https://arxiv.org/abs/2006.11239 (linear schedule).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.video._guidance import Guidance
+from gulliver.video._rectified_flow import Model, stacked
+
+SCHEDULES = ("linear", "cosine")
+LAST_NOISE = 0.999
+"""Largest beta of the cosine schedule, whose last would be one."""
+BIN = 1 / 255
+"""Half a level of an 8-bit picture on the scale of -1 to 1, for the likelihood of the data."""
+
+
+def linear_betas(count: int) -> Tensor:
+    """Returns betas that rise evenly, from 0.0001 to 0.02 for 1000 steps: float64 [count]."""
+    scale = 1000 / count
+    return torch.linspace(scale * 0.0001, scale * 0.02, count, dtype=torch.float64)
+
+
+def cosine_betas(count: int) -> Tensor:
+    """Returns betas whose a follow a squared cosine: float64 [count]."""
+    steps = torch.arange(count + 1, dtype=torch.float64) / count
+    kept = torch.cos((steps + 0.008) / 1.008 * math.pi / 2).square()
+    return (1 - kept[1:] / kept[:-1]).clamp(max=LAST_NOISE)
+
+
+def spaced(count: int, steps: int) -> list[int]:
+    """Lists `steps` of `count` steps, evenly from the first to the last.
+
+    Raises:
+        GulliverError: there are fewer than two, or more than the process has.
+    """
+    if not 2 <= steps <= count:
+        raise GulliverError(
+            f"{steps} sampling steps cannot be taken of {count}: between 2 and {count} can"
+        )
+    stride, place, taken = (count - 1) / (steps - 1), 0.0, []
+    for _ in range(steps):
+        # Added up, not multiplied, as the public code does it: halves round alike.
+        taken.append(round(place))
+        place += stride
+    return taken
+
+
+class Process(NamedTuple):
+    """Coefficients of a process of N steps, each float64 [N].
+
+    Attributes:
+        kept: share a of the data's power.
+        of_data: factor of x0 in the mean of a step back.
+        of_point: factor of x_t in it.
+        least: least log variance of a step back.
+        most: most log variance of it.
+    """
+
+    kept: Tensor
+    of_data: Tensor
+    of_point: Tensor
+    least: Tensor
+    most: Tensor
+
+
+def process_of(kept: Tensor) -> Process:
+    """Computes the coefficients of the process with shares `kept` of the data [N]."""
+    before = torch.cat([torch.ones_like(kept[:1]), kept[:-1]])
+    betas = 1 - kept / before
+    variance = betas * (1 - before) / (1 - kept)
+    # The last step back has none, which has no logarithm.
+    variance = torch.cat([variance[1:2], variance[1:]])
+    of_data = betas * before.sqrt() / (1 - kept)
+    of_point = (1 - before) * (kept / before).sqrt() / (1 - kept)
+    return Process(kept, of_data, of_point, variance.log(), betas.log())
+
+
+class IDDPM:
+    """The noise process, its training loss and its sampler.
+
+    Args:
+        num_timesteps: number of steps from data to noise.
+        schedule: name of the schedule of the betas.
+        guided_channels: number of first channels that guidance leads, as the public configurations
+            have it; None for all.
+
+    Raises:
+        GulliverError: the schedule is unknown.
+    """
+
+    def __init__(
+        self,
+        num_timesteps: int = 1000,
+        schedule: Literal["linear", "cosine"] = "linear",
+        guided_channels: int | None = None,
+    ) -> None:
+        if schedule not in SCHEDULES:
+            raise GulliverError(f"unknown schedule {schedule!r}: {nearest(schedule, SCHEDULES)}")
+        betas = linear_betas(num_timesteps) if schedule == "linear" else cosine_betas(num_timesteps)
+        self.num_timesteps, self.guided_channels = num_timesteps, guided_channels
+        self.process = process_of((1 - betas).cumprod(0))
+
+    def sample_timesteps(
+        self, batch: int, *, generator: torch.Generator | None = None, **clip: float
+    ) -> Tensor:
+        """Draws a step for each of `batch` clips, all alike, whatever the clip: [batch]."""
+        del clip
+        return torch.randint(self.num_timesteps, (batch,), generator=generator).float()
+
+    def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """Mixes x0 and noise [B, C, T, H, W]: points of the process at steps `timesteps` [B]."""
+        kept = _at(self.process.kept, timesteps, x0)
+        return kept.sqrt() * x0 + (1 - kept).sqrt() * noise
+
+    def loss(
+        self,
+        model: Model,
+        x0: Tensor,
+        model_inputs: dict[str, Any],
+        *,
+        noise: Tensor,
+        timesteps: Tensor,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Computes each clip's mean square error of the noise and bound on the likelihood in bits.
+
+        The bound teaches the variance alone: the noise in it is taken as it is.
+
+        Args:
+            model: function called as model(x_t, timesteps, **model_inputs), which gives twice x0's
+                channels: noise and variance.
+            x0: latents [B, C, T, H, W].
+            model_inputs: conditions, by keyword of the model.
+            noise: noise of x0's shape.
+            timesteps: steps [B].
+            mask: mask [B, T], True for frames to generate. Given frames are shown without noise
+                and do not count; pass the same as x_mask in `model_inputs`.
+
+        Returns:
+            The losses [B].
+        """
+        x_t = self.add_noise(x0, noise, timesteps)
+        if mask is not None:
+            x_t = torch.where(_frames(mask), x_t, x0)
+        predicted, share = _halves(model(x_t, timesteps, **model_inputs), x0)
+        square = (noise - predicted).square()
+        bits = self._bits(x0, x_t, timesteps, predicted.detach(), share)
+        return _mean(square + bits, mask)
+
+    def _bits(
+        self, x0: Tensor, x_t: Tensor, timesteps: Tensor, noise: Tensor, share: Tensor
+    ) -> Tensor:
+        """Bits of each element: the divergence of a step back, or the data's own at the last."""
+        of_data, of_point, least = (
+            _at(values, timesteps, x0)
+            for values in (self.process.of_data, self.process.of_point, self.process.least)
+        )
+        wanted = of_data * x0 + of_point * x_t
+        mean, log_variance = self._back(self.process, x_t, timesteps, noise, share)
+        apart = (wanted - mean).square() * (-log_variance).exp()
+        divergence = 0.5 * (log_variance - least - 1 + (least - log_variance).exp() + apart)
+        likelihood = _discrete_likelihood(x0, mean, 0.5 * log_variance)
+        last = (timesteps == 0).view(-1, 1, 1, 1, 1)
+        return torch.where(last, -likelihood, divergence) / math.log(2)
+
+    @staticmethod
+    def _back(
+        process: Process, x_t: Tensor, steps: Tensor, noise: Tensor, share: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns mean and log variance of a step back from x_t at steps [B] of a process."""
+        kept, of_data, of_point, least, most = (_at(values, steps, x_t) for values in process)
+        x0 = (1 / kept).sqrt() * x_t - (1 / kept - 1).sqrt() * noise
+        share = (share + 1) / 2
+        return of_data * x0 + of_point * x_t, share * most + (1 - share) * least
+
+    @torch.no_grad()
+    def sample(
+        self,
+        model: Model,
+        noise: Tensor,
+        model_inputs: Mapping[str, Any],
+        *,
+        null_inputs: Mapping[str, Any] | None = None,
+        steps: int = 100,
+        cfg_scale: float | Guidance = 1.0,
+        given: Tensor | None = None,
+        mask: Tensor | None = None,
+        step_noise: Callable[[int], Tensor] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Tensor:
+        """Steps back from noise to data.
+
+        Args:
+            model: function called as in `loss`, with the branches of guidance in one batch.
+            noise: noise [B, C, T, H, W].
+            model_inputs: conditions by keyword of the model.
+            null_inputs: conditions that differ without caption, such as y; needed where guidance is
+                on.
+            steps: number of steps, of those that the process has.
+            cfg_scale: weight of the caption's noise over that without caption, or `Guidance`.
+            given: latents of the given frames, of noise's shape; others do not count.
+            mask: mask [B, T], True for frames to generate.
+            step_noise: function from the number of a step to the noise that it adds; None draws it
+                from torch's generator.
+            progress: function that is called with (steps done, steps).
+
+        Returns:
+            Latents; given frames are exactly as they were.
+
+        Raises:
+            GulliverError: guidance without null_inputs, or by given frames; only one of given and
+                mask; given frames that are to be edited.
+        """
+        guidance = cfg_scale if isinstance(cfg_scale, Guidance) else Guidance(cfg_scale)
+        _check_sampling(guidance, null_inputs, given, mask)
+        taken = spaced(self.num_timesteps, steps)
+        process = process_of(self.process.kept[taken])
+        branches = [model_inputs, {**model_inputs, **(null_inputs or {})}][: guidance.branches]
+        inputs = stacked(branches)
+        x, generate = noise, None
+        if mask is not None and given is not None:
+            generate = mask >= 1
+            inputs["x_mask"] = torch.cat([generate] * len(branches))
+            x = torch.where(_frames(generate), x, given)
+        for done, number in enumerate(reversed(range(steps))):
+            told = noise.new_full((len(branches) * len(x),), float(taken[number]))
+            out = model(torch.cat([x] * len(branches)), told, **inputs)
+            answers = [_halves(answer, x) for answer in out.chunk(len(branches))]
+            predicted, share = self._guided(guidance, answers, done, steps)
+            step = torch.full((len(x),), number, device=x.device)
+            back, log_variance = self._back(process, x, step, predicted, share)
+            if number:
+                drawn = torch.randn_like(x) if step_noise is None else step_noise(number).to(x)
+                back = back + (0.5 * log_variance).exp() * drawn
+            x = back if generate is None else torch.where(_frames(generate), back, x)
+            if progress is not None:
+                progress(done + 1, steps)
+        return x
+
+    def _guided(
+        self, guidance: Guidance, answers: Sequence[tuple[Tensor, Tensor]], step: int, steps: int
+    ) -> tuple[Tensor, Tensor]:
+        """Leads the noise away from that without caption; the variance is that with caption."""
+        noise, share = answers[0]
+        led = noise.shape[1] if self.guided_channels is None else self.guided_channels
+        away = guidance.combine([answer[:, :led] for answer, _ in answers], step, steps)
+        return torch.cat([away, noise[:, led:]], dim=1), share
+
+
+def _check_sampling(
+    guidance: Guidance, null: Mapping[str, Any] | None, given: Tensor | None, mask: Tensor | None
+) -> None:
+    if guidance.image != 1:
+        raise GulliverError(
+            f"image guidance {guidance.image:g} is for models of rectified flow: leave it out"
+        )
+    if guidance.branches > 1 and not null:
+        raise GulliverError(
+            f"cfg_scale {guidance.text:g} needs null_inputs, what stands for no caption"
+        )
+    if (given is None) != (mask is None):
+        raise GulliverError("given frames need both `given` and `mask`")
+    if mask is not None and bool(((mask > 0) & (mask < 1)).any()):
+        raise GulliverError(
+            "edit ratios are for models of rectified flow: give frames as they are, with ratio 0"
+        )
+
+
+def _at(values: Tensor, steps: Tensor, like: Tensor) -> Tensor:
+    """Picks values of steps [B], for tensors [B, C, T, H, W]."""
+    picked = values.to(steps.device)[steps.long()]
+    return picked.to(torch.promote_types(like.dtype, torch.float32)).view(-1, 1, 1, 1, 1)
+
+
+def _halves(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits a model's output into noise and share of the variance."""
+    if output.shape[1] != 2 * x.shape[1]:
+        raise GulliverError(
+            f"the model gives {output.shape[1]} channels for latents of {x.shape[1]}: noise and "
+            "its variance are twice as many, so build it with pred_sigma=True"
+        )
+    noise, share = output.to(x.dtype).chunk(2, dim=1)
+    return noise, share
+
+
+def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Means of clips [B, C, T, H, W] over frames to generate: [B]."""
+    of_frames = values.mean(dim=(1, 3, 4))
+    if mask is None:
+        return of_frames.mean(dim=1)
+    weights = mask.to(of_frames.dtype)
+    return (of_frames * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+
+
+def _frames(mask: Tensor) -> Tensor:
+    return mask[:, None, :, None, None]
+
+
+def _discrete_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
+    """Log likelihood of values of 256 levels under Gaussians, as the public code computes it."""
+    apart, narrow = x - mean, (-log_scale).exp()
+    above, below = _normal(narrow * (apart + BIN)), _normal(narrow * (apart - BIN))
+    # The outermost levels hold all that lies beyond.
+    inside = torch.where(x < -0.999, above, torch.where(x > 0.999, 1 - below, above - below))
+    return inside.clamp(min=1e-12).log()
+
+
+def _normal(x: Tensor) -> Tensor:
+    """The distribution function of a standard normal, by the approximation of GELU's tanh form."""
+    return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
