@@ -36,6 +36,7 @@ class TierRates:
         latency_s: seconds of a transfer beside its bytes.
         both_rate: bytes/s of reading and writing as much at once, both counted; None where they
             share the link.
+        behind: link from there to a third memory; None where there is none.
     """
 
     name: str
@@ -43,6 +44,7 @@ class TierRates:
     write_rate: float
     latency_s: float = 0.0
     both_rate: float | None = None
+    behind: TierRates | None = None
 
     def seconds(self, transfer: Transfer) -> float:
         """Seconds of a transfer that has the link to itself."""

@@ -49,6 +49,7 @@ class Traffic:
         store: tier behind it.
         counter: counts what objects and loans hold.
         lock: lock of the manager; all calls are made under it.
+        pages: makes the memory; by default buffers of the device.
 
     Attributes:
         held: bytes of memory held, that which is kept for reuse included.
@@ -62,6 +63,7 @@ class Traffic:
         store: Store | None,
         counter: ByteCounter,
         lock: threading.RLock,
+        pages: Pages | None = None,
     ) -> None:
         self.budget, self.device, self.store, self.counter = budget, device, store, counter
         self.held = 0
@@ -72,7 +74,7 @@ class Traffic:
         self._leaving: deque[Placed] = deque()
         self._failed: list[tuple[Placed, GulliverError]] = []
         self._free: dict[int, list[tuple[Tensor, bool]]] = {}
-        self._pages = Pages(device)
+        self._pages = pages or Pages(device)
         self._worker: threading.Thread | None = None
 
     # Objects
@@ -135,6 +137,11 @@ class Traffic:
             self.tell()
             if placed.where is Where.LEAVING:
                 self._finish(placed)
+
+    def has_come(self, placed: Placed) -> bool:
+        """Whether an object is where it was to go, or failed to; does not wait."""
+        self._advance()
+        return placed.where is Where.HERE or (placed.where is Where.ARRIVING and placed.done)
 
     def unwritten(self) -> list[Placed]:
         """Returns the objects that could not be written, and have not come again."""
@@ -213,7 +220,7 @@ class Traffic:
                 if trusted or storage_users(memory) == 1:
                     assert isinstance(free, list)
                     free.pop(number)
-                    before_write([memory])  # a snapshot may still be reading it
+                    self._free_of_users(memory)
                     return memory
             if self.held + size > self.budget and (found := self._resized(size)) is not None:
                 return found
@@ -224,6 +231,11 @@ class Traffic:
                 return None
             if wait:
                 self._make_way(size)
+
+    def _free_of_users(self, memory: Tensor) -> None:
+        """Waits for snapshots and copies that may still be reading memory."""
+        before_write([memory])
+        self._pages.settle(memory)
 
     def _resized(self, size: int) -> Tensor | None:
         """Memory of a size out of that kept of the nearest other size; None where there is none."""
@@ -242,7 +254,7 @@ class Traffic:
         if not self._trim(size - kept):
             self._free.setdefault(kept, []).append(taken)
             return None
-        before_write([taken[0]])  # a snapshot may still be reading it
+        self._free_of_users(taken[0])
         self.held += size - kept
         return self._pages.resized(taken[0], size)
 
@@ -257,7 +269,7 @@ class Traffic:
                 if place is None:
                     break
                 memory, trusted = many.pop(place)
-                before_write([memory])  # a snapshot may still be reading it
+                self._free_of_users(memory)
                 left = kept - whole_pages(short)
                 if left > 0 and self._pages.fits(memory, left):
                     rest.append((self._pages.resized(memory, left), trusted))
@@ -274,7 +286,7 @@ class Traffic:
     def _goes(self, memory: Tensor, trusted: bool) -> bool:
         """Whether memory that was given back goes when it is dropped; waits for a snapshot."""
         if trusted and storage_users(memory) > 1:
-            before_write([memory])
+            self._free_of_users(memory)
         return (trusted and self._pages.keeps) or storage_users(memory) == 1
 
     def _make_way(self, size: int) -> None:
@@ -359,7 +371,7 @@ class Traffic:
         assert placed.memory is not None
         try:
             if placed.offset is None:
-                placed.offset = self.store.allocate(placed.size)
+                placed.offset = self.store.allocate(placed.size, placed)
             placed.transfer = self.store.write(placed.offset, placed.memory)
         except GulliverError as error:
             self._failed.append((placed, error))
