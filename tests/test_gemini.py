@@ -19,6 +19,8 @@ from tests.pool import Pool
 from tests.test_memory_stores import LateCopier
 
 STEPS, BATCH, WIDTH = 5, 8, 256
+LEARNT = 7
+"""Steps after which three tiers move what a plan says."""
 
 
 def _model() -> nn.Module:
@@ -30,11 +32,11 @@ def _batch(step: int) -> Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def _resident(max_norm: float = 0.0) -> dict[str, Tensor]:
+def _resident(max_norm: float = 0.0, steps: int = STEPS) -> dict[str, Tensor]:
     """What plain PyTorch makes of the model."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         model(_batch(step)).square().mean().backward()
         if max_norm:
@@ -43,10 +45,10 @@ def _resident(max_norm: float = 0.0) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def _trained(booster: Booster, world: World) -> tuple[dict[str, Tensor], Any]:
+def _trained(booster: Booster, world: World, steps: int = STEPS) -> tuple[dict[str, Tensor], Any]:
     model = _model()
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    for step in range(STEPS):
+    for step in range(steps):
         x = _batch(step)[world.rank :: world.size]
         booster.backward(model(x).square().mean(), optimizer)
         optimizer.step()
@@ -239,7 +241,7 @@ def _behind(world: World, folder: str) -> list[Any]:
             small.replace("host: 0", "host: 6 MiB"),
         ):
             booster = Booster(plan=Plan.from_yaml(one), verbose=False)
-            values, _ = _trained(booster, world)
+            values, _ = _trained(booster, world, LEARNT)
             moved, compared = booster.plan.predicted.moved, booster.compare()
             found.append((values, moved, compared, booster.plan.summary()))
         try:
@@ -256,7 +258,7 @@ def _behind(world: World, folder: str) -> list[Any]:
 
 def test_memory_of_the_host_lies_behind_and_a_disk_behind_that(pool: Pool, tmp_path: Path) -> None:
     (((*found, said), pinned),) = pool.run(_behind, 1, str(tmp_path))
-    plain = _resident()
+    plain = _resident(steps=LEARNT)
     for number, (values, moved, compared, told) in enumerate(found):
         assert all(torch.equal(values[name], value) for name, value in plain.items())
         assert (compared["read"].measured, compared["written"].measured) == (

@@ -31,8 +31,9 @@ from gulliver.options import size_at_least, size_text
 from gulliver.plan import MemoryPlan, Moved, Tiers, Work
 from gulliver.solve import Policy
 
-STEPS = 4
-"""Steps that are replayed: what moves is alike from the fourth on."""
+STEPS, MORE = 4, 2
+"""Steps that are replayed: what moves is alike from the fourth on, a little later of a third tier,
+which learns from steps that are alike."""
 ENDLESS = 1 << 60
 GIB = 2**30
 KNOWN = 32
@@ -128,19 +129,16 @@ def find_residency(
     if tiers.host and tiers.disk is not None:
         _check_host(state, tiers)
     replay = Replay(state, budget, bool(behind), tiers, policy)
-    left, lower, visits = set[Key](), set[Key](), list[Seen]()
-    for _ in range(STEPS):
+    left, visits = set[Key](), list[Seen]()
+    for _ in range(STEPS + MORE * (replay.behind is not None)):
         visits = replay.step()
         left |= replay.held.left
-        lower |= replay.behind.left if replay.behind is not None else set()
-    stays, leaves = dict[str, int](), dict[str, int]()
+    # Of a third memory what a step of many takes there: at first all that leaves may come by.
+    lower = set[Key]() if replay.behind is None else replay.behind.left
+    stays, leaves, on_disk = dict[str, int](), dict[str, int](), dict[str, int]()
     for one in state.objects():
-        where = leaves if one.key in left else stays
-        where[one.kind] = where.get(one.kind, 0) + one.nbytes
-    on_disk = dict[str, int]()
-    for one in state.objects():
-        if one.key in lower:
-            on_disk[one.kind] = on_disk.get(one.kind, 0) + one.nbytes
+        for where in (leaves if one.key in left else stays, *([on_disk] * (one.key in lower))):
+            where[one.kind] = where.get(one.kind, 0) + one.nbytes
     moved = Moved(
         minimum=smallest_limit(least, other),
         needed=least,

@@ -348,6 +348,7 @@ class Manager:
     def stats(self) -> dict[str, Any]:
         """Returns loads, writes, evictions, bytes in and out, seconds waited and steps so far.
 
+        Loads that were no longer wanted before they had begun are ``cancelled``, and not counted;
         ``behind`` has the same of the tier behind, where that has another one behind it.
         """
         done: dict[str, Any] = {"evictions": self._history.evictions, "steps": self._history.steps}

@@ -34,6 +34,7 @@ from gulliver.memory._stores import Store, whole_pages
 from gulliver.solve import NoRoom
 
 PATIENCE_S = 1.0
+COUNTS = ("loads", "cancelled", "writes", "bytes_in", "bytes_cancelled", "bytes_out")
 
 
 class StillSeen(NoRoom):
@@ -53,7 +54,8 @@ class Traffic:
 
     Attributes:
         held: bytes of memory held, that which is kept for reuse included.
-        moved: loads, writes and bytes so far, and seconds that somebody waited.
+        moved: loads, those that were no longer wanted before they had begun, writes and bytes so
+            far, and seconds that somebody waited.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Traffic:
     ) -> None:
         self.budget, self.device, self.store, self.counter = budget, device, store, counter
         self.held = 0
-        self.moved: dict[str, Any] = dict.fromkeys(("loads", "writes", "bytes_in", "bytes_out"), 0)
+        self.moved: dict[str, Any] = dict.fromkeys(COUNTS, 0)
         self.moved["seconds_waited"] = 0.0
         self._lock = lock
         self._queue: deque[Placed] = deque()
@@ -97,6 +99,9 @@ class Traffic:
         if placed.where is not Where.LEAVING:
             with suppress(GulliverError):  # what could not be read is not wanted
                 self.settle(placed)
+        if placed in self._queue and placed.reads:
+            self.moved["cancelled"] += 1
+            self.moved["bytes_cancelled"] += placed.size
         self.cancel(placed)
         if placed.where is Where.LEAVING:  # what could not be written is not wanted
             self._failed = [(other, e) for other, e in self._failed if other is not placed]
