@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 
 from gulliver import Booster, GeminiPlugin, GulliverError, LowLevelZeroPlugin, Plan
 from gulliver.booster import _limited, _plugins
+from gulliver.cli._options import Memory
+from gulliver.cli._plan import show
 from gulliver.comm import World
 from gulliver.memory import DiskStore, HostDiskStore, HostStore
 from tests.pool import Pool
@@ -220,13 +224,14 @@ def _behind(world: World, folder: str) -> list[Any]:
     stores: list[HostStore | HostDiskStore] = []
 
     def host(capacity: int, device: torch.device) -> HostStore:
-        stores.append(HostStore(capacity, device, LateCopier()))
-        return stores[-1]
+        stores.append(made := HostStore(capacity, device, LateCopier()))
+        return made
 
     def both(capacity: int, disk: DiskStore, device: torch.device) -> HostDiskStore:
-        stores.append(HostDiskStore(capacity, disk, device, LateCopier()))
-        return stores[-1]
+        stores.append(made := HostDiskStore(capacity, disk, device, LateCopier()))
+        return made
 
+    model = _model()
     found, small = list[Any](), text.replace("disk_bytes: 67108864", "disk_bytes: 12 MiB")
     with (
         patch.object(_limited, "Footprint", side_effect=OSError),
@@ -237,16 +242,21 @@ def _behind(world: World, folder: str) -> list[Any]:
         for one in (
             alone,
             text.replace("host: 0", "host: 2 MiB"),
-            text.replace("host: 0", "host: 6 MiB"),
             small.replace("host: 0", "host: 6 MiB"),
         ):
             booster = Booster(plan=Plan.from_yaml(one), verbose=False)
-            values, _ = _trained(booster, world, LEARNT)
+            values, optimizer = _trained(booster, world, LEARNT)
             moved, compared = booster.plan.predicted.moved, booster.compare()
-            found.append((values, moved, compared, booster.plan.summary()))
+            told = io.StringIO()
+            with redirect_stdout(told):
+                show(booster.plan, Memory(Path(), "6MiB"))
+            told.write(booster.plan.summary())
+            told.write(optimizer.shards.manager.explain())
+            found.append((values, moved, compared, told.getvalue()))
         try:
             least = text.replace("host: 0", "host: 64 KiB")
-            Booster(plan=Plan.from_yaml(least), verbose=False).boost(model, optimizer)
+            other = torch.optim.AdamW(model.parameters())
+            Booster(plan=Plan.from_yaml(least), verbose=False).boost(model, other)
         except GulliverError as error:
             found.append(str(error))
     assert isinstance(stores[0], HostStore)
@@ -274,6 +284,8 @@ def test_memory_of_the_host_lies_behind_and_a_disk_behind_that(pool: Pool, tmp_p
             assert 0 < moved.disk_read < moved.read
             assert 0 < moved.on_disk.total < moved.leaves.total
             assert "lie on the disk at times" in told
+            assert "of the disk a step reads" in told
+            assert "host memory before the disk:" in told
     assert found[1][1].disk_read > found[2][1].disk_read, "more of the host moves less of the disk"
     assert 0 < pinned <= 64 * 2**20
     assert re.search(r"host_limit=64.0 KiB is too small .* give it \d", said)

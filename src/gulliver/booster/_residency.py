@@ -187,12 +187,12 @@ def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, nee
     """
     named = [f"disk={tiers.disk!r}"] if tiers.disk is not None else []
     named += ["host_limit"] if tiers.host else []
-    what = " and ".join(named)
+    gives, each = ("gives", "it") if len(named) == 1 else ("give", "them")
     why = "do not fit the memory limit" if needed else "may have to leave the memory"
-    instead = f"raise the limit to {size_at_least(roomy)}" if needed else "leave it out"
+    instead = f"raise the limit to {size_at_least(roomy)}" if needed else f"leave {each} out"
     raise GulliverError(
-        f"{what} gives {size_text(behind)}, and {size_text(state.reserved)} of state {why}: give "
-        f"it {size_at_least(state.reserved)}, or {instead}"
+        f"{' and '.join(named)} {gives} {size_text(behind)}, and {size_text(state.reserved)} of "
+        f"state {why}: give {each} {size_at_least(state.reserved)}, or {instead}"
     )
 
 

@@ -71,6 +71,11 @@ class Copier(Protocol):
         ...
 
 
+def cuda_runtime() -> Any:
+    """CUDA's own functions, as torch has loaded them."""
+    return torch.cuda.cudart()
+
+
 class CudaTransfer:
     """A copy on a stream; waiting for it is queued on the current stream."""
 
@@ -110,8 +115,7 @@ class CudaCopier:
         Raises:
             GulliverError: the system locks no more.
         """
-        runtime = torch.cuda.cudart()
-        if runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0) != 0:
+        if cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0) != 0:
             raise GulliverError(
                 f"the system locks no further {memory.numel()} bytes of host memory: give a "
                 "smaller host_limit, or raise ulimit -l"
@@ -119,11 +123,13 @@ class CudaCopier:
 
     def unlock_pages(self, memory: Tensor) -> None:
         """Unlocks them."""
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        cuda_runtime().cudaHostUnregister(memory.data_ptr())
 
     def mark(self) -> torch.cuda.Event:
         """Notes the place in the current stream."""
-        return torch.cuda.current_stream(self._device).record_event()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def copy(
         self, target: Tensor, source: Tensor, incoming: bool, after: Any = None
