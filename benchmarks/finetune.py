@@ -34,8 +34,8 @@ USUAL: tuple[Part, ...] = ("beside", "text")
 LARGE: tuple[Part, ...] = ("1b", "3b")
 CONSTANT = 512 * MIB
 """What the interpreter, torch and transformers need beside tensors, of a group's limit."""
-SPARE = 32 * MIB
-"""What they need more of in a run than before it."""
+SPARE = 128 * MIB
+"""What a run needs beside its limit and what the process held before: 91 to 122 MiB were seen."""
 SPEED_BAR, PEAK_BAR, LOSS_BAR, PREDICTED_BAR = 0.97, 0.5, 1e-6, 0.25
 """Of speeds 3 % are noise: two turns of one contestant are as far apart."""
 LEARNT_BAR = 0.5

@@ -84,7 +84,8 @@ CHOSEN = [
     ("ranks", "cases"),
     [
         (2, CHOSEN[2:]),
-        (4, CHOSEN),
+        pytest.param(4, CHOSEN, marks=pytest.mark.full),
+        (3, CHOSEN[:2]),
         *(pytest.param(n, CASES, marks=pytest.mark.full) for n in (2, 3, 4)),
     ],
 )

@@ -34,6 +34,7 @@ from gulliver.video import (
 )
 from gulliver.video._media import fit, to_frames
 from gulliver.video._sheet import Row, contact_sheet, loss_curve
+from gulliver.video._tasks import TASKS, real_clips, requests_of
 from tests.references import computed_once
 
 QUICK = SamplingConfig(steps=3)
@@ -229,8 +230,35 @@ def test_evaluation_counts_what_the_judges_see(model: VideoModel) -> None:
     assert figures["held_out"]
     assert figures["main"]["clips"] == figures["trained"]["clips"] == 6
     assert set(figures["shapes"]) == {"1x32x32"}
+    assert set(figures["conditioned"]) == {task.name for task in TASKS}
+    assert {scores["clips"] for scores in figures["conditioned"].values()} == {3}
     # Four steps teach nothing: a judge that saw digits here would be no judge.
     assert figures["main"]["both"] <= 0.5
+
+
+def test_tasks_give_the_latent_frames_that_they_name(
+    model: VideoModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    plain = model.flow.sample
+
+    def sample(*args, given: torch.Tensor, mask: torch.Tensor, **kwargs):
+        seen.append((given, mask))
+        return plain(*args, given=given, mask=mask, **kwargs)
+
+    monkeypatch.setattr(model.flow, "sample", sample)
+    real = real_clips(2, BUCKET, seed=1)
+    latents = model.autoencoder.encode(real.batch([0, 1]))
+    by_name = {task.name: task for task in TASKS}
+    for name, given in (("tail", [2]), ("every_second", [0, 2]), ("extension", [0, 1])):
+        model.generate(requests_of(by_name[name], real, 4), QUICK)
+        found, mask = seen.pop()
+        assert (mask == 0).nonzero().tolist() == [[row, n] for row in (0, 1) for n in given]
+        torch.testing.assert_close(found[:, :, given], latents[:, :, given])
+    picture = requests_of(by_name["image_to_video"], real, 4)[0]
+    begun = request(0, picture.prompt, given=real[0].video[:, :1])
+    made, expected = model.generate([picture, begun], QUICK)
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_command_line_makes_one_file_per_prompt(
@@ -253,6 +281,64 @@ def test_the_command_line_makes_one_file_per_prompt(
     assert read_frames(tmp_path / "x-001.gif").shape == (3, 9, 128, 128)
 
 
+def test_the_command_line_knows_all_that_a_request_may_say(
+    run: Path, model: VideoModel, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from gulliver.cli import main
+
+    pictures = [tmp_path / "first.png", tmp_path / "last.png"]
+    for number, picture in enumerate(pictures):
+        write_clip(picture, torch.full((3, 1, 32, 32), number / 2), fps=8)
+    fields = f'{{"reference_path": "{pictures[1]}", "mask_strategy": "i2v_head"}}'
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f"|0|the digit 1 moving up|1|the digit 1\nthe digit 2 {fields}\n")
+    options = ["--run", str(run), "--prompts", str(prompts), "--frames", "9", "--steps", "3"]
+    options += ["--reference", *map(str, pictures), "--mask-strategy", "0;0,1,0,-1,1,0.5"]
+    options += ["--loops", "2", "--condition-frames", "5", "--condition-edit", "0.25"]
+    options += ["--negative-prompt", "the digit 9", "--guidance", "3", "--guidance-image", "2"]
+    options += ["--guidance-oscillation", "1", "--guidance-image-oscillation", "1"]
+    options += ["--guidance-image-decay", "--guidance-rescale", "0.7", "--align", "1"]
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", *options, "--scale", "1", "--out", str(tmp_path / "x.mp4")])
+    assert stop.value.code == 0, capsys.readouterr().err
+    sampling = SamplingConfig(
+        steps=3, guidance=3, guidance_image=2, guidance_oscillation=1,
+        guidance_image_oscillation=1, guidance_image_decay=True, guidance_rescale=0.7,
+    )  # fmt: skip
+    first, last = (read_frames(picture) for picture in pictures)
+    common = {"loops": 2, "condition_frames": 5, "condition_edit": 0.25, "align": 1}
+    common["negative_prompt"] = "the digit 9"
+    rules = {"references": (first, last), "mask_strategy": "0;0,1,0,-1,1,0.5"}
+    says = "|0|the digit 1 moving up|1|the digit 1"
+    expected = model.generate(
+        [
+            request(0, says, **common, **rules),
+            request(1, "the digit 2", **common, references=(last,), mask_strategy="i2v_head"),
+        ],
+        sampling,
+    )
+    for number, clip in enumerate(expected):
+        found = read_frames(tmp_path / f"x-00{number}.mp4")
+        assert found.shape == clip.shape == (3, 13, 32, 32)
+        again = read_frames(write_clip(tmp_path / "again.mp4", clip, fps=8))
+        assert (found - again).abs().mean() < 0.01
+    longer = ["--extend", str(tmp_path / "x-000.mp4"), "--loops", "2", "--prompt", "the digit 1"]
+    with pytest.raises(SystemExit) as stop:
+        main(
+            [
+                "generate",
+                "--run",
+                str(run),
+                *options[4:8],
+                *longer,
+                "--out",
+                str(tmp_path / "y.mp4"),
+            ]
+        )
+    assert stop.value.code == 0, capsys.readouterr().err
+    assert read_frames(tmp_path / "y.mp4").shape[1] == 13 + 2 * 4
+
+
 @pytest.mark.usefixtures("_trained_judges")
 @pytest.mark.deadline(240)
 def test_the_demonstration_leaves_its_report(
@@ -270,6 +356,8 @@ def test_the_demonstration_leaves_its_report(
     assert 0 < saved["train_seconds"] < saved["total_seconds"]
     report = (tmp_path / "report.md").read_text()
     assert "MISSED" in report
+    bars = {bar["name"]: bar["bar"] for bar in figures["bars"]}
+    assert bars == {**_demo.BARS, **{task.name: 0.9 for task in TASKS}}
     assert "LowLevelZeroPlugin" in report
     for name in ("sheet.gif", "sheet.png", "loss.png"):
         assert (tmp_path / name).stat().st_size > 1000

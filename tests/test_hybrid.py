@@ -63,9 +63,7 @@ def test_a_mask_that_the_table_lists_is_exact(pool: Pool, cell: Cell) -> None:
         assert max(errors.values()) <= BARS[torch.float64], errors
 
 
-@pytest.mark.parametrize(
-    "cell", some(LARGE_CELLS, [LARGE_CELLS[n] for n in (6, 9)]), ids=lambda cell: cell.name
-)
+@pytest.mark.parametrize("cell", some(LARGE_CELLS, [LARGE_CELLS[6]]), ids=lambda cell: cell.name)
 def test_three_axes_train_as_one_process(pool: Pool, cell: Cell) -> None:
     found = pool.run(errors_of, cell.grid.ranks, cell, torch.float64, steps=3, deadline_s=180)
     for errors in found:

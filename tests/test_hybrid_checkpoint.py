@@ -157,7 +157,7 @@ def _reload(world: World, family: str, folder: Path, plugin: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     "plugin",
     [
-        {"pp_size": 4, "num_microbatches": 4},
+        pytest.param({"pp_size": 4, "num_microbatches": 4}, marks=pytest.mark.full),
         pytest.param({"tp_size": 4, "zero_stage": 1}, marks=pytest.mark.full),
         pytest.param({"tp_size": 2, "zero_stage": 3}, marks=pytest.mark.full),
         {"sp_size": 2, "sequence_parallelism_mode": "ring_attn", "zero_stage": 2},

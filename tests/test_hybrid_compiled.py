@@ -74,6 +74,7 @@ FULL = [
 ]
 
 
+@pytest.mark.full
 def test_compiled_blocks_train_as_others(pool: Pool) -> None:
     # Exact but for the order in which gradients are added up.
     for errors in pool.run(_errors, 2, CASES):

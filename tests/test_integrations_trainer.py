@@ -386,6 +386,7 @@ def _two_phases(world: World, folder: Path, gulliver: dict[str, Any] | None) -> 
         return losses, logged(second, ("loss", "learning_rate")), found, told
 
 
+@pytest.mark.full
 def test_a_second_trainer_takes_the_model_over(pool: Pool, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

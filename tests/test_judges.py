@@ -35,6 +35,20 @@ def test_wrong_labels_score_at_chance(judges: Judges) -> None:
     assert scores.both == 0.0
 
 
+def test_judges_of_made_frames_do_not_look_at_given_ones(judges: Judges) -> None:
+    real, other = (MovingDigits("heldout", 100, seed=seed) for seed in (3, 4))
+    clips, strange = (one.batch(list(range(100))) for one in (real, other))
+    made = [1, 2, 3, 10, 11, 12]
+    mixed = strange.clone()
+    mixed[:, :, made] = clips[:, :, made]
+    labels = [real.labels(i) for i in range(100)]
+    asked = [d for d, _ in labels], [way for _, way in labels]
+    scores = judges.score(list(mixed.unbind()), *asked, made)
+    assert scores.digit >= 0.95
+    assert scores.direction == 1.0  # over the gap between the made frames, too
+    assert judges.score(list(mixed.unbind()), *asked).both < 0.8
+
+
 def test_what_does_not_move_has_no_direction(judges: Judges) -> None:
     still = MovingDigits("heldout", 3, shapes={Bucket(1, 32, 32): 1.0}).batch([0, 1, 2])
     assert judges.verdict(still).direction.tolist() == [-1, -1, -1]

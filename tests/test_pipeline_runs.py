@@ -28,7 +28,6 @@ from gulliver.parallel.pipeline import (
     stack_of,
 )
 from tests import hybrid_models
-from tests.covering import some
 from tests.patience import patient
 from tests.pipelines import (
     BAR,
@@ -406,7 +405,8 @@ except GulliverError as error:
 """
 
 
-@pytest.mark.parametrize("how", some([signal.SIGKILL, signal.SIGSTOP], [signal.SIGSTOP]))
+@pytest.mark.full
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs_in_mid_schedule_is_named(how: signal.Signals) -> None:
     processes = _start(3)
     try:

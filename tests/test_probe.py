@@ -293,6 +293,7 @@ def _command_over_nodes(world: World, out: Path, folder: Path) -> int:
         return _command(world, out, folder)
 
 
+@pytest.mark.full
 def test_over_nodes_each_axis_is_measured_and_all_ranks_at_once(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(_command_over_nodes, 4, tmp_path / "c.yaml", tmp_path) == [0, 0, 0, 0]
     cluster = Cluster.load(tmp_path / "c.yaml")

@@ -68,6 +68,40 @@ def test_the_warp_multiplies_the_odds_by_size() -> None:
     assert bool((ends.diff() < 0).all())
 
 
+def test_published_warps_are_those_of_their_versions() -> None:
+    t = torch.linspace(0.01, 0.99, 9).double()
+
+    def odds(rule: str, height: int, width: int, latents: int, area: float = 256.0) -> Tensor:
+        flow = RectifiedFlow(use_timestep_transform=True, transform=rule, token_area=area)
+        warped = flow.warp(t, height, width, latents)
+        return warped / (1 - warped) * (1 - t) / t
+
+    for height, width in ((160, 256), (720, 1280), (2048, 512)):
+        space = math.sqrt(height * width / 512**2)
+        for frames in (1, 17, 51, 60, 102, 204, 408):
+            # Pieces of 17 frames are 5 latents, and of the last each four frames begin another.
+            latents = frames // 17 * 5 + math.ceil(frames % 17 / 4)
+            expected = space * math.sqrt(1 if frames == 1 else frames // 17 * 5)
+            found = odds("1.2", height, width, latents)
+            torch.testing.assert_close(found, torch.full_like(t, expected))
+        for frames in (1, 5, 49, 113):
+            latents = (frames - 1) // 4 + 1
+            expected = space * math.sqrt(1 if frames == 1 else (frames - 1) // 4)
+            found = odds("1.3", height, width, latents)
+            torch.testing.assert_close(found, torch.full_like(t, expected))
+            for pixels in (16, 32):  # 8 x 8 pixels of a latent in patches of 2 x 2; 32 x 32 in 1
+                tokens = (height // pixels) * (width // pixels)
+                slope = (3 - 1) / (4096 - 256)
+                expected = (slope * tokens + 1 - slope * 256) * math.sqrt(latents)
+                if height % pixels == 0:
+                    found = odds("2.0", height, width, latents, pixels**2)
+                    torch.testing.assert_close(found, torch.full_like(t, expected))
+    with pytest.raises(GulliverError, match="a clip of 4 has none"):
+        odds("1.2", 32, 32, 4)
+    with pytest.raises(GulliverError, match="unknown transform '1"):
+        odds("1.1", 32, 32, 5)
+
+
 def test_euler_reaches_the_law_of_a_gaussian_with_its_exact_velocity() -> None:
     mean, std = 2.0, 0.5
 

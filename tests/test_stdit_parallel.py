@@ -187,7 +187,13 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize(
+    "name",
+    some(
+        list(MODES),
+        ["ring 2 x 2", "frames heads 2", "heads 2 x ring 2", "chosen 4, zigzag", "frames ring 3"],
+    ),
+)
 def test_output_and_every_gradient_are_those_of_one_process(
     pool: Pool, name: str, full: bool
 ) -> None:

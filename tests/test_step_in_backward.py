@@ -69,11 +69,10 @@ EVERY = tuple(product(range(4), (1, 2)))
     ("size", "plain"),
     [
         (2, ((0, 2), (1, 1), (2, 2), (3, 1))),
-        (4, ((1, 2), (3, 1))),
         pytest.param(2, EVERY, marks=pytest.mark.full),
         pytest.param(4, EVERY, marks=pytest.mark.full),
     ],
-    ids=["2", "4", "2-every", "4-every"],
+    ids=["2", "2-every", "4-every"],
 )
 def test_several_ranks_have_the_bits_of_updates_in_the_step(
     pool: Pool, size: int, plain: tuple[tuple[int, int], ...]

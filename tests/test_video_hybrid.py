@@ -121,7 +121,7 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory, autoencoder: Pat
     "grid",
     some(
         list(GRIDS),
-        ["tp 2 x sp 2, ZeRO 2", "pp 2 x data 2, ZeRO 2"],
+        ["tp 2 x sp 2, ZeRO 2"],
     ),
 )
 def test_a_grid_trains_the_model_of_one_rank(

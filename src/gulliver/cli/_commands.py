@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,15 @@ from gulliver.video import (
     check_config,
     check_output,
     check_ranks,
+    check_request,
     console,
     demonstrate,
     evaluate,
     extend,
+    loop_prompts,
+    loop_seed,
     read_frames,
+    read_prompt,
     split_ranks,
     train,
     write_clip,
@@ -66,19 +73,20 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     bucket = Bucket(config.frames, *_sides(config.aspect_ratio, config.resolution))
     check_clip(bucket.frames, bucket.height, bucket.width, config.scale)
     check_output(config.out, config.frames, config.fps)
-    if config.condition_frames is not None and config.extend is None:
-        raise GulliverError("--condition-frames is for --extend, the clip whose last they are")
-    guided = config.guidance != 1
+    guided, image_guided = config.guidance != 1, config.guidance_image != 1
+    ranks = 1
     if not under_launcher():
         ranks = config.ranks or max(1, config.sequence) * max(1, config.guidance_ranks)
-        split_ranks(ranks, config.sequence, config.guidance_ranks, guided)
-        if ranks > 1:
-            return launch("gulliver.cli", ["generate", *arguments], ranks)
+        split_ranks(ranks, config.sequence, config.guidance_ranks, guided, image_guided)
+    clip = None if config.extend is None else read_frames(config.extend)
+    requests = _requests(config, prompts, bucket, clip)
+    if ranks > 1:
+        return launch("gulliver.cli", ["generate", *arguments], ranks)
     world = init_world()
     with guard():
         model = VideoModel.load(config.run, world.device)
-        model.share(config.sequence, config.guidance_ranks, guided, console().print)
-        clips = _made(config, model, prompts, bucket, world.is_main)
+        model.share(config.sequence, config.guidance_ranks, guided, console().print, image_guided)
+        clips = _made(config, model, requests, clip, world.is_main)
     if world.is_main:
         paths = _numbered(config.out, len(prompts))
         for path, clip, prompt in zip(paths, clips, prompts, strict=True):
@@ -86,33 +94,75 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     return 0
 
 
-def _made(
-    config: GenerateConfig, model: VideoModel, prompts: list[str], bucket: Bucket, show: bool
-) -> list[Any]:
-    """Makes the clips, in the order of the prompts."""
-    sampling = SamplingConfig(config.steps, config.guidance)
-    given = None if config.image is None else read_frames(config.image, 1)
-    requests = [
-        Request(prompt, bucket, config.seed + number, given)
+def _requests(
+    config: GenerateConfig, prompts: list[str], bucket: Bucket, clip: Any
+) -> list[Request]:
+    """Reads what is given and says what is asked for; refuses what no model could make."""
+    if config.condition_frames is not None and config.extend is None and config.loops == 1:
+        raise GulliverError(
+            "--condition-frames is for --extend, the clip whose last they are, and for --loops"
+        )
+    if clip is not None and config.image is not None:
+        raise GulliverError("--image and --extend exclude each other: a clip begins or goes on")
+    condition, given = config.condition_frames, None
+    if clip is not None:
+        condition = condition or CONDITION_FRAMES
+        given = clip[:, -condition:]
+    elif config.image is not None:
+        given = read_frames(config.image, 1)
+    request = Request(
+        prompt="",
+        bucket=bucket,
+        given=given,
+        negative_prompt=config.negative_prompt,
+        align=config.align,
+        loops=config.loops,
+        condition_frames=condition if config.loops > 1 else None,
+        condition_edit=config.condition_edit,
+    )
+    read = cache(read_frames)
+    return [
+        _request(config, replace(request, prompt=prompt, seed=config.seed + number), read)
         for number, prompt in enumerate(prompts)
     ]
+
+
+def _request(config: GenerateConfig, request: Request, read: Callable[..., Any]) -> Request:
+    """Adds references and what the prompt's own JSON says, and checks the request."""
+    prompt = read_prompt(request.prompt)
+    paths = prompt.references or config.reference
+    strategy = prompt.mask_strategy or config.mask_strategy
+    if config.extend is not None and (paths or strategy or config.condition_edit):
+        raise GulliverError(
+            "--extend excludes --reference, --mask-strategy and --condition-edit: a clip begins or "
+            "goes on"
+        )
+    references = tuple(map(read, paths))
+    request = replace(request, prompt=prompt.text, references=references, mask_strategy=strategy)
+    check_request(request, config)
+    return request
+
+
+def _made(
+    config: GenerateConfig, model: VideoModel, requests: list[Request], clip: Any, show: bool
+) -> list[Any]:
+    """Makes the clips, in the order of the requests."""
     for request in requests:
-        model.check(request)
+        model.check(request, config)
         for remark in model.remarks(request) if show else ():
             console().print(f"note: {remark}")
-    if config.extend is None:
-        return model.generate(requests, sampling, show=show)
-    return _extended(config, model, requests, sampling)
+    if clip is None:
+        return model.generate(requests, config, show=show)
+    return [_extended(config, model, clip, request) for request in requests]
 
 
-def _extended(
-    config: GenerateConfig, model: VideoModel, requests: list[Request], sampling: SamplingConfig
-) -> list[Any]:
-    if config.image is not None:
-        raise GulliverError("--image and --extend exclude each other: a clip begins or goes on")
-    assert config.extend is not None
-    clip, given = read_frames(config.extend), config.condition_frames or CONDITION_FRAMES
-    return [extend(model, clip, r.prompt, r.bucket, given, r.seed, sampling) for r in requests]
+def _extended(config: GenerateConfig, model: VideoModel, clip: Any, request: Request) -> Any:
+    """Continues a clip by the loops of a request."""
+    overlap = config.condition_frames or CONDITION_FRAMES
+    for loop, sentence in enumerate(loop_prompts(request.prompt, request.loops)):
+        seed, negative = loop_seed(request.seed, loop), request.negative_prompt
+        clip = extend(model, clip, sentence, request.bucket, overlap, seed, config, negative)
+    return clip
 
 
 def _prompts(config: GenerateConfig) -> list[str]:
@@ -169,7 +219,7 @@ def demo_command(config: DemoConfig, arguments: list[str]) -> int:
     figures = demonstrate(config)
     for bar in figures["bars"]:
         sign = "reached" if bar["holds"] else "MISSED"
-        print(f"{bar['name']:>9}: {bar['value']:.1%}  (expected {bar['bar']:.0%}: {sign})")
+        print(f"{bar['name']:>14}: {bar['value']:.1%}  (expected {bar['bar']:.0%}: {sign})")
     print(f"look at {config.out}/sheet.gif and {config.out}/report.md")
     return 0
 

@@ -12,11 +12,12 @@ from typing import Annotated, Literal
 
 import tyro
 
-from gulliver.options import AT_LEAST_0, GUIDANCE, RANKS, SEED, Range
+from gulliver.options import AT_LEAST_0, GUIDANCE, RANKS, SEED, SHARE, Range
+from gulliver.video import SamplingConfig
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(SamplingConfig):
     """Makes clips with a trained run."""
 
     run: Path = Path("out/demo/run")
@@ -38,13 +39,23 @@ class GenerateConfig:
     extend: Path | None = None
     """Clip to continue; --frames counts the conditioning frames too."""
     condition_frames: Annotated[int | None, Range(1, 65535)] = None
-    """Number of last frames that --extend gives to the model (4 k + 1); 5 by default."""
+    """Number of last frames (4 k + 1) that --extend, with 5 by default, or the next loop begins
+    with."""
     seed: Annotated[int, SEED] = 0
     """Noise of the first clip; the next clips take the next seeds."""
-    steps: Annotated[int, Range(1, 100_000)] = 24
-    """Sampling steps."""
-    guidance: Annotated[float, GUIDANCE] = 2.0
-    """Weight of the sentence; 1 turns guidance off."""
+    negative_prompt: str = ""
+    """Sentence to lead away from, in place of no sentence."""
+    reference: tuple[Path, ...] = ()
+    """Picture or clip that --mask-strategy places; several are numbered from 0."""
+    mask_strategy: str = ""
+    """i2v_head, i2v_tail, i2v_loop, v2v_head, v2v_tail, or loop,reference,start in it,start in the
+    clip,length,edit ratio;... in latent frames."""
+    align: Annotated[int | None, Range(1, 65535)] = None
+    """Latent frames at whose multiples the mask strategy's frames begin."""
+    loops: Annotated[int, Range(1, 10_000)] = 1
+    """Pieces of --frames each, every one going on where the one before ended."""
+    condition_edit: Annotated[float, SHARE] = 0.0
+    """Edit ratio of the frames that a loop takes over: 0 keeps them as they are."""
     scale: Annotated[int, Range(1, 64)] = 4
     """Times that every pixel is repeated in the file."""
     fps: Annotated[float, Range(0, 1000, open_below=True)] = 8.0

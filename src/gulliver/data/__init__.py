@@ -1,11 +1,14 @@
 """Data: clips and their sources, the order of samples, and the way of batches to the device."""
 
 from gulliver.data._arena import ArenaStatistics, PinnedArena
+from gulliver.data._bucket_config import BucketConfig
 from gulliver.data._clips import BrokenClip, Bucket, Clip, ClipBatch, ClipDataset, collate
 from gulliver.data._frames import stacked, upright_frames
 from gulliver.data._loader import DataLoader, LoaderStatistics
 from gulliver.data._records import read_utf8
+from gulliver.data._resolutions import resolution
 from gulliver.data._sampler import BucketSampler, ResumableSampler, Step
+from gulliver.data._scores import STYLES, with_scores
 from gulliver.data._table import (
     ClipTable,
     Probe,
@@ -15,9 +18,11 @@ from gulliver.data._table import (
 )
 
 __all__ = [
+    "STYLES",
     "ArenaStatistics",
     "BrokenClip",
     "Bucket",
+    "BucketConfig",
     "BucketSampler",
     "Clip",
     "ClipBatch",
@@ -34,6 +39,8 @@ __all__ = [
     "probe_file",
     "read_utf8",
     "resize_and_crop",
+    "resolution",
     "stacked",
     "upright_frames",
+    "with_scores",
 ]

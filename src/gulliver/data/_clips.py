@@ -80,8 +80,22 @@ class WindowedDataset(ClipDataset, Protocol):
     def read(self, index: int, seed: int) -> Clip | BrokenClip: ...
 
 
+@runtime_checkable
+class DealtDataset(WindowedDataset, Protocol):
+    """A data set whose samples go to another bucket in each epoch."""
+
+    def deal(self, epoch: int) -> Sequence[Bucket | None]:
+        """The bucket of every sample in an epoch, or None where it is left out."""
+        ...
+
+    def read(self, index: int, seed: int, bucket: Bucket | None = None) -> Clip | BrokenClip: ...
+
+
 def collate(
-    dataset: ClipDataset, indices: list[int], seeds: Sequence[int] | None = None
+    dataset: ClipDataset,
+    indices: list[int],
+    seeds: Sequence[int] | None = None,
+    bucket: Bucket | None = None,
 ) -> ClipBatch:
     """Reads samples of one bucket as a batch; broken ones are left out and named.
 
@@ -89,12 +103,13 @@ def collate(
         dataset: data set of clips.
         indices: indices of the samples, all of one bucket.
         seeds: seed of each sample, which chooses the frames of a longer clip; None takes the first.
+        bucket: bucket of the batch, where the data set deals its samples to several.
     """
     clips: list[Clip] = []
     kept: list[int] = []
     broken: list[BrokenClip] = []
     for position, index in enumerate(indices):
-        sample = _read(dataset, index, None if seeds is None else seeds[position])
+        sample = _read(dataset, index, None if seeds is None else seeds[position], bucket)
         if isinstance(sample, BrokenClip):
             broken.append(sample)
         else:
@@ -105,7 +120,11 @@ def collate(
     return ClipBatch(videos, [clip.caption for clip in clips], fps, kept, broken)
 
 
-def _read(dataset: ClipDataset, index: int, seed: int | None) -> Clip | BrokenClip:
+def _read(
+    dataset: ClipDataset, index: int, seed: int | None, bucket: Bucket | None
+) -> Clip | BrokenClip:
+    if isinstance(dataset, DealtDataset) and bucket is not None:
+        return dataset.read(index, seed or 0, bucket)
     if seed is not None and isinstance(dataset, WindowedDataset):
         return dataset.read(index, seed)
     return dataset[index]

@@ -13,6 +13,7 @@ from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
+from gulliver.data._scores import SCORES
 from gulliver.errors import GulliverError
 from gulliver.io import named_errors
 from gulliver.options import Range
@@ -27,7 +28,7 @@ Record = dict[str, object]
 def read_records(table: Path) -> list[Record]:
     """Reads the rows of a .csv or .parquet file that has the columns path and text.
 
-    Cells of the columns `NUMBERS` become floats, or None where they are empty.
+    Cells of the columns `NUMBERS` and `SCORES` become floats, or None where they are empty.
 
     Raises:
         GulliverError: the table is missing or unreadable, lacks a column or has one twice; a row
@@ -127,7 +128,7 @@ def _read_parquet(table: Path) -> tuple[list[tuple[str, Record]], list[str]]:
 
 
 def _numbers(where: str, record: Record) -> dict[str, float | None]:
-    return {name: _number(where, name, record.get(name)) for name in NUMBERS}
+    return {name: _number(where, name, record.get(name)) for name in NUMBERS + SCORES}
 
 
 def _number(where: str, column: str, cell: object) -> float | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,9 @@ from gulliver.data._clips import Bucket
 from gulliver.data._position import check_position
 from gulliver.errors import GulliverError
 from gulliver.options import whole_number
+
+Groups = dict[Bucket, tuple[np.ndarray, int]]
+"""Samples of each bucket, and the size of its batches."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,12 @@ class ResumableSampler(ABC):
                 "the saved data position belongs to other data, batch sizes or another seed: "
                 "resume with what the run was started with"
             )
-        check_position(state["epoch"], state["done"], len(self))
+        check_position(state["epoch"], state["done"], None)
+        check_position(state["epoch"], state["done"], self.batches_of(state["epoch"]))
+
+    def batches_of(self, epoch: int) -> int:
+        """Counts the batches of an epoch."""
+        return len(self)
 
     kind = "sampler"
     """Name of such samplers in messages."""
@@ -127,7 +135,8 @@ class BucketSampler(ResumableSampler):
     """Batches of equal shape from a data set of many shapes.
 
     Args:
-        buckets: bucket of every sample; None where a sample fits none and is never used.
+        buckets: bucket of every sample, None where a sample fits none and is never used; or a
+            function from an epoch to those, where every epoch deals the samples anew.
         batch_size: samples of a batch over all ranks, one number or one for each bucket.
         rank: rank of this process.
         world_size: number of ranks.
@@ -139,13 +148,26 @@ class BucketSampler(ResumableSampler):
 
     def __init__(
         self,
-        buckets: Sequence[Bucket | None],
+        buckets: Sequence[Bucket | None] | Callable[[int], Sequence[Bucket | None]],
         batch_size: int | Mapping[Bucket, int],
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__(rank, world_size, seed)
+        self._buckets, self._batch_size = buckets, batch_size
+        self._grouped: tuple[int, Groups] = 0, self._group(0)
+
+    def _groups(self, epoch: int) -> Groups:
+        """Returns the samples of each bucket in an epoch; those of the last one asked for stay."""
+        drawn, groups = self._grouped
+        if callable(self._buckets) and drawn != epoch:
+            groups = self._group(epoch)
+            self._grouped = epoch, groups
+        return groups
+
+    def _group(self, epoch: int) -> Groups:
+        buckets = self._buckets(epoch) if callable(self._buckets) else self._buckets
         members: dict[Bucket, list[int]] = {}
         for index, bucket in enumerate(buckets):
             if bucket is not None:
@@ -153,13 +175,15 @@ class BucketSampler(ResumableSampler):
         if not members:
             raise GulliverError("no sample fits any bucket: nothing to train on")
         # Sorted, so that the order of an epoch does not hang on which bucket was seen first.
-        self._members = {b: np.array(members[b], dtype=np.int64) for b in sorted(members)}
-        self._sizes = {b: _batch_size(batch_size, b) for b in self._members}
+        return {
+            b: (np.array(members[b], dtype=np.int64), _batch_size(self._batch_size, b))
+            for b in sorted(members)
+        }
 
     @property
     def samples(self) -> int:
-        """Samples of an epoch, all ranks together."""
-        return sum(map(len, self._members.values()))
+        """Samples of the present epoch, all ranks together."""
+        return sum(len(members) for members, _ in self._groups(self.epoch).values())
 
     kind = "bucket sampler"
 
@@ -167,8 +191,8 @@ class BucketSampler(ResumableSampler):
     def fingerprint(self) -> str:
         """Digest of what an order depends on: data, batch sizes and seed, not the ranks."""
         digest = hashlib.blake2b(str(self.seed).encode(), digest_size=8)
-        for bucket, members in self._members.items():
-            digest.update(f"{bucket}:{self._sizes[bucket]}:{len(members)}".encode())
+        for bucket, (members, size) in self._groups(0).items():
+            digest.update(f"{bucket}:{size}:{len(members)}".encode())
             digest.update(members.tobytes())
         return digest.hexdigest()
 
@@ -176,16 +200,20 @@ class BucketSampler(ResumableSampler):
         """Draws the global batches of an epoch: the bucket and indices of each, in order."""
         draw = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
         found = []
-        for bucket, members in self._members.items():
-            shuffled, size = draw.permutation(members), self._sizes[bucket]
+        for bucket, (members, size) in self._groups(epoch).items():
+            shuffled = draw.permutation(members)
             found += [
                 (bucket, shuffled[start : start + size]) for start in range(0, len(members), size)
             ]
         return [found[place] for place in draw.permutation(len(found))]
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
-        return sum(-(-len(m) // self._sizes[b]) for b, m in self._members.items())
+        """Batches of the present epoch."""
+        return self.batches_of(self.epoch)
+
+    def batches_of(self, epoch: int) -> int:
+        """Counts the batches of an epoch."""
+        return sum(-(-len(members) // size) for members, size in self._groups(epoch).values())
 
     def _share(self, batch: tuple[Bucket, np.ndarray], epoch: int, number: int) -> Step:
         bucket, members = batch
@@ -195,7 +223,8 @@ class BucketSampler(ResumableSampler):
 
     def describe(self) -> str:
         """Says in one line how many samples and batches there are, and of which buckets."""
-        shares = Counter({str(bucket): len(m) for bucket, m in self._members.items()})
+        groups = self._groups(self.epoch)
+        shares = Counter({str(bucket): len(members) for bucket, (members, _) in groups.items()})
         spread = ", ".join(f"{name}: {count}" for name, count in shares.most_common())
         return f"{self.samples} samples in {len(self)} batches ({spread})"
 

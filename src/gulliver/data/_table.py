@@ -6,8 +6,9 @@ be opened when the table is read, and a file that breaks when its turn comes (`B
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gulliver.data._bucket_config import ENOUGH_PIXELS, BucketConfig, Sizes
 from gulliver.data._clips import BrokenClip, Bucket, Clip
 from gulliver.data._frames import STILL_FPS, Frame, stacked, upright_frames
 from gulliver.data._records import NUMBERS, Record, read_records
+from gulliver.data._scores import with_scores
 from gulliver.errors import GulliverError
 
-ENOUGH_PIXELS = 0.8
-"""A clip may have a fifth fewer pixels than its bucket."""
+SIZES = ("frames", "height", "width")
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,16 @@ class Probe:
 
 @dataclass(frozen=True)
 class Row:
-    """A usable row of the table; `name` is its path as the table has it."""
+    """A usable row of the table; `name` is its path as the table has it.
+
+    `bucket` is that of the first epoch, None where it is left out of it.
+    """
 
     name: str
     path: Path
     text: str
     probe: Probe
-    bucket: Bucket
+    bucket: Bucket | None
 
 
 class ClipTable:
@@ -55,9 +60,12 @@ class ClipTable:
     Args:
         table: path of a .csv or .parquet file.
         buckets: shapes to train on. A clip goes to the bucket with the most pixels, then the most
-            frames, then the nearest aspect ratio, among those it fills.
+            frames, then the nearest aspect ratio, among those it fills. Or a `BucketConfig`, which
+            deals the clips anew in each epoch.
         frame_interval: distance in frames between those taken; 1 takes every frame.
         progress: called with (rows looked at, rows) while files are opened.
+        scores: style in which scores of the table are put into captions, one of `STYLES`.
+        seed: seed of the chances of a `BucketConfig`.
 
     Attributes:
         rows: rows that are used.
@@ -71,24 +79,30 @@ class ClipTable:
     def __init__(
         self,
         table: Path,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[Bucket] | BucketConfig,
         frame_interval: int = 1,
         progress: Callable[[int, int], None] | None = None,
+        scores: str = "none",
+        seed: int = 0,
     ) -> None:
-        self.table, self.frame_interval = Path(table), frame_interval
+        self.table, self.frame_interval, self.scores = Path(table), frame_interval, scores
+        self.buckets = buckets if isinstance(buckets, BucketConfig) else tuple(buckets)
+        self.seed = seed
         self.rows: list[Row] = []
         self.skipped: list[tuple[str, str]] = []
         self._broken: dict[int, str] = {}
         records = read_records(self.table)
         for number, record in enumerate(records):
-            self._add(record, tuple(buckets))
+            self._add(record)
             if progress is not None:
                 progress(number + 1, len(records))
         if not self.rows:
             first = f", such as {self.skipped[0][0]} ({self.skipped[0][1]})" if self.skipped else ""
             raise GulliverError(f"{table} has no row that can be used{first}")
+        dealt = zip(self.rows, self.deal(0), strict=True)
+        self.rows = [replace(row, bucket=bucket) for row, bucket in dealt]
 
-    def _add(self, record: Record, buckets: tuple[Bucket, ...]) -> None:
+    def _add(self, record: Record) -> None:
         name = str(record.get("path") or "").strip()
         text = str(record.get("text") or "").strip()
         if not name or not any(letter.isalnum() for letter in text):
@@ -97,7 +111,7 @@ class ClipTable:
         path = self.table.parent / name
         try:
             probe = _stated(record, path) or probe_file(path)
-            bucket = choose_bucket(probe, buckets, self.frame_interval)
+            bucket = self._choose(probe)
         except GulliverError as error:
             self.skipped.append((name, str(error)))
             return
@@ -105,7 +119,29 @@ class ClipTable:
             # Such as a name that is too long, which is not even looked for.
             self.skipped.append((f"{name[:80]}...", f"cannot be opened: {error.strerror}"))
             return
-        self.rows.append(Row(name, path, text, probe, bucket))
+        self.rows.append(Row(name, path, with_scores(text, record, self.scores), probe, bucket))
+
+    def _choose(self, probe: Probe) -> Bucket | None:
+        """Chooses the bucket of a clip, unless it is dealt one later.
+
+        Raises:
+            GulliverError: there is none for it.
+        """
+        if not isinstance(self.buckets, BucketConfig):
+            return choose_bucket(probe, self.buckets, self.frame_interval)
+        size = probe.frames, probe.height, probe.width
+        refusal = self.buckets.refusal(*size, self.frame_interval)
+        if refusal is not None:
+            raise GulliverError(refusal)
+        return None
+
+    def deal(self, epoch: int) -> list[Bucket | None]:
+        """Deals the rows to the buckets of an epoch; None where one is left out."""
+        if not isinstance(self.buckets, BucketConfig):
+            return [row.bucket for row in self.rows]
+        probes = [row.probe for row in self.rows]
+        sizes = Sizes(*(np.array([getattr(p, side) for p in probes]) for side in SIZES))
+        return self.buckets.buckets(sizes, self.frame_interval, self.seed, epoch)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -115,27 +151,36 @@ class ClipTable:
         """Name and newest reason of each file that could not be read when its turn came."""
         return [(self.rows[index].name, reason) for index, reason in self._broken.items()]
 
-    def bucket_of(self, index: int) -> Bucket:
-        """The bucket of a usable row."""
+    def bucket_of(self, index: int) -> Bucket | None:
+        """The bucket of a usable row in the first epoch; None where it is left out of it."""
         return self.rows[index].bucket
 
     def __getitem__(self, index: int) -> Clip | BrokenClip:
         """Reads a clip from its first frames."""
         return self.read(index, 0)
 
-    def read(self, index: int, seed: int) -> Clip | BrokenClip:
-        """Reads a clip whose first frame is `seed` modulo the possible starts; 0 is the first."""
+    def read(self, index: int, seed: int, bucket: Bucket | None = None) -> Clip | BrokenClip:
+        """Reads a clip whose first frame is `seed` modulo the possible starts; 0 is the first.
+
+        Args:
+            index: index of the row.
+            seed: seed that chooses the first frame.
+            bucket: shape to read it in; None takes that of the first epoch.
+        """
         row = self.rows[index]
+        bucket = bucket or row.bucket
+        if bucket is None:
+            raise GulliverError(f"{row.name} is in no bucket of the first epoch: name one")
         try:
-            frames = self._window(row, seed)
+            frames = self._window(row, bucket.frames, seed)
         except GulliverError as error:
             self._broken[index] = str(error)
             return BrokenClip(index, str(error))
-        fps = STILL_FPS if row.bucket.frames == 1 else row.probe.fps / self.frame_interval
-        return Clip(resize_and_crop(frames, row.bucket), row.text, fps, index)
+        fps = STILL_FPS if bucket.frames == 1 else row.probe.fps / self.frame_interval
+        return Clip(resize_and_crop(frames, bucket), row.text, fps, index)
 
-    def _window(self, row: Row, seed: int) -> Tensor:
-        wanted, interval = row.bucket.frames, self.frame_interval
+    def _window(self, row: Row, wanted: int, seed: int) -> Tensor:
+        interval = self.frame_interval
         starts = row.probe.frames - span_of(wanted, interval) + 1
         try:
             return decode(row.path, wanted, interval, seed % max(1, starts))
@@ -151,6 +196,11 @@ class ClipTable:
         lines += [f"  {name}: {reason}" for name, reason in self.skipped[:20]]
         if len(self.skipped) > 20:
             lines.append(f"  and {len(self.skipped) - 20} more")
+        if isinstance(self.buckets, BucketConfig):
+            spread = Counter(str(row.bucket) for row in self.rows if row.bucket)
+            told = ", ".join(f"{name}: {count}" for name, count in spread.most_common())
+            out = len(self.rows) - spread.total()
+            lines.append(f"the first epoch has {spread.total()} of them ({told}), {out} left out")
         return "\n".join(lines)
 
 

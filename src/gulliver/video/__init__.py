@@ -6,6 +6,8 @@ the options in `_config.py` can be read without torch.
 
 from typing import TYPE_CHECKING, Any
 
+from gulliver.video._config import SamplingConfig as SamplingConfig
+
 if TYPE_CHECKING:
     from gulliver.video._public import *  # noqa: F403
 

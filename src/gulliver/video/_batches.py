@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from gulliver.data import BucketSampler, ClipBatch, DataLoader, Step, collate
 from gulliver.jobs import derive
 from gulliver.models import VideoAutoencoder
 from gulliver.video._config import FlowConfig
+from gulliver.video._masks import MaskStrategies
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._words import WordEncoder
 
@@ -74,7 +76,7 @@ class _Steps:
 
     def read_step(self, step: Step) -> tuple[Step, ClipBatch]:
         windows = [derive(self.seed, 8, step.epoch, index) for index in step.indices]
-        return step, collate(self.dataset, step.indices, windows)
+        return step, collate(self.dataset, step.indices, windows, step.bucket)
 
 
 def _as_read(batch: tuple[Step, ClipBatch]) -> tuple[Step, ClipBatch]:
@@ -96,6 +98,10 @@ class BatchMaker:
     agree: Callable[[list[int]], list[int]] | None = None
     """Function from the positions in a share that this rank could read to those that every rank
     with the same share could read; None where no two ranks have the same."""
+
+    @cached_property
+    def _masks(self) -> MaskStrategies:
+        return MaskStrategies.of(self.config)
 
     def batches(self) -> Iterator[Batch]:
         """Yields batches without end, epoch after epoch; clips are made ahead in a thread."""
@@ -181,11 +187,4 @@ class BatchMaker:
             num_frames=frames,
         )
         drop = torch.rand(step.total, generator=generator) < self.config.drop_caption
-        share = self.config.mask_first + self.config.mask_head
-        # Masks cost a second modulation of every block: they come a whole step at a time.
-        masked = float(torch.rand((), generator=generator)) < share and frames > 1
-        if not masked:
-            return timesteps, drop, None
-        heads = torch.rand(step.total, generator=generator) * share >= self.config.mask_first
-        given = torch.where(heads, min(2, frames - 1), 1)
-        return timesteps, drop, torch.arange(frames)[None] >= given[:, None]
+        return timesteps, drop, self._masks.draw(step.total, frames, generator)

@@ -6,6 +6,7 @@ its resumption, is told apart by `differences`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -48,6 +49,12 @@ class DataConfig:
     """Clip shapes as frames x height x width, with a weight after the colon (digits only)."""
     batch_size: Annotated[int, AT_LEAST_1] = 32
     """Samples of one optimizer step, all ranks together."""
+    buckets: Path | None = None
+    """Bucket configuration of a public trainer, in place of shapes and batch size (tables only)."""
+    bucket_ranks: Annotated[int, AT_LEAST_1] = 1
+    """Number of ranks that the batch sizes of --data.buckets are for, each."""
+    scores: Literal["none", "1.2", "1.3", "2.0"] = "none"
+    """Put the table's scores into captions: 1.2 numbers, 1.3 words, 2.0 a motion score."""
     clips: Annotated[int, Range(1, 100_000_000)] = 40_000
     """Length of an epoch of the moving digits."""
     held_out: tuple[str, ...] = ()
@@ -97,13 +104,17 @@ class FlowConfig:
     shift: Annotated[float, Range(0, 1000, open_below=True)] = 3.0
     """Factor of the noise level's odds; more than 1 trains more at high noise."""
     shift_by_size: bool = False
-    """Multiply the odds by the roots of the clip's area over 512x512 and its latent length too."""
+    """Multiply the odds by a ratio of the clip's size too."""
+    shift_rule: Literal["latent", "1.2", "1.3", "2.0"] = "latent"
+    """Ratio of a size: roots of the area over 512x512 and the latent frames, or as published."""
     drop_caption: Annotated[float, SHARE] = 0.1
     """Share of captions hidden, for classifier-free guidance."""
+    masks: tuple[str, ...] = ()
+    """Mask strategies as name:share, such as image_head:0.2 quarter_tail:0.05 random:0.1."""
     mask_first: Annotated[float, SHARE] = 0.15
-    """Share of clips whose first latent frame is given: image-to-video."""
+    """Share of clips whose first latent frame is given; short for --flow.masks image_head."""
     mask_head: Annotated[float, SHARE] = 0.1
-    """Share of clips whose first quarter is given: extension."""
+    """Share of clips whose first two are given; short for --flow.masks extend."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +201,17 @@ class SamplingConfig:
     steps: Annotated[int, Range(1, 100_000)] = 24
     """Euler steps from noise to clip."""
     guidance: Annotated[float, GUIDANCE] = 2.0
-    """Weight of classifier-free guidance; 1 turns it off."""
+    """Weight of the sentence; 1 turns guidance off."""
+    guidance_oscillation: Annotated[int | None, AT_LEAST_0] = None
+    """Steps after which every second has guidance 1, against loud colours; published: 10."""
+    guidance_image: Annotated[float, GUIDANCE] = 1.0
+    """Weight of the given frames, a third run of the model per step; 1 turns it off."""
+    guidance_image_oscillation: Annotated[int | None, AT_LEAST_0] = None
+    """Steps after which every second has image guidance 1; published: 10."""
+    guidance_image_decay: bool = False
+    """Let image guidance fall to 1 over the steps, and rise from 1 over the frames."""
+    guidance_rescale: Annotated[float, SHARE] = 0.0
+    """Share by which guidance keeps the velocity's standard deviation; published: 0.7."""
     batch_size: Annotated[int, AT_LEAST_1] = 40
     """Clips sampled together."""
 
@@ -227,11 +248,6 @@ def check_config(config: TrainConfig) -> TrainConfig:
         GulliverError: naming the field, its value and what would be right.
     """
     check_options(config)
-    masked = config.flow.mask_first + config.flow.mask_head
-    if masked > 1:
-        raise GulliverError(
-            f"--flow.mask-first + --flow.mask-head is {masked}: it must be at most 1"
-        )
     if config.model.text_channels % 2:
         raise GulliverError(
             f"--model.text-channels is {config.model.text_channels}: it must be even"
@@ -241,13 +257,38 @@ def check_config(config: TrainConfig) -> TrainConfig:
             f"--data.frame-interval is {config.data.frame_interval}: it is for the clips of a "
             "--data.table, moving digits have no frames between"
         )
+    _check_table_options(config.data)
     if config.resume_step is not None and not config.resume:
         raise GulliverError(
             f"--resume-step {config.resume_step} says where to continue: add --resume"
         )
-    parse_shapes(config.data.shapes)
+    _check_flow(config.flow, parse_shapes(config.data.shapes))
     _check_sizes(config)
     return config
+
+
+def _check_table_options(data: DataConfig) -> None:
+    """Refuses options that only clips of a table can have."""
+    default = DataConfig()
+    for name in ("buckets", "bucket_ranks", "scores"):
+        value = getattr(data, name)
+        option = f"--data.{name.replace('_', '-')}"
+        if value != getattr(default, name) and data.table is None:
+            raise GulliverError(f"{option} is {value}: it is for the clips of a --data.table")
+    if data.bucket_ranks != 1 and data.buckets is None:
+        raise GulliverError(f"--data.bucket-ranks is {data.bucket_ranks}: add --data.buckets")
+
+
+def _check_flow(flow: FlowConfig, shapes: Iterable[Bucket]) -> None:
+    """Refuses masks that cannot be, and shapes that the timestep warp has no ratio for."""
+    from gulliver.models import VideoAutoencoder
+    from gulliver.video._masks import MaskStrategies
+    from gulliver.video._warp import RULES, ClipSize
+
+    MaskStrategies.of(flow)
+    for bucket in shapes if flow.shift_by_size else ():
+        frames = (bucket.frames - 1) // VideoAutoencoder.compression[0] + 1
+        RULES[flow.shift_rule](ClipSize(bucket.height, bucket.width, frames))
 
 
 def _check_sizes(config: TrainConfig) -> None:
@@ -341,5 +382,9 @@ def from_plain(values: dict[str, Any], kind: type = TrainConfig) -> Any:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Lists the keys in which two resolved configurations differ, without `MAY_CHANGE`."""
+    """Lists the keys in which two resolved configurations differ, without `MAY_CHANGE`.
+
+    An option that is younger than a configuration has its default there.
+    """
+    old, new = (options.resolved(from_plain(values)) for values in (old, new))
     return options.differences(old, new, MAY_CHANGE)

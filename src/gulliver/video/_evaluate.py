@@ -15,10 +15,11 @@ from torch import Tensor
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.video._config import SamplingConfig, parse_shapes
-from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits, sentence
+from gulliver.video._digits import DIGITS, DIRECTIONS, sentence
 from gulliver.video._generate import Request, VideoModel
 from gulliver.video._judges import Judges, Scores, ceiling, train_judges
 from gulliver.video._sources import parse_held_out
+from gulliver.video._tasks import TASKS, latent_frames, real_clips, requests_of
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Evaluation:
         held_out: whether sentences were kept from training.
         trained: scores of as many trained sentences; None where none were kept from training.
         shapes: scores at each other trained shape, by name, for sentences of all kinds.
-        image_to_video: scores of real held-out first frames, moved by sentences; None for a model
-            of stills.
+        conditioned: scores of the made frames of clips that had frames of real held-out clips, with
+            their sentences, by the name of the task; none for a model of stills.
         clips: clips of `main` and of `trained` with their sentences, for showing.
     """
 
@@ -45,8 +46,13 @@ class Evaluation:
     held_out: bool
     trained: Scores | None
     shapes: dict[str, Scores]
-    image_to_video: Scores | None
+    conditioned: dict[str, Scores]
     clips: list[list[tuple[str, Tensor]]]
+
+    @property
+    def image_to_video(self) -> Scores | None:
+        """Scores of clips that begin with an unseen picture; None for a model of stills."""
+        return self.conditioned.get("image_to_video")
 
     def figures(self) -> dict[str, Any]:
         """Returns plain values for a report, without the clips."""
@@ -64,7 +70,8 @@ def evaluate(
 
     Args:
         model: model trained on the moving digits.
-        samples: number of prompts of the main figures; a fifth as many for each other shape.
+        samples: number of prompts of the main figures; a fifth as many for each other shape, and
+            half as many for each task with given frames.
         sampling: steps and guidance.
         seed: seed of the first clip's noise, far from those used elsewhere.
         show: whether to display progress.
@@ -102,7 +109,6 @@ def evaluate(
         for one in shapes
         if one != bucket
     }
-    moving = bucket.frames > 1
     return Evaluation(
         samples=samples,
         seconds=seconds,
@@ -111,7 +117,7 @@ def evaluate(
         held_out=bool(hidden),
         trained=scores[1] if hidden else None,
         shapes=others,
-        image_to_video=_image_to_video(model, judges, few, bucket, sampling) if moving else None,
+        conditioned=_conditioned(model, judges, max(1, samples // 2), bucket, sampling),
         clips=clips,
     )
 
@@ -144,18 +150,22 @@ def _score(
     return judges.score(clips, [d for d, _ in wanted], [w if moving else None for _, w in wanted])
 
 
-def _image_to_video(
+def _conditioned(
     model: VideoModel,
     judges: Judges,
-    wanted: list[tuple[int, int]],
+    samples: int,
     bucket: Bucket,
     sampling: SamplingConfig | None,
-) -> Scores:
-    """Scores clips that begin with first frames of real held-out clips, with their sentences."""
-    real = MovingDigits("heldout", len(wanted), seed=2, shapes={bucket: 1})
-    labels = [real.labels(index) for index in range(len(real))]
-    requests = [
-        Request(sentence(*labels[index]), bucket, index, given=real[index].video[:, :1])
-        for index in range(len(real))
-    ]
-    return _score(judges, model.generate(requests, sampling), labels)
+) -> dict[str, Scores]:
+    """Scores what is made beside given frames of real held-out clips, for each task."""
+    compression = model.autoencoder.compression[0]
+    real = real_clips(samples, bucket, seed=2)
+    labels = [real.labels(index) for index in range(samples)]
+    digits, directions = [digit for digit, _ in labels], [way for _, way in labels]
+    scores = {}
+    for task in TASKS:
+        if task.fits(latent_frames(bucket, compression)):
+            clips = model.generate(requests_of(task, real, compression), sampling)
+            made = task.frames_made(bucket, compression)
+            scores[task.name] = judges.score(clips, digits, directions, made)
+    return scores

@@ -1,14 +1,15 @@
 """Generates clips from sentences with a trained run.
 
 `VideoModel.load` reads a run folder; `VideoModel.generate` makes clips: text-to-video,
-text-to-image (one frame), and, given a picture or the end of a clip, image-to-video and extension.
-`VideoModel.share` makes all ranks of the world make each clip together (`_shared.py`).
+text-to-image (one frame), and, given pictures or clips, image-to-video, extension, connection and
+editing (`_requests.py`). `VideoModel.share` makes all ranks of the world make each clip together
+(`_shared.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -19,9 +20,9 @@ from torch import Tensor
 from gulliver.checkpoint import StepReader, load
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
-from gulliver.jobs import Display, derive
+from gulliver.jobs import derive
 from gulliver.models import STDiT3, VideoAutoencoder
-from gulliver.options import check_options, resolved
+from gulliver.options import resolved
 from gulliver.video._autoencoder_training import load_autoencoder
 from gulliver.video._config import (
     SamplingConfig,
@@ -31,29 +32,25 @@ from gulliver.video._config import (
     from_plain,
     parse_shapes,
 )
+from gulliver.video._guidance import guidance_of
 from gulliver.video._media import fit
-from gulliver.video._rectified_flow import RectifiedFlow
+from gulliver.video._prompts import loop_prompts
+from gulliver.video._requests import (
+    Piece,
+    Request,
+    check_frames,
+    check_request,
+    described,
+    given_latents,
+    made_by_loops,
+)
 from gulliver.video._run import Run
 from gulliver.video._shared import Shared, share, split_ranks
-from gulliver.video._sources import vocabulary
+from gulliver.video._sources import make_flow, vocabulary
 from gulliver.video._training import build_model
 from gulliver.video._words import WordEncoder
 
 FPS = 8.0
-
-
-@dataclass(frozen=True)
-class Request:
-    """One clip to be made.
-
-    `given` is a picture [3, 1, H, W] or the beginning of the clip [3, 4k + 1, H, W] in [-1, 1], of
-    any height and width: it is scaled and cut to the clip's.
-    """
-
-    prompt: str
-    bucket: Bucket
-    seed: int = 0
-    given: Tensor | None = None
 
 
 class VideoModel:
@@ -64,9 +61,7 @@ class VideoModel:
         self.model = model.eval()
         self.autoencoder = autoencoder.eval()
         self.text = WordEncoder(config.model.text_channels, config.model.text_length)
-        self.flow = RectifiedFlow(
-            shift=config.flow.shift, use_timestep_transform=config.flow.shift_by_size
-        )
+        self.flow = make_flow(config.flow, autoencoder)
         self.known_words = vocabulary(config)
         self.shared = Shared(model)
 
@@ -99,6 +94,7 @@ class VideoModel:
         guidance_ranks: int = 0,
         guided: bool = True,
         show: Callable[[str], None] | None = None,
+        image_guided: bool = False,
     ) -> None:
         """Makes all ranks of the world make each clip together; every rank calls it, once.
 
@@ -110,24 +106,23 @@ class VideoModel:
                 possible.
             guided: whether guidance will be on.
             show: function that is told, on rank 0, how clips are cut.
+            image_guided: whether image guidance will be on.
 
         Raises:
             GulliverError: the sizes do not make the world.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
-        sizes = split_ranks(world, sequence, guidance_ranks, guided)
+        sizes = split_ranks(world, sequence, guidance_ranks, guided, image_guided)
         self.shared = share(self.model, *sizes, show=show)
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request, sampling: SamplingConfig | None = None) -> None:
         """Refuses a request that cannot be fulfilled.
 
         Raises:
-            GulliverError: an empty prompt; sizes that do not fit the compression and the patch.
+            GulliverError: what `gulliver.video.check_request` refuses; sizes that do not fit the
+                compression and the patch; frames that a reference or the clip does not have.
         """
-        if not request.prompt.strip():
-            raise GulliverError(
-                "the prompt is empty: write something such as 'the digit 3 moving left'"
-            )
+        check_request(request, sampling or SamplingConfig())
         bucket = request.bucket
         check_clip(bucket.frames, bucket.height, bucket.width)
         _, step_h, step_w = (
@@ -149,17 +144,14 @@ class VideoModel:
                 f"{bucket.frames} frames do not fit the autoencoder: try {below} or {below + unit} "
                 f"({unit} k + 1)"
             )
-        if request.given is not None and request.given.shape[1] >= bucket.frames:
-            raise GulliverError(
-                f"{request.given.shape[1]} frames are given, so a clip of {bucket.frames} leaves "
-                "nothing to make: ask for more --frames"
-            )
+        check_frames(request, self.autoencoder)
 
     def remarks(self, request: Request) -> list[str]:
         """Lists what a user should know of a request that is fulfilled all the same."""
         remarks = []
         if self.known_words is not None:
-            words = request.prompt.lower().split()
+            texts = [*loop_prompts(request.prompt, request.loops), request.negative_prompt]
+            words = " ".join(dict.fromkeys(texts)).lower().split()
             strange = [word for word in words if word.strip(".,;!?") not in self.known_words]
             if strange:
                 names = ", ".join(repr(word) for word in strange)
@@ -182,34 +174,25 @@ class VideoModel:
         A clip depends on its own request only, not on those beside it (up to rounding).
         """
         sampling = sampling or SamplingConfig()
-        check_options(sampling)
         for request in requests:
-            self.check(request)
-        self.shared.check_guidance(sampling.guidance != 1)
-        self.shared.agree([_described(r) for r in requests] + [sampling])
-        groups: dict[tuple[Bucket, int], list[int]] = {}
-        for index, request in enumerate(requests):
-            given = 0 if request.given is None else request.given.shape[1]
-            groups.setdefault((request.bucket, given), []).append(index)
-        clips: dict[int, Tensor] = {}
-        with Display("generating", len(requests), enabled=show) as display:
-            for members in groups.values():
-                for start in range(0, len(members), sampling.batch_size):
-                    part = members[start : start + sampling.batch_size]
-                    made = self._sample([requests[index] for index in part], sampling)
-                    clips.update(zip(part, made, strict=True))
-                    display.advance(len(part))
-        return [clips[index] for index in range(len(requests))]
+            self.check(request, sampling)
+        self.shared.check_guidance(sampling.guidance != 1, sampling.guidance_image != 1)
+        self.shared.agree([described(r) for r in requests] + [sampling])
+
+        def sample(pieces: list[Piece]) -> list[Tensor]:
+            return self._sample(pieces, sampling)
+
+        unit = self.autoencoder.compression[0]
+        return made_by_loops(requests, sample, sampling.batch_size, unit, show)
 
     @torch.no_grad()
-    def _sample(self, requests: list[Request], sampling: SamplingConfig) -> list[Tensor]:
-        """Samples requests of one bucket, all with or all without given frames."""
+    def _sample(self, pieces: list[Piece], sampling: SamplingConfig) -> list[Tensor]:
+        """Samples pieces of one bucket, all with or all without given frames."""
         device = next(self.model.parameters()).device
-        bucket = requests[0].bucket
+        bucket, count = pieces[0].bucket, len(pieces)
         shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
-        noise = torch.stack([_noise(request.seed, shape) for request in requests]).to(device)
-        y, mask = self.text.encode([request.prompt for request in requests])
-        count = len(requests)
+        noise = torch.stack([latent_noise(piece.seed, shape) for piece in pieces]).to(device)
+        y, mask, null = self._captions(pieces)
         conditions = {
             "y": y.to(device),
             "mask": mask.to(device),
@@ -217,36 +200,37 @@ class VideoModel:
             "height": torch.full((count,), float(bucket.height), device=device),
             "width": torch.full((count,), float(bucket.width), device=device),
         }
-        null = self.model.y_embedder.y_embedding[: y.shape[2]]
-        given, generate = self._given(requests, shape, device)
+        given, generate = given_latents(pieces, self.autoencoder, device)
+        guidance = guidance_of(sampling)
+        if given is None:  # The first of several loops: nothing is given yet.
+            guidance = replace(guidance, image=1.0)
         latents = self.flow.sample(
             self.shared.model,
             noise,
             conditions,
-            null_y=null[None, None].expand(count, 1, -1, -1),
+            null_inputs=null,
             steps=sampling.steps,
-            cfg_scale=sampling.guidance,
+            cfg_scale=guidance,
             given=given,
             mask=generate,
         )
         videos = self.shared.decode(self.autoencoder, latents, bucket).clamp(-1, 1).cpu()
         return list(videos.unbind())
 
-    def _given(
-        self, requests: list[Request], shape: tuple[int, ...], device: torch.device
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns given latents [B, C, T, H, W], then zeros, and a mask [B, T] of the rest."""
-        if requests[0].given is None:
-            return None, None
-        bucket = requests[0].bucket
-        frames = torch.stack(
-            [fit(r.given, bucket.height, bucket.width) for r in requests if r.given is not None]
-        )
-        head = self.autoencoder.encode(frames.to(device))
-        latents = torch.zeros(len(requests), *shape, device=device)
-        latents[:, :, : head.shape[2]] = head
-        generate = torch.arange(shape[1], device=device) >= head.shape[2]
-        return latents, generate.expand(len(requests), -1)
+    def _captions(self, pieces: list[Piece]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Returns vectors and mask of the captions, and those without caption.
+
+        Without a negative prompt the learnt null caption stands there, as long as the caption.
+        """
+        negative = [n for n, piece in enumerate(pieces) if piece.negative_prompt]
+        texts = [p.prompt for p in pieces] + [pieces[n].negative_prompt for n in negative]
+        vectors, masks = self.text.encode(texts)
+        count = len(pieces)
+        y, mask = vectors[:count], masks[:count]
+        embedding = self.model.y_embedder.y_embedding[: y.shape[2]].to(y)
+        null_y, null_mask = embedding[None, None].repeat(count, 1, 1, 1), mask.clone()
+        null_y[negative], null_mask[negative] = vectors[count:], masks[count:]
+        return y, mask, {"y": null_y, "mask": null_mask}
 
 
 def extend(
@@ -257,6 +241,7 @@ def extend(
     overlap: int,
     seed: int = 0,
     sampling: SamplingConfig | None = None,
+    negative_prompt: str = "",
 ) -> Tensor:
     """Continues a clip.
 
@@ -268,6 +253,7 @@ def extend(
         overlap: number of last frames of the clip that are given (4 k + 1).
         seed: seed of the noise.
         sampling: steps and guidance.
+        negative_prompt: sentence to lead away from; empty: no caption.
 
     Returns:
         The clip followed by the new frames, [3, T + bucket.frames - overlap, height, width].
@@ -279,17 +265,47 @@ def extend(
         raise GulliverError(f"cannot condition on {overlap} frames of a clip of {clip.shape[1]}")
     clip = fit(clip, bucket.height, bucket.width)
     model.autoencoder.latent_shape(overlap, bucket.height, bucket.width)
-    request = Request(prompt, bucket, seed, given=clip[:, -overlap:])
+    request = Request(prompt, bucket, seed, clip[:, -overlap:], negative_prompt)
     piece = model.generate([request], sampling)[0]
     return torch.cat([clip, piece[:, overlap:]], dim=1)
 
 
-def _described(request: Request) -> tuple[object, ...]:
-    """Returns what ranks that make a clip together compare."""
-    given = None if request.given is None else request.given.cpu().numpy().tobytes()
-    return request.prompt, request.bucket, request.seed, given
+def connect(
+    model: VideoModel,
+    first: Tensor,
+    last: Tensor,
+    prompt: str,
+    bucket: Bucket,
+    seed: int = 0,
+    sampling: SamplingConfig | None = None,
+) -> Tensor:
+    """Makes a clip that begins with one picture or clip and ends with another.
+
+    Args:
+        model: trained model.
+        first: picture [3, 1, H, W] or clip [3, 4 k + 1, H, W] in [-1, 1] to begin with; scaled and
+            cut to the bucket's height and width.
+        last: picture or clip to end with.
+        prompt: sentence that says what happens between them.
+        bucket: shape of the whole clip.
+        seed: seed of the noise.
+        sampling: steps and guidance.
+
+    Returns:
+        The clip [3, bucket.frames, height, width].
+
+    Raises:
+        GulliverError: the two leave nothing to make, or do not fit the autoencoder.
+    """
+    head, tail = (
+        model.autoencoder.latent_shape(clip.shape[1], bucket.height, bucket.width)[1]
+        for clip in (first, last)
+    )
+    strategy = f"0,0,0,0,{head};0,1,0,-{tail},{tail}"
+    request = Request(prompt, bucket, seed, references=(first, last), mask_strategy=strategy)
+    return model.generate([request], sampling)[0]
 
 
-def _noise(seed: int, shape: tuple[int, ...]) -> Tensor:
+def latent_noise(seed: int, shape: tuple[int, ...]) -> Tensor:
     generator = torch.Generator().manual_seed(derive(seed, 4))
     return torch.randn(shape, generator=generator)

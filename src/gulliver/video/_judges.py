@@ -7,6 +7,7 @@ judge them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,17 +78,24 @@ class Judges:
         self.reader = reader.eval()
 
     @torch.no_grad()
-    def verdict(self, clips: Tensor) -> Verdict:
-        """Judges clips [B, 3, T, H, W] in [-1, 1] of any size."""
-        windows, centres = windows_around_ink(clips)
+    def verdict(self, clips: Tensor, frames: list[int] | None = None) -> Verdict:
+        """Judges clips [B, 3, T, H, W] in [-1, 1] of any size, or only those of their frames."""
+        times = torch.arange(clips.shape[2]) if frames is None else torch.tensor(frames)
+        windows, centres = windows_around_ink(clips[:, :, times])
         logits = self.reader(windows).log_softmax(-1).view(len(clips), -1, len(DIGITS))
-        return Verdict(logits.mean(dim=1).argmax(-1), directions_of(centres))
+        return Verdict(logits.mean(dim=1).argmax(-1), directions_of(centres, times))
 
-    def score(self, clips: list[Tensor], digits: list[int], directions: list[int | None]) -> Scores:
+    def score(
+        self,
+        clips: list[Tensor],
+        digits: Sequence[int],
+        directions: Sequence[int | None],
+        frames: list[int] | None = None,
+    ) -> Scores:
         """Compares the verdict on clips [3, T, H, W] with what was asked; None: any movement."""
         right_digit = right_direction = right_both = 0
         for clip, digit, direction in zip(clips, digits, directions, strict=True):
-            seen = self.verdict(clip[None])
+            seen = self.verdict(clip[None], frames)
             is_digit = int(seen.digit) == digit
             is_direction = direction is None or int(seen.direction) == direction
             right_digit += is_digit
@@ -145,12 +153,11 @@ def windows_around_ink(clips: Tensor) -> tuple[Tensor, Tensor]:
     return windows, torch.stack([x, y], dim=-1).view(batch, frames, 2)
 
 
-def directions_of(centres: Tensor) -> Tensor:
-    """Direction of the line through centres [B, T, 2] by least squares; -1 for none."""
-    frames = centres.shape[1]
-    if frames < 2:
+def directions_of(centres: Tensor, times: Tensor) -> Tensor:
+    """Direction of the line through centres [B, T, 2] at times [T] by least squares; -1: none."""
+    if len(times) < 2:
         return torch.full((len(centres),), -1)
-    times = torch.arange(frames) - (frames - 1) / 2
+    times = times - times.float().mean()
     speed = (centres * times[:, None]).sum(dim=1) / times.square().sum()
     horizontal = speed[:, 0].abs() >= speed[:, 1].abs()
     left, right, up, down = (DIRECTIONS.index(name) for name in ("left", "right", "up", "down"))

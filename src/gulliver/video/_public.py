@@ -23,11 +23,15 @@ from gulliver.video._config import (
 from gulliver.video._demo import demonstrate
 from gulliver.video._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, sentence
 from gulliver.video._evaluate import Evaluation, evaluate
-from gulliver.video._generate import Request, VideoModel, extend
+from gulliver.video._generate import VideoModel, connect, extend
+from gulliver.video._guidance import Guidance
 from gulliver.video._judges import Judges, Scores, train_judges
+from gulliver.video._mask_strings import SHORT_FORMS, parse_mask_strategy
 from gulliver.video._media import check_output, read_frames, write_clip
+from gulliver.video._prompts import loop_prompts, read_prompt
 from gulliver.video._public_models import check_kind, load_model
 from gulliver.video._rectified_flow import RectifiedFlow
+from gulliver.video._requests import Request, check_request, loop_seed
 from gulliver.video._shared import split_ranks
 from gulliver.video._text_encoders import (
     ClipTextEncoder,
@@ -46,6 +50,7 @@ __all__ = [
     "DIGITS",
     "DIRECTIONS",
     "FPS",
+    "SHORT_FORMS",
     "AutoencoderConfig",
     "ClipTextEncoder",
     "DataConfig",
@@ -53,6 +58,7 @@ __all__ = [
     "EncodedText",
     "Evaluation",
     "FlowConfig",
+    "Guidance",
     "Judges",
     "KeptTexts",
     "ModelConfig",
@@ -76,6 +82,8 @@ __all__ = [
     "check_kind",
     "check_output",
     "check_ranks",
+    "check_request",
+    "connect",
     "console",
     "demonstrate",
     "evaluate",
@@ -84,7 +92,11 @@ __all__ = [
     "load_autoencoder",
     "load_model",
     "load_text_encoder",
+    "loop_prompts",
+    "loop_seed",
+    "parse_mask_strategy",
     "read_frames",
+    "read_prompt",
     "resolved",
     "save_autoencoder",
     "sentence",

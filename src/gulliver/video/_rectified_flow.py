@@ -9,14 +9,16 @@ Sources: https://arxiv.org/abs/2209.03003 (rectified flow), https://arxiv.org/ab
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError, nearest
+from gulliver.video._guidance import Guidance
+from gulliver.video._warp import RULES, ClipSize
 
 Model = Callable[..., Tensor]
 METHODS = ("uniform", "logit-normal")
@@ -33,12 +35,14 @@ class RectifiedFlow:
         loc: mean of the logit of logit-normal levels.
         scale: standard deviation of that logit.
         shift: factor of the odds t / (1 - t) of every level, in training and sampling.
-        use_timestep_transform: whether to multiply the odds by sqrt(height * width / base_area) *
-            sqrt(latent frames) as well.
-        base_area: area in pixels at which that factor is 1 for a still.
+        use_timestep_transform: whether to multiply the odds by a ratio of the clip's size as well.
+        base_area: area in pixels at which that ratio is 1 for a still.
+        transform: how it is taken from the size, a name of `_warp.RULES`; ``latent`` is
+            sqrt(height * width / base_area) * sqrt(latent frames).
+        token_area: number of pixels under one token of a frame, which the rule of 2.0 counts.
 
     Raises:
-        GulliverError: an unknown method, or a shift that is not positive.
+        GulliverError: an unknown method or rule, or a shift that is not positive.
     """
 
     def __init__(
@@ -50,16 +54,21 @@ class RectifiedFlow:
         shift: float = 1.0,
         use_timestep_transform: bool = False,
         base_area: float = 512.0 * 512.0,
+        transform: str = "latent",
+        token_area: float = 256.0,
     ) -> None:
         if sample_method not in METHODS:
             raise GulliverError(
                 f"unknown sample_method {sample_method!r}: {nearest(sample_method, METHODS)}"
             )
+        if transform not in RULES:
+            raise GulliverError(f"unknown transform {transform!r}: {nearest(transform, RULES)}")
         if shift <= 0 or scale <= 0:
             raise GulliverError(f"shift and scale must be positive, not {shift} and {scale}")
         self.num_timesteps, self.sample_method = num_timesteps, sample_method
         self.loc, self.scale, self.shift = loc, scale, shift
         self.use_timestep_transform, self.base_area = use_timestep_transform, base_area
+        self.transform, self.token_area = transform, token_area
 
     def warp(self, t: Tensor, height: float, width: float, num_frames: int) -> Tensor:
         """Multiplies the odds of levels `t` in [0, 1] as the clip's size asks for.
@@ -72,7 +81,8 @@ class RectifiedFlow:
         """
         ratio = self.shift
         if self.use_timestep_transform:
-            ratio *= math.sqrt(height * width / self.base_area) * math.sqrt(num_frames)
+            size = ClipSize(height, width, num_frames, self.token_area, self.base_area)
+            ratio *= RULES[self.transform](size)
         return ratio * t / (1 + (ratio - 1) * t)
 
     def sample_timesteps(
@@ -150,11 +160,14 @@ class RectifiedFlow:
         self,
         model: Model,
         noise: Tensor,
-        model_inputs: dict[str, Any],
+        model_inputs: Mapping[str, Any],
         *,
         null_y: Tensor | None = None,
+        null_inputs: Mapping[str, Any] | None = None,
+        imageless_inputs: Mapping[str, Any] | None = None,
         steps: int = 30,
-        cfg_scale: float = 1.0,
+        cfg_scale: float | Guidance = 1.0,
+        timesteps: Tensor | None = None,
         given: Tensor | None = None,
         mask: Tensor | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -162,57 +175,64 @@ class RectifiedFlow:
         """Follows the velocity from noise to data with Euler steps.
 
         Args:
-            model: function called as in `loss`.
+            model: function called as in `loss`, with the branches of guidance in one batch, in the
+                order of `Guidance.combine`.
             noise: noise [B, C, T, H, W].
-            model_inputs: conditions, among them y [B, 1, L, D], height and width [B].
-            null_y: embedding of no caption, of y's shape; needed where cfg_scale is not 1.
+            model_inputs: conditions by keyword of the model; height and width [B] among them decide
+                the levels where `timesteps` does not.
+            null_y: embedding of no caption or of a negative prompt, of y's shape; short for
+                ``null_inputs={"y": null_y}``.
+            null_inputs: conditions that differ without caption, such as y and mask; needed where
+                guidance is on.
+            imageless_inputs: conditions that differ further without given frames, such as zeros for
+                cond. None: that branch is shown the given frames of `mask` as noisy as the others.
             steps: number of Euler steps.
-            cfg_scale: weight of the caption's velocity over that without caption.
+            cfg_scale: weight of the caption's velocity over that without caption, or `Guidance`.
+            timesteps: levels [steps + 1] from `num_timesteps` to 0; None: `timesteps` of this flow.
             given: latents of the given frames, of noise's shape; others do not count.
-            mask: mask [B, T], True for frames to generate.
+            mask: mask [B, T], bool or from 0 to 1: True or 1 for frames to generate, False or 0 for
+                given ones. A given frame joins once mask * num_timesteps reaches the level.
             progress: function that is called with (steps done, steps).
 
         Returns:
             Latents; given frames are exactly as they were.
 
         Raises:
-            GulliverError: guidance without null_y; only one of given and mask.
-        """
-        if cfg_scale != 1 and null_y is None:
-            raise GulliverError(f"cfg_scale {cfg_scale} needs null_y, what stands for no caption")
-        if (given is None) != (mask is None):
-            raise GulliverError("given frames need both `given` and `mask`")
-        height, width = float(model_inputs["height"][0]), float(model_inputs["width"][0])
-        inputs = dict(model_inputs)
-        if mask is not None:
-            inputs["x_mask"] = mask
-        if cfg_scale != 1:
-            inputs = {k: v if v is None else torch.cat([v, v]) for k, v in inputs.items()}
-            inputs["y"] = torch.cat([model_inputs["y"], null_y.to(model_inputs["y"])])  # type: ignore[union-attr]
-        x = noise
-        levels = self.timesteps(steps, height, width, noise.shape[2])
-        for number in range(steps):
-            if mask is not None and given is not None:
-                x = torch.where(_frames(mask), x, given)
-            step = float(levels[number] - levels[number + 1]) / self.num_timesteps
-            x = x + step * self._guided(model, x, levels[number], inputs, cfg_scale)
-            if progress is not None:
-                progress(number + 1, steps)
-        if mask is not None and given is not None:
-            x = torch.where(_frames(mask), x, given)
-        return x
+            GulliverError: guidance without null_inputs; only one of given and mask; guidance by
+                given frames that there are not.
 
-    def _guided(
-        self, model: Model, x: Tensor, level: Tensor, inputs: dict[str, Any], cfg_scale: float
-    ) -> Tensor:
-        """Computes the velocity at x, led away from that without caption where guidance is on."""
-        both = torch.cat([x, x]) if cfg_scale != 1 else x
-        timesteps = level.to(x).expand(len(both))
-        velocity = self._velocity(model(both, timesteps, **inputs), x.shape[1])
-        if cfg_scale == 1:
-            return velocity.to(x.dtype)
-        with_caption, without = velocity.to(x.dtype).chunk(2)
-        return without + cfg_scale * (with_caption - without)
+        [Note: edit ratios] A given frame with mask value r is shown without noise, and left as it
+        is, down to level r; there it is mixed with the noise that its place in `noise` holds, which
+        nothing else has used, and is generated from then on: the smaller r, the nearer it stays to
+        what was given. Nothing is drawn on the way, so a clip does not depend on its batch.
+        """
+        guidance = cfg_scale if isinstance(cfg_scale, Guidance) else Guidance(cfg_scale)
+        null = {**({} if null_y is None else {"y": null_y}), **(null_inputs or {})}
+        _check_branches(guidance, null, imageless_inputs, given, mask)
+        changes = [model_inputs, null, imageless_inputs or {}][: guidance.branches]
+        inputs = _stacked(list(accumulate(changes, lambda old, new: {**old, **new})))
+        if timesteps is None:
+            height, width = float(model_inputs["height"][0]), float(model_inputs["width"][0])
+            timesteps = self.timesteps(steps, height, width, noise.shape[2])
+        levels = [float(level) for level in timesteps]
+        steps = len(levels) - 1
+        frames = None if given is None or mask is None else _GivenFrames(self, given, noise, mask)
+        x = noise if frames is None else frames.begin()
+        for step, level in enumerate(levels[:-1]):
+            shown = [x] * guidance.branches
+            if frames is not None:
+                x = frames.join(x, level)
+                hidden = guidance.branches == 3 and imageless_inputs is None
+                shown, inputs["x_mask"] = frames.branches(x, guidance.branches, hidden)
+            t = noise.new_full((len(shown) * len(noise),), level)
+            answer = self._velocity(model(torch.cat(shown), t, **inputs), noise.shape[1])
+            answers = answer.to(noise.dtype).chunk(len(shown))
+            velocity = guidance.combine(answers, step, steps)
+            moved = x + (level - levels[step + 1]) / self.num_timesteps * velocity
+            x = moved if frames is None else frames.keep(moved, x)
+            if progress is not None:
+                progress(step + 1, steps)
+        return x
 
     @staticmethod
     def _velocity(output: Tensor, channels: int) -> Tensor:
@@ -223,6 +243,78 @@ class RectifiedFlow:
                 "expected as many or twice as many"
             )
         return output[:, :channels]
+
+
+class _GivenFrames:
+    """Given frames while a clip is sampled: which of them are generated already."""
+
+    def __init__(self, flow: RectifiedFlow, given: Tensor, noise: Tensor, mask: Tensor) -> None:
+        self._flow, self._noise, self._mask = flow, noise, mask
+        self._given = self._noisy = given.to(noise)
+        self._active = mask >= 1
+
+    def begin(self) -> Tensor:
+        """Returns noise, and given frames as they are."""
+        return torch.where(_frames(self._active), self._noise, self._given)
+
+    def join(self, x: Tensor, level: float) -> Tensor:
+        """Adds noise of a level to the frames that are generated from that level on."""
+        levels = self._noise.new_full((len(x),), level)
+        self._noisy = self._flow.add_noise(self._given, self._noise, levels)
+        # Ratios and levels are rounded: a ratio of 0.3 is reached at 300.00001 too.
+        active = self._active | (self._mask + 1e-6 >= level / self._flow.num_timesteps)
+        x = torch.where(_frames(active & ~self._active), self._noisy, x)
+        self._active = active
+        return x
+
+    def branches(self, x: Tensor, count: int, hidden: bool) -> tuple[list[Tensor], Tensor]:
+        """Returns what each branch is shown, and x_mask of all of them.
+
+        Args:
+            x: latents, with given frames as they are.
+            count: number of branches.
+            hidden: whether the last one shall not know that frames are given: it is shown them as
+                noisy as the others.
+        """
+        shown, masks = [x] * count, [self._active] * count
+        if hidden:
+            shown[-1] = torch.where(_frames(self._active), x, self._noisy)
+            masks[-1] = torch.ones_like(self._active)
+        return shown, torch.cat(masks)
+
+    def keep(self, moved: Tensor, x: Tensor) -> Tensor:
+        """Takes the step for frames that are generated, and leaves given ones as they were."""
+        return torch.where(_frames(self._active), moved, x)
+
+
+def _check_branches(
+    guidance: Guidance,
+    null: Mapping[str, Any],
+    imageless: Mapping[str, Any] | None,
+    given: Tensor | None,
+    mask: Tensor | None,
+) -> None:
+    if guidance.branches > 1 and not null:
+        raise GulliverError(f"cfg_scale {guidance.text:g} needs null_y, what stands for no caption")
+    if (given is None) != (mask is None):
+        raise GulliverError("given frames need both `given` and `mask`")
+    if guidance.branches == 3 and given is None and imageless is None:
+        raise GulliverError(
+            f"image guidance {guidance.image:g} needs given frames: pass given and mask, or "
+            "imageless_inputs for a model that is told of them by inputs"
+        )
+
+
+def _stacked(branches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Joins inputs of the branches into those of one batch; what is no tensor is the first's."""
+    stacked = dict(branches[0])
+    for name, value in stacked.items():
+        values = [branch[name] for branch in branches]
+        if isinstance(value, Tensor):
+            stacked[name] = torch.cat([one.to(value) for one in values])
+        elif any(isinstance(one, Tensor) for one in values):
+            raise GulliverError(f"{name} is a tensor without caption: give it with caption too")
+    return stacked
 
 
 def _frames(mask: Tensor) -> Tensor:

@@ -27,9 +27,18 @@ from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder
 from gulliver.parallel.sequence import SequencePlan, make_groups
 
+THREE_BRANCHES = (
+    "it asks the model three times in a step, for which there is no even share; use 1 guidance "
+    "rank, and let the others share the sequence"
+)
+
 
 def split_ranks(
-    world: int, sequence: int = 0, guidance_ranks: int = 0, guided: bool = True
+    world: int,
+    sequence: int = 0,
+    guidance_ranks: int = 0,
+    guided: bool = True,
+    image_guided: bool = False,
 ) -> tuple[int, int]:
     """Chooses how many ranks share a clip's tokens, and how many the branches of guidance.
 
@@ -39,6 +48,7 @@ def split_ranks(
         guidance_ranks: number of ranks for guidance, 1 or 2; 0: 2 where that is possible, for it
             sends least.
         guided: whether guidance is on, so that there are two branches.
+        image_guided: whether image guidance is on, so that there are three, which stay together.
 
     Returns:
         The ranks of a sequence, and those of guidance; their product is the world.
@@ -51,13 +61,15 @@ def split_ranks(
             f"--sequence {sequence} x --guidance-ranks {guidance_ranks} cannot be: guidance has 2 "
             "branches, so it takes 1 or 2 ranks, and a sequence at least 1"
         )
+    if guidance_ranks == 2 and image_guided:
+        raise GulliverError(f"--guidance-ranks 2 with image guidance: {THREE_BRANCHES}")
     if guidance_ranks == 2 and not guided:
         raise GulliverError(
             "--guidance-ranks 2 with --guidance 1: guidance is off, so there is one branch only; "
             "leave --guidance-ranks out"
         )
     if guidance_ranks == 0:
-        both = guided and world % 2 == 0 and sequence in (0, world // 2)
+        both = guided and not image_guided and world % 2 == 0 and sequence in (0, world // 2)
         guidance_ranks = 2 if both else 1
     if sequence == 0:
         sequence = max(1, world // guidance_ranks)
@@ -102,12 +114,14 @@ class Shared:
                     "together: give all ranks the same requests"
                 )
 
-    def check_guidance(self, guided: bool) -> None:
-        """Refuses ranks for a branch that there is not.
+    def check_guidance(self, guided: bool, image_guided: bool = False) -> None:
+        """Refuses ranks that the branches of guidance cannot be dealt to.
 
         Raises:
-            GulliverError: guidance is off.
+            GulliverError: guidance is off, or has three branches.
         """
+        if self.branches.size > 1 and image_guided:
+            raise GulliverError(f"image guidance on 2 guidance ranks: {THREE_BRANCHES}")
         if self.branches.size > 1 and not guided:
             raise GulliverError(
                 "guidance 1 has one branch only, and the ranks are shared between two: share the "

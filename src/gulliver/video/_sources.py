@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from gulliver.comm import World, barrier
-from gulliver.data import Bucket, BucketSampler, ClipTable
+from gulliver.data import Bucket, BucketConfig, BucketSampler, ClipTable
 from gulliver.errors import GulliverError
 from gulliver.jobs import Display, console, derive
 from gulliver.models import VideoAutoencoder
@@ -15,8 +15,9 @@ from gulliver.video._autoencoder_training import (
     save_autoencoder,
     train_autoencoder,
 )
-from gulliver.video._config import DataConfig, TrainConfig, parse_shapes
+from gulliver.video._config import DataConfig, FlowConfig, TrainConfig, parse_shapes
 from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits
+from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
 from gulliver.video._words import words_of
 
@@ -32,8 +33,16 @@ def parse_held_out(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-def make_dataset(config: DataConfig, words: int, show: bool = True) -> MovingDigits | ClipTable:
+def make_dataset(
+    config: DataConfig, words: int, show: bool = True, seed: int = 0
+) -> MovingDigits | ClipTable:
     """Makes the data set: the moving digits, or the table that is named.
+
+    Args:
+        config: what to learn from.
+        words: number of words that the model reads.
+        show: whether to display progress and what cannot be used.
+        seed: seed of the run.
 
     Raises:
         GulliverError: neither can be used, or a caption is longer than `words`.
@@ -43,15 +52,21 @@ def make_dataset(config: DataConfig, words: int, show: bool = True) -> MovingDig
         return MovingDigits(
             "train", config.clips, shapes=shapes, exclude=parse_held_out(config.held_out)
         )
-    for bucket in shapes:
-        _check_shape(bucket)
+    buckets = _buckets(config, tuple(shapes))
     with Display("opening clips", 1, enabled=show) as display:
 
         def progress(done: int, total: int) -> None:
             display.total = total
             display.advance()
 
-        table = ClipTable(config.table, tuple(shapes), config.frame_interval, progress)
+        table = ClipTable(
+            config.table,
+            buckets,
+            config.frame_interval,
+            progress,
+            scores=config.scores,
+            seed=derive(seed, 9),
+        )
     if show:
         console().print(table.report())
     longest = max(len(words_of(row.text)) for row in table.rows)
@@ -63,9 +78,19 @@ def make_dataset(config: DataConfig, words: int, show: bool = True) -> MovingDig
     return table
 
 
-def _check_shape(bucket: Bucket) -> None:
-    """Refuses what the autoencoder and the patches cannot divide, before clips are opened."""
+def _buckets(config: DataConfig, shapes: tuple[Bucket, ...]) -> BucketConfig | tuple[Bucket, ...]:
+    """The buckets of a table's clips, which the autoencoder and the patches can divide."""
     unit = math.lcm(*VideoAutoencoder.compression[1:], 8)
+    if config.buckets is not None:
+        # Published sizes fit no unit: they are cut, by less than one.
+        return BucketConfig.load(config.buckets, (VideoAutoencoder.compression[0], unit, unit))
+    for bucket in shapes:
+        _check_shape(bucket, unit)
+    return shapes
+
+
+def _check_shape(bucket: Bucket, unit: int) -> None:
+    """Refuses what the autoencoder and the patches cannot divide, before clips are opened."""
     if (bucket.frames - 1) % VideoAutoencoder.compression[0] or any(
         side % unit for side in (bucket.height, bucket.width)
     ):
@@ -85,8 +110,24 @@ def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> B
         dataset: data set of clips.
         place: rank among those that read different samples, and their number.
     """
+    seed = derive(config.seed, 6)
+    if isinstance(dataset, ClipTable) and isinstance(dataset.buckets, BucketConfig):
+        sizes = dataset.buckets.batch_sizes(config.data.bucket_ranks)
+        return BucketSampler(dataset.deal, sizes, *place, seed)
     buckets = [dataset.bucket_of(index) for index in range(len(dataset))]
-    return BucketSampler(buckets, config.data.batch_size, *place, derive(config.seed, 6))
+    return BucketSampler(buckets, config.data.batch_size, *place, seed)
+
+
+def make_flow(config: FlowConfig, autoencoder: VideoAutoencoder) -> RectifiedFlow:
+    """Makes the rectified flow of a run, the same for training and for sampling."""
+    return RectifiedFlow(
+        sample_method=config.timesteps,
+        shift=config.shift,
+        use_timestep_transform=config.shift_by_size,
+        transform=config.shift_rule,
+        # A token is 2x2 latents in every size of the model.
+        token_area=4 * math.prod(autoencoder.compression[1:]),
+    )
 
 
 def vocabulary(config: TrainConfig) -> frozenset[str] | None:

@@ -52,10 +52,9 @@ from gulliver.options import resolved
 from gulliver.video._batches import Batch, BatchMaker
 from gulliver.video._config import TrainConfig, check_config
 from gulliver.video._ema import ExponentialAverage
-from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
 from gulliver.video._skipped import SkippedClips, listing
-from gulliver.video._sources import make_dataset, make_sampler, ready_autoencoder
+from gulliver.video._sources import make_dataset, make_flow, make_sampler, ready_autoencoder
 from gulliver.video._stages import hide_targets, run_stages
 from gulliver.video._words import WordEncoder
 
@@ -90,7 +89,7 @@ def train(config: TrainConfig) -> Outcome:
             run.write_config(config)
             if checkpoint is None:
                 run.cut_log(0)  # of a run that was killed before its first checkpoint
-        dataset = make_dataset(config.data, config.model.text_length, world.is_main)
+        dataset = make_dataset(config.data, config.model.text_length, world.is_main, config.seed)
         autoencoder = ready_autoencoder(config, run, dataset, world)
         trainer = Trainer(config, run, dataset, autoencoder, world)
         if checkpoint is not None:
@@ -175,11 +174,7 @@ class Trainer:
     ) -> None:
         self.config, self.run, self.world = config, run, world
         self.step_number, self.saved_step, self.seconds = 0, 0, 0.0
-        self.flow = RectifiedFlow(
-            sample_method=config.flow.timesteps,
-            shift=config.flow.shift,
-            use_timestep_transform=config.flow.shift_by_size,
-        )
+        self.flow = make_flow(config.flow, autoencoder)
         plugin = make_plugin(config)
         self.place = plugin.data_place()
         self.sampler = make_sampler(config, dataset, self.place)
@@ -386,7 +381,8 @@ class Trainer:
     def _report(self, figures: dict[str, float], display: Display, scalars: Any) -> None:
         if not self.world.is_main:
             return
-        rate = self.step_number / max(self.seconds, 1e-9) * self.config.data.batch_size
+        batch = self.sampler.samples / len(self.sampler)
+        rate = self.step_number / max(self.seconds, 1e-9) * batch
         display.advance(
             loss=f"{figures['loss']:.4f}",
             grad_norm=f"{figures['norm']:.3f}",

@@ -1,0 +1,351 @@
+"""What is asked for: a clip from a sentence, with given frames, negative prompt and loops.
+
+A `Request` is one clip. It is made in *loops*: each loop samples a `Piece` of the bucket's length,
+which begins with the last frames of the clip so far; so a clip of L loops has
+c + L (F - c) frames, F those of the bucket and c those of the condition. Which frames of a piece
+are given follows from the mask strategy (`_mask_strings.py`), from `given` and from the condition.
+
+Nothing here knows a model: `made_by_loops` is told how pieces are sampled, and `given_latents`
+needs an autoencoder. Read `Request`, `piece_of`, `made_by_loops`, `given_latents`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from gulliver.data import Bucket
+from gulliver.errors import GulliverError
+from gulliver.jobs import Display, derive
+from gulliver.models import VideoAutoencoder
+from gulliver.options import check_options
+from gulliver.video._config import SamplingConfig
+from gulliver.video._guidance import guidance_of
+from gulliver.video._mask_strings import (
+    Placement,
+    Rule,
+    check_rules,
+    cut_references,
+    parse_mask_strategy,
+    place,
+)
+from gulliver.video._media import fit
+from gulliver.video._prompts import loop_prompts
+
+
+@dataclass(frozen=True)
+class Request:
+    """One clip to be made.
+
+    Pictures and clips are [3, T, H, W] in [-1, 1], of any height and width: they are scaled and cut
+    to the clip's.
+
+    Attributes:
+        prompt: sentence to show, or ``|0|sentence|2|sentence`` with the loops from which they hold.
+        bucket: shape of the clip, or of each loop's piece of it.
+        seed: seed of the noise; `loop_seed` derives those of later loops.
+        given: picture, or beginning of the clip (4 k + 1 frames).
+        negative_prompt: sentence to lead away from; empty: no caption.
+        references: pictures and clips that the mask strategy places.
+        mask_strategy: rules ``loop,reference,reference_start,target_start,length,edit_ratio;...``
+            or a short form such as ``i2v_head``.
+        align: number of latent frames at whose multiples the rules begin; None: anywhere.
+        loops: number of pieces that the clip is made of.
+        condition_frames: number of last frames (4 k + 1) that the next loop begins with.
+        condition_edit: edit ratio of those.
+    """
+
+    prompt: str
+    bucket: Bucket
+    seed: int = 0
+    given: Tensor | None = None
+    negative_prompt: str = ""
+    references: tuple[Tensor, ...] = ()
+    mask_strategy: str = ""
+    align: int | None = None
+    loops: int = 1
+    condition_frames: int | None = None
+    condition_edit: float = 0.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one loop of a request samples.
+
+    Attributes:
+        prompt: sentence to show.
+        negative_prompt: sentence to lead away from; empty: no caption.
+        bucket: shape of the piece.
+        seed: seed of its noise.
+        references: pictures and clips that the rules place.
+        rules: rules of this loop.
+        align: number of latent frames at whose multiples the rules begin; None: anywhere.
+        head: frames that the piece begins with, or None; they replace what rules put there.
+        head_edit: edit ratio of the head.
+    """
+
+    prompt: str
+    negative_prompt: str
+    bucket: Bucket
+    seed: int
+    references: tuple[Tensor, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    align: int | None = None
+    head: Tensor | None = None
+    head_edit: float = 0.0
+
+    @property
+    def conditioned(self) -> bool:
+        """Whether frames are given."""
+        return bool(self.rules) or self.head is not None
+
+
+def loop_seed(seed: int, loop: int) -> int:
+    """Returns the seed of a loop's noise: that of the request for loop 0."""
+    return derive(seed, 5, loop) if loop else seed
+
+
+def piece_of(request: Request, loop: int, clip: Tensor | None, unit: int) -> Piece:
+    """Returns what a loop samples.
+
+    Args:
+        request: request that passes `check_request`.
+        loop: number of the loop.
+        clip: clip that the loops before have made; None for loop 0.
+        unit: frames of the clip in each latent frame but the first.
+    """
+    rules = [rule for rule in parse_mask_strategy(request.mask_strategy) if rule.loop == loop]
+    head = request.given if clip is None else clip[:, -(request.condition_frames or 1) :]
+    return Piece(
+        prompt=loop_prompts(request.prompt, request.loops)[loop],
+        negative_prompt=request.negative_prompt,
+        bucket=request.bucket,
+        seed=loop_seed(request.seed, loop),
+        references=tuple(cut_references(request.mask_strategy, request.references, unit)),
+        rules=tuple(rules),
+        align=request.align,
+        head=head,
+        head_edit=0.0 if clip is None else request.condition_edit,
+    )
+
+
+def made_by_loops(
+    requests: Sequence[Request],
+    sample: Callable[[list[Piece]], list[Tensor]],
+    batch_size: int,
+    unit: int,
+    show: bool = False,
+) -> list[Tensor]:
+    """Makes clips, loop by loop.
+
+    Args:
+        requests: requests that pass `check_request`.
+        sample: function that makes pieces of one bucket, all with or all without given frames.
+        batch_size: largest number of pieces that are sampled together.
+        unit: frames of a clip in each latent frame but the first.
+        show: whether to display progress.
+
+    Returns:
+        The clips [3, T, H, W], in the order of the requests.
+    """
+    clips: list[Tensor] = []
+    with Display("generating", sum(r.loops for r in requests), enabled=show) as display:
+        for loop in range(max((r.loops for r in requests), default=0)):
+            going = [n for n, request in enumerate(requests) if loop < request.loops]
+            pieces = [piece_of(requests[n], loop, clips[n] if loop else None, unit) for n in going]
+            made = _in_batches(pieces, sample, batch_size, display.advance)
+            if not loop:
+                clips = made
+                continue
+            for n, piece in zip(going, made, strict=True):
+                clips[n] = torch.cat([clips[n], piece[:, requests[n].condition_frames :]], dim=1)
+    return clips
+
+
+def _in_batches(
+    pieces: list[Piece],
+    sample: Callable[[list[Piece]], list[Tensor]],
+    batch_size: int,
+    advance: Callable[[int], None],
+) -> list[Tensor]:
+    groups: dict[tuple[Bucket, bool], list[int]] = {}
+    for index, piece in enumerate(pieces):
+        groups.setdefault((piece.bucket, piece.conditioned), []).append(index)
+    clips: dict[int, Tensor] = {}
+    for members in groups.values():
+        for start in range(0, len(members), batch_size):
+            part = members[start : start + batch_size]
+            clips.update(zip(part, sample([pieces[index] for index in part]), strict=True))
+            advance(len(part))
+    return [clips[index] for index in range(len(pieces))]
+
+
+def given_latents(
+    pieces: Sequence[Piece], autoencoder: VideoAutoencoder, device: torch.device
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Encodes what is given and puts it in its place.
+
+    Args:
+        pieces: pieces of one bucket, all with or all without given frames.
+        autoencoder: autoencoder of the latents.
+        device: device to encode on.
+
+    Returns:
+        Latents [B, C, T, H, W], zero in other frames, and the mask [B, T]: 1 for frames to
+        generate, the edit ratio of given ones. None and None where no frames are given.
+    """
+    if not pieces[0].conditioned:
+        return None, None
+    bucket = pieces[0].bucket
+    shape = autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
+    latents = torch.zeros(len(pieces), *shape, device=device)
+    mask = torch.ones(len(pieces), shape[1], device=device)
+    clips = [[*p.references, *([] if p.head is None else [p.head])] for p in pieces]
+    encoded = iter(_encoded([clip for some in clips for clip in some], bucket, autoencoder, device))
+    for number, (piece, some) in enumerate(zip(pieces, clips, strict=True)):
+        found = [next(encoded) for _ in some]
+        for p in _placements(piece, [latent.shape[1] for latent in found], shape[1]):
+            source = slice(p.reference_start, p.reference_start + p.length)
+            target = slice(p.target_start, p.target_start + p.length)
+            latents[number, :, target] = found[p.reference][:, source]
+            mask[number, target] = p.edit_ratio
+    return latents, mask
+
+
+def _placements(piece: Piece, lengths: Sequence[int], frames: int) -> list[Placement]:
+    """Finds what goes where.
+
+    Args:
+        piece: piece to sample.
+        lengths: latent frames of each reference, then of the head where there is one.
+        frames: latent frames of the piece.
+    """
+    references = len(piece.references)
+    found = place(piece.rules, lengths[:references], frames, piece.align)
+    if piece.head is not None:
+        found.append(Placement(references, 0, 0, lengths[-1], piece.head_edit))
+    return found
+
+
+def _encoded(
+    clips: Sequence[Tensor], bucket: Bucket, autoencoder: VideoAutoencoder, device: torch.device
+) -> list[Tensor]:
+    """Encodes clips, those of one length together, to latents [C, T, H, W]."""
+    found: dict[int, Tensor] = {}
+    for frames in {clip.shape[1] for clip in clips}:
+        members = [n for n, clip in enumerate(clips) if clip.shape[1] == frames]
+        batch = torch.stack([fit(clips[n], bucket.height, bucket.width) for n in members])
+        found.update(zip(members, autoencoder.encode(batch.to(device)), strict=True))
+    return [found[n] for n in range(len(clips))]
+
+
+def check_request(request: Request, sampling: SamplingConfig) -> None:
+    """Refuses a request that no model could fulfil.
+
+    Raises:
+        GulliverError: an empty prompt; loops, references or frames that are not there; settings
+            that have no effect.
+    """
+    check_options(sampling)
+    guidance = guidance_of(sampling)
+    loop_prompts(request.prompt, request.loops if request.loops > 0 else 1)
+    rules = parse_mask_strategy(request.mask_strategy)
+    check_rules(rules, len(request.references), request.loops)
+    for number, clip in enumerate(request.references):
+        if clip.ndim != 4 or clip.shape[0] != 3:
+            raise GulliverError(
+                f"reference {number} is of shape {tuple(clip.shape)}: expected [3, T, H, W]"
+            )
+    if request.align is not None and (request.align < 1 or not rules):
+        raise GulliverError(
+            f"align is {request.align}: it must be at least 1, and needs a mask strategy"
+        )
+    if request.negative_prompt and guidance.text == 1:
+        raise GulliverError(
+            f"the negative prompt {request.negative_prompt[:60]!r} has no effect with guidance 1: "
+            "give --guidance a weight such as 3"
+        )
+    conditioned = request.given is not None or bool(rules) or request.loops > 1
+    if guidance.image != 1 and not conditioned:
+        raise GulliverError(
+            f"image guidance {guidance.image:g} without given frames has no effect: give a "
+            "picture or references"
+        )
+    _check_loops(request)
+
+
+def _check_loops(request: Request) -> None:
+    loops, condition, edit = request.loops, request.condition_frames, request.condition_edit
+    if loops < 1:
+        raise GulliverError(f"loops is {loops}: it must be at least 1")
+    if loops == 1 and (condition is not None or edit):
+        raise GulliverError(
+            "condition frames are the last frames that the next loop begins with: there is 1 loop"
+        )
+    if loops > 1 and condition is None:
+        raise GulliverError(
+            f"{loops} loops need a number of frames that each loop takes over from the one before: "
+            "give --condition-frames, such as 5"
+        )
+    if not 0 <= edit <= 1:
+        raise GulliverError(f"the edit ratio of condition frames is between 0 and 1, not {edit:g}")
+    if condition is not None and not 1 <= condition < request.bucket.frames:
+        raise GulliverError(
+            f"{condition} condition frames of loops of {request.bucket.frames}: there must be at "
+            f"least 1 and at most {request.bucket.frames - 1}"
+        )
+
+
+def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
+    """Refuses given frames that do not fit the clip, before anything is encoded.
+
+    Raises:
+        GulliverError: frames that a reference or the clip does not have; nothing left to make.
+    """
+    bucket = request.bucket
+    if request.given is not None and request.given.shape[1] >= bucket.frames:
+        raise GulliverError(
+            f"{request.given.shape[1]} frames are given, so a clip of {bucket.frames} leaves "
+            "nothing to make: ask for more --frames"
+        )
+
+    def latent(frames: int, what: str) -> int:
+        try:
+            return autoencoder.latent_shape(frames, bucket.height, bucket.width)[1]
+        except GulliverError as error:
+            raise GulliverError(f"{what}: {error}") from None
+
+    frames = latent(bucket.frames, "the clip")
+    clip = torch.empty(3, bucket.frames, 0, 0)
+    for loop in range(request.loops):
+        piece = piece_of(request, loop, clip if loop else None, autoencoder.compression[0])
+        lengths = [latent(r.shape[1], f"reference {n}") for n, r in enumerate(piece.references)]
+        if piece.head is not None:
+            lengths.append(latent(piece.head.shape[1], "given frames"))
+        kept = [False] * frames
+        for p in _placements(piece, lengths, frames):
+            for frame in range(p.target_start, p.target_start + p.length):
+                kept[frame] = p.edit_ratio == 0
+        if all(kept):
+            raise GulliverError(
+                f"all {frames} latent frames of loop {loop} are given, which leaves nothing to "
+                "make: ask for more --frames, or give fewer"
+            )
+
+
+def described(request: Request) -> tuple[object, ...]:
+    """Returns what ranks that make a clip together compare."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, tuple):
+            return tuple(plain(one) for one in value)
+        if isinstance(value, Tensor):
+            content = value.detach().cpu().contiguous().numpy().tobytes()
+            return tuple(value.shape), hashlib.sha256(content).hexdigest()
+        return value
+
+    return tuple(plain(getattr(request, field.name)) for field in fields(request))

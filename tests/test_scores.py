@@ -1,0 +1,50 @@
+"""Scores in captions, word for word as the public versions write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from gulliver.data import with_scores
+from gulliver.errors import GulliverError
+
+SCORES = {"aes": 5.53, "flow": 10.0, "motion_score": 4.0, "cmotion": "pan left"}
+
+
+def test_scores_are_told_in_the_words_of_each_version() -> None:
+    text = "a cat"
+    assert with_scores(text, SCORES, "none") == "a cat"
+    assert with_scores(text, SCORES, "1.2") == (
+        "a cat aesthetic score: 5.5. motion score: 10.0. camera motion: pan left."
+    )
+    assert with_scores(text, SCORES, "1.3") == (
+        "a cat. The aesthetic score is good. The motion strength is very high. "
+        "camera motion: pan left."
+    )
+    assert with_scores(text, SCORES, "2.0") == "a cat 4 motion score."
+    for style in ("1.2", "1.3", "2.0"):
+        told = with_scores("a cat.", SCORES, style)
+        assert with_scores(told, SCORES, style) == told
+        assert with_scores("a cat.", {"aes": None, "flow": None}, style) == "a cat."
+    with pytest.raises(GulliverError, match="unknown style of scores"):
+        with_scores(text, SCORES, "1.1")
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        (
+            "aes",
+            {3.99: "terrible", 4.0: "very poor", 4.5: "poor", 5.0: "fair", 5.5: "good"}
+            | {6.0: "very good", 6.49: "very good", 6.5: "excellent"},
+        ),
+        (
+            "flow",
+            {0.49: "very low", 0.5: "low", 2.0: "fair", 5.0: "high", 10.0: "very high"}
+            | {19.9: "very high", 20.0: "extremely high", 900.0: "extremely high"},
+        ),
+    ],
+)
+def test_words_change_at_the_published_thresholds(column: str, words: dict[float, str]) -> None:
+    name = {"aes": "aesthetic score", "flow": "motion strength"}[column]
+    for value, word in words.items():
+        assert with_scores("x.", {column: value}, "1.3") == f"x. The {name} is {word}."
