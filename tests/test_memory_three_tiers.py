@@ -263,3 +263,28 @@ def test_what_is_shown_can_be_filled_in_the_host_and_on_the_disk(tmp_path: Path)
             manager.remove(placed)
         assert (store.used, behind.used, store.host._placed) == (0, 0, {})
         manager.close()
+
+
+@pytest.mark.gpu
+def test_copies_of_a_gpu_wait_for_the_disk_and_for_compute(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    store = HostDiskStore(2**24, DiskStore(tmp_path, 2**27), "cuda")
+    manager = Manager(2**24, "cuda", store)
+    numel = 2**20
+    objects = [
+        manager.add(f"o{n}", PARAMETERS, numel, torch.float32, torch.full((numel,), float(n)))
+        for n in range(20)
+    ]
+    slow = torch.randn(2048, 2048, device="cuda")
+    for _ in range(5):
+        for placed in objects:
+            with manager.using(placed, write=True) as tensor:
+                slow = torch.tanh(slow @ slow)  # copies are far ahead of compute, if they may be
+                tensor.add_(1 + 0 * slow.flatten()[0])
+        manager.end_step()
+    for n, placed in enumerate(objects):
+        with manager.using(placed) as tensor:
+            assert torch.equal(tensor, torch.full_like(tensor, n + 5.0))
+    assert store.host.stats()["bytes_in"] > 0
+    manager.close()

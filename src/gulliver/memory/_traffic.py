@@ -15,11 +15,14 @@ the next use, and nothing is lost.
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import time
 from collections import deque
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -35,6 +38,16 @@ from gulliver.solve import NoRoom
 
 PATIENCE_S = 1.0
 COUNTS = ("loads", "cancelled", "writes", "bytes_in", "bytes_cancelled", "bytes_out")
+
+
+_living: WeakSet[Traffic] = WeakSet()
+
+
+@atexit.register
+def end_workers() -> None:
+    """Ends the threads of all that lives: at exit I/O engines close next, and refuse new reads."""
+    for traffic in [*_living]:
+        traffic.end_worker()
 
 
 class StillSeen(NoRoom):
@@ -78,6 +91,8 @@ class Traffic:
         self._free: dict[int, list[tuple[Tensor, bool]]] = {}
         self._pages = pages or Pages(device)
         self._worker: threading.Thread | None = None
+        self._ends, self._process = False, os.getpid()
+        _living.add(self)
 
     # Objects
 
@@ -424,14 +439,22 @@ class Traffic:
 
     # The thread that waits where nobody else does
 
+    def end_worker(self) -> None:
+        """Lets the thread begin nothing any more; a forked child has none."""
+        if self._process == os.getpid():
+            with self._lock:
+                self._ends = True
+
     def _start_worker(self) -> None:
-        if self._worker is None and self._leaving and not self._failed:
+        if self._worker is None and self._leaving and not self._failed and not self._ends:
             self._worker = threading.Thread(target=self._work, name="gulliver-memory", daemon=True)
             self._worker.start()
 
     def _work(self) -> None:
         while True:
             with self._lock:
+                if self._ends:
+                    return
                 self._advance()
                 if not self._queue or not self._leaving or self._failed:
                     self._worker = None
