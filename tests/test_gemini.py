@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,13 +15,17 @@ from torch import Tensor, nn
 
 from gulliver import Booster, GeminiPlugin, GulliverError, LowLevelZeroPlugin, Plan
 from gulliver.booster import _limited, _plugins
+from gulliver.cli._options import Memory
+from gulliver.cli._plan import show
 from gulliver.comm import World
-from gulliver.memory import HostStore
+from gulliver.memory import DiskStore, HostDiskStore, HostStore
 from tests.covering import some
 from tests.pool import Pool
 from tests.test_memory_stores import LateCopier
 
 STEPS, BATCH, WIDTH = 5, 8, 256
+LEARNT = 7
+"""Steps after which three tiers move what a plan says."""
 
 
 def _model() -> nn.Module:
@@ -31,11 +37,11 @@ def _batch(step: int) -> Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def _resident(max_norm: float = 0.0) -> dict[str, Tensor]:
+def _resident(max_norm: float = 0.0, steps: int = STEPS) -> dict[str, Tensor]:
     """What plain PyTorch makes of the model."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         model(_batch(step)).square().mean().backward()
         if max_norm:
@@ -44,10 +50,10 @@ def _resident(max_norm: float = 0.0) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def _trained(booster: Booster, world: World) -> tuple[dict[str, Tensor], Any]:
+def _trained(booster: Booster, world: World, steps: int = STEPS) -> tuple[dict[str, Tensor], Any]:
     model = _model()
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    for step in range(STEPS):
+    for step in range(steps):
         x = _batch(step)[world.rank :: world.size]
         booster.backward(model(x).square().mean(), optimizer)
         optimizer.step()
@@ -206,37 +212,81 @@ def test_several_ranks_under_a_limit_are_saved_and_resumed_by_others(
 
 
 def _behind(world: World, folder: str) -> list[Any]:
-    """Values, and bytes in memory of the host, that copies reach as late as a stream's could."""
+    """Values under plans with memory of the host, that copies reach as late as a stream's could.
+
+    Of each plan what it says will move, and what moved; bytes that were locked at most.
+    """
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plugin = GeminiPlugin("64MiB", disk=f"{folder}:64MiB", chunk_mb=0.3, verbose=False)
     text = plugin.make_plan(model, optimizer, sample=_batch(0)).to_yaml()
-    text = text.replace("limit: 67108864", "limit: 6 MiB").replace("host: 0", "host: 64 MiB")
-    said = ""
-    try:
-        with patch.object(_plugins, "check_plan"):
-            Booster(plan=Plan.from_yaml(text), verbose=False).boost(model, optimizer)
-    except GulliverError as error:
-        said = str(error)
-    text = re.sub("disk: .*", "disk: null", text)
-    stores: list[HostStore] = []
+    text = text.replace("limit: 67108864", "limit: 6 MiB")
+    alone = re.sub("disk: .*", "disk: null", text).replace("host: 0", "host: 64 MiB")
+    stores: list[HostStore | HostDiskStore] = []
 
-    def store(capacity: int, device: torch.device) -> HostStore:
-        stores.append(HostStore(capacity, device, LateCopier()))
-        return stores[-1]
+    def host(capacity: int, device: torch.device) -> HostStore:
+        stores.append(made := HostStore(capacity, device, LateCopier()))
+        return made
 
+    def both(capacity: int, disk: DiskStore, device: torch.device) -> HostDiskStore:
+        stores.append(made := HostDiskStore(capacity, disk, device, LateCopier()))
+        return made
+
+    model = _model()
+    found, small = list[Any](), text.replace("disk_bytes: 67108864", "disk_bytes: 12 MiB")
     with (
         patch.object(_limited, "Footprint", side_effect=OSError),
-        patch.object(_limited, "HostStore", store),
+        patch.object(_limited, "HostStore", host),
+        patch.object(_limited, "HostDiskStore", both),
         patch.object(_plugins, "check_plan"),  # refuses what is for GPUs on a CPU
     ):
-        values, _ = _trained(Booster(plan=Plan.from_yaml(text), verbose=False), world)
-    return [said, values, stores[0].pinned]
+        for one in (
+            alone,
+            text.replace("host: 0", "host: 2 MiB"),
+            small.replace("host: 0", "host: 6 MiB"),
+        ):
+            booster = Booster(plan=Plan.from_yaml(one), verbose=False)
+            values, optimizer = _trained(booster, world, LEARNT)
+            moved, compared = booster.plan.predicted.moved, booster.compare()
+            told = io.StringIO()
+            with redirect_stdout(told):
+                show(booster.plan, Memory(Path(), "6MiB"))
+            told.write(booster.plan.summary())
+            told.write(optimizer.shards.manager.explain())
+            found.append((values, moved, compared, told.getvalue()))
+        try:
+            least = text.replace("host: 0", "host: 64 KiB")
+            other = torch.optim.AdamW(model.parameters())
+            Booster(plan=Plan.from_yaml(least), verbose=False).boost(model, other)
+        except GulliverError as error:
+            found.append(str(error))
+    assert isinstance(stores[0], HostStore)
+    for store in stores[1:]:
+        assert isinstance(store, HostDiskStore)
+        assert store.host.held <= store.host.budget
+    return [found, stores[0].pinned]
 
 
-def test_memory_of_the_host_lies_behind_and_not_beside_a_disk(pool: Pool, tmp_path: Path) -> None:
-    ((said, values, pinned),) = pool.run(_behind, 1, str(tmp_path))
-    assert "host_limit=" in said
-    assert "together are not supported" in said
-    assert all(torch.equal(values[name], value) for name, value in _resident().items())
+def test_memory_of_the_host_lies_behind_and_a_disk_behind_that(pool: Pool, tmp_path: Path) -> None:
+    (((*found, said), pinned),) = pool.run(_behind, 1, str(tmp_path))
+    plain = _resident(steps=LEARNT)
+    for number, (values, moved, compared, told) in enumerate(found):
+        assert all(torch.equal(values[name], value) for name, value in plain.items())
+        assert (compared["read"].measured, compared["written"].measured) == (
+            moved.read,
+            moved.written,
+        )
+        assert moved.read > 0
+        if number:
+            assert (compared["disk read"].measured, compared["disk written"].measured) == (
+                moved.disk_read,
+                moved.disk_written,
+            )
+            assert 0 < moved.disk_read < moved.read
+            assert 0 < moved.on_disk.total < moved.leaves.total
+            assert "lie on the disk at times" in told
+            assert "of the disk a step reads" in told
+            assert "host memory before the disk:" in told
+    assert found[1][1].disk_read > found[2][1].disk_read, "more of the host moves less of the disk"
     assert 0 < pinned <= 64 * 2**20
+    assert re.search(r"host_limit=64.0 KiB is too small .* give it \d", said)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gulliver.booster import GeminiPlugin, LowLevelZeroPlugin
+from gulliver.booster._ranks import rank_states
+from gulliver.booster._residency import find_residency
 from gulliver.booster._tiers import split_disk
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
@@ -355,6 +357,32 @@ def test_more_memory_moves_less_and_all_of_it_moves_nothing() -> None:
     assert first is not None
     assert first.bottleneck.startswith("disk: ")
     assert "more saves" in first.price
+
+
+def test_of_three_memories_the_slower_link_sets_the_pace() -> None:
+    plan, model = _plan("24MiB"), _model()
+    assert plan.zero is not None
+    assert plan.zero.tiers is not None
+    (state,) = rank_states(plan, model, torch.optim.AdamW(model.parameters()), None, None)
+    tiers = replace(plan.zero.tiers, host=16 * MIB)
+    found = find_residency(state, tiers, plan.work)
+    assert 0 < found.moved.disk_read < found.moved.read
+    fast, slow = TierRates("host", 1e12, 1e12), TierRates("disk", 1e9, 1e9)
+    behind = found.seconds(plan.work, replace(fast, behind=slow))
+    assert behind.bottleneck.startswith("disk: ")
+    # All of it, at the rate of the disk, less what hides behind compute: there is none here.
+    least = max(found.moved.disk_read, found.moved.disk_written) / 1e9
+    assert least <= behind.step <= 2 * (found.moved.disk_read + found.moved.disk_written) / 1e9
+    before = found.seconds(plan.work, replace(slow, name="host", behind=replace(fast, name="disk")))
+    assert before.bottleneck.startswith("host: ")
+    assert before.step > behind.step
+    with pytest.raises(GulliverError, match=r"host_limit=100.0 KiB is too small beside disk="):
+        find_residency(state, replace(tiers, host=100 * 2**10), plan.work)
+    with pytest.raises(GulliverError, match=r"host_limit give 36.0 MiB, and .* give them \d"):
+        find_residency(state, replace(tiers, disk_bytes=20 * MIB), plan.work)
+    beyond = replace(tiers, host=11 * MIB, disk_bytes=70 * MIB)
+    with pytest.raises(GulliverError, match=r"what the disk has no room for, is \d+.* MiB"):
+        find_residency(state, beyond, plan.work)
 
 
 def test_shares_that_must_stay_do() -> None:

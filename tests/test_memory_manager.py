@@ -39,6 +39,7 @@ from gulliver.memory import (
     storage_of,
 )
 from gulliver.memory._pages import Pages
+from gulliver.memory._traffic import end_workers
 from gulliver.solve import Event, simulate
 from tests.test_memory_stores import LateCopier
 
@@ -439,6 +440,32 @@ def test_a_manager_that_nobody_closed_leaves_no_write_into_freed_memory(tmp_path
     gc.collect()
     assert os.listdir(tmp_path) == []
     engine.close()
+
+
+def test_at_exit_nothing_is_read_any_more_by_an_engine_that_closes(tmp_path: Path, monkeypatch):
+    engine, raised = default_engine(page_bytes=PAGE, pages=1), list[object]()
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    manager = Manager(4 * PAGE, "cpu", DiskStore(tmp_path, 2**20, engine))
+    objects, workers = filled(manager, 12), list[threading.Thread]()
+    for placed in objects * 5:
+        while any(o.where is Where.QUEUED or not o.done for o in objects):
+            time.sleep(0.001)
+        engine.hold(manager.stats()["steps"] > 2)
+        with manager.using(placed, write=True) as tensor:
+            tensor.add_(1)
+        workers = [t for t in threading.enumerate() if t.name == "gulliver-memory"]
+        if engine.counters.pending and workers:
+            break
+        engine.hold(False)
+        if placed is objects[-1]:
+            manager.end_step()
+    assert workers, "a read waits for the memory of a write that has not ended"
+    end_workers()  # in the order of the interpreter's exit
+    engine.hold(False)
+    engine.close()
+    for worker in workers:
+        worker.join()
+    assert not raised
 
 
 def test_a_forked_child_is_refused(tmp_path: Path):

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,23 @@ class LateCopier:
 
     def __init__(self) -> None:
         self.waiting: list[LateCopy] = []
+        self.locked: dict[int, int] = {}
+        self.lock = threading.RLock()
+
+    def lock_pages(self, memory: Tensor) -> None:
+        assert memory.data_ptr() not in self.locked
+        self.locked[memory.data_ptr()] = memory.numel()
+
+    def unlock_pages(self, memory: Tensor) -> None:
+        del self.locked[memory.data_ptr()]
+
+    def mark(self) -> None:
+        return None
 
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def copy(self, target: Tensor, source: Tensor, incoming: bool) -> LateCopy:
+    def copy(self, target: Tensor, source: Tensor, incoming: bool, after: None = None) -> LateCopy:
         copy = LateCopy(self, target, source)
         self.waiting.append(copy)
         return copy
@@ -41,13 +54,17 @@ class LateCopier:
 
 class LateCopy:
     def __init__(self, copier: LateCopier, target: Tensor, source: Tensor) -> None:
-        self.copier, self.target, self.source, self.done = copier, target, source, False
+        self.copier, self.done = copier, False
+        self.memory: tuple[Tensor, Tensor] | None = (target, source)
 
     def wait(self) -> None:
-        if not self.done:
-            self.target.copy_(self.source)
-            self.done = True
-            self.copier.waiting.remove(self)
+        with self.copier.lock:
+            if self.memory is not None:
+                self.memory[0].copy_(self.memory[1])
+                self.memory, self.done = None, True
+                self.copier.waiting.remove(self)
+
+    synchronize = wait
 
 
 def pages(count: int, value: int) -> Tensor:

@@ -17,7 +17,7 @@ from gulliver.plan import Mesh, Plan, Precision, ZeroPlan
 
 
 class GeminiPlugin(Plugin):
-    """ZeRO's stage 3 under a memory limit: what does not fit lies on a disk, or in the host.
+    """ZeRO's stage 3 under a memory limit: what does not fit lies in the host or on a disk.
 
     Values are those of a run without a limit. Parameters, gradients and optimizer state move chunk
     by chunk, ahead of use; which of them stay is planned from the order in which a step uses them.
@@ -29,7 +29,8 @@ class GeminiPlugin(Plugin):
             the device has, or on a CPU this process. The interpreter and torch are not counted.
         host_limit: page-locked host memory of a GPU that may be used, as text or in bytes; None
             for none.
-        disk: folder and the bytes that may lie there, ``/scratch:100GiB``; None for none.
+        disk: folder and the bytes that may lie there, ``/scratch:100GiB``; None for none. With
+            `host_limit` what does not fit the host's memory lies there.
         placement_policy: ``auto`` keeps what costs least to keep; ``static`` the shares below.
         shard_param_frac: share of the parameters that is sharded; 1.0, as stage 3 shards all.
         offload_optim_frac: share of the optimizer's state that may leave the memory, ``static``.

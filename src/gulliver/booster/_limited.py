@@ -24,6 +24,7 @@ from gulliver.memory import (
     DiskStore,
     Footprint,
     FreedMemory,
+    HostDiskStore,
     HostStore,
     Manager,
     Placed,
@@ -37,7 +38,6 @@ from gulliver.solve import Action, NoRoom
 TRIMMED = 16
 """Part of the budget that is added between two times that freed memory is given back."""
 
-
 SLACK = 4
 """Part of the state that host memory has more room for: its slabs are powers of two."""
 
@@ -49,6 +49,7 @@ class LimitedManager(Manager):
         shares: objects that never leave; None where the manager finds them.
         controller: sets the budget of the next step.
         step_moved: bytes that the last step has read and written.
+        disk_moved: the same between host memory and a disk behind it; None without one.
         other: bytes that a step is predicted to need besides; 0 where it is not known.
         spare: bytes behind that state leaves for activations.
     """
@@ -64,7 +65,9 @@ class LimitedManager(Manager):
         # What parameters leave must go back at once: it and the chunks would be more than either.
         self._freed, self._added = FreedMemory(), 0
         weakref.finalize(self, self._freed.close)
-        self.step_moved = self._before = (0, 0)
+        self.step_moved: tuple[int, int] = (0, 0)
+        self.disk_moved: tuple[int, int] | None = None
+        self._before: dict[str, tuple[int, int]] = {}
         self._clock = (0.0, 0.0)
 
     def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> Placed:
@@ -129,15 +132,22 @@ class LimitedManager(Manager):
         """Ends a step."""
         super().end_step()
         stats = self.stats()
-        moved = stats["bytes_in"], stats["bytes_out"]
-        self.step_moved = moved[0] - self._before[0], moved[1] - self._before[1]
-        self._before = moved
+        self.step_moved = self._since("", stats)
+        if stats["behind"]:
+            self.disk_moved = self._since("behind", stats["behind"])
         if self.controller is not None:
             now, waited = time.perf_counter(), stats["seconds_waited"]
             began, waited_before = self._clock
             self._clock = now, waited
             # The first step has built all state, so it says nothing of the next.
             self.controller.end_step((waited - waited_before) / (now - began) if began else None)
+
+    def _since(self, tier: str, stats: dict[str, Any]) -> tuple[int, int]:
+        """Bytes that a tier has read and written since the last step."""
+        moved = stats["bytes_in"], stats["bytes_out"]
+        before = self._before.get(tier, (0, 0))
+        self._before[tier] = moved
+        return moved[0] - before[0], moved[1] - before[1]
 
 
 def manager_of(
@@ -173,7 +183,8 @@ def _store(plan: Plan, state: StateBytes, device: torch.device) -> Store | None:
     unknown = tiers.takes_activations and not plan.work.blocks
     if tiers.disk is not None:
         needed = tiers.disk_bytes if unknown else state.reserved
-        return DiskStore(tiers.disk, min(tiers.disk_bytes, needed))
+        disk = DiskStore(tiers.disk, min(tiers.disk_bytes, needed))
+        return HostDiskStore(tiers.host, disk, device) if tiers.host else disk
     needed = tiers.host if unknown else state.reserved + state.reserved // SLACK
     return HostStore(min(tiers.host, needed), device) if tiers.host else None
 

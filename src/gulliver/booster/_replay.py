@@ -23,10 +23,11 @@ from gulliver.booster._state_bytes import (
     StateBytes,
 )
 from gulliver.errors import GulliverError
+from gulliver.io import BLOCK
 from gulliver.memory import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, ByteCounter, whole_pages
 from gulliver.parallel.zero import IN_FLIGHT
 from gulliver.plan import Tiers
-from gulliver.solve import Action, Move, Policy, Replacement
+from gulliver.solve import Action, MiddleReplacement, Move, Policy, Replacement
 
 WINDOW = 2
 """Chunks whose parameters are in use at once at least: the present one, and the one before it."""
@@ -59,11 +60,55 @@ class Seen:
         phase: part of the step.
         chunk: number of the chunk.
         moves: what is read and written, in order.
+        behind: the same between a second and a third memory.
     """
 
     phase: str
     chunk: int
     moves: list[Coming] = field(default_factory=list)
+    behind: list[Coming] = field(default_factory=list)
+
+
+@dataclass
+class Held:
+    """What a memory holds while it is replayed.
+
+    Attributes:
+        core: decides.
+        keys: objects in it.
+        left: objects that have left it in the last step.
+        bytes: bytes of the objects in it.
+        coming: moves of objects that were not used since, and the visits in which they began.
+    """
+
+    core: Replacement
+    keys: set[Key] = field(default_factory=set)
+    left: set[Key] = field(default_factory=set)
+    bytes: int = 0
+    coming: dict[Key, tuple[Coming, int]] = field(default_factory=dict)
+
+    def move(self, move: Move, key: Key, size: int, visits: int) -> Coming | None:
+        """Moves an object; what that takes, if it comes or is written."""
+        if move in (Move.LOAD, Move.MAKE):
+            self.keys.add(key)
+            self.bytes += size
+            room = self.core.budget - self.core.lent - self.bytes
+            coming = Coming(key, size * (move is Move.LOAD), False, room)
+            self.coming[key] = coming, visits
+            return coming
+        if key not in self.keys:
+            return None
+        self.keys.remove(key)
+        self.bytes -= size
+        if move is not Move.FORGET:
+            self.left.add(key)
+        return Coming(key, size, True) if move is Move.WRITE else None
+
+    def used(self, key: Key, visits: int) -> None:
+        """Notes how many visits a move had until the use of its object."""
+        if key in self.coming:
+            coming, sent = self.coming.pop(key)
+            coming.until = visits - sent
 
 
 class Replay:
@@ -80,8 +125,8 @@ class Replay:
 
     Attributes:
         counter: bytes in the first memory, by kind.
-        held: objects in the first memory.
-        left: objects that have left it in the last step.
+        held: what the first memory holds.
+        behind: what a second one holds that has a third behind it; None where there is none.
         decides: number of the chunk that needed most at once.
         most: bytes that were in the first memory at once, in use or not.
     """
@@ -97,12 +142,16 @@ class Replay:
     ) -> None:
         self.state, self.tiers = state, tiers
         self.counter, self.decides = ByteCounter(), 0
-        self.held, self.left = set[Key](), set[Key]()
-        self.most = self._held_bytes = 0
+        self.most = 0
         ahead = tiers.ahead or None
         self._core = Replacement(budget, backed=backed, ahead=ahead, policy=policy)
+        self.held = Held(self._core)
+        self._middle = None
+        if tiers.host and tiers.disk is not None:
+            host, disk = (n // BLOCK * BLOCK for n in (tiers.host, tiers.disk_bytes))
+            self._middle = MiddleReplacement(host, disk, self._run_behind, policy)
+        self.behind = None if self._middle is None else Held(self._middle.core)
         self._seen: list[Seen] = []
-        self._coming: dict[Key, tuple[Coming, int]] = {}
         self._visits = 0
         self._objects = {o.key: o for o in state.objects()}
         self._together = state.together()
@@ -131,7 +180,10 @@ class Replay:
 
     def step(self) -> list[Seen]:
         """Forward, backward and update, chunk after chunk."""
-        self._seen, self.left = [], set()
+        self._seen = []
+        for held in (self.held, self.behind):
+            if held is not None:
+                held.left.clear()
         self.visit(BEGIN, 0)
         for number in self._kept:
             self.discard(number)
@@ -141,6 +193,8 @@ class Replay:
         else:
             self._ranks.step()
         self._core.end_step()
+        if self._middle is not None:
+            self._middle.core.end_step()
         return self._seen
 
     # [Note: what is in use at once] A rank alone computes with the very objects that hold its
@@ -327,9 +381,10 @@ class Replay:
     def use(self, key: Key, write: bool = False, fresh: bool = False) -> None:
         """Uses an object."""
         self._decide(lambda: self._core.use(key, write, fresh))
-        if key in self._coming:
-            coming, sent = self._coming.pop(key)
-            coming.until = self._visits - sent
+        self.held.used(key, self._visits)
+        if self._middle is not None and self.behind is not None:
+            self._middle.used(key, write or fresh)
+            self.behind.used(key, self._visits)
 
     def done(self, key: Key) -> None:
         """Ends a use."""
@@ -375,22 +430,21 @@ class Replay:
         seen = self._seen[-1]
         for action in actions:
             assert isinstance(action.key, tuple)
-            one, move = self._objects[action.key], action.move
-            size = whole_pages(one.nbytes)
-            if move in (Move.LOAD, Move.MAKE):
-                self.held.add(one.key)
-                self._held_bytes += size
-                self.counter.add(one.kind, one.nbytes)
-                room = self._core.budget - self._core.lent - self._held_bytes
-                coming = Coming(one.key, size * (move is Move.LOAD), False, room)
-                self._coming[one.key] = coming, self._visits
-                seen.moves.append(coming)
-            elif one.key in self.held:
-                self.held.remove(one.key)
-                self._held_bytes -= size
-                self.counter.add(one.kind, -one.nbytes)
-                if move is Move.WRITE:
-                    seen.moves.append(Coming(one.key, size, True))
-                if move is not Move.FORGET:
-                    self.left.add(one.key)
+            one = self._objects[action.key]
+            size, before = whole_pages(one.nbytes), self.held.bytes
+            moved = self.held.move(action.move, one.key, size, self._visits)
+            if self.held.bytes != before:
+                sign = 1 if self.held.bytes > before else -1
+                self.counter.add(one.kind, sign * one.nbytes)
+            seen.moves += [moved] if moved is not None else []
+            if self._middle is not None:
+                self._middle.follow(action, size)
         self.most = max(self.most, self._core.used)
+
+    def _run_behind(self, actions: Iterable[Action]) -> None:
+        assert self.behind is not None
+        for action in actions:
+            assert isinstance(action.key, tuple)
+            size = whole_pages(self._objects[action.key].nbytes)
+            moved = self.behind.move(action.move, action.key, size, self._visits)
+            self._seen[-1].behind += [moved] if moved is not None else []

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from gulliver.booster._replay import Replay, Seen
-from gulliver.booster._state_bytes import BACKWARD, FORWARD, UPDATE, StateBytes
+from gulliver.booster._state_bytes import BACKWARD, FORWARD, UPDATE, Key, StateBytes
 from gulliver.errors import GulliverError
 from gulliver.hardware import (
     Cluster,
@@ -32,8 +32,9 @@ from gulliver.parallel.zero import ChunkBytes
 from gulliver.plan import MemoryPlan, Moved, Tiers, Work
 from gulliver.solve import Policy
 
-STEPS = 4
-"""Steps that are replayed: what moves is alike from the fourth on."""
+STEPS, MORE = 4, 2
+"""Steps that are replayed: what moves is alike from the fourth on, a little later of a third tier,
+which learns from steps that are alike."""
 ENDLESS = 1 << 60
 GIB = 2**30
 KNOWN = 32
@@ -61,8 +62,13 @@ class Residency:
     moved: Moved
 
     def seconds(self, work: Work, rates: TierRates) -> TieredSeconds:
-        """Seconds of a step."""
-        return tiered_seconds(_visits(self.visits, work, self.state), rates)
+        """Seconds of a step: of three memories those of the slower link."""
+        found = tiered_seconds(_visits(self.visits, work, self.state), rates)
+        if rates.behind is None:
+            return found
+        lower = [replace(seen, moves=seen.behind) for seen in self.visits]
+        other = tiered_seconds(_visits(lower, work, self.state), rates.behind)
+        return max(found, other, key=lambda seconds: (seconds.step, seconds.busy))
 
 
 def other_bytes(tiers: Tiers, work: Work) -> int:
@@ -107,14 +113,9 @@ def find_residency(
     Raises:
         GulliverError: the limit, or what lies behind, is too small; the least is named.
     """
-    if tiers.host and tiers.disk is not None:
-        raise GulliverError(
-            f"host_limit={size_text(tiers.host)} and disk={tiers.disk!r} together are not "
-            "supported yet: give the one that holds the state, and leave the other out"
-        )
     other = other_bytes(tiers, work)
     least, deciding, most = _least(state, tiers)
-    behind = tiers.disk_bytes if tiers.disk is not None else tiers.host
+    behind = tiers.disk_bytes + tiers.host
     decides = _named(state, deciding)
     if not behind:
         enough = size_at_least(smallest_limit(least, other))
@@ -126,15 +127,19 @@ def find_residency(
     # A disk is there for steps that need more than is planned, too: then any state may leave.
     if 0 < behind < state.reserved and (budget < roomy or tiers.disk is not None):
         _refuse_behind(state, tiers, behind, smallest_limit(roomy, other), budget < roomy)
+    if tiers.host and tiers.disk is not None:
+        _check_host(state, tiers)
     replay = Replay(state, budget, bool(behind), tiers, policy)
-    left, visits = set(), list[Seen]()
-    for _ in range(STEPS):
+    left, visits = set[Key](), list[Seen]()
+    for _ in range(STEPS + MORE * (replay.behind is not None)):
         visits = replay.step()
-        left |= replay.left
-    stays, leaves = dict[str, int](), dict[str, int]()
+        left |= replay.held.left
+    # Of a third memory what a step of many takes there: at first all that leaves may come by.
+    lower = set[Key]() if replay.behind is None else replay.behind.left
+    stays, leaves, on_disk = dict[str, int](), dict[str, int](), dict[str, int]()
     for one in state.objects():
-        where = leaves if one.key in left else stays
-        where[one.kind] = where.get(one.kind, 0) + one.nbytes
+        for where in (leaves if one.key in left else stays, *([on_disk] * (one.key in lower))):
+            where[one.kind] = where.get(one.kind, 0) + one.nbytes
     moved = Moved(
         minimum=smallest_limit(least, other),
         needed=least,
@@ -143,6 +148,9 @@ def find_residency(
         leaves=MemoryPlan(**leaves),
         read=sum(m.nbytes for seen in visits for m in seen.moves if not m.write),
         written=sum(m.nbytes for seen in visits for m in seen.moves if m.write),
+        on_disk=MemoryPlan(**on_disk),
+        disk_read=sum(m.nbytes for seen in visits for m in seen.behind if not m.write),
+        disk_written=sum(m.nbytes for seen in visits for m in seen.behind if m.write),
     )
     return Residency(state, visits, replay.counter.fullest, budget, moved)
 
@@ -178,13 +186,29 @@ def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, nee
 
     So may whole gradients, where those of several backwards are added up.
     """
-    what = f"disk={tiers.disk!r}" if tiers.disk is not None else "host_limit"
+    named = [f"disk={tiers.disk!r}"] if tiers.disk is not None else []
+    named += ["host_limit"] if tiers.host else []
+    gives, each = ("gives", "it") if len(named) == 1 else ("give", "them")
     why = "do not fit the memory limit" if needed else "may have to leave the memory"
-    instead = f"raise the limit to {size_at_least(roomy)}" if needed else "leave it out"
+    instead = f"raise the limit to {size_at_least(roomy)}" if needed else f"leave {each} out"
     raise GulliverError(
-        f"{what} gives {size_text(behind)}, and {size_text(state.reserved)} of state {why}: give "
-        f"it {size_at_least(state.reserved)}, or {instead}"
+        f"{' and '.join(named)} {gives} {size_text(behind)}, and {size_text(state.reserved)} of "
+        f"state {why}: give {each} {size_at_least(state.reserved)}, or {instead}"
     )
+
+
+def _check_host(state: StateBytes, tiers: Tiers) -> None:
+    """Refuses host memory that has no room for what is on its way between device and disk."""
+    largest = max((whole_pages(one.nbytes) for one in state.objects()), default=0)
+    least, beyond = largest, state.reserved - tiers.disk_bytes
+    if beyond > 0:
+        least += beyond + largest  # where one does not fit, the disk's last pages stay empty
+    if tiers.host < least:
+        raise GulliverError(
+            f"host_limit={size_text(tiers.host)} is too small beside disk={tiers.disk!r} with "
+            f"{size_text(tiers.disk_bytes)}: what passes through it, and what the disk has no room "
+            f"for, is {size_text(least)}; give it {size_at_least(least)}, or leave it out"
+        )
 
 
 def _named(state: StateBytes, number: int) -> str:
@@ -235,10 +259,10 @@ def _passed(chunk: ChunkBytes, phase: str) -> int:
 
 
 def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
-    """The link to what lies behind the first memory; None where nothing does, or is known."""
-    if tiers.disk is not None:
-        return disk_rates(cluster)
-    return host_rates(cluster.device) if tiers.host else None
+    """The links to what lies behind the first memory; None where nothing does, or is known."""
+    disk = disk_rates(cluster) if tiers.disk is not None else None
+    host = host_rates(cluster.device) if tiers.host else None
+    return disk if host is None else replace(host, behind=disk)
 
 
 def priced(

@@ -75,8 +75,17 @@ class Running:
     @property
     def moved(self) -> tuple[int, int] | None:
         """Bytes that the last step read and wrote; None without a memory limit."""
+        return None if self._manager is None else self._manager.step_moved
+
+    @property
+    def disk_moved(self) -> tuple[int, int] | None:
+        """The same between host memory and a disk behind it; None without one."""
+        return None if self._manager is None else self._manager.disk_moved
+
+    @property
+    def _manager(self) -> LimitedManager | None:
         manager = getattr(getattr(self.optimizer, "shards", None), "manager", None)
-        return manager.step_moved if isinstance(manager, LimitedManager) else None
+        return manager if isinstance(manager, LimitedManager) else None
 
     def compare(self) -> Comparison:
         """Predicted and measured seconds of a step, and bytes that this rank sends and holds."""
@@ -97,6 +106,10 @@ class Running:
             read, written = self.moved
             rows.append(Row("read", "bytes", predicted.moved.read, read))
             rows.append(Row("written", "bytes", predicted.moved.written, written))
+            if self.disk_moved is not None:
+                read, written = self.disk_moved
+                rows.append(Row("disk read", "bytes", predicted.moved.disk_read, read))
+                rows.append(Row("disk written", "bytes", predicted.moved.disk_written, written))
         return Comparison(tuple(rows))
 
     def _held(self) -> dict[str, int]:

@@ -42,7 +42,8 @@ class TierOptions:
     Args:
         memory_limit: bytes, text such as ``6GiB`` or ``70%``; see `gulliver.options.byte_size`.
         host_limit: the same of page-locked host memory; None for none.
-        disk: folder and size, such as ``/scratch:100GiB``; None for none.
+        disk: folder and size, such as ``/scratch:100GiB``, behind the host's memory if there is
+            some; None for none.
         placement_policy: ``auto``, or ``static`` for the shares that follow.
         shard_param_frac: share of the parameters that is sharded.
         offload_optim_frac: share of the optimizer's state that may leave the first memory; None

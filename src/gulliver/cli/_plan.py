@@ -150,25 +150,34 @@ def show(plan: Plan, options: Memory) -> None:
     if plan.mesh.cuts_model:
         axes = ", ".join(f"{name} {size}" for name, size in plan.mesh.axes.items())
         console.print(f"{axes}: what follows is of the rank that needs most at once")
-    behind = zero.tiers.disk or ("the host" if zero.tiers.host else "")
+    three = bool(zero.tiers.host and zero.tiers.disk)
+    behind = "the host" if zero.tiers.host else zero.tiers.disk or "no other memory"
     table = Table()
-    for name in ("", "stays in memory", "comes and goes", f"lies in {behind or 'no other memory'}"):
+    columns = ["", "stays in memory", "comes and goes", f"lies in {behind}"]
+    for name in [*columns, f"and at times in {zero.tiers.disk}"] if three else columns:
         table.add_column(name, justify="right" if name else "left", overflow="fold")
     for kind in KINDS:
         most, stays = getattr(memory, kind), getattr(moved.stays, kind)
-        shown = [size_text(n) for n in (stays, max(0, most - stays), getattr(moved.leaves, kind))]
-        table.add_row(kind.replace("_", " "), *shown)
+        sizes = [stays, max(0, most - stays), getattr(moved.leaves, kind)]
+        sizes += [getattr(moved.on_disk, kind)] if three else []
+        table.add_row(kind.replace("_", " "), *map(size_text, sizes))
     console.print(table)
     if console.is_terminal:
         console.print(_bar("memory", memory, zero.tiers.limit))
-        if behind:
-            console.print(_bar("behind", moved.leaves, zero.tiers.disk_bytes or zero.tiers.host))
+        if zero.tiers.host or zero.tiers.disk:
+            whole = zero.tiers.disk_bytes + zero.tiers.host
+            console.print(_bar("behind", moved.leaves, whole))
     seconds = plan.predicted.seconds
     console.print(f"least limit: {size_at_least(moved.minimum)}, which {moved.decides} needs")
     console.print(
         f"a step: {seconds_text(seconds.step)} predicted on {plan.predicted.cluster} "
         f"({moved.bottleneck}); reads {size_text(moved.read)}, writes {size_text(moved.written)}"
     )
+    if three:
+        console.print(
+            f"of the disk a step reads {size_text(moved.disk_read)}, and writes there "
+            f"{size_text(moved.disk_written)}"
+        )
     for line in (moved.price, *plan.reasons.values()):
         if line:
             console.print(line)

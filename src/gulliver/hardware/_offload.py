@@ -43,6 +43,7 @@ class TierRates:
         visit_s: seconds of the processor that computes for a use of state, beside its compute.
         transfer_s: seconds of it for a transfer.
         memory_rate: bytes/s that it goes through in memory; None where that is not counted.
+        behind: link from there to a third memory; None where there is none.
     """
 
     name: str
@@ -53,6 +54,7 @@ class TierRates:
     visit_s: float = 0.0
     transfer_s: float = 0.0
     memory_rate: float | None = None
+    behind: TierRates | None = None
 
     def seconds(self, transfer: Transfer) -> float:
         """Seconds of a transfer that has the link to itself."""

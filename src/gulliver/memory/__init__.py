@@ -2,7 +2,8 @@
 
 Read `_chunk.py` first: the buffers of a chunk. `_prefetch.py` brings chunks ahead of use,
 `_record.py` notes what a step uses when, `_bytes.py` counts. `_manager.py` keeps objects within a
-limit of memory: `_traffic.py` moves them to and from what `_stores.py` and `_host.py` hold.
+limit of memory: `_traffic.py` moves them to and from what `_stores.py` and `_host.py` hold;
+`_host_disk.py` is host memory that has a disk behind it.
 """
 
 from gulliver.memory._activations import ActivationOffload, offload_activations
@@ -26,7 +27,8 @@ from gulliver.memory._bytes import (
 )
 from gulliver.memory._chunk import Chunk
 from gulliver.memory._footprint import CudaGauge, Footprint, Gauge, ProcessGauge, StepFootprint
-from gulliver.memory._host import Copier, HostStore
+from gulliver.memory._host import Copier, Copy, HostStore
+from gulliver.memory._host_disk import HostDiskStore
 from gulliver.memory._layout import ChunkLayout, Piece, Slot, plan_chunks
 from gulliver.memory._malloc import FreedMemory
 from gulliver.memory._manager import Manager
@@ -83,11 +85,13 @@ __all__ = [
     "Chunk",
     "ChunkLayout",
     "Copier",
+    "Copy",
     "CudaGauge",
     "DiskStore",
     "Footprint",
     "FreedMemory",
     "Gauge",
+    "HostDiskStore",
     "HostStore",
     "Kept",
     "LentBuffers",

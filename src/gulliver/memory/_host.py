@@ -8,17 +8,28 @@ So the host never waits, and still no memory is written while it is read.
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.memory._stores import Transfer, whole_pages
+from gulliver.memory._stores import Middle, Transfer, whole_pages
 from gulliver.solve import Extents
+
+if TYPE_CHECKING:
+    from gulliver.memory._placed import Placed
 
 SLAB = 1 << 30
 """Bytes of a slab of pinned memory, where objects are not larger."""
+
+
+class Copy(Transfer, Protocol):
+    """A copy between the memory of a device and of its host."""
+
+    def synchronize(self) -> None:
+        """Returns when it has ended."""
+        ...
 
 
 class Copier(Protocol):
@@ -28,13 +39,41 @@ class Copier(Protocol):
         """Makes a flat uint8 tensor of pinned host memory."""
         ...
 
-    def copy(self, target: Tensor, source: Tensor, incoming: bool) -> Transfer:
-        """Starts a copy: incoming to the device, or out of it."""
+    def lock_pages(self, memory: Tensor) -> None:
+        """Locks the pages of host memory.
+
+        Raises:
+            GulliverError: the system locks no more.
+        """
+        ...
+
+    def unlock_pages(self, memory: Tensor) -> None:
+        """Unlocks them."""
+        ...
+
+    def mark(self) -> Any:
+        """Notes the place in the device's work behind which a later copy may begin."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor, incoming: bool, after: Any = None) -> Copy:
+        """Starts a copy: incoming to the device, or out of it.
+
+        Args:
+            target: memory that is written.
+            source: memory that is read.
+            incoming: whether the device's memory is the target.
+            after: what `mark` has noted; by default all that the device was given.
+        """
         ...
 
     def synchronize(self) -> None:
         """Returns when all copies out of the device have ended."""
         ...
+
+
+def cuda_runtime() -> Any:
+    """CUDA's own functions, as torch has loaded them."""
+    return torch.cuda.cudart()
 
 
 class CudaTransfer:
@@ -52,6 +91,10 @@ class CudaTransfer:
         """Lets what the current stream is given from now on wait for it."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
+    def synchronize(self) -> None:
+        """Returns when it has ended."""
+        self._event.synchronize()
+
 
 class CudaCopier:
     """Copies on two streams, one for each direction: the bus carries both at once."""
@@ -64,10 +107,36 @@ class CudaCopier:
         """Makes a flat uint8 tensor of pinned host memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def copy(self, target: Tensor, source: Tensor, incoming: bool) -> CudaTransfer:
-        """Starts a copy, after all that the current stream was given."""
+    def lock_pages(self, memory: Tensor) -> None:
+        """Locks the pages of host memory, for as many bytes as there are.
+
+        `pinned` takes powers of two.
+
+        Raises:
+            GulliverError: the system locks no more.
+        """
+        if cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0) != 0:
+            raise GulliverError(
+                f"the system locks no further {memory.numel()} bytes of host memory: give a "
+                "smaller host_limit, or raise ulimit -l"
+            )
+
+    def unlock_pages(self, memory: Tensor) -> None:
+        """Unlocks them."""
+        cuda_runtime().cudaHostUnregister(memory.data_ptr())
+
+    def mark(self) -> torch.cuda.Event:
+        """Notes the place in the current stream."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def copy(
+        self, target: Tensor, source: Tensor, incoming: bool, after: Any = None
+    ) -> CudaTransfer:
+        """Starts a copy, after all that the current stream was given, or what was noted."""
         stream = self._incoming if incoming else self._outgoing
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream.wait_event(self.mark() if after is None else after)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         event = torch.cuda.Event()
@@ -96,6 +165,7 @@ class HostStore:
 
     name = "host"
     in_stream = True
+    middle = Middle()
 
     def __init__(
         self, capacity: int, device: torch.device | str = "cuda", copier: Copier | None = None
@@ -111,7 +181,7 @@ class HostStore:
         self._starts: list[int] = []
         self._extents = Extents()
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, owner: Placed | None = None) -> int:
         """Reserves whole pages and returns their offset.
 
         Raises:
@@ -140,7 +210,7 @@ class HostStore:
         """Starts to copy from the device."""
         return self._copier.copy(self._bytes(offset, data.numel()), data, incoming=False)
 
-    def mapped(self, offset: int, nbytes: int) -> Tensor:
+    def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
         """Shows bytes as a flat uint8 tensor of pinned memory."""
         self._copier.synchronize()
         return self._bytes(offset, nbytes)

@@ -29,9 +29,10 @@ from torch import Tensor
 from gulliver.errors import GulliverError
 from gulliver.memory._bytes import ACTIVATIONS, KINDS, ByteCounter
 from gulliver.memory._history import History
+from gulliver.memory._pages import Pages
 from gulliver.memory._placed import Placed, Where, typed
 from gulliver.memory._read_locks import before_write, before_write_at, storage_of
-from gulliver.memory._stores import Store, whole_pages
+from gulliver.memory._stores import Middle, Store, whole_pages
 from gulliver.memory._traffic import Traffic
 from gulliver.solve import Action, Move, Replacement
 
@@ -44,6 +45,7 @@ class Manager:
         device: device whose memory is the fast tier.
         store: tier behind it; without one everything stays, or is refused.
         ahead: bytes that are loaded ahead of use at most; None for as many as fit.
+        pages: makes the memory of the fast tier; by default buffers of the device.
 
     Attributes:
         counter: bytes of the tensors that exist, by kind: of objects that arrive, are here or are
@@ -58,6 +60,7 @@ class Manager:
         store: Store | None,
         *,
         ahead: int | None = None,
+        pages: Pages | None = None,
     ) -> None:
         if budget < 1 or (ahead is not None and ahead < 0):
             raise GulliverError(f"budget {budget}, ahead {ahead}: a number of bytes is expected")
@@ -70,7 +73,8 @@ class Manager:
         self.counter = ByteCounter()
         self._process, self._lock = os.getpid(), threading.RLock()
         self._core = Replacement(budget, backed=store is not None, ahead=ahead)
-        self._traffic = Traffic(budget, self.device, store, self.counter, self._lock)
+        self._traffic = Traffic(budget, self.device, store, self.counter, self._lock, pages)
+        self._middle = Middle() if store is None else store.middle
         self._history = History()
         self._placed: dict[int, Placed] = {}
         self._lent: dict[int, Tensor] = {}
@@ -143,6 +147,7 @@ class Manager:
         with self._entered():
             self._check(placed)
             self._run(self._core.remove(placed.number))
+            self._middle.remove(placed.number)
             del self._placed[placed.number]
             self._total -= placed.kept
 
@@ -165,10 +170,20 @@ class Manager:
         with self._entered():
             self._check(placed)
             self._tell()
+            return self.arrive(placed, self.want(placed, write, fresh), write or fresh)
+
+    def want(self, placed: Placed, write: bool = False, fresh: bool = False) -> bool:
+        """Begins a `use`, without waiting; `arrive` takes what it returns."""
+        with self._entered():
             stored = self._core.is_stored(placed.number)
             actions = self._decided(lambda: self._core.use(placed.number, write, fresh))
             self._history.event("use", placed)
             self._run(actions)
+            return stored
+
+    def arrive(self, placed: Placed, stored: bool, write: bool) -> Tensor:
+        """Waits for what `want` has begun; where that fails, it is as if it had not been."""
+        with self._entered():
             try:
                 self._traffic.settle(placed)
             except BaseException:
@@ -176,10 +191,21 @@ class Manager:
                 arrived = placed.where in (Where.ARRIVING, Where.HERE)
                 self._core.undo(placed.number, stored, arrived)
                 raise
+            self._middle.landed(placed.number)
             assert placed.tensor is not None
-            if write or fresh:
+            if write:
                 self._written(placed)
             return placed.tensor
+
+    def has_come(self, placed: Placed) -> bool:
+        """Whether `arrive` would not wait."""
+        with self._entered():
+            return self._traffic.has_come(placed)
+
+    def tell(self) -> None:
+        """Raises the error of a write that has failed."""
+        with self._entered():
+            self._tell()
 
     def done(self, placed: Placed) -> None:
         """Ends one `use`: after the last the object may leave, and its memory serve others."""
@@ -234,7 +260,7 @@ class Manager:
             if placed.offset is None:  # one zero stands for all
                 return torch.zeros((), dtype=placed.dtype, device=self.device).expand(placed.numel)
             assert self.store is not None
-            shown = self.store.mapped(placed.offset, placed.size)
+            shown = self.store.mapped(placed.offset, placed.size, write)
             placed.shown.add(storage_of(shown))
             return typed(shown, placed.nbytes, placed.dtype)
 
@@ -321,20 +347,26 @@ class Manager:
         with self._entered():
             self._core.end_step()
             self._history.end_step(self._placed.values())
+            self._middle.end_step()
 
     # What was done
 
     def stats(self) -> dict[str, Any]:
-        """Returns loads, writes, evictions, bytes in and out, seconds waited and steps so far."""
-        done = {"evictions": self._history.evictions, "steps": self._history.steps}
-        return {**self._traffic.moved, **done, "held": self.held, "minimum": self.minimum}
+        """Returns loads, writes, evictions, bytes in and out, seconds waited and steps so far.
+
+        Loads that were no longer wanted before they had begun are ``cancelled``, and not counted;
+        ``behind`` has the same of the tier behind, where that has another one behind it.
+        """
+        done: dict[str, Any] = {"evictions": self._history.evictions, "steps": self._history.steps}
+        done |= {"held": self.held, "minimum": self.minimum, "behind": self._middle.stats()}
+        return {**self._traffic.moved, **done}
 
     def explain(self, step: int = -1) -> str:
         """Says every decision of a step as text; -1 is the last that has ended.
 
         The last few steps are remembered.
         """
-        text = self._history.explain(step)
+        text = self._history.explain(step) + self._middle.explain(step)
         cycle = self._core.cycle
         if cycle is None or not cycle.cost:
             return text
@@ -398,6 +430,7 @@ class Manager:
                 self._traffic.keep(placed)
                 self._free(placed)
         self._traffic.tell()
+        self._middle.tell()
 
     def _check(self, placed: Placed) -> None:
         if self._placed.get(placed.number) is not placed:
@@ -422,14 +455,19 @@ class Manager:
                 case Move.MAKE:
                     self._traffic.bring(placed, reads=False, zero=action.zero)
                 case Move.LOAD:
+                    self._middle.expect(placed.number)
                     self._traffic.bring(placed, reads=True)
                 case Move.WRITE:
                     self._traffic.send(placed)
                 case Move.DROP:
-                    self._traffic.drop(placed)
+                    self._drop(placed)
                 case Move.FORGET:
-                    self._traffic.drop(placed)
+                    self._drop(placed)
                     self._free(placed)
+
+    def _drop(self, placed: Placed) -> None:
+        self._traffic.drop(placed)
+        self._middle.landed(placed.number)
 
     def _written(self, placed: Placed) -> None:
         """What the store has of an object is out of date: the space may serve others."""
@@ -447,7 +485,7 @@ class Manager:
             with self.using(placed, fresh=True):
                 pass
         elif placed.offset is None:
-            placed.offset = self.store.allocate(placed.size)
+            placed.offset = self.store.allocate(placed.size, placed)
             self._core.keep(placed.number)
 
     def _free(self, placed: Placed) -> None:

@@ -108,6 +108,9 @@ class Pages:
             self._rooms[memory.data_ptr()] = room
             return memory
 
+    def settle(self, memory: Tensor) -> None:
+        """Waits until a buffer may be used for something else."""
+
     def fits(self, memory: Tensor, size: int) -> bool:
         """Whether a buffer may become one of another size."""
         room = self._rooms.get(memory.data_ptr()) if self.keeps else None

@@ -17,7 +17,7 @@ import secrets
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from gulliver.errors import GulliverError
 from gulliver.io import BLOCK, PARTIAL, Engine, File, Ticket, default_engine, require_space
 from gulliver.memory._pages import page_aligned
 from gulliver.solve import Extents
+
+if TYPE_CHECKING:
+    from gulliver.memory._placed import Placed
 
 NETWORK = frozenset(
     {
@@ -56,23 +59,62 @@ class Transfer(Protocol):
         ...
 
 
+class Middle:
+    """What a store is told of the decisions before it: nothing, unless it decides as well."""
+
+    def expect(self, number: int) -> None:
+        """An object will be read."""
+
+    def landed(self, number: int) -> None:
+        """An object was read, or is no longer wanted."""
+
+    def remove(self, number: int) -> None:
+        """There is no such object any more."""
+
+    def end_step(self) -> None:
+        """A step has ended."""
+
+    def tell(self) -> None:
+        """Raises the error of a write that has failed."""
+
+    def stats(self) -> dict[str, Any]:
+        """Returns what has moved behind."""
+        return {}
+
+    def explain(self, step: int) -> str:
+        """Says the decisions of a step."""
+        return ""
+
+
 class Store(Protocol):
     """Memory behind the fast tier.
 
     Attributes:
         name: name of the tier, such as ``disk``.
         capacity: most bytes that it holds.
-        used: bytes that are allocated.
         in_stream: whether the device waits for transfers, at no cost for the host.
     """
 
     name: str
     capacity: int
-    used: int
     in_stream: bool
 
-    def allocate(self, nbytes: int) -> int:
+    @property
+    def used(self) -> int:
+        """Bytes that are allocated."""
+        ...
+
+    @property
+    def middle(self) -> Middle:
+        """What is told of decisions."""
+        ...
+
+    def allocate(self, nbytes: int, owner: Placed | None = None) -> int:
         """Reserves whole pages and returns their offset.
+
+        Args:
+            nbytes: size.
+            owner: object that they are for, where that matters.
 
         Raises:
             GulliverError: they do not fit.
@@ -91,8 +133,14 @@ class Store(Protocol):
         """Starts to write a flat uint8 tensor, which must not change until the transfer ends."""
         ...
 
-    def mapped(self, offset: int, nbytes: int) -> Tensor:
-        """Shows bytes as a flat uint8 tensor that is read as it is touched, and can be written."""
+    def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
+        """Shows bytes as a flat uint8 tensor that is read as it is touched, and can be written.
+
+        Args:
+            offset: place of the bytes.
+            nbytes: number of bytes.
+            write: whether they will be written.
+        """
         ...
 
     def close(self) -> None:
@@ -155,6 +203,7 @@ class DiskStore:
 
     name = "disk"
     in_stream = False
+    middle = Middle()
 
     def __init__(self, folder: str | Path, capacity: int, engine: Engine | None = None) -> None:
         self.folder, self.capacity, self.used = Path(folder), capacity // BLOCK * BLOCK, 0
@@ -172,7 +221,7 @@ class DiskStore:
         self._extents.add(0, self.capacity)
         self.direct = self._probe()
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, owner: Placed | None = None) -> int:
         """Reserves whole pages and returns their offset.
 
         Raises:
@@ -215,7 +264,7 @@ class DiskStore:
         where = opened.target, offset, data.data_ptr(), data.numel()
         return DiskTransfer(opened.writer.write(*where), data, opened.under_way)
 
-    def mapped(self, offset: int, nbytes: int) -> Tensor:
+    def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
         """Shows bytes as a flat uint8 tensor that is read as it is touched, and can be written."""
         memory = mmap.mmap(self._opened.handle, nbytes, offset=offset)
         return torch.frombuffer(memory, dtype=torch.uint8)

@@ -15,11 +15,14 @@ the next use, and nothing is lost.
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import time
 from collections import deque
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -34,6 +37,17 @@ from gulliver.memory._stores import Store, whole_pages
 from gulliver.solve import NoRoom
 
 PATIENCE_S = 1.0
+COUNTS = ("loads", "cancelled", "writes", "bytes_in", "bytes_cancelled", "bytes_out")
+
+
+_living: WeakSet[Traffic] = WeakSet()
+
+
+@atexit.register
+def end_workers() -> None:
+    """Ends the threads of all that lives: at exit I/O engines close next, and refuse new reads."""
+    for traffic in [*_living]:
+        traffic.end_worker()
 
 
 class StillSeen(NoRoom):
@@ -49,10 +63,12 @@ class Traffic:
         store: tier behind it.
         counter: counts what objects and loans hold.
         lock: lock of the manager; all calls are made under it.
+        pages: makes the memory; by default buffers of the device.
 
     Attributes:
         held: bytes of memory held, that which is kept for reuse included.
-        moved: loads, writes and bytes so far, and seconds that somebody waited.
+        moved: loads, those that were no longer wanted before they had begun, writes and bytes so
+            far, and seconds that somebody waited.
     """
 
     def __init__(
@@ -62,18 +78,21 @@ class Traffic:
         store: Store | None,
         counter: ByteCounter,
         lock: threading.RLock,
+        pages: Pages | None = None,
     ) -> None:
         self.budget, self.device, self.store, self.counter = budget, device, store, counter
         self.held = 0
-        self.moved: dict[str, Any] = dict.fromkeys(("loads", "writes", "bytes_in", "bytes_out"), 0)
+        self.moved: dict[str, Any] = dict.fromkeys(COUNTS, 0)
         self.moved["seconds_waited"] = 0.0
         self._lock = lock
         self._queue: deque[Placed] = deque()
         self._leaving: deque[Placed] = deque()
         self._failed: list[tuple[Placed, GulliverError]] = []
         self._free: dict[int, list[tuple[Tensor, bool]]] = {}
-        self._pages = Pages(device)
+        self._pages = pages or Pages(device)
         self._worker: threading.Thread | None = None
+        self._ends, self._process = False, os.getpid()
+        _living.add(self)
 
     # Objects
 
@@ -95,6 +114,9 @@ class Traffic:
         if placed.where is not Where.LEAVING:
             with suppress(GulliverError):  # what could not be read is not wanted
                 self.settle(placed)
+        if placed in self._queue and placed.reads:
+            self.moved["cancelled"] += 1
+            self.moved["bytes_cancelled"] += placed.size
         self.cancel(placed)
         if placed.where is Where.LEAVING:  # what could not be written is not wanted
             self._failed = [(other, e) for other, e in self._failed if other is not placed]
@@ -135,6 +157,11 @@ class Traffic:
             self.tell()
             if placed.where is Where.LEAVING:
                 self._finish(placed)
+
+    def has_come(self, placed: Placed) -> bool:
+        """Whether an object is where it was to go, or failed to; does not wait."""
+        self._advance()
+        return placed.where is Where.HERE or (placed.where is Where.ARRIVING and placed.done)
 
     def unwritten(self) -> list[Placed]:
         """Returns the objects that could not be written, and have not come again."""
@@ -213,7 +240,7 @@ class Traffic:
                 if trusted or storage_users(memory) == 1:
                     assert isinstance(free, list)
                     free.pop(number)
-                    before_write([memory])  # a snapshot may still be reading it
+                    self._free_of_users(memory)
                     return memory
             if self.held + size > self.budget and (found := self._resized(size)) is not None:
                 return found
@@ -224,6 +251,11 @@ class Traffic:
                 return None
             if wait:
                 self._make_way(size)
+
+    def _free_of_users(self, memory: Tensor) -> None:
+        """Waits for snapshots and copies that may still be reading memory."""
+        before_write([memory])
+        self._pages.settle(memory)
 
     def _resized(self, size: int) -> Tensor | None:
         """Memory of a size out of that kept of the nearest other size; None where there is none."""
@@ -242,7 +274,7 @@ class Traffic:
         if not self._trim(size - kept):
             self._free.setdefault(kept, []).append(taken)
             return None
-        before_write([taken[0]])  # a snapshot may still be reading it
+        self._free_of_users(taken[0])
         self.held += size - kept
         return self._pages.resized(taken[0], size)
 
@@ -257,7 +289,7 @@ class Traffic:
                 if place is None:
                     break
                 memory, trusted = many.pop(place)
-                before_write([memory])  # a snapshot may still be reading it
+                self._free_of_users(memory)
                 left = kept - whole_pages(short)
                 if left > 0 and self._pages.fits(memory, left):
                     rest.append((self._pages.resized(memory, left), trusted))
@@ -274,7 +306,7 @@ class Traffic:
     def _goes(self, memory: Tensor, trusted: bool) -> bool:
         """Whether memory that was given back goes when it is dropped; waits for a snapshot."""
         if trusted and storage_users(memory) > 1:
-            before_write([memory])
+            self._free_of_users(memory)
         return (trusted and self._pages.keeps) or storage_users(memory) == 1
 
     def _make_way(self, size: int) -> None:
@@ -359,7 +391,7 @@ class Traffic:
         assert placed.memory is not None
         try:
             if placed.offset is None:
-                placed.offset = self.store.allocate(placed.size)
+                placed.offset = self.store.allocate(placed.size, placed)
             placed.transfer = self.store.write(placed.offset, placed.memory)
         except GulliverError as error:
             self._failed.append((placed, error))
@@ -407,14 +439,22 @@ class Traffic:
 
     # The thread that waits where nobody else does
 
+    def end_worker(self) -> None:
+        """Lets the thread begin nothing any more; a forked child has none."""
+        if self._process == os.getpid():
+            with self._lock:
+                self._ends = True
+
     def _start_worker(self) -> None:
-        if self._worker is None and self._leaving and not self._failed:
+        if self._worker is None and self._leaving and not self._failed and not self._ends:
             self._worker = threading.Thread(target=self._work, name="gulliver-memory", daemon=True)
             self._worker.start()
 
     def _work(self) -> None:
         while True:
             with self._lock:
+                if self._ends:
+                    return
                 self._advance()
                 if not self._queue or not self._leaving or self._failed:
                     self._worker = None

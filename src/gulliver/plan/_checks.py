@@ -191,11 +191,6 @@ def _tiers(plan: Plan) -> Iterator[str]:
             f"{plan.told('mesh.device')} and {plan.told('zero.tiers.host')}: memory of the host is "
             f"what {limit} is of; right would be host: 0"
         )
-    if tiers.host and tiers.disk is not None:
-        yield (
-            f"{plan.told('zero.tiers.host')} and {disk}: one of them lies behind the device; take "
-            "host: 0, or disk: null"
-        )
     if tiers.offloaded and tiers.activations != "mixed":
         yield (
             f"{plan.told('zero.tiers.activations')} and {plan.told('zero.tiers.offloaded')}: it "

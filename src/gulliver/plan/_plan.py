@@ -216,6 +216,7 @@ class Plan:
         if not tiers or moved is None:
             return []
         behind = f"in {tiers.disk}" if tiers.disk is not None else "in the host's memory"
+        behind = f"in the host's memory and {behind}" if tiers.host and tiers.disk else behind
         lines = [
             f"  memory limit {size_text(tiers.limit)}, at least {size_at_least(moved.minimum)} for "
             f"{moved.decides}",
@@ -223,6 +224,12 @@ class Plan:
             f"and go, {behind}; a step reads {size_text(moved.read)} and writes "
             f"{size_text(moved.written)}",
         ]
+        if tiers.host and tiers.disk:
+            lines.append(
+                f"  {size_text(moved.on_disk.total)} of it lie on the disk at times; a step reads "
+                f"{size_text(moved.disk_read)} from there and writes "
+                f"{size_text(moved.disk_written)}"
+            )
         told = "; ".join(text for text in (moved.bottleneck, moved.price) if text)
         return [*lines, *([f"  {told}"] if told else [])]
 

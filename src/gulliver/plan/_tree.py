@@ -104,7 +104,7 @@ class Tiers:
         limit: bytes of the memory where compute happens, for all that is counted: parameters,
             gradients, optimizer state, their buffers, and activations.
         host: bytes of page-locked host memory behind it; 0 for none.
-        disk: folder on the disk behind it; None for none.
+        disk: folder on the disk behind it, or behind the host's memory; None for none.
         disk_bytes: bytes that may lie on the disk.
         policy: ``auto`` keeps what costs least to keep, ``static`` keeps the shares that are said.
         shard_param: share of the parameters that is sharded over the ranks.
@@ -427,6 +427,9 @@ class Moved:
         leaves: bytes of state that lie behind it, at least at times.
         read: bytes that a step reads from there.
         written: bytes that a step writes there.
+        on_disk: of host memory that has a disk behind it, bytes of state that lie there at times.
+        disk_read: bytes that a step reads from that disk.
+        disk_written: bytes that it writes there.
         bottleneck: what the step waits for.
         price: what more memory would save.
     """
@@ -438,6 +441,9 @@ class Moved:
     leaves: MemoryPlan = field(default_factory=MemoryPlan)
     read: int = 0
     written: int = 0
+    on_disk: MemoryPlan = field(default_factory=MemoryPlan)
+    disk_read: int = 0
+    disk_written: int = 0
     bottleneck: str = ""
     price: str = ""
 

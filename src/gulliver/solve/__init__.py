@@ -3,8 +3,9 @@
 Each file is an answer to one question: what becomes of activations (`_activations.py`), where to
 cut a pipeline (`_chain.py`), who gets which of several things (`_balance.py`), where a block of
 memory goes (`_extents.py`), what goes together into bins of one size (`_packing.py`), what a fast
-tier of memory keeps (`_replacement.py`; the plan for it: `_residency.py`), how long a step of ZeRO
-takes (`_timeline.py`), which sizes to try (`_unimodal.py`).
+tier of memory keeps (`_replacement.py`; the plan for it: `_residency.py`), and one between two
+others (`_transit.py`), how long a step of ZeRO takes (`_timeline.py`), which sizes to try
+(`_unimodal.py`).
 """
 
 from gulliver.solve._activations import (
@@ -34,6 +35,7 @@ from gulliver.solve._schedule import (
 )
 from gulliver.solve._simulation import Moved, count_moves, replay, simulate
 from gulliver.solve._timeline import UPDATE_LAG, StepTimes, gathers_in_backward, step_seconds
+from gulliver.solve._transit import MiddleReplacement, Transit
 from gulliver.solve._unimodal import geometric_sizes
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "Event",
     "Extents",
     "Gap",
+    "MiddleReplacement",
     "Move",
     "Moved",
     "NoRoom",
@@ -63,6 +66,7 @@ __all__ = [
     "Replacement",
     "Residency",
     "StepTimes",
+    "Transit",
     "activations_peak",
     "balanced_parts",
     "chain_times",
