@@ -440,3 +440,17 @@ def test_the_command_line_makes_a_file_and_says_what_it_found(
     assert ended.value.code == 0, shown.err
     assert read_frames(tmp_path / "clip.gif").shape[1] == 17
     assert "STDiT3 of Open-Sora 1.3" in (shown.out + shown.err).replace("\n", " ")
+
+
+@pytest.mark.parametrize("kind", ["1.3", "2.0"])
+def test_a_first_loop_has_nothing_to_be_guided_by(folders: Path, kind: str) -> None:
+    # What the loop before gave guides the second one only: the first is as without the guidance.
+    sampling = replace(loaded(folders, kind).sampling, steps=2)
+    request = Request("a cat", BUCKET, loops=2, condition_frames=1)
+    plain, guided = (
+        loaded(folders, kind).generate([request], replace(sampling, guidance_image=scale))[0]
+        for scale in (1.0, 3.0)
+    )
+    first = BUCKET.frames
+    assert torch.equal(guided[:, :first], plain[:, :first])
+    assert not torch.equal(guided[:, first:], plain[:, first:])

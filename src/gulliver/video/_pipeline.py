@@ -13,7 +13,7 @@ freed, then the autoencoder decodes (`_parts.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -361,6 +361,8 @@ class VideoPipeline:
             **told(bucket, self.fps, like.expand(len(pieces))),
             "strength": like.expand(len(pieces)) * sampling.guidance,
         }
+        if given is None:  # The first of several loops: nothing is given yet.
+            guidance = replace(guidance, image=1.0)
         options: dict[str, Any] = {}
         held: Tensor | None = None
         if self.release.given == "beside" and mask is not None:
