@@ -225,6 +225,9 @@ def test_a_configuration_says_how_pictures_are_normalised_and_early_names_are_kn
     torch.testing.assert_close(loaded.encode(x), (raw - 0.25) * 0.5, rtol=0, atol=1e-12)
 
 
+F8 = torch.float8_e4m3fn
+
+
 def test_files_of_something_else_are_named(tmp_path: Path) -> None:
     for name, told in (
         ("temporal_vae.encoder.conv_in.conv.weight", "Open-Sora 1.2, but lacks"),
@@ -243,6 +246,12 @@ def test_files_of_something_else_are_named(tmp_path: Path) -> None:
     write_tensors(tmp_path / "x.safetensors", dict(model.state_dict()))
     with pytest.raises(GulliverError, match=r"16 channels.*pass scaling_factor"):
         load_autoencoder(tmp_path / "x.safetensors")
+    state = _saved(tmp_path / "whole", "causal")[0].state_dict()
+    name = next(iter(state))
+    for dtype, told in ((torch.int32, "is int32: expected floating"), (F8, "pass dtype=")):
+        write_tensors(tmp_path / "x.safetensors", {**state, name: state[name].to(dtype)})
+        with pytest.raises(GulliverError, match=told):
+            load_autoencoder(tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -224,3 +224,19 @@ def test_files_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     save_t5(tmp_path / "t5")
     with pytest.raises(GulliverError, match="looks like a T5 text encoder"):
         load_model(tmp_path / "t5")
+
+
+def test_quantised_weights_are_refused_by_name(tmp_path: Path) -> None:
+    state = STDiT3(**FIELDS).state_dict()
+    name = "t_block.1.weight"
+    path = tmp_path / "x.safetensors"
+    write_tensors(path, {**state, name: state[name].to(torch.int8)})
+    for dtype in (None, torch.float32):
+        with pytest.raises(GulliverError, match=r"'t_block\.1\.weight' is int8: expected floating"):
+            load_model(path, dtype=dtype)
+    low = state[name].to(torch.float8_e4m3fn)
+    write_tensors(path, {**state, name: low})
+    with pytest.raises(GulliverError, match=r"is float8_e4m3fn, .*: pass dtype=torch\.bfloat16"):
+        load_model(path)
+    found = load_model(path, dtype=torch.bfloat16).state_dict()[name]
+    assert torch.equal(found, low.to(torch.bfloat16))

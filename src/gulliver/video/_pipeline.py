@@ -145,8 +145,8 @@ class VideoPipeline:
             GulliverError: files are missing or of something else; parts do not belong together.
         """
         room = Room(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), keep)
-        outline = outline_model(model, **overrides)
-        dtype = dtype or next(outline.parameters()).dtype
+        outline = outline_model(model, dtype, **overrides)
+        dtype = next(outline.parameters()).dtype
         read = text_reader(outline, text_encoder, clip, dtype)
 
         def load_texts(device: torch.device) -> TextEncoder:

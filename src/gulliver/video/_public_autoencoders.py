@@ -23,6 +23,7 @@ from gulliver.models import Autoencoder, autoencoder_fields_of, public_name
 from gulliver.video._autoencoder_training import KIND
 from gulliver.video._autoencoder_training import load_autoencoder as load_trained
 from gulliver.video._diffusers_autoencoders import load_diffusers
+from gulliver.video._public_models import dtype_of_files
 
 OURS = "AutoencoderKL"
 """Class of diffusers that is built here, as `FrameAutoencoder`."""
@@ -46,7 +47,8 @@ def load_autoencoder(
         The autoencoder, in evaluation mode.
 
     Raises:
-        GulliverError: the files are missing or broken, or are of something else, which is named.
+        GulliverError: the files are missing or broken, or are of something else, which is named;
+            they hold integers where weights belong, or float8 and no dtype is named.
     """
     path = Path(path)
     single = path.suffix == ".safetensors"
@@ -68,10 +70,10 @@ def load_autoencoder(
     known = inspect.signature(made.__init__).parameters
     fields |= {name: value for name, value in config.items() if name in known and value is not None}
     _check_scaling(path, kind, {**fields, **overrides})
-    floating = [info.dtype for info in infos.values() if info.dtype.is_floating_point]
     with torch.device("meta"):
         model: nn.Module = made(**fields | overrides)
-    model = model.to(dtype or (floating[0] if floating else torch.float32))
+    stored = {public_name(name): info for name, info in infos.items()}
+    model = model.to(dtype_of_files(path, model, stored, dtype))
     model = model.to_empty(device=device or torch.device("cpu"))
     _fill(model, path, infos)
     return model.eval()  # pyright: ignore[reportReturnType]

@@ -48,33 +48,69 @@ def load_model(
 
     Raises:
         GulliverError: the files are missing or broken, are those of another model, which is named,
-            or do not match their configuration.
+            or do not match their configuration; they hold integers where weights belong, or
+            float8 and no dtype is named.
     """
-    model = outline_model(path, kind=kind, **overrides)
-    model.to(dtype or next(model.parameters()).dtype)
+    model = outline_model(path, dtype, kind=kind, **overrides)
     model = model.to_empty(device=device or torch.device("cpu"))
     load_huggingface(model, Path(path))
     return model.eval()
 
 
-def outline_model(path: Path | str, *, kind: str | None = None, **overrides: Any) -> nn.Module:
+def outline_model(
+    path: Path | str,
+    dtype: torch.dtype | None = None,
+    *,
+    kind: str | None = None,
+    **overrides: Any,
+) -> nn.Module:
     """Builds the model that files hold on meta, in their dtype: `load_model` without the memory.
 
     Only headers are read, so that parts which do not belong together are refused at once.
 
     Args:
         path: Hugging Face folder, safetensors file or index of several.
+        dtype: dtype to convert it to; None for that of the files.
         kind: class of `gulliver.models` that it must be; None for whichever it is.
         overrides: arguments of its class.
 
     Raises:
         GulliverError: as of `load_model`.
     """
-    made, fields, dtype, shapes = _read(Path(path), kind, overrides)
+    made, fields, infos = _read(Path(path), kind, overrides)
     with torch.device("meta"):
         model = made(**fields)
-    _check_positions(Path(path), model, shapes)
-    return model.to(dtype).eval()
+    _check_positions(Path(path), model, {name: info.shape for name, info in infos.items()})
+    return model.to(dtype_of_files(path, model, infos, dtype)).eval()
+
+
+def dtype_of_files(
+    path: Path | str,
+    model: nn.Module,
+    infos: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
+) -> torch.dtype:
+    """Returns the dtype to fill a model in: the one that is asked for, or that of its files.
+
+    Args:
+        path: path of the files, for the error.
+        model: model to fill, may be on meta.
+        infos: shapes and dtypes of the tensors in the files, by the model's names.
+        dtype: dtype that is asked for; None for that of the files.
+
+    Raises:
+        GulliverError: a weight is stored as integers, or as float8 and no dtype is asked for.
+    """
+    weights = (name for name, held in model.state_dict().items() if held.is_floating_point())
+    for name in weights:
+        found = infos[name].dtype if name in infos else torch.float32
+        stored = f"{path}: tensor {name!r} is {str(found).removeprefix('torch.')}"
+        if not found.is_floating_point:
+            raise GulliverError(f"{stored}: expected floating-point weights, not quantised ones")
+        if found.itemsize == 1 and dtype is None:
+            raise GulliverError(f"{stored}, which nothing computes in: pass dtype=torch.bfloat16")
+    floating = (info.dtype for info in infos.values() if info.dtype.is_floating_point)
+    return dtype or next(floating, torch.float32)
 
 
 def fields_of_files(path: Path | str) -> tuple[str, dict[str, Any]]:
@@ -89,8 +125,8 @@ def fields_of_files(path: Path | str) -> tuple[str, dict[str, Any]]:
 
 def _read(
     path: Path, kind: str | None, overrides: Mapping[str, Any]
-) -> tuple[type[nn.Module], dict[str, Any], torch.dtype, dict[str, tuple[int, ...]]]:
-    """Reads headers and configuration: class, arguments, dtype, shapes by name."""
+) -> tuple[type[nn.Module], dict[str, Any], dict[str, Any]]:
+    """Reads headers and configuration: class, arguments, tensors by name."""
     with open_weights(path) as weights:
         infos = dict(weights.infos)
     shapes = {name: info.shape for name, info in infos.items()}
@@ -102,8 +138,7 @@ def _read(
         raise GulliverError(f"{path}: {error}") from None
     made: type[nn.Module] = getattr(models, found)
     fields |= _configured(path, made) | dict(overrides)
-    floating = [info.dtype for info in infos.values() if info.dtype.is_floating_point]
-    return made, fields, floating[0] if floating else torch.float32, shapes
+    return made, fields, infos
 
 
 def check_kind(path: Path | str, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
