@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from gulliver.errors import GulliverError
 from gulliver.hardware import memory_bytes
 from gulliver.memory import activation_peak
 from gulliver.parallel.convolution import stream_decode
@@ -114,9 +115,16 @@ class PartAutoencoder:
         outline: the same without memory, whose sizes are asked.
         memory: bytes that decoding a clip may take; None for what is free. A clip that would take
             more is decoded in stretches of time, which is the same to the last bit but rounding.
+
+    Raises:
+        GulliverError: there are no such bytes.
     """
 
     def __init__(self, part: Part[Any], outline: Any, memory: int | None = None) -> None:
+        if memory is not None and not memory >= 1:
+            raise GulliverError(
+                f"memory is {memory}: expected bytes for decoding a clip, 1 at least, or None"
+            )
         self.part, self._outline, self._memory = part, outline, memory
         self._peaks: dict[tuple[int, ...], int] = {}
         self.compression, self.latent_channels = outline.compression, outline.latent_channels

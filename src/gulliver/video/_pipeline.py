@@ -12,6 +12,7 @@ freed, then the autoencoder decodes (`_parts.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,6 +97,8 @@ class VideoPipeline:
         room: Room,
         fps: float | None = None,
     ) -> None:
+        if fps is not None and not 0 < fps < math.inf:
+            raise GulliverError(f"fps is {fps}: expected frames per second above 0, such as 24")
         self.outline, self.autoencoder, self.text = outline, autoencoder, text
         self.device, self.release = room.device, release_of(outline)
         self.fps = self.release.fps if fps is None else fps
