@@ -246,6 +246,9 @@ def test_files_of_something_else_are_named(tmp_path: Path) -> None:
     write_tensors(tmp_path / "x.safetensors", dict(model.state_dict()))
     with pytest.raises(GulliverError, match=r"16 channels.*pass scaling_factor"):
         load_autoencoder(tmp_path / "x.safetensors")
+    write_tensors(tmp_path / "x.safetensors", dict(make("frames").state_dict()))
+    with pytest.raises(GulliverError, match=r"x\.safetensors: norm_num_groups 32 does not divide"):
+        load_autoencoder(tmp_path / "x.safetensors")
     state = _saved(tmp_path / "whole", "causal")[0].state_dict()
     name = next(iter(state))
     for dtype, told in ((torch.int32, "is int32: expected floating"), (F8, "pass dtype=")):
@@ -264,6 +267,9 @@ def test_files_of_something_else_are_named(tmp_path: Path) -> None:
         (lambda: make("pipeline").decode(torch.zeros(1, 4, 6, 2, 2), 17), "17 frames, which has 5"),
         (lambda: VideoAutoencoder(width=8).decode(torch.zeros(1, 8, 2, 2, 2), 9), "which has 3"),
         (lambda: build_autoencoder("SD-VEA"), "did you mean 'SD-VAE'"),
+        (lambda: build_autoencoder("SD-VAE", foo=1), "FrameAutoencoder has no field 'foo'"),
+        (lambda: build_autoencoder("SD-VAE", norm_num_groups=5), "5 does not divide block_out"),
+        (lambda: build_autoencoder("OpenSora-VAE-v1.3", num_groups=5), "no CausalAutoencoder has"),
         (lambda: build_autoencoder("Wan2.1-VAE"), "class of diffusers"),
         (lambda: CausalAutoencoder(**{**CAUSAL, "normalization": "vido"}), "'video'"),
         (lambda: CausalAutoencoder(**{**CAUSAL, "normalization": "video"}), "16 channels"),

@@ -443,6 +443,13 @@ def third(**changes: Any) -> dict[str, Any]:
     ("make", "message"),
     [
         (lambda: build("STDiT3-XL"), "did you mean 'STDiT3-XL/2'"),
+        (lambda: build("STDiT3-XL/2", num_heads=-1), "num_heads of STDiT3 is -1: expected whole"),
+        (lambda: build("STDiT3-XL/2", depth=1.5), "depth of STDiT3 is 1.5: expected whole"),
+        (lambda: build("STDiT3-XL/2", depth=0), "depth of STDiT3 is 0: .* of at least 1"),
+        (lambda: build("STDiT3-XL/2", depht=1), "has no field 'depht': did you mean 'depth'"),
+        (lambda: build("STDiT3-XL/2", patch_size=2), "patch_size of STDiT3 is 2: expected a list"),
+        (lambda: build("STDiT2-XL/2", class_dropout_prob=2.0), "expected a probability"),
+        (lambda: build("FLUX.1-dev", mlp_ratio="4"), "mlp_ratio of MMDiT is '4': expected a number"),
         (lambda: STDiT(**SMALL, input_size=(2, 5, 4)), "does not divide by patch_size"),
         (lambda: STDiT2(**{**SMALL, "hidden_size": 32}), "multiple of 3"),
         (lambda: STDiT3(**SMALL, use_spatial_rope=True), "needs kernel_size"),

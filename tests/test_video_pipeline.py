@@ -390,6 +390,7 @@ def test_parts_that_do_not_belong_together_are_refused_by_name(
     refused("memory is -1: expected bytes", lambda: loaded(folders, "1.2", memory=-1))
     refused("wide", lambda: VideoPipeline.of(shaken("1.2"), VideoAutoencoder(), WordEncoder(10, 8)))
     pipeline = loaded(folders, "1.2")
+    assert pipeline.generate([]) == []
     refused("model reads \\(9\\)", lambda: pipeline.generate([Request("a " * 12, BUCKET)]))
     refused("prompt is empty", lambda: pipeline.generate([Request(" ", BUCKET)]))
     refused("32x50 does not fit", lambda: pipeline.generate([Request("a", Bucket(17, 32, 50))]))

@@ -22,6 +22,7 @@ from gulliver.models._embeddings import CaptionEmbedder
 from gulliver.models._frames import OnFrames
 from gulliver.models._identify import Look, fields_of, look_of
 from gulliver.models._identify_autoencoders import autoencoder_fields_of, public_name
+from gulliver.models._making import make_of_fields
 from gulliver.models._packing import pack_latents, places_of, unpack_latents
 from gulliver.models._quirks import QUIRKS, QUIRKS_OF
 from gulliver.models.autoencoder import AUTOENCODER_SIZES, VideoAutoencoder
@@ -64,6 +65,7 @@ __all__ = [
     "check_space",
     "fields_of",
     "look_of",
+    "make_of_fields",
     "pack_latents",
     "places_of",
     "public_name",

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from gulliver.errors import GulliverError, nearest
+from gulliver.models._making import make_of_fields
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -180,7 +181,8 @@ def build_autoencoder(name: str, **overrides: Any) -> nn.Module:
         overrides: arguments of its class.
 
     Raises:
-        GulliverError: the name is unknown, the nearest is named; or it is a class of diffusers.
+        GulliverError: the name or a field is unknown, the nearest is named; it is a class of
+            diffusers; or there is no such autoencoder, the field at fault is named.
     """
     if name not in AUTOENCODERS:
         raise GulliverError(f"unknown autoencoder {name!r}: {nearest(name, AUTOENCODERS)}")
@@ -191,7 +193,8 @@ def build_autoencoder(name: str, **overrides: Any) -> nn.Module:
         raise GulliverError(
             f"{name} is a class of diffusers: give its folder to gulliver.video.load_autoencoder"
         )
-    return getattr(models, configuration.kind)(**{**configuration.fields, **overrides})
+    kind = getattr(models, configuration.kind)
+    return make_of_fields(kind, {**configuration.fields, **overrides})
 
 
 def check_space(what: Autoencoder, height: int, width: int) -> tuple[int, int]:

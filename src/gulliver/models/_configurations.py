@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gulliver.errors import GulliverError, nearest
+from gulliver.models._making import make_of_fields
 
 if TYPE_CHECKING:
     from torch import nn
@@ -167,11 +168,13 @@ def build(name: str, **overrides: Any) -> nn.Module:
         overrides: arguments of its class.
 
     Raises:
-        GulliverError: the name or a field is unknown; the nearest is named.
+        GulliverError: the name or a field is unknown, the nearest is named; or there is no such
+            model, the field at fault is named.
     """
     if name not in CONFIGURATIONS:
         raise GulliverError(f"unknown model {name!r}: {nearest(name, CONFIGURATIONS)}")
     from gulliver import models
 
     configuration = CONFIGURATIONS[name]
-    return getattr(models, configuration.kind)(**{**configuration.fields, **overrides})
+    kind = getattr(models, configuration.kind)
+    return make_of_fields(kind, {**configuration.fields, **overrides})

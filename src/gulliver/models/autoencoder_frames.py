@@ -35,6 +35,9 @@ class FrameAutoencoder(nn.Module):
         shift_factor: number that is taken from them before that; None for 0.
         frames_at_once: number of frames that are computed together where nothing is kept for
             backward.
+
+    Raises:
+        GulliverError: the groups do not divide the channels.
     """
 
     def __init__(
@@ -53,6 +56,11 @@ class FrameAutoencoder(nn.Module):
         frames_at_once: int = 4,
     ) -> None:
         super().__init__()
+        if any(width % norm_num_groups for width in block_out_channels):
+            raise GulliverError(
+                f"norm_num_groups {norm_num_groups} does not divide block_out_channels "
+                f"{tuple(block_out_channels)}: name the groups that these were trained with"
+            )
         self.latent_channels = latent_channels
         side = 2 ** (len(block_out_channels) - 1)
         self.compression = (1, side, side)

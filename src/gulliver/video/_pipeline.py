@@ -288,6 +288,8 @@ class VideoPipeline:
         Raises:
             GulliverError: a request cannot be fulfilled, or a caption is too long.
         """
+        if not requests:
+            return []
         sampling = sampling or self.sampling
         for request in requests:
             self.check(request, sampling)

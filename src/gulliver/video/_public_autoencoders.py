@@ -19,7 +19,7 @@ from torch import nn
 from gulliver import models
 from gulliver.checkpoint import load_huggingface, open_weights, read_json, read_metadata
 from gulliver.errors import GulliverError
-from gulliver.models import Autoencoder, autoencoder_fields_of, public_name
+from gulliver.models import Autoencoder, autoencoder_fields_of, make_of_fields, public_name
 from gulliver.video._autoencoder_training import KIND
 from gulliver.video._autoencoder_training import load_autoencoder as load_trained
 from gulliver.video._diffusers_autoencoders import load_diffusers
@@ -71,7 +71,7 @@ def load_autoencoder(
     fields |= {name: value for name, value in config.items() if name in known and value is not None}
     _check_scaling(path, kind, {**fields, **overrides})
     with torch.device("meta"):
-        model: nn.Module = made(**fields | overrides)
+        model: nn.Module = make_of_fields(made, fields | overrides, path)
     stored = {public_name(name): info for name, info in infos.items()}
     model = model.to(dtype_of_files(path, model, stored, dtype))
     model = model.to_empty(device=device or torch.device("cpu"))

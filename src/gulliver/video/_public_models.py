@@ -20,7 +20,7 @@ from torch import nn
 from gulliver import models
 from gulliver.checkpoint import load_huggingface, open_weights, read_json
 from gulliver.errors import GulliverError
-from gulliver.models import fields_of, look_of
+from gulliver.models import fields_of, look_of, make_of_fields
 
 NO_FIELDS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "type")
 """Entries of public configurations that say nothing of the model's sizes."""
@@ -79,7 +79,7 @@ def outline_model(
     """
     made, fields, infos = _read(Path(path), kind, overrides)
     with torch.device("meta"):
-        model = made(**fields)
+        model = make_of_fields(made, fields, path)
     _check_positions(Path(path), model, {name: info.shape for name, info in infos.items()})
     return model.to(dtype_of_files(path, model, infos, dtype)).eval()
 
