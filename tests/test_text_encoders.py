@@ -140,6 +140,17 @@ def test_encoders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         check_encoder(encoder, 4096, 300)
     with pytest.raises(GulliverError, match="up to 4 tokens, the model reads 3: pass max_length=3"):
         check_encoder(encoder, 16, 3)
+    save_clip(tmp_path / "clip")
+    for length in (0, -3, 1.5):
+        for folder in ("t5", "clip"):
+            with pytest.raises(GulliverError, match=f"max_length is {length}: expected"):
+                load_text_encoder(tmp_path / folder, length)  # type: ignore[arg-type]
+    with pytest.raises(GulliverError, match="max_length is 9: this CLIP reads up to 8 tokens"):
+        load_text_encoder(tmp_path / "clip", 9)
+    clip = load_text_encoder(tmp_path / "clip")
+    assert clip.max_length == 8
+    with pytest.raises(GulliverError, match="TextPair takes the T5 first, then a CLIP"):
+        TextPair(clip, encoder)  # type: ignore[arg-type]
     with pytest.raises(GulliverError, match=r"no config\.json"):
         load_text_encoder(tmp_path / "none")
     (tmp_path / "other").mkdir()

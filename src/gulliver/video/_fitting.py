@@ -92,7 +92,8 @@ def text_reader(
         tokens = load_text_encoder(folder, length, device, dtype, whole=whole)
         if clip is None:
             return tokens
-        second = load_text_encoder(clip, CLIP_LENGTH, device, dtype, cut=True, whole=whole)
+        most = min(look_at_encoder(clip).longest or CLIP_LENGTH, CLIP_LENGTH)
+        second = load_text_encoder(clip, most, device, dtype, cut=True, whole=whole)
         assert isinstance(second, ClipTextEncoder), "checked"
         return TextPair(tokens, second)
 

@@ -288,14 +288,14 @@ class VideoPipeline:
         Raises:
             GulliverError: a request cannot be fulfilled, or a caption is too long.
         """
-        if not requests:
-            return []
         sampling = sampling or self.sampling
         for request in requests:
             self.check(request, sampling)
         guidance = self._guidance(sampling)
         self.shared.check_guidance(guidance.text != 1, guidance.image != 1)
         self.shared.agree([described(r) for r in requests] + [sampling])
+        if not requests:
+            return []
         # Before the transformer is filled: the encoder goes when it does.
         said = [(p, r.negative_prompt) for r in requests for p in loop_prompts(r.prompt, r.loops)]
         self.text.encode(list({text for p, other in said for text in (p, self._other(p, other))}))

@@ -96,8 +96,7 @@ class _FromFolder:
         self.folder, self.max_length = Path(folder), max_length
         self.cut, self.whole = cut, whole
         self.device = device or torch.device("cpu")
-        if not (self.folder / "config.json").is_file():
-            raise GulliverError(f"{self.folder} is no folder of a text encoder: no config.json")
+        check_length(look_at_encoder(self.folder), max_length)
         try:
             import transformers
         except ImportError:
@@ -169,7 +168,8 @@ class T5TextEncoder(_FromFolder):
             weights of Open-Sora 2.0 and FLUX.1 were trained.
 
     Raises:
-        GulliverError: there is no such folder, or transformers is missing.
+        GulliverError: there is no such folder, it reads no captions of that length, or
+            transformers is missing.
     """
 
     name, kind = "T5", "T5EncoderModel"
@@ -201,7 +201,8 @@ class ClipTextEncoder(_FromFolder):
             weights of Open-Sora 2.0 and FLUX.1 were trained.
 
     Raises:
-        GulliverError: there is no such folder, or transformers is missing.
+        GulliverError: there is no such folder, it reads no captions of that length, or
+            transformers is missing.
     """
 
     name, kind = "CLIP", "CLIPTextModel"
@@ -227,9 +228,16 @@ class TextPair:
     Args:
         tokens: encoder of the tokens.
         whole: encoder of the whole caption; it reads as much of one as it can.
+
+    Raises:
+        GulliverError: the second has no vector of the whole caption.
     """
 
     def __init__(self, tokens: TextEncoder, whole: ClipTextEncoder) -> None:
+        if isinstance(whole, T5TextEncoder):
+            raise GulliverError(
+                "a T5 has no vector of the whole caption: TextPair takes the T5 first, then a CLIP"
+            )
         self.tokens, self.whole = tokens, whole
         self.channels, self.max_length = tokens.channels, tokens.max_length
 
@@ -365,6 +373,21 @@ def look_at_encoder(folder: Path | str) -> EncoderLook:
     raise GulliverError(f"{folder} holds a {kind or 'nameless'} model: expected a T5 or a CLIP")
 
 
+def check_length(look: EncoderLook, max_length: int) -> None:
+    """Refuses a length that no caption has, or that an encoder does not read.
+
+    Raises:
+        GulliverError: naming what would do.
+    """
+    longest = look.longest
+    if not isinstance(max_length, int) or max_length < 1:
+        raise GulliverError(f"max_length is {max_length}: expected a number of tokens, 1 at least")
+    if longest is not None and max_length > longest:
+        raise GulliverError(
+            f"max_length is {max_length}: this {look.kind} reads up to {longest} tokens"
+        )
+
+
 def load_text_encoder(
     folder: Path | str,
     max_length: int | None = None,
@@ -385,10 +408,10 @@ def load_text_encoder(
             weights of Open-Sora 2.0 and FLUX.1 were trained.
 
     Raises:
-        GulliverError: there is no such folder, it holds neither, or transformers is missing.
+        GulliverError: there is no such folder, it holds neither, it reads no captions of that
+            length, or transformers is missing.
     """
     look = look_at_encoder(folder)
-    if look.longest is None:
-        return T5TextEncoder(folder, max_length or 512, device, dtype, cut, whole)
-    longest = min(max_length or look.longest, look.longest)
-    return ClipTextEncoder(folder, longest, device, dtype, cut, whole)
+    length = (look.longest or 512) if max_length is None else max_length
+    kind = T5TextEncoder if look.kind == "T5" else ClipTextEncoder
+    return kind(folder, length, device, dtype, cut, whole)
