@@ -74,7 +74,6 @@ def contestant(
     """Makes all clips and returns the seconds; keeps what was made under the sampling's name."""
 
     def run() -> float:
-        model.counts = Counts()
         started = time.perf_counter()
         clips = model.generate(requests, sampling)
         seconds = time.perf_counter() - started

@@ -22,6 +22,7 @@ from gulliver.comm import default_ranks, guard, init_world, launch, under_launch
 from gulliver.data import Bucket, read_utf8
 from gulliver.errors import GulliverError
 from gulliver.video import (
+    Counts,
     DemoConfig,
     Request,
     SamplingConfig,
@@ -108,8 +109,8 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
         config, model = _loaded(config, arguments, world.device)
         sharing = config.sequence, config.guidance_ranks, guided, console().print, image_guided
         model.share(*sharing, autoencoder=config.share_autoencoder)
-        clips = _made(config, model, requests, clip, world.is_main)
-        for line in _cached(config, model, requests, clip, clips):
+        clips, counts = _made(config, model, requests, clip, world.is_main)
+        for line in _cached(config, model, requests, clip, clips, counts):
             if world.is_main:
                 console().print(line)
     if world.is_main:
@@ -220,15 +221,16 @@ def _made(
     requests: list[Request],
     clip: Any,
     show: bool,
-) -> list[Any]:
-    """Makes the clips, in the order of the requests."""
+) -> tuple[list[Any], Counts]:
+    """Makes the clips, in the order of the requests; counts what a cache has saved."""
     for request in requests:
         model.check(request, config)
         for remark in model.remarks(request) if show else ():
             console().print(f"note: {remark}")
     if clip is None:
-        return model.generate(requests, config, show=show)
-    return [_extended(config, model, clip, request) for request in requests]
+        return model.generate(requests, config, show=show), model.counts
+    counts = Counts()
+    return [_extended(config, model, clip, request, counts) for request in requests], counts
 
 
 def _cached(
@@ -237,13 +239,14 @@ def _cached(
     requests: list[Request],
     clip: Any,
     clips: list[Any],
+    counts: Counts,
 ) -> list[str]:
     """Says what a cache has saved and, where asked for, how far off its clips are."""
     if read_strategy(config.cache) is None:
         return []
-    lines = [f"cache {config.cache}: {model.counts}"]
+    lines = [f"cache {config.cache}: {counts}"]
     if config.cache_check:
-        plain = _made(replace(config, cache="none"), model, requests, clip, False)
+        plain, _ = _made(replace(config, cache="none"), model, requests, clip, False)
         lines += [
             f"PSNR to the clip without cache: {psnr(made, other):.1f} dB  {request.prompt}"
             for made, other, request in zip(clips, plain, requests, strict=True)
@@ -252,13 +255,18 @@ def _cached(
 
 
 def _extended(
-    config: GenerateConfig, model: VideoModel | VideoPipeline, clip: Any, request: Request
+    config: GenerateConfig,
+    model: VideoModel | VideoPipeline,
+    clip: Any,
+    request: Request,
+    counts: Counts,
 ) -> Any:
-    """Continues a clip by the loops of a request."""
+    """Continues a clip by the loops of a request, each a call whose counts are added."""
     overlap = config.condition_frames or CONDITION_FRAMES
     for loop, sentence in enumerate(loop_prompts(request.prompt, request.loops)):
         seed, negative = loop_seed(request.seed, loop), request.negative_prompt
         clip = extend(model, clip, sentence, request.bucket, overlap, seed, config, negative)
+        counts.add(model.counts)
     return clip
 
 

@@ -72,7 +72,7 @@ class VideoModel:
     """A trained text-to-video model: text encoder, transformer (averaged weights), autoencoder.
 
     Attributes:
-        counts: numbers of calls that caches have saved so far.
+        counts: numbers of calls that caches have saved in the last `generate`.
     """
 
     def __init__(self, config: TrainConfig, model: STDiT3, autoencoder: Any) -> None:
@@ -218,7 +218,7 @@ class VideoModel:
         unit = self.autoencoder.compression[0]
         with cache_blocks(self.model, sampling.cache, self.shared.whole) as cache:
             clips = made_by_loops(requests, sample, sampling.batch_size, unit, show)
-        self.counts.add(cache.counts)
+        self.counts = cache.counts
         return clips
 
     @torch.no_grad()

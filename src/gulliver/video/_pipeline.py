@@ -84,6 +84,9 @@ class VideoPipeline:
         room: device on which networks are filled.
         fps: frame rate that the model is told; None for that of its release.
 
+    Attributes:
+        counts: numbers of calls that caches have saved in the last `generate`.
+
     Raises:
         GulliverError: the parts do not belong together.
     """
@@ -294,6 +297,7 @@ class VideoPipeline:
         guidance = self._guidance(sampling)
         self.shared.check_guidance(guidance.text != 1, guidance.image != 1)
         self.shared.agree([described(r) for r in requests] + [sampling])
+        self.counts = Counts()
         if not requests:
             return []
         # Before the transformer is filled: the encoder goes when it does.
