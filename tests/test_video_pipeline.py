@@ -446,6 +446,18 @@ def test_the_command_line_makes_a_file_and_says_what_it_found(
     assert "STDiT3 of Open-Sora 1.3" in (shown.out + shown.err).replace("\n", " ")
 
 
+def test_counts_are_those_of_the_last_call(folders: Path) -> None:
+    pipeline, requests = loaded(folders, "1.2", keep=True), [Request("a cat", BUCKET)]
+    sampling = SamplingConfig(3, 1.0, cache="broadcast:2,2,2@0-1000")
+    pipeline.generate(requests, sampling)
+    first = str(pipeline.counts)
+    assert pipeline.counts.reused.total() > 0
+    pipeline.generate(requests, sampling)
+    assert str(pipeline.counts) == first
+    pipeline.generate(requests, SamplingConfig(2, 1.0))
+    assert pipeline.counts.reused.total() == pipeline.counts.nbytes == 0
+
+
 @pytest.mark.parametrize("kind", ["1.3", "2.0"])
 def test_a_first_loop_has_nothing_to_be_guided_by(folders: Path, kind: str) -> None:
     # What the loop before gave guides the second one only: the first is as without the guidance.
