@@ -87,6 +87,10 @@ def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[st
 
 def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
     """Makes clips from sentences, on ranks of this machine that are started where asked for."""
+    if config.model is not None and _asked(config, arguments, "run"):
+        raise GulliverError(
+            f"--run {config.run} and --model {config.model} exclude each other: name one of them"
+        )
     prompts = _prompts(config)
     # The autoencoders and patches of all public models divide 16.
     step = 8 if config.model is None else 16
