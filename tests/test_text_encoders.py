@@ -232,6 +232,9 @@ def test_files_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     (folder / "config.json").write_text('{"hiden_size": 24}')
     with pytest.raises(GulliverError, match="has no field 'hiden_size'"):
         load_model(folder)
+    (folder / "config.json").write_text('{"model_type": "STDiT2"}')
+    with pytest.raises(GulliverError, match="says model_type 'STDiT2', the tensors .* an STDiT3"):
+        load_model(folder)
     (folder / "config.json").write_text('{"depth": "two"}')
     with pytest.raises(GulliverError, match="folder: depth of STDiT3 is 'two': expected whole"):
         load_model(folder)

@@ -20,10 +20,12 @@ from torch import nn
 from gulliver import models
 from gulliver.checkpoint import load_huggingface, open_weights, read_json
 from gulliver.errors import GulliverError
-from gulliver.models import fields_of, look_of, make_of_fields
+from gulliver.models import CONFIGURATIONS, fields_of, look_of, make_of_fields
 
 NO_FIELDS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "type")
 """Entries of public configurations that say nothing of the model's sizes."""
+KINDS = frozenset(one.kind for one in CONFIGURATIONS.values())
+"""Classes of public models."""
 
 
 def load_model(
@@ -168,6 +170,12 @@ def _configured(path: Path, kind: type[nn.Module]) -> dict[str, Any]:
     content = read_json(file)
     if not isinstance(content, dict):
         raise GulliverError(f"{file} is no configuration: expected an object")
+    said = str(content.get("model_type", ""))
+    if said.lower() in {name.lower() for name in KINDS - {kind.__name__}}:
+        raise GulliverError(
+            f"{file} says model_type {said!r}, the tensors beside it are of an {kind.__name__}: "
+            "put the files of one model together"
+        )
     known = inspect.signature(kind.__init__).parameters
     return {
         name: value
