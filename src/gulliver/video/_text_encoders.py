@@ -296,11 +296,21 @@ class KeptTexts:
             write_tensors(files[caption], tensors)
         if not captions:
             raise GulliverError("there is no caption to encode")
-        return padded([read_tensors(files[caption]) for caption in captions])
+        return padded([_read_kept(files[caption]) for caption in captions])
 
     def _file(self, caption: str) -> Path:
         text = json.dumps([self.fingerprint, caption]).encode()
         return self.folder / f"{hashlib.blake2b(text, digest_size=20).hexdigest()}.safetensors"
+
+
+def _read_kept(file: Path) -> dict[str, Tensor]:
+    try:
+        said = read_tensors(file)
+    except GulliverError as error:
+        raise GulliverError(f"{error}; delete this kept text, it is made again") from None
+    if not {"embeddings", "mask"} <= said.keys():
+        raise GulliverError(f"{file} keeps no text: delete it, it is made again")
+    return said
 
 
 def padded(texts: list[dict[str, Tensor]]) -> EncodedText:
