@@ -59,7 +59,8 @@ def _check(told: str, name: str, annotation: str, value: Any) -> None:
         raise GulliverError(f"{told} is {value!r}: expected a list of whole numbers")
     if sizes or annotation.startswith("int"):
         least = -1 if name == "kernel_size" else int(name not in MAY_BE_ZERO)
-        for number in value if sizes else (value,):
+        numbers: Any = value if sizes else (value,)
+        for number in numbers:
             if number is None and "None" in annotation:
                 continue
             if not _is(number, Integral) or number < least:
