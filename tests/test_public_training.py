@@ -192,6 +192,9 @@ def test_starts_that_cannot_be_are_refused_before_anything_is_loaded(
     refused("need --autoencoder.path and --model.text-encoder", model=alone)
     refused("looks like a T5 text", model=ModelConfig(weights=parts / "t5", text_encoder=parts))
     refused("share an STDiT3 alone, not an STDiT2", kind="STDiT2", sp_size=2)
+    save_t5(tmp_path / "wide", 24)
+    wide = ModelConfig(weights=parts / "STDiT3", text_encoder=tmp_path / "wide")
+    refused("wide gives vectors 24 wide, the model .* reads 16: take the encoder", model=wide)
     save_autoencoder(tmp_path / "four.safetensors", VideoAutoencoder(latent_channels=4, width=8))
     other = AutoencoderConfig(path=tmp_path / "four.safetensors")
     with pytest.raises(GulliverError, match=r"latents have 4 channels, this STDiT3 .* reads 8"):

@@ -126,6 +126,14 @@ def test_captions_are_encoded_once_and_kept_by_fingerprint(tmp_path: Path) -> No
     assert torch.equal(y, WordEncoder(16, 8).encode(["a cat"])[0])
     assert mask.tolist() == [[True, True]]
     assert asked == CAPTIONS
+    for file in (tmp_path / "kept").iterdir():
+        file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(GulliverError, match="delete this kept text, it is made again"):
+        words.encode(["a cat"])
+    for file in (tmp_path / "kept").iterdir():
+        write_tensors(file, {"mask": torch.ones(2)})
+    with pytest.raises(GulliverError, match="keeps no text: delete it, it is made again"):
+        words.encode(["a cat"])
 
 
 def test_encoders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -233,7 +241,7 @@ def test_files_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(GulliverError, match="has no field 'hiden_size'"):
         load_model(folder)
     (folder / "config.json").write_text('{"model_type": "STDiT2"}')
-    with pytest.raises(GulliverError, match="says model_type 'STDiT2', the tensors .* an STDiT3"):
+    with pytest.raises(GulliverError, match=r"says model_type 'STDiT2', the .* an STDiT3"):
         load_model(folder)
     (folder / "config.json").write_text('{"depth": "two"}')
     with pytest.raises(GulliverError, match="folder: depth of STDiT3 is 'two': expected whole"):

@@ -22,7 +22,7 @@ from gulliver.models import CONFIGURATIONS, STDIT3_SIZES, Autoencoder, STDiT2
 from gulliver.video._config import TrainConfig
 from gulliver.video._fitting import check_latents, text_size
 from gulliver.video._iddpm import IDDPM
-from gulliver.video._public_models import fields_of_files
+from gulliver.video._public_models import fields_of_files, outline_model
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._releases import GUIDED, Flow
 from gulliver.video._run import Run
@@ -45,7 +45,7 @@ def check_start(config: TrainConfig) -> None:
 
     Raises:
         GulliverError: an unknown size, a model that the loop does not train, weights without what
-            they were trained with.
+            they were trained with, or with a text encoder of another width.
     """
     model = config.model
     if model.weights is None:
@@ -72,6 +72,28 @@ def check_start(config: TrainConfig) -> None:
             f"--tp-size, --sp-size and --pp-size share an STDiT3 alone, not an {kind}: leave them "
             "out, data ranks share its optimizer"
         )
+    if model.weights is not None and model.text_encoder is not None:
+        width, read = look_at_encoder(model.text_encoder).channels, text_size(outline_of(config))[0]
+        if width != read:
+            raise GulliverError(
+                f"--model.text-encoder {model.text_encoder} gives vectors {width} wide, the model "
+                f"of --model.weights reads {read}: take the encoder that it was trained with"
+            )
+
+
+def outline_of(config: TrainConfig) -> Any:
+    """Builds the transformer of a run with weights on meta, of headers or the run that is resumed.
+
+    Raises:
+        GulliverError: as of `gulliver.video.load_model`.
+    """
+    begun = Run(config.out).model_path
+    if not (config.resume and begun.is_file()):
+        assert config.model.weights is not None, "of a run with weights"
+        return outline_model(config.model.weights, torch.float32)
+    found = read_json(begun)
+    with torch.device("meta"):
+        return getattr(models, found["kind"])(**found["fields"])
 
 
 def describe_start(config: TrainConfig, run: Run) -> None:
