@@ -55,7 +55,8 @@ class DataConfig:
     bucket_ranks: Annotated[int, AT_LEAST_1] = 1
     """Number of ranks that the batch sizes of --data.buckets are for, each."""
     scores: Literal["none", "1.2", "1.3", "2.0"] = "none"
-    """Put the table's scores into captions: 1.2 numbers, 1.3 words, 2.0 a motion score."""
+    """Put the table's scores into captions: 1.2 numbers and 1.3 words (columns aes, flow, cmotion),
+    2.0 a motion score (column motion_score)."""
     clips: Annotated[int, Range(1, 100_000_000)] = 40_000
     """Length of an epoch of the moving digits."""
     held_out: tuple[str, ...] = ()
