@@ -177,7 +177,7 @@ def check_latent_terms(config: TrainAutoencoderConfig, posterior: bool) -> None:
     Raises:
         GulliverError: naming the option, its value and what would be right.
     """
-    points = not posterior, "it is for latents that are points, these have a posterior: leave it out"
+    points = not posterior, "it is for latents that are points, these have a posterior"
     gaussian = posterior, "it is for latents with a posterior (--model.posterior), these are points"
     needs = {"loss.kl": gaussian, "loss.latent_noise": points, "loss.latent_pull": points}
     check_needs(config, needs)
