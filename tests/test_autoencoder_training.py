@@ -373,6 +373,7 @@ def test_the_command_trains_and_its_result_is_taken_by_a_run(
         ("--loss.discriminator-width 8", "--loss.discriminator-width is 8: there is no"),
         ("--loss.perceptual-weight 3", "--loss.perceptual-weight is 3.0: there is no network"),
         ("--loss.perceptual a:b --loss.perceptual-weight 0", "--loss.perceptual is a:b: .* 0 leav"),
+        ("--ema 1", "--ema is 1.0: it must be at least 0 and less than 1"),
         ("--share-dim time", "--share-dim is time: no ranks share a clip: add --share-ranks 2"),
         ("--data.scores 1.2", "--data.scores is 1.2: it is for the clips of a --data.table"),
         ("--data.frame-interval 2", "--data.frame-interval is 2: it is for the clips"),

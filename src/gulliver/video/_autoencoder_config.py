@@ -111,7 +111,7 @@ class TrainAutoencoderConfig:
     """Peak of the one-cycle learning rate."""
     clip: Annotated[float, Range(0, 1e9)] = 0.05
     """Largest global gradient norm; 0 turns clipping off."""
-    ema: Annotated[float, SHARE] = 0.0
+    ema: Annotated[float, Range(0, 1, open_above=True)] = 0.0
     """Decay of averaged weights, which the result has then; 0 keeps none."""
     segment_frames: Annotated[int, AT_LEAST_0] = 0
     """Stream clips through the networks in segments of so many frames, and run backward segment by

@@ -316,6 +316,7 @@ def _needs(config: TrainConfig) -> dict[str, tuple[bool, str]]:
     """What the other options need to have an effect."""
     return {
         "data.bucket_ranks": (config.data.buckets is not None, "add --data.buckets"),
+        "flow.shift_rule": (config.flow.shift_by_size, "add --flow.shift-by-size, which it is for"),
         "validation.share": (
             config.data.table is not None,
             "it is for the clips of a --data.table, the moving digits have held-out handwriting",
