@@ -375,7 +375,7 @@ def test_the_command_trains_and_its_result_is_taken_by_a_run(
         ("--loss.perceptual a:b --loss.perceptual-weight 0", "--loss.perceptual is a:b: .* 0 leav"),
         ("--ema 1", "--ema is 1.0: it must be at least 0 and less than 1"),
         ("--share-dim time", "--share-dim is time: no ranks share a clip: add --share-ranks 2"),
-        ("--data.scores 1.2", "--data.scores is 1.2: it is for the clips of a --data.table"),
+        ("--data.scores 1.2 --data.table x", "--data.scores is 1.2: .* reads no captions"),
         ("--data.frame-interval 2", "--data.frame-interval is 2: it is for the clips"),
         ("--data.held-out-frames 0.1", "--data.held-out-frames is 0.1: it is for the clips"),
         ("--data.bucket-ranks 2", "--data.bucket-ranks is 2: an autoencoder has no"),

@@ -190,6 +190,7 @@ def _needs(config: TrainAutoencoderConfig) -> dict[str, tuple[bool, str]]:
     made = config.model.init is None, "--model.init settles it: leave it out"
     return {
         **table_needs(config.data, "in_memory", "held_out_frames", "held_out_clips"),
+        "data.scores": (False, "an autoencoder reads no captions: leave it out"),
         "data.bucket_ranks": (False, "an autoencoder has no --data.buckets: leave it out"),
         **dict.fromkeys(("model.size", "model.latent_channels", "model.posterior"), made),
         **dict.fromkeys(("loss.adversarial_start", "loss.adaptive"), critic),

@@ -285,7 +285,7 @@ def check_config(config: TrainConfig) -> TrainConfig:
         raise GulliverError(
             f"--model.text-channels is {config.model.text_channels}: it must be even"
         )
-    check_needs(config, table_needs(config.data, "buckets") | _needs(config))
+    check_needs(config, table_needs(config.data, "buckets", "scores") | _needs(config))
     share, every = config.validation.share, config.validation.every
     if config.data.table is not None and every and not share:
         raise GulliverError(
@@ -309,7 +309,7 @@ def table_needs(data: DataConfig, *more: str) -> dict[str, tuple[bool, str]]:
         more: names of such options that not every command has.
     """
     need = data.table is not None, "it is for the clips of a --data.table"
-    return {f"data.{name}": need for name in ("frame_interval", "scores", *more)}
+    return {f"data.{name}": need for name in ("frame_interval", *more)}
 
 
 def _needs(config: TrainConfig) -> dict[str, tuple[bool, str]]:
