@@ -240,8 +240,8 @@ def _train_with_clips_of_one_rank(world: World, config: TrainConfig) -> list[dic
 
     read = ClipTable.read
 
-    def unlucky(self: ClipTable, index: int, seed: int):  # type: ignore[no-untyped-def]
-        return BrokenClip(index, "gone") if index < 2 else read(self, index, seed)
+    def unlucky(self: ClipTable, index: int, *more):  # type: ignore[no-untyped-def]
+        return BrokenClip(index, "gone") if index < 2 else read(self, index, *more)
 
     if world.rank == 1:
         ClipTable.read = unlucky  # type: ignore[method-assign]

@@ -72,7 +72,7 @@ def test_held_out_losses_are_those_of_their_definition_on_any_number_of_ranks(
     coder = VideoAutoencoder(width=8)
     torch.manual_seed(0)
     coder = VideoAutoencoder(width=8).eval()
-    model = build_model(config, coder.latent_channels)
+    model = build_model(config, coder)
     load(Run(config.out).newest_checkpoint(), {"model": model})
     model = model.double().eval()
     dataset = make_held_out(config, None)

@@ -17,7 +17,7 @@ from torch import nn
 
 from gulliver.booster._measure import samples_of, tensors_of, with_peaks
 from gulliver.booster._model import no_optimizer
-from gulliver.booster._timed_blocks import block_seconds
+from gulliver.booster._timed_blocks import time_blocks
 from gulliver.hardware import (
     BACKWARD_OF_LINEAR,
     Device,
@@ -64,7 +64,7 @@ def estimate_work(
     computing = copy.deepcopy(model).to(getattr(torch, NAMES[precision]))
     sample = {"input_ids": ids, "labels": ids}
     if room is not None:
-        work = _timed(work, model, block_seconds(computing, sample, room, limited))
+        work = _timed(work, model, time_blocks(computing, sample, room, limited))
     return with_peaks(work, computing, sample, None, activations)
 
 

@@ -45,7 +45,7 @@ class _Call(nn.Module):
         return self.block(*args, **self.keywords)
 
 
-def block_seconds(
+def time_blocks(
     model: nn.Module, sample: Mapping[str, Any], room: int, limited: bool
 ) -> dict[str, Seconds]:
     """Times the blocks of a model, one of each kind.

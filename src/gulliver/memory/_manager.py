@@ -210,16 +210,14 @@ class Manager:
     def done(self, placed: Placed) -> None:
         """Ends one `use`: after the last the object may leave, and its memory serve others."""
         with self._entered():
-            self._check(placed)
-            actions = self._core.done(placed.number)
+            actions = self._core.done(self._check(placed).number)
             self._history.event("done", placed)
             self._run(actions)
 
     def revert(self, placed: Placed) -> None:
         """Takes back changes that `use` was not told of: the store has the content, if anyone."""
         with self._entered():
-            self._check(placed)
-            self._run(self._core.revert(placed.number))
+            self._run(self._core.revert(self._check(placed).number))
 
     @contextmanager
     def using(self, placed: Placed, write: bool = False, fresh: bool = False) -> Iterator[Tensor]:
@@ -233,8 +231,7 @@ class Manager:
     def discard(self, placed: Placed) -> None:
         """Forgets the content of an object: it is zeros from now on, and takes no memory."""
         with self._entered():
-            self._check(placed)
-            actions = self._core.discard(placed.number)
+            actions = self._core.discard(self._check(placed).number)
             self._history.event("discard", placed)
             self._run(actions)
 
@@ -432,9 +429,10 @@ class Manager:
         self._traffic.tell()
         self._middle.tell()
 
-    def _check(self, placed: Placed) -> None:
+    def _check(self, placed: Placed) -> Placed:
         if self._placed.get(placed.number) is not placed:
             raise GulliverError(f"{placed.name} is not an object of this memory manager")
+        return placed
 
     def _check_total(self, placed: Placed) -> None:
         """Refuses early what will not fit anywhere."""
@@ -489,12 +487,11 @@ class Manager:
             self._core.keep(placed.number)
 
     def _free(self, placed: Placed) -> None:
-        if placed.offset is None:
-            return
-        assert self.store is not None
-        self._wait_shown(placed)
-        self.store.free(placed.offset, placed.size)
-        placed.offset = None
+        if placed.offset is not None:
+            assert self.store is not None
+            self._wait_shown(placed)
+            self.store.free(placed.offset, placed.size)
+            placed.offset = None
 
     def _wait_shown(self, placed: Placed) -> None:
         """Waits for who still reads what was shown of the store."""

@@ -17,7 +17,7 @@ import secrets
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from gulliver.errors import GulliverError
 from gulliver.io import BLOCK, PARTIAL, Engine, File, Ticket, default_engine, require_space
 from gulliver.memory._pages import page_aligned
 from gulliver.solve import Extents
-
-if TYPE_CHECKING:
-    from gulliver.memory._placed import Placed
 
 NETWORK = frozenset(
     {
@@ -109,7 +106,7 @@ class Store(Protocol):
         """What is told of decisions."""
         ...
 
-    def allocate(self, nbytes: int, owner: Placed | None = None) -> int:
+    def allocate(self, nbytes: int, owner: Any = None) -> int:
         """Reserves whole pages and returns their offset.
 
         Args:
@@ -221,7 +218,7 @@ class DiskStore:
         self._extents.add(0, self.capacity)
         self.direct = self._probe()
 
-    def allocate(self, nbytes: int, owner: Placed | None = None) -> int:
+    def allocate(self, nbytes: int, owner: Any = None) -> int:
         """Reserves whole pages and returns their offset.
 
         Raises:

@@ -427,7 +427,7 @@ class Moved:
         leaves: bytes of state that lie behind it, at least at times.
         read: bytes that a step reads from there.
         written: bytes that a step writes there.
-        on_disk: of host memory that has a disk behind it, bytes of state that lie there at times.
+        on_disk: bytes of state that lie on a disk behind host memory, at least at times.
         disk_read: bytes that a step reads from that disk.
         disk_written: bytes that it writes there.
         bottleneck: what the step waits for.

@@ -1,4 +1,4 @@
-"""Which parts belong together: a transformer, its autoencoder, its text encoders.
+"""Checks that parts belong together: a transformer, its autoencoder, its text encoders.
 
 Nothing here has to be filled: a transformer may be on meta, folders are looked at.
 """

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -51,10 +51,21 @@ from gulliver.video._shared import Shared, ranks_alike, share, share_coding, spl
 from gulliver.video._sources import make_flow, vocabulary
 from gulliver.video._words import WordEncoder
 
-if TYPE_CHECKING:
-    from gulliver.video._pipeline import VideoPipeline
-
 FPS = 8.0
+
+
+class ClipMaker(Protocol):
+    """A model that makes clips: a trained run's, or public parts."""
+
+    @property
+    def autoencoder(self) -> Any:
+        """Autoencoder of its latents."""
+
+    def generate(
+        self, requests: list[Request], sampling: SamplingConfig | None = None
+    ) -> list[Tensor]:
+        """Makes a clip of each request, in their order."""
+        ...
 
 
 class VideoModel:
@@ -259,7 +270,7 @@ class VideoModel:
 
 
 def extend(
-    model: VideoModel | VideoPipeline,
+    model: ClipMaker,
     clip: Tensor,
     prompt: str,
     bucket: Bucket,
@@ -296,7 +307,7 @@ def extend(
 
 
 def connect(
-    model: VideoModel | VideoPipeline,
+    model: ClipMaker,
     first: Tensor,
     last: Tensor,
     prompt: str,

@@ -94,7 +94,7 @@ class PartEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """That of the encoder, which is filled for it."""
+        """Fingerprint of the encoder, which is filled for it."""
         return self._part().fingerprint
 
     def encode(self, captions: list[str]) -> EncodedText:

@@ -46,7 +46,7 @@ class Release:
         guidance: weight of the caption that was published.
         fps: frame rate that it is told.
         given: how it is told of given frames: nowhere, among the latents, or beside them.
-        whole: its texts are padded to their full length, and the padding is read.
+        whole: whether its texts are padded to their full length, and the padding is read.
     """
 
     name: str

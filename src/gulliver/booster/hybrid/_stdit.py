@@ -237,7 +237,7 @@ class ShardedBlock(Block):
         return super().forward(x, y, y_mask, modulation, rotation, grid)
 
     def own(self, x: Tensor, grid: Grid) -> Tensor:
-        """Of the tokens that the block is given those of this rank."""
+        """Returns this rank's tokens of those that the block is given."""
         return self.adapter.part(x, self.adapter.scheme(x, grid).cut) if self.cuts else x
 
     def attend(

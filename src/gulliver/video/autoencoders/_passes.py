@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gulliver.comm import ALONE, RankGroup, make_axes
+from gulliver.comm import make_axes
 from gulliver.models import VideoAutoencoder
 from gulliver.parallel.convolution import SharedNetworks, share_autoencoder, stream_trained
-from gulliver.parallel.tensor import copy
 from gulliver.video.autoencoders._losses import Posterior
 
 
@@ -25,13 +24,11 @@ class Passes:
     Attributes:
         model: autoencoder.
         segment: latent frames of a segment that is streamed; 0 runs clips whole.
-        ranks: rank group that runs the networks of each clip together.
         shared: networks that are shared, or None.
     """
 
     model: VideoAutoencoder
     segment: int = 0
-    ranks: RankGroup = ALONE
     shared: SharedNetworks | None = None
 
     def encode(self, videos: Tensor) -> Posterior:
@@ -41,9 +38,7 @@ class Passes:
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decodes latents that were not normalised."""
-        # Each rank passes back what its part of the decoder makes of it, and the encoder's ranks
-        # take theirs: the cuts of the two need not be the same.
-        return self._run(self.model.decode_raw, copy(latents, self.ranks), 1)
+        return self._run(self.model.decode_raw, latents, 1)
 
     def _run(self, network: Callable[[Tensor], Tensor], x: Tensor, unit: int) -> Tensor:
         frames = x.shape[2]
@@ -77,4 +72,4 @@ def make_passes(
         return Passes(model, segment_frames // model.compression[0])
     axes = make_axes({"data": ranks // share_ranks, "share": share_ranks})
     group = axes.rank_group("share")
-    return Passes(model, 0, group, share_autoencoder(model, group, dim))
+    return Passes(model, 0, share_autoencoder(model, group, dim))
