@@ -131,8 +131,9 @@ def test_flows_that_cannot_be_are_refused_in_one_line(flow: FlowConfig, message:
 
 
 def test_a_list_beside_short_forms_of_nothing_is_the_list() -> None:
-    for changes in ({"mask_first": 0.0, "mask_head": 0.0}, {"mask_head": 0.0}, {}):
-        flow = FlowConfig(masks=("random:0.1",), **changes)
+    listed = FlowConfig(masks=("random:0.1",))
+    nothing = replace(listed, mask_head=0.0)
+    for flow in (listed, nothing, replace(nothing, mask_first=0.0)):
         check_config(TrainConfig(flow=flow))
         assert MaskStrategies.of(flow).ratios == {"random": 0.1}
     check_config(TrainConfig(flow=FlowConfig(shift_by_size=True, shift_rule="2.0")))
