@@ -116,8 +116,8 @@ def test_rules_place_latents_of_references_with_their_ratios(model: VideoModel) 
     # Beside others of the batch it is the same clip.
     other = Request(SAYS, BUCKET, 4, given=clip_of(5, 3))
     same(model.generate([other, request], sampling)[1], found)
-    # What is given by itself is given in full, and replaces what rules put there.
-    both = replace(request, given=picture)
+    # What is given by itself is given in full, beside what rules put elsewhere.
+    both = replace(request, given=picture, references=(picture,), mask_strategy="0,0,0,-1")
     alone = replace(request, references=(picture,), mask_strategy="0,0,0,-1;0")
     same(model.generate([both], QUICK)[0], model.generate([alone], QUICK)[0])
 
@@ -188,7 +188,7 @@ REFUSED = [
     ({"loops": 0}, {}, "loops is 0"),
     ({"loops": 2}, {}, "2 loops need a number of frames"),
     ({"loops": 2, "condition_frames": 9}, {}, "9 condition frames of loops of 9"),
-    ({"loops": 2, "condition_frames": 4}, {}, "given frames: 4 frames of 16x16 do not fit"),
+    ({"loops": 2, "condition_frames": 4}, {}, "given frames: 4 frames do not fit"),
     ({"loops": 2, "condition_frames": 5, "condition_edit": 2.0}, {}, "between 0 and 1, not 2"),
     ({"condition_frames": 5}, {}, "there is 1 loop"),
     ({"prompt": "|0|a|1|b"}, {}, "names loop 1: there is loop 0 only"),
@@ -197,13 +197,19 @@ REFUSED = [
     ({"mask_strategy": "i2v_tail"}, {}, "there is no reference"),
     ({"references": (clip_of(1),), "mask_strategy": "1"}, {}, "names loop 1"),
     ({"references": (clip_of(1),), "mask_strategy": "0,0,0,3"}, {}, "of the clip from 3 on"),
-    ({"references": (clip_of(4),), "mask_strategy": "0"}, {}, "reference 0: 4 frames of 16x16"),
+    ({"references": (clip_of(4),), "mask_strategy": "0"}, {}, "reference 0: 4 frames do not fit"),
     ({"references": (clip_of(9),), "mask_strategy": "0,0,0,0,3"}, {}, "which leaves nothing to"),
     ({"references": (clip_of(13),), "mask_strategy": "0,0,0,0,4"}, {}, "4 latent frames of"),
     ({"references": (clip_of(9)[0],), "mask_strategy": "0"}, {}, "reference 0 is of shape"),
     ({"align": 2}, {}, "align is 2: it must be at least 1, and needs a mask strategy"),
     ({"references": (clip_of(9),), "mask_strategy": "v2v_head"}, {}, "v2v_head gives 33 frames"),
     ({"given": clip_of(9)}, {}, "leaves nothing to make"),
+    ({"given": clip_of(1), "references": (clip_of(1),), "mask_strategy": "0"}, {},
+     "'0,0,0,0,1,0' names latent frames 0 to 0: latent frames 0 to 0 of loop 0 are the given"),
+    ({"loops": 2, "condition_frames": 5, "references": (clip_of(1),), "mask_strategy": "1,0,0,1"},
+     {}, "frames 1 to 1: latent frames 0 to 1 of loop 1 are taken over from the loop before"),
+    ({"given": clip_of(5), "references": (clip_of(9),), "mask_strategy": "0,0,0,-1;0,0,0,1,2"}, {},
+     "'0,0,0,1,2,0' names latent frames 1 to 2: latent frames 0 to 1 of loop 0 are the given"),
 ]  # fmt: skip
 
 

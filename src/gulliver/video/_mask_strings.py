@@ -64,6 +64,11 @@ class Placement:
     length: int
     edit_ratio: float
 
+    @property
+    def targets(self) -> range:
+        """Frames of the clip."""
+        return range(self.target_start, self.target_start + self.length)
+
 
 def parse_mask_strategy(text: str) -> tuple[Rule, ...]:
     """Reads a mask strategy, or a short form; an empty text has no rules.

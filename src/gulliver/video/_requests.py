@@ -84,7 +84,7 @@ class Piece:
         references: pictures and clips that the rules place.
         rules: rules of this loop.
         align: number of latent frames at whose multiples the rules begin; None: anywhere.
-        head: frames that the piece begins with, or None; they replace what rules put there.
+        head: frames that the piece begins with, or None; no rule names them.
         head_edit: edit ratio of the head.
     """
 
@@ -326,14 +326,27 @@ def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
         lengths = [latent(r.shape[1], f"reference {n}") for n, r in enumerate(piece.references)]
         if piece.head is not None:
             lengths.append(latent(piece.head.shape[1], "given frames"))
-        kept = [False] * frames
-        for p in _placements(piece, lengths, frames):
-            for frame in range(p.target_start, p.target_start + p.length):
-                kept[frame] = p.edit_ratio == 0
-        if all(kept):
+        placements = _placements(piece, lengths, frames)
+        if piece.head is not None:
+            _check_head(piece, placements, loop)
+        on_top = {frame: p for p in placements for frame in p.targets}
+        if len(on_top) == frames and all(p.edit_ratio == 0 for p in on_top.values()):
             raise GulliverError(
                 f"all {frames} latent frames of loop {loop} are given, which leaves nothing to "
                 "make: ask for more --frames, or give fewer"
+            )
+
+
+def _check_head(piece: Piece, placements: Sequence[Placement], loop: int) -> None:
+    """Refuses rules for the frames that a piece begins with, which would replace them unseen."""
+    *placed, head = placements
+    for rule, p in zip(piece.rules, placed, strict=True):
+        if p.target_start < head.length:
+            whose = "taken over from the loop before" if loop else "the given picture or clip"
+            raise GulliverError(
+                f"mask strategy '{rule}' names latent frames {p.targets[0]} to {p.targets[-1]}: "
+                f"latent frames 0 to {head.length - 1} of loop {loop} are {whose}, begin at "
+                f"{head.length} or later"
             )
 
 
