@@ -208,6 +208,10 @@ REFUSED = [
      "'0,0,0,0,1,0' names latent frames 0 to 0: latent frames 0 to 0 of loop 0 are the given"),
     ({"loops": 2, "condition_frames": 5, "references": (clip_of(1),), "mask_strategy": "1,0,0,1"},
      {}, "frames 1 to 1: latent frames 0 to 1 of loop 1 are taken over from the loop before"),
+    ({"references": (clip_of(1), clip_of(5)), "mask_strategy": "0;0,1,0,0,2"}, {},
+     "reference 0 shows nothing: later rules replace all of it"),
+    ({"references": (clip_of(1), clip_of(5)), "mask_strategy": "0;0,1,0,1,1,1"}, {},
+     "reference 1 shows nothing: .* its edit ratio is 1"),
     ({"given": clip_of(5), "references": (clip_of(9),), "mask_strategy": "0,0,0,-1;0,0,0,1,2"}, {},
      "'0,0,0,1,2,0' names latent frames 1 to 2: latent frames 0 to 1 of loop 0 are the given"),
 ]  # fmt: skip

@@ -320,7 +320,7 @@ def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
             raise GulliverError(f"{what}: {error}") from None
 
     frames = latent(bucket.frames, "the clip")
-    clip = torch.empty(3, bucket.frames, 0, 0)
+    clip, shown = torch.empty(3, bucket.frames, 0, 0), set[int]()
     for loop in range(request.loops):
         piece = piece_of(request, loop, clip if loop else None, autoencoder.compression[0])
         lengths = [latent(r.shape[1], f"reference {n}") for n, r in enumerate(piece.references)]
@@ -334,6 +334,13 @@ def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
             raise GulliverError(
                 f"all {frames} latent frames of loop {loop} are given, which leaves nothing to "
                 "make: ask for more --frames, or give fewer"
+            )
+        shown.update(p.reference for p in on_top.values() if p.edit_ratio < 1)
+    for number in range(len(request.references)):
+        if number not in shown:
+            raise GulliverError(
+                f"reference {number} shows nothing: later rules replace all of it, or its edit "
+                "ratio is 1 (made anew): leave it out"
             )
 
 
