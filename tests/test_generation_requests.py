@@ -177,6 +177,18 @@ def test_two_pictures_are_connected(model: VideoModel) -> None:
         connect(model, clip_of(5), last, SAYS, BUCKET, 3, QUICK)
 
 
+def test_references_are_converted_to_the_dtype_of_the_autoencoder(model: VideoModel) -> None:
+    picture = clip_of(1).bfloat16()
+    for given in (picture.double(), picture, picture.half()):
+        request = Request(SAYS, BUCKET, given=given)
+        plain = replace(request, given=picture.float())
+        assert torch.equal(*(model.generate([one], QUICK)[0] for one in (request, plain)))
+    longer = extend(model, clip_of(5).double(), SAYS, BUCKET, 5, sampling=QUICK)
+    assert torch.equal(longer, extend(model, clip_of(5), SAYS, BUCKET, 5, sampling=QUICK))
+    with pytest.raises(GulliverError, match="the clip is of int64"):
+        extend(model, clip_of(5).long(), SAYS, BUCKET, 5, sampling=QUICK)
+
+
 REFUSED = [
     ({"negative_prompt": "a b c d e f g h i"}, {}, "9 words are more than this model reads"),
     ({"negative_prompt": "x"}, {"guidance": 1.0}, "has no effect with guidance 1"),
@@ -212,6 +224,11 @@ REFUSED = [
      "reference 0 shows nothing: later rules replace all of it"),
     ({"references": (clip_of(1), clip_of(5)), "mask_strategy": "0;0,1,0,1,1,1"}, {},
      "reference 1 shows nothing: .* its edit ratio is 1"),
+    ({"given": clip_of(1)[0]}, {}, "the given picture or clip is of shape"),
+    ({"given": clip_of(1).byte()}, {}, r"clip is of uint8: expected floats in \[-1, 1\]"),
+    ({"given": clip_of(1) * 255}, {}, r"holds numbers from -2\d\d.* to 2\d\d.*: expected those in"),
+    ({"references": (clip_of(1) / 0,), "mask_strategy": "0"}, {}, "reference 0 holds NaN or inf"),
+    ({"references": (clip_of(1) * torch.nan,), "mask_strategy": "0"}, {}, "holds NaN or infinite"),
     ({"given": clip_of(5), "references": (clip_of(9),), "mask_strategy": "0,0,0,-1;0,0,0,1,2"}, {},
      "'0,0,0,1,2,0' names latent frames 1 to 2: latent frames 0 to 1 of loop 0 are the given"),
 ]  # fmt: skip

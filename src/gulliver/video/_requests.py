@@ -33,7 +33,7 @@ from gulliver.video._mask_strings import (
     parse_mask_strategy,
     place,
 )
-from gulliver.video._media import fit
+from gulliver.video._media import check_pixels, fit
 from gulliver.video._prompts import loop_prompts
 
 
@@ -41,8 +41,8 @@ from gulliver.video._prompts import loop_prompts
 class Request:
     """One clip to be made.
 
-    Pictures and clips are [3, T, H, W] in [-1, 1], of any height and width: they are scaled and cut
-    to the clip's.
+    Pictures and clips are floats [3, T, H, W] in [-1, 1], of any height and width: they are scaled
+    and cut to the clip's, and converted to the autoencoder's dtype.
 
     Attributes:
         prompt: sentence to show, or ``|0|sentence|2|sentence`` with the loops from which they hold.
@@ -235,11 +235,16 @@ def _encoded(
     clips: Sequence[Tensor], bucket: Bucket, autoencoder: VideoAutoencoder, device: torch.device
 ) -> list[Tensor]:
     """Encodes clips, those of one length together, to latents [C, T, H, W]."""
+    weight = next(autoencoder.parameters()) if isinstance(autoencoder, torch.nn.Module) else None
+    dtype = torch.float32 if weight is None else weight.dtype
+    # No less than float32 to scale in: half precision would round the places of pixels.
+    wide = torch.promote_types(dtype, torch.float32)
     found: dict[int, Tensor] = {}
     for frames in {clip.shape[1] for clip in clips}:
         members = [n for n, clip in enumerate(clips) if clip.shape[1] == frames]
-        batch = torch.stack([fit(clips[n], bucket.height, bucket.width) for n in members])
-        found.update(zip(members, autoencoder.encode(batch.to(device)), strict=True))
+        fitted = [fit(clips[n].to(wide), bucket.height, bucket.width) for n in members]
+        batch = torch.stack(fitted).to(device, dtype)
+        found.update(zip(members, autoencoder.encode(batch), strict=True))
     return [found[n] for n in range(len(clips))]
 
 
@@ -256,10 +261,9 @@ def check_request(request: Request, sampling: SamplingConfig) -> None:
     rules = parse_mask_strategy(request.mask_strategy)
     check_rules(rules, len(request.references), request.loops)
     for number, clip in enumerate(request.references):
-        if clip.ndim != 4 or clip.shape[0] != 3:
-            raise GulliverError(
-                f"reference {number} is of shape {tuple(clip.shape)}: expected [3, T, H, W]"
-            )
+        check_pixels(f"reference {number}", clip)
+    if request.given is not None:
+        check_pixels("the given picture or clip", request.given)
     if request.align is not None and (request.align < 1 or not rules):
         raise GulliverError(
             f"align is {request.align}: it must be at least 1, and needs a mask strategy"
@@ -364,7 +368,9 @@ def described(request: Request) -> tuple[object, ...]:
         if isinstance(value, tuple):
             return tuple(plain(one) for one in value)
         if isinstance(value, Tensor):
-            content = value.detach().cpu().contiguous().numpy().tobytes()
+            # As bytes: numpy has no bfloat16.
+            plain_bytes = value.detach().cpu().contiguous().view(torch.uint8)
+            content = plain_bytes.numpy().tobytes()
             return tuple(value.shape), hashlib.sha256(content).hexdigest()
         return value
 
