@@ -33,7 +33,7 @@ from gulliver.video._config import (
     from_plain,
     parse_shapes,
 )
-from gulliver.video._guidance import guidance_of
+from gulliver.video._guidance import check_oscillation, guidance_of
 from gulliver.video._media import check_pixels, fit
 from gulliver.video._prompts import loop_prompts
 from gulliver.video._public_autoencoders import load_autoencoder
@@ -141,7 +141,9 @@ class VideoModel:
                 compression and the patch; frames that a reference or the clip does not have;
                 sentences that are too long.
         """
-        check_request(request, sampling or SamplingConfig())
+        sampling = sampling or SamplingConfig()
+        check_request(request, sampling)
+        check_oscillation(sampling)
         bucket = request.bucket
         check_clip(bucket.frames, bucket.height, bucket.width)
         _, step_h, step_w = (

@@ -112,6 +112,26 @@ def _oscillating(scale: float, step: int, first: int | None) -> float:
     return scale if first is None or step < first or step % 2 == 0 else 1.0
 
 
+def check_oscillation(sampling: SamplingConfig) -> None:
+    """Refuses an oscillation that would begin after the last step that it could change.
+
+    Apart from `guidance_of`, since a model's own number of steps is known only with the model.
+
+    Raises:
+        GulliverError: naming the option, and the number of steps.
+    """
+    # Odd steps oscillate, so an odd number of steps has a last one that does not.
+    most = sampling.steps // 2 * 2
+    for name in ("guidance_oscillation", "guidance_image_oscillation"):
+        first = getattr(sampling, name)
+        if first is not None and first >= most:
+            right = f"give less than {most}, or leave it out" if most else "leave it out"
+            raise GulliverError(
+                f"--{name.replace('_', '-')} {first} has no effect with --steps "
+                f"{sampling.steps}: {right}"
+            )
+
+
 def guidance_of(sampling: SamplingConfig) -> Guidance:
     """Returns the guidance that sampling options ask for.
 
