@@ -187,6 +187,10 @@ def test_json_in_prompts() -> None:
         ('up {"mask_strategie": "0"}', "'mask_strategie': did you mean 'mask_strategy'"),
         ('up {"mask_strategy": 0}', "must be text, not 0"),
         ('up {"mask_strategy": "0"', "ends in no JSON"),
+        ('up {"mask_strategy": "0", "mask_strategy": "1"}', "says mask_strategy twice, '0' and '1'"),
+        ('up {"reference_path": "a;;b"}', "reference_path 'a;;b' in the JSON .* empty entry"),
+        ('up {"reference_path": "a; "}', "has an empty entry"),
+        ('up {"reference_path": ""}', "has an empty entry"),
         ('up {"mask_strategy": "0"} more', "ends in no JSON"),
     ):
         with pytest.raises(GulliverError, match=message):
