@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from gulliver.cli._commands import generate_command
+from gulliver.cli._options import GenerateConfig
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder
@@ -20,6 +23,7 @@ from gulliver.video import (
     connect,
     extend,
     loop_seed,
+    write_clip,
 )
 from gulliver.video._generate import latent_noise
 from tests.test_sampling import Asked, naive
@@ -187,6 +191,12 @@ def test_references_are_converted_to_the_dtype_of_the_autoencoder(model: VideoMo
     assert torch.equal(longer, extend(model, clip_of(5), SAYS, BUCKET, 5, sampling=QUICK))
     with pytest.raises(GulliverError, match="the clip is of int64"):
         extend(model, clip_of(5).long(), SAYS, BUCKET, 5, sampling=QUICK)
+
+
+def test_a_clip_is_no_first_frame(tmp_path: Path) -> None:
+    clip = write_clip(tmp_path / "clip.gif", clip_of(6), fps=8)
+    with pytest.raises(GulliverError, match=r"--image .*clip.gif is a clip: .* --extend.* --refere"):
+        generate_command(GenerateConfig(prompt=("x",), image=clip), [])
 
 
 REFUSED = [
