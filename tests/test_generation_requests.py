@@ -195,7 +195,7 @@ def test_references_are_converted_to_the_dtype_of_the_autoencoder(model: VideoMo
 
 def test_a_clip_is_no_first_frame(tmp_path: Path) -> None:
     clip = write_clip(tmp_path / "clip.gif", clip_of(6), fps=8)
-    with pytest.raises(GulliverError, match=r"--image .*clip.gif is a clip: .* --extend.* --refere"):
+    with pytest.raises(GulliverError, match=r"--image .*clip.gif is a clip: .* --extend, .* --re"):
         generate_command(GenerateConfig(prompt=("x",), image=clip), [])
 
 
@@ -208,10 +208,12 @@ REFUSED = [
     ({}, {"guidance": 1.0, "guidance_rescale": 0.7}, "--guidance-rescale with guidance 1"),
     ({}, {"guidance_rescale": 1.7}, "--guidance-rescale is 1.7: it must be between 0 and 1"),
     ({}, {"guidance_oscillation": 7}, "--guidance-oscillation 7 has no effect with --steps 7: gi"),
-    ({}, {"guidance_oscillation": 6}, "no effect with --steps 7: give less than 6, or leave it out"),
+    ({}, {"guidance_oscillation": 6}, "effect with --steps 7: give less than 6, or leave it out"),
     ({}, {"guidance_oscillation": 0, "steps": 1}, "no effect with --steps 1: leave it out"),
     ({"given": clip_of(1)}, {"guidance_image": 2.0, "guidance_image_oscillation": 10},
      "--guidance-image-oscillation 10 has no effect with --steps 7"),
+    ({"seed": 1.5}, {}, "seed is 1.5: it must be a whole number"),
+    ({"seed": True}, {}, "seed is True"),
     ({"loops": 0}, {}, "loops is 0"),
     ({"loops": 2}, {}, "2 loops need a number of frames"),
     ({"loops": 2, "condition_frames": 9}, {}, "9 condition frames of loops of 9"),

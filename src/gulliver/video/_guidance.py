@@ -17,6 +17,7 @@ https://arxiv.org/abs/2305.08891 (rescale), Open-Sora 1.3 and 2.0 (oscillation, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,8 @@ class Guidance:
             caption and frames.
 
     Raises:
-        GulliverError: a rescale outside of 0 to 1, or an oscillation after less than 0 steps.
+        GulliverError: a weight that is not finite, a rescale outside of 0 to 1, or an oscillation
+            after less than 0 steps.
     """
 
     text: float = 1.0
@@ -54,6 +56,9 @@ class Guidance:
     rescale: float = 0.0
 
     def __post_init__(self) -> None:
+        for scale in (self.text, self.image):
+            if not math.isfinite(scale):
+                raise GulliverError(f"a weight of guidance is a finite number, not {scale}")
         if not 0 <= self.rescale <= 1:
             raise GulliverError(f"a rescale of guidance is between 0 and 1, not {self.rescale}")
         for first in (self.text_oscillation, self.image_oscillation):

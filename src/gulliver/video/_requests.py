@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -252,11 +253,14 @@ def check_request(request: Request, sampling: SamplingConfig) -> None:
     """Refuses a request that no model could fulfil.
 
     Raises:
-        GulliverError: an empty prompt; loops, references or frames that are not there; settings
-            that have no effect.
+        GulliverError: an empty prompt; a seed that is no whole number; given tensors that are no
+            pictures or clips; loops, references or frames that are not there; settings that have
+            no effect.
     """
     check_options(sampling)
     guidance = guidance_of(sampling)
+    if isinstance(request.seed, bool) or not isinstance(request.seed, Integral):
+        raise GulliverError(f"seed is {request.seed!r}: it must be a whole number")
     loop_prompts(request.prompt, request.loops if request.loops > 0 else 1)
     rules = parse_mask_strategy(request.mask_strategy)
     check_rules(rules, len(request.references), request.loops)
@@ -308,7 +312,8 @@ def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
     """Refuses given frames that do not fit the clip, before anything is encoded.
 
     Raises:
-        GulliverError: frames that a reference or the clip does not have; nothing left to make.
+        GulliverError: frames that a reference or the clip does not have, or that are given
+            already; references of which nothing shows; nothing left to make.
     """
     bucket = request.bucket
     if request.given is not None and request.given.shape[1] >= bucket.frames:
