@@ -204,8 +204,8 @@ def check_needs(options: Any, needs: Mapping[str, tuple[bool, str]]) -> None:
 
     Args:
         options: dataclass instance, whose fields may be dataclasses too.
-        needs: by path of an option, such as ``loss.kl``: whether there is what it needs to have an
-            effect, and what would be right where there is not.
+        needs: mapping from the path of an option, such as ``loss.kl``, to whether there is what it
+            needs to have an effect, and what would be right where there is not.
 
     Raises:
         GulliverError: naming the option, its value and what would be right.
