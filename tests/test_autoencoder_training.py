@@ -244,6 +244,9 @@ def test_a_stopped_and_resumed_run_ends_with_the_same_bytes(
     model = AutoencoderModelConfig(init=again.path)
     further = small(tmp_path / "further", steps=1, model=model, loss=AutoencoderLossConfig())
     assert load_autoencoder(run_autoencoder(further).path).config["posterior"]
+    pulled = replace(further, out=tmp_path / "pull", loss=AutoencoderLossConfig(latent_pull=0.1))
+    with pytest.raises(GulliverError, match=r"--loss\.latent-pull is 0\.1: it is for latents"):
+        run_autoencoder(pulled)
 
 
 def _stopping_at(step: int, append: Callable[[Run, dict[str, Any]], None]) -> Any:
@@ -362,6 +365,21 @@ def test_the_command_trains_and_its_result_is_taken_by_a_run(
         ("--data.table nothing.csv", "does not exist"),
         ("--resume-step 3", "add --resume"),
         ("--loss.kl -1", "--loss.kl is -1"),
+        ("--loss.kl 0.1", r"--loss.kl is 0.1: .*\(--model.posterior\), these are points"),
+        ("--model.posterior --loss.latent-noise 0.2", "--loss.latent-noise is 0.2: it is for"),
+        ("--model.posterior --loss.latent-pull 0.2", "--loss.latent-pull is 0.2: it is for"),
+        ("--loss.no-adaptive", "--loss.no-adaptive: there is no discriminator"),
+        ("--loss.discriminator-rate 0.1", "--loss.discriminator-rate is 0.1: there is no"),
+        ("--loss.discriminator-width 8", "--loss.discriminator-width is 8: there is no"),
+        ("--loss.perceptual-weight 3", "--loss.perceptual-weight is 3.0: there is no network"),
+        ("--loss.perceptual a:b --loss.perceptual-weight 0", "--loss.perceptual is a:b: .* 0 leav"),
+        ("--ema 1", "--ema is 1.0: it must be at least 0 and less than 1"),
+        ("--share-dim time", "--share-dim is time: no ranks share a clip: add --share-ranks 2"),
+        ("--data.scores 1.2 --data.table x", "--data.scores is 1.2: .* reads no captions"),
+        ("--data.frame-interval 2", "--data.frame-interval is 2: it is for the clips"),
+        ("--data.held-out-frames 0.1", "--data.held-out-frames is 0.1: it is for the clips"),
+        ("--data.bucket-ranks 2", "--data.bucket-ranks is 2: an autoencoder has no"),
+        ("--model.init x --model.latent-channels 5", "is 5: --model.init settles it"),
     ],
 )
 def test_options_that_cannot_be_end_early_in_one_line(

@@ -188,6 +188,18 @@ def test_configurations_that_cannot_be_are_refused(values: object, message: str)
     assert "\n" not in str(found.value)
 
 
+def test_videos_are_not_cut_to_stills() -> None:
+    unit, both = (4, 8, 8), {1: (1.0, 2), 5: (1.0, 2)}
+    for frames in (2, 3, 4):
+        videos = {"240p": {frames: (0.5, 2)}, "144p": both}
+        message = f"240p: {frames} frames are cut to a still, .* next that fits is 5; 1 is for"
+        with pytest.raises(GulliverError, match=message):
+            BucketConfig(videos, unit=unit)
+        assert Bucket(frames, 240, 426) in BucketConfig(videos).batch_sizes()
+    kept_away = BucketConfig({"240p": {4: (0.0, None)}, "144p": both}, unit=unit)
+    assert {bucket.frames for bucket in kept_away.batch_sizes()} == {1, 5}
+
+
 def test_files_that_are_none_are_named(tmp_path: Path) -> None:
     with pytest.raises(GulliverError, match="does not exist"):
         BucketConfig.load(tmp_path / "no.json")

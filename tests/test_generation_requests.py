@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from gulliver.cli._commands import generate_command
+from gulliver.cli._options import GenerateConfig
 from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder
@@ -20,6 +23,7 @@ from gulliver.video import (
     connect,
     extend,
     loop_seed,
+    write_clip,
 )
 from gulliver.video._generate import latent_noise
 from tests.test_sampling import Asked, naive
@@ -116,8 +120,8 @@ def test_rules_place_latents_of_references_with_their_ratios(model: VideoModel) 
     # Beside others of the batch it is the same clip.
     other = Request(SAYS, BUCKET, 4, given=clip_of(5, 3))
     same(model.generate([other, request], sampling)[1], found)
-    # What is given by itself is given in full, and replaces what rules put there.
-    both = replace(request, given=picture)
+    # What is given by itself is given in full, beside what rules put elsewhere.
+    both = replace(request, given=picture, references=(picture,), mask_strategy="0,0,0,-1")
     alone = replace(request, references=(picture,), mask_strategy="0,0,0,-1;0")
     same(model.generate([both], QUICK)[0], model.generate([alone], QUICK)[0])
 
@@ -177,6 +181,24 @@ def test_two_pictures_are_connected(model: VideoModel) -> None:
         connect(model, clip_of(5), last, SAYS, BUCKET, 3, QUICK)
 
 
+def test_references_are_converted_to_the_dtype_of_the_autoencoder(model: VideoModel) -> None:
+    picture = clip_of(1).bfloat16()
+    for given in (picture.double(), picture, picture.half()):
+        request = Request(SAYS, BUCKET, given=given)
+        plain = replace(request, given=picture.float())
+        assert torch.equal(*(model.generate([one], QUICK)[0] for one in (request, plain)))
+    longer = extend(model, clip_of(5).double(), SAYS, BUCKET, 5, sampling=QUICK)
+    assert torch.equal(longer, extend(model, clip_of(5), SAYS, BUCKET, 5, sampling=QUICK))
+    with pytest.raises(GulliverError, match="the clip is of int64"):
+        extend(model, clip_of(5).long(), SAYS, BUCKET, 5, sampling=QUICK)
+
+
+def test_a_clip_is_no_first_frame(tmp_path: Path) -> None:
+    clip = write_clip(tmp_path / "clip.gif", clip_of(6), fps=8)
+    with pytest.raises(GulliverError, match=r"--image .*clip.gif is a clip: .* --extend, .* --re"):
+        generate_command(GenerateConfig(prompt=("x",), image=clip), [])
+
+
 REFUSED = [
     ({"negative_prompt": "a b c d e f g h i"}, {}, "9 words are more than this model reads"),
     ({"negative_prompt": "x"}, {"guidance": 1.0}, "has no effect with guidance 1"),
@@ -185,6 +207,13 @@ REFUSED = [
     ({}, {"guidance_image_decay": True}, "--guidance-image-decay with --guidance-image 1"),
     ({}, {"guidance": 1.0, "guidance_rescale": 0.7}, "--guidance-rescale with guidance 1"),
     ({}, {"guidance_rescale": 1.7}, "--guidance-rescale is 1.7: it must be between 0 and 1"),
+    ({}, {"guidance_oscillation": 7}, "--guidance-oscillation 7 has no effect with --steps 7: gi"),
+    ({}, {"guidance_oscillation": 6}, "effect with --steps 7: give less than 6, or leave it out"),
+    ({}, {"guidance_oscillation": 0, "steps": 1}, "no effect with --steps 1: leave it out"),
+    ({"given": clip_of(1)}, {"guidance_image": 2.0, "guidance_image_oscillation": 10},
+     "--guidance-image-oscillation 10 has no effect with --steps 7"),
+    ({"seed": 1.5}, {}, "seed is 1.5: it must be a whole number"),
+    ({"seed": True}, {}, "seed is True"),
     ({"loops": 0}, {}, "loops is 0"),
     ({"loops": 2}, {}, "2 loops need a number of frames"),
     ({"loops": 2, "condition_frames": 9}, {}, "9 condition frames of loops of 9"),
@@ -204,6 +233,21 @@ REFUSED = [
     ({"align": 2}, {}, "align is 2: it must be at least 1, and needs a mask strategy"),
     ({"references": (clip_of(9),), "mask_strategy": "v2v_head"}, {}, "v2v_head gives 33 frames"),
     ({"given": clip_of(9)}, {}, "leaves nothing to make"),
+    ({"given": clip_of(1), "references": (clip_of(1),), "mask_strategy": "0"}, {},
+     "'0,0,0,0,1,0' names latent frames 0 to 0: latent frames 0 to 0 of loop 0 are the given"),
+    ({"loops": 2, "condition_frames": 5, "references": (clip_of(1),), "mask_strategy": "1,0,0,1"},
+     {}, "frames 1 to 1: latent frames 0 to 1 of loop 1 are taken over from the loop before"),
+    ({"references": (clip_of(1), clip_of(5)), "mask_strategy": "0;0,1,0,0,2"}, {},
+     "reference 0 shows nothing: later rules replace all of it"),
+    ({"references": (clip_of(1), clip_of(5)), "mask_strategy": "0;0,1,0,1,1,1"}, {},
+     "reference 1 shows nothing: .* its edit ratio is 1"),
+    ({"given": clip_of(1)[0]}, {}, "the given picture or clip is of shape"),
+    ({"given": clip_of(1).byte()}, {}, r"clip is of uint8: expected floats in \[-1, 1\]"),
+    ({"given": clip_of(1) * 255}, {}, r"holds numbers from -2\d\d.* to 2\d\d.*: expected those in"),
+    ({"references": (clip_of(1) / 0,), "mask_strategy": "0"}, {}, "reference 0 holds NaN or inf"),
+    ({"references": (clip_of(1) * torch.nan,), "mask_strategy": "0"}, {}, "holds NaN or infinite"),
+    ({"given": clip_of(5), "references": (clip_of(9),), "mask_strategy": "0,0,0,-1;0,0,0,1,2"}, {},
+     "'0,0,0,1,2,0' names latent frames 1 to 2: latent frames 0 to 1 of loop 0 are the given"),
 ]  # fmt: skip
 
 

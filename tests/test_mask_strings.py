@@ -93,6 +93,8 @@ def test_strings_mean_what_they_say(
         ("0,0,0,0,1,0,0", "whole numbers, and a ratio at the end"),
         ("0,0,0.5", "whole numbers"),
         ("0;", "whole numbers"),
+        ("0,0,1_0", "'0,0,1_0' is not .* whole numbers"),
+        ("0,0,0,0,1,0_0.5", "whole numbers"),
         ("0,a", "whole numbers"),
         ("0,0,0,0,1,1.5", "between 0 .* and 1 .*, not 1.5"),
         ("0,0,0,0,1,nan", "not nan"),
@@ -187,6 +189,10 @@ def test_json_in_prompts() -> None:
         ('up {"mask_strategie": "0"}', "'mask_strategie': did you mean 'mask_strategy'"),
         ('up {"mask_strategy": 0}', "must be text, not 0"),
         ('up {"mask_strategy": "0"', "ends in no JSON"),
+        ('up {"mask_strategy": "0", "mask_strategy": "1"}', "says mask_strategy twice, '0' and"),
+        ('up {"reference_path": "a;;b"}', "reference_path 'a;;b' in the JSON .* empty entry"),
+        ('up {"reference_path": "a; "}', "has an empty entry"),
+        ('up {"reference_path": ""}', "has an empty entry"),
         ('up {"mask_strategy": "0"} more', "ends in no JSON"),
     ):
         with pytest.raises(GulliverError, match=message):

@@ -252,6 +252,8 @@ def test_guidance_that_cannot_be_is_refused() -> None:
     flow, noise = RectifiedFlow(), torch.zeros(1, 1, 1, 1, 1)
     for asked, message in (
         (lambda: Guidance(rescale=1.5), "between 0 and 1, not 1.5"),
+        (lambda: Guidance(math.nan), "a weight of guidance is a finite number, not nan"),
+        (lambda: Guidance(1, math.inf), "a finite number, not inf"),
         (lambda: Guidance(3, text_oscillation=-1), "0 steps or more, not -1"),
         (
             lambda: flow.sample(_linear, noise, {}, null_y=noise, cfg_scale=Guidance(2, 2)),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from gulliver.data import with_scores
+from gulliver.data import Bucket, ClipTable, with_scores
 from gulliver.errors import GulliverError
 
 SCORES = {"aes": 5.53, "flow": 10.0, "motion_score": 4.0, "cmotion": "pan left"}
@@ -48,3 +50,39 @@ def test_words_change_at_the_published_thresholds(column: str, words: dict[float
     name = {"aes": "aesthetic score", "flow": "motion strength"}[column]
     for value, word in words.items():
         assert with_scores("x.", {column: value}, "1.3") == f"x. The {name} is {word}."
+
+
+def test_a_caption_without_a_score_or_with_all_of_them_stays_as_it_is() -> None:
+    nan = float("nan")
+    for style in ("1.2", "1.3", "2.0"):
+        told = with_scores("a cat", SCORES, style)
+        told = told.removesuffix(".") if style == "1.3" else told
+        assert with_scores(told, SCORES, style) == told
+        for none in ({}, dict.fromkeys(SCORES, nan), dict.fromkeys(SCORES), {"cmotion": " "}):
+            assert with_scores("a cat", none, style) == "a cat"
+    assert with_scores("a cat", {"aes": 5, "flow": nan}, "1.2") == "a cat aesthetic score: 5.0."
+    assert with_scores("a cat", {"aes": nan, "flow": 3}, "1.3") == (
+        "a cat. The motion strength is fair."
+    )
+
+
+@pytest.mark.parametrize(
+    ("style", "reads", "header", "cells", "extra"),
+    [
+        ("1.2", "aes, flow, cmotion", "motion_score,match", "5,3", ("cmotion", "pan")),
+        ("1.3", "aes, flow, cmotion", "aes,match", ",3", ("flow", "3")),
+        ("2.0", "motion_score", "aes,flow", "5,3", ("motion_score", "4")),
+    ],
+)
+def test_a_table_without_the_scores_of_a_style_is_refused(
+    style: str, reads: str, header: str, cells: str, extra: tuple[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "a.gif").write_bytes(b"never opened: the table states all")
+    table, buckets = tmp_path / "clips.csv", [Bucket(1, 32, 32)]
+    lines = [f"path,text,num_frames,height,width,fps,{header}", f"a.gif,a cat,1,32,32,8,{cells}"]
+    table.write_text("\n".join(lines))
+    for source, values in ((table, "path, text, num_frames"), (tmp_path, r"path, text\)$")):
+        with pytest.raises(GulliverError, match=f"columns {reads}: .* values: {values}"):
+            ClipTable(source, buckets, scores=style)
+    table.write_text("\n".join(map(",".join, zip(lines, extra, strict=True))))
+    assert ClipTable(table, buckets, scores=style).rows[0].text != "a cat"

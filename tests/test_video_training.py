@@ -324,6 +324,8 @@ def test_configurations_survive_json_and_unknown_keys_name_the_nearest() -> None
         (["train", "--steps", "0"], "--steps is 0: it must be at least 1"),
         (["train", "--data.shapes", "13by32"], "'13by32' is not frames x height x width"),
         (["train", "--data.shapes", "12x32x32"], "frames must be 4 k + 1"),
+        (["train", "--data.shapes", "4x32x32"], "frames must be 4 k + 1, such as 5"),
+        (["train", "--data.table", "x", "--data.shapes", "4x32x32"], "such as 5x32x32"),
         (["train", "--data.held-out", "12:9"], "is not digit:direction"),
         (["train", "--data.table", "no.csv"], "table no.csv does not exist"),
         (["train", "--autoencoder.path", "no.safetensors"], "no.safetensors does not exist"),

@@ -15,7 +15,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -197,6 +197,32 @@ def check_options(options: Any, prefix: str = "--") -> None:
 def _is_number(value: Any) -> bool:
     # An option may be something else instead, such as a file.
     return isinstance(value, int | float)
+
+
+def check_needs(options: Any, needs: Mapping[str, tuple[bool, str]]) -> None:
+    """Refuses options that have no effect, where they are not left at their defaults.
+
+    Args:
+        options: dataclass instance, whose fields may be dataclasses too.
+        needs: mapping from the path of an option, such as ``loss.kl``, to whether there is what it
+            needs to have an effect, and what would be right where there is not.
+
+    Raises:
+        GulliverError: naming the option, its value and what would be right.
+    """
+    default = type(options)()
+    for path, (met, right) in needs.items():
+        value = operator.attrgetter(path)(options)
+        if not met and value != operator.attrgetter(path)(default):
+            raise GulliverError(f"{_as_given(path, value)}: {right}")
+
+
+def _as_given(path: str, value: Any) -> str:
+    """Writes an option as a command line has it, and the value of one that is no switch."""
+    group, dot, name = path.replace("_", "-").rpartition(".")
+    if isinstance(value, bool):
+        return f"--{group}{dot}{'' if value else 'no-'}{name}"
+    return f"--{group}{dot}{name} is {value}"
 
 
 def resolved(config: Any) -> dict[str, Any]:

@@ -185,7 +185,12 @@ def _requests(
         condition = condition or CONDITION_FRAMES
         given = clip[:, -condition:]
     elif config.image is not None:
-        given = read_frames(config.image, 1)
+        given = read_frames(config.image, 2)
+        if given.shape[1] > 1:
+            raise GulliverError(
+                f"--image {config.image} is a clip: name a picture, or go on from the clip with "
+                "--extend, or place its frames with --reference and --mask-strategy"
+            )
     request = Request(
         prompt="",
         bucket=bucket,

@@ -75,7 +75,7 @@ class BucketConfig:
 
     Raises:
         GulliverError: an unknown resolution, a length or a chance that is none, a bucket that is
-            never used; all chances 0.
+            never used; all chances 0; videos that are cut to stills.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class BucketConfig:
     ) -> None:
         self.where, self.unit = where, unit
         self.rules = tuple(_ordered(_rules(values, where)))
+        self._check_lengths()
 
     @classmethod
     def load(cls, path: Path, unit: tuple[int, int, int] = (1, 1, 1)) -> Self:
@@ -97,6 +98,17 @@ class BucketConfig:
             GulliverError: the file is missing or unreadable, or its content is refused.
         """
         return cls(_read(path), str(path), unit)
+
+    def _check_lengths(self) -> None:
+        """Refuses lengths of videos of which a model's unit leaves one frame."""
+        step = self.unit[0]
+        for rule in self.rules:
+            if rule.keep and 1 < rule.frames <= step:
+                raise GulliverError(
+                    f"{self.where}: {rule.resolution.name}: {rule.frames} frames are cut to a "
+                    f"still, the autoencoder takes {step} k + 1: the next that fits is {step + 1}; "
+                    "1 is for pictures"
+                )
 
     def deal(self, sizes: Sizes, interval: int, seed: int, epoch: int) -> np.ndarray:
         """Deals all clips.

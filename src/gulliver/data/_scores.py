@@ -2,7 +2,7 @@
 
 A model that has read scores in training can be asked for good ones. The columns are those of the
 public tools: `aes` (aesthetic score), `flow` (motion), `cmotion` (camera motion), and
-`motion_score` (1 to 7, of 2.0). A cell that is empty says nothing.
+`motion_score` (1 to 7, of 2.0). A cell that is empty, or NaN, says nothing.
 
 Source: Open-Sora 1.2 (numbers), 1.3 (words), 2.0 (motion score).
 """
@@ -10,7 +10,8 @@ Source: Open-Sora 1.2 (numbers), 1.3 (words), 2.0 (motion score).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 
 from gulliver.errors import GulliverError, nearest
 
@@ -32,34 +33,44 @@ def _word(value: float, words: tuple[tuple[float, str], ...]) -> str:
     return next(word for bound, word in words if value < bound or bound == math.inf)
 
 
+def _is_told(value: object) -> bool:
+    """Whether a cell says something: empty ones are None, "" or NaN."""
+    if isinstance(value, Real):
+        return not math.isnan(value)
+    return bool(str(value or "").strip())
+
+
 def _number(values: Values, column: str) -> float | None:
     value = values.get(column)
-    return value if isinstance(value, float) else None
+    return float(value) if isinstance(value, Real) and _is_told(value) else None
 
 
-def _camera(text: str, values: Values) -> str:
-    camera = str(values.get("cmotion") or "").strip()
-    if not camera or "camera motion:" in text:
-        return text
-    return f"{text} camera motion: {camera}."
+def _camera(text: str, values: Values) -> list[str]:
+    camera = values.get("cmotion")
+    if not _is_told(camera) or "camera motion:" in text:
+        return []
+    return [f"camera motion: {str(camera).strip()}."]
 
 
 def _as_numbers(text: str, values: Values) -> str:
+    told = []
     for column, name in (("aes", "aesthetic score"), ("flow", "motion score")):
         value = _number(values, column)
         if value is not None and f"{name}:" not in text:
-            text = f"{text} {name}: {value:.1f}."
-    return _camera(text, values)
+            told.append(f"{name}: {value:.1f}.")
+    return " ".join([text, *told, *_camera(text, values)])
 
 
 def _as_words(text: str, values: Values) -> str:
-    told = (("aes", "aesthetic score", AESTHETICS), ("flow", "motion strength", MOTIONS))
-    text = text if text.endswith(".") else f"{text}."
-    for column, name, words in told:
+    names = (("aes", "aesthetic score", AESTHETICS), ("flow", "motion strength", MOTIONS))
+    told = []
+    for column, name, words in names:
         value = _number(values, column)
         if value is not None and f"{name} is" not in text:
-            text = f"{text} The {name} is {_word(value, words)}."
-    return _camera(text, values)
+            told.append(f"The {name} is {_word(value, words)}.")
+    told += _camera(text, values)
+    # The sentences need an end of the caption before them; without any it stays as it is.
+    return " ".join([text if text.endswith(".") or not told else f"{text}.", *told])
 
 
 def _as_motion_score(text: str, values: Values) -> str:
@@ -75,6 +86,10 @@ STYLES: dict[str, Callable[[str, Values], str]] = {
     "2.0": _as_motion_score,
 }
 """Ways to put scores into a caption: none, and those of Open-Sora's versions."""
+COLUMNS = {"1.2": ("aes", "flow", "cmotion"), "1.3": ("aes", "flow", "cmotion")} | {
+    "2.0": ("motion_score",)
+}
+"""Columns that each style reads."""
 
 
 def with_scores(text: str, values: Values, style: str) -> str:
@@ -82,12 +97,38 @@ def with_scores(text: str, values: Values, style: str) -> str:
 
     Args:
         text: caption.
-        values: scores by column; floats, and text for `cmotion`.
+        values: scores by column; numbers, and text for `cmotion`.
         style: name of `STYLES`.
 
     Raises:
         GulliverError: an unknown style.
     """
+    _check_style(style)
+    return STYLES[style](text, values)
+
+
+def check_scores(table: object, records: Sequence[Values], style: str) -> None:
+    """Refuses a table none of whose rows has a score of a style: captions would stay as they are.
+
+    Args:
+        table: name of the table, for the message.
+        records: rows of the table.
+        style: name of `STYLES`.
+
+    Raises:
+        GulliverError: it names the columns that the style reads, and those with values.
+    """
+    _check_style(style)
+    columns = COLUMNS.get(style, ())
+    if not columns or any(_is_told(row.get(column)) for row in records for column in columns):
+        return
+    told = dict.fromkeys(name for row in records for name in row if _is_told(row[name]))
+    raise GulliverError(
+        f"scores in the style of {style} are read from the columns {', '.join(columns)}: no row of "
+        f"{table} has one (columns with values: {', '.join(told) or 'none'})"
+    )
+
+
+def _check_style(style: str) -> None:
     if style not in STYLES:
         raise GulliverError(f"unknown style of scores {style!r}: {nearest(style, STYLES)}")
-    return STYLES[style](text, values)

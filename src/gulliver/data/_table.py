@@ -22,7 +22,7 @@ from gulliver.data._bucket_config import ENOUGH_PIXELS, BucketConfig, Sizes
 from gulliver.data._clips import BrokenClip, Bucket, Clip
 from gulliver.data._frames import STILL_FPS, Frame, stacked, upright_frames
 from gulliver.data._records import NUMBERS, Record, read_records
-from gulliver.data._scores import with_scores
+from gulliver.data._scores import check_scores, with_scores
 from gulliver.errors import GulliverError
 
 SIZES = ("frames", "height", "width")
@@ -75,7 +75,8 @@ class ClipTable:
 
     Raises:
         GulliverError: the table is missing, unreadable, lacks a column or has one twice; a row
-            does not fit the header, or states what is no number; no row can be used.
+            does not fit the header, or states what is no number; no row can be used, or has a score
+            of the style.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class ClipTable:
         self.skipped: list[tuple[str, str]] = []
         self._broken: dict[int, str] = {}
         records = read_records(self.table)
+        check_scores(self.table, records, scores)
         for number, record in enumerate(records):
             self._add(record)
             if progress is not None:

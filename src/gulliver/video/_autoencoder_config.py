@@ -10,8 +10,18 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.options import AT_LEAST_0, AT_LEAST_1, RANKS, RATE, SEED, SHARE, Range, check_options
-from gulliver.video._config import DataConfig, parse_shapes
+from gulliver.options import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    RANKS,
+    RATE,
+    SEED,
+    SHARE,
+    Range,
+    check_needs,
+    check_options,
+)
+from gulliver.video._config import DataConfig, parse_shapes, table_needs
 
 WINDOW = 11
 """Side of SSIM's window: the smallest picture that it can be measured on."""
@@ -48,7 +58,7 @@ class AutoencoderModelConfig:
     posterior: bool = False
     """Encode to a Gaussian, mean and variance, with a KL term: else to points, with some noise."""
     init: Path | None = None
-    """A trained autoencoder (.safetensors) to go on from; it settles size and posterior."""
+    """A trained autoencoder (.safetensors) to go on from; it settles size, channels, posterior."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,7 @@ class TrainAutoencoderConfig:
     """Peak of the one-cycle learning rate."""
     clip: Annotated[float, Range(0, 1e9)] = 0.05
     """Largest global gradient norm; 0 turns clipping off."""
-    ema: Annotated[float, SHARE] = 0.0
+    ema: Annotated[float, Range(0, 1, open_above=True)] = 0.0
     """Decay of averaged weights, which the result has then; 0 keeps none."""
     segment_frames: Annotated[int, AT_LEAST_0] = 0
     """Stream clips through the networks in segments of so many frames, and run backward segment by
@@ -142,6 +152,9 @@ def check_autoencoder_config(config: TrainAutoencoderConfig) -> TrainAutoencoder
     check_options(config)
     _check_loss(config)
     _check_data(config)
+    check_needs(config, _needs(config))
+    if config.model.init is None:
+        check_latent_terms(config, config.model.posterior)
     if config.resume_step is not None and not config.resume:
         raise GulliverError(
             f"--resume-step {config.resume_step} says where to continue: add --resume"
@@ -154,17 +167,52 @@ def check_autoencoder_config(config: TrainAutoencoderConfig) -> TrainAutoencoder
     return config
 
 
+def check_latent_terms(config: TrainAutoencoderConfig, posterior: bool) -> None:
+    """Refuses terms of latents that an autoencoder does not have.
+
+    Args:
+        config: options of the run.
+        posterior: whether it encodes to a Gaussian.
+
+    Raises:
+        GulliverError: naming the option, its value and what would be right.
+    """
+    points = not posterior, "it is for latents that are points, these have a posterior"
+    gaussian = posterior, "it is for latents with a posterior (--model.posterior), these are points"
+    needs = {"loss.kl": gaussian, "loss.latent_noise": points, "loss.latent_pull": points}
+    check_needs(config, needs)
+
+
+def _needs(config: TrainAutoencoderConfig) -> dict[str, tuple[bool, str]]:
+    """What options need to have an effect, for `check_needs`."""
+    loss = config.loss
+    critic = loss.adversarial > 0, "there is no discriminator: add --loss.adversarial 0.5"
+    made = config.model.init is None, "--model.init settles it: leave it out"
+    return {
+        **table_needs(config.data, "in_memory", "held_out_frames", "held_out_clips"),
+        "data.scores": (False, "an autoencoder reads no captions: leave it out"),
+        "data.bucket_ranks": (False, "an autoencoder has no --data.buckets: leave it out"),
+        **dict.fromkeys(("model.size", "model.latent_channels", "model.posterior"), made),
+        **dict.fromkeys(("loss.adversarial_start", "loss.adaptive"), critic),
+        **dict.fromkeys(("loss.discriminator_width", "loss.discriminator_rate"), critic),
+        "loss.perceptual_weight": (
+            bool(loss.perceptual),
+            "there is no network: add --loss.perceptual, such as my_networks:vgg_features",
+        ),
+        "loss.perceptual": (
+            loss.perceptual_weight > 0,
+            "--loss.perceptual-weight 0 leaves it out: give a weight, or no network",
+        ),
+        "share_dim": (config.share_ranks > 1, "no ranks share a clip: add --share-ranks 2"),
+    }
+
+
 def _check_loss(config: TrainAutoencoderConfig) -> None:
     loss, start = config.loss, config.loss.adversarial_start
     if loss.adversarial and start >= config.steps:
         raise GulliverError(
             f"--loss.adversarial-start is {start}: the run ends at step {config.steps}, and the "
             "discriminator would never begin; give fewer, or more --steps"
-        )
-    if start and not loss.adversarial:
-        raise GulliverError(
-            f"--loss.adversarial-start is {start}, but there is no discriminator: add "
-            "--loss.adversarial 0.5"
         )
     module, _, name = loss.perceptual.partition(":")
     if loss.perceptual and not (module and name):
@@ -200,9 +248,3 @@ def _check_data(config: TrainAutoencoderConfig) -> None:
             f"--data.buckets {data.buckets} deals clips to the sizes of a diffusion model: an "
             "autoencoder takes --data.shapes"
         )
-    for option, default in (("in_memory", False), ("frame_interval", 1), ("held_out_clips", 0.0)):
-        if data.table is None and getattr(data, option) != default:
-            raise GulliverError(
-                f"--data.{option.replace('_', '-')} is for the clips of a --data.table, which the "
-                "moving digits are not"
-            )

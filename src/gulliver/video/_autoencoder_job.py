@@ -25,6 +25,7 @@ from gulliver.video._autoencoder_config import (
     MAY_CHANGE_OF_AUTOENCODER,
     TrainAutoencoderConfig,
     check_autoencoder_config,
+    check_latent_terms,
 )
 from gulliver.video._autoencoder_training import load_autoencoder, save_autoencoder
 from gulliver.video._run import Run
@@ -87,7 +88,7 @@ def _begun(config: TrainAutoencoderConfig) -> VideoAutoencoder:
     """Makes the autoencoder, or reads the one to go on from.
 
     Raises:
-        GulliverError: that one is of another kind.
+        GulliverError: that one is of another kind, or has not the latents of the loss.
     """
     if config.model.init is None:
         return build_autoencoder(config)
@@ -97,6 +98,7 @@ def _begun(config: TrainAutoencoderConfig) -> VideoAutoencoder:
             f"--model.init {config.model.init} holds a {type(model).__name__}: only autoencoders "
             "of gulliver's own kind are trained here"
         )
+    check_latent_terms(config, model.config.get("posterior", False))
     # Raw latents are trained; their statistics are measured anew at the end.
     model.mean.zero_()
     model.std.fill_(1)

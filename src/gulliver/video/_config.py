@@ -22,6 +22,7 @@ from gulliver.options import (
     SEED,
     SHARE,
     Range,
+    check_needs,
     check_options,
 )
 
@@ -55,7 +56,8 @@ class DataConfig:
     bucket_ranks: Annotated[int, AT_LEAST_1] = 1
     """Number of ranks that the batch sizes of --data.buckets are for, each."""
     scores: Literal["none", "1.2", "1.3", "2.0"] = "none"
-    """Put the table's scores into captions: 1.2 numbers, 1.3 words, 2.0 a motion score."""
+    """Put the table's scores into captions: 1.2 numbers and 1.3 words (columns aes, flow, cmotion),
+    2.0 a motion score (column motion_score)."""
     clips: Annotated[int, Range(1, 100_000_000)] = 40_000
     """Length of an epoch of the moving digits."""
     held_out: tuple[str, ...] = ()
@@ -283,18 +285,8 @@ def check_config(config: TrainConfig) -> TrainConfig:
         raise GulliverError(
             f"--model.text-channels is {config.model.text_channels}: it must be even"
         )
-    if config.data.frame_interval != 1 and config.data.table is None:
-        raise GulliverError(
-            f"--data.frame-interval is {config.data.frame_interval}: it is for the clips of a "
-            "--data.table, moving digits have no frames between"
-        )
-    _check_table_options(config.data)
+    check_needs(config, table_needs(config.data, "buckets", "scores") | _needs(config))
     share, every = config.validation.share, config.validation.every
-    if config.data.table is None and share:
-        raise GulliverError(
-            f"--validation.share is {share}: it is for the clips of a --data.table, the moving "
-            "digits have held-out handwriting"
-        )
     if config.data.table is not None and every and not share:
         raise GulliverError(
             f"--validation.every {every} needs held-out clips: add a --validation.share, such as "
@@ -309,16 +301,27 @@ def check_config(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def _check_table_options(data: DataConfig) -> None:
-    """Refuses options that only clips of a table can have."""
-    default = DataConfig()
-    for name in ("buckets", "bucket_ranks", "scores"):
-        value = getattr(data, name)
-        option = f"--data.{name.replace('_', '-')}"
-        if value != getattr(default, name) and data.table is None:
-            raise GulliverError(f"{option} is {value}: it is for the clips of a --data.table")
-    if data.bucket_ranks != 1 and data.buckets is None:
-        raise GulliverError(f"--data.bucket-ranks is {data.bucket_ranks}: add --data.buckets")
+def table_needs(data: DataConfig, *more: str) -> dict[str, tuple[bool, str]]:
+    """What the options that only clips of a table can have need, for `check_needs`.
+
+    Args:
+        data: clips to learn from.
+        more: names of such options that not every command has.
+    """
+    need = data.table is not None, "it is for the clips of a --data.table"
+    return {f"data.{name}": need for name in ("frame_interval", *more)}
+
+
+def _needs(config: TrainConfig) -> dict[str, tuple[bool, str]]:
+    """What the other options need to have an effect."""
+    return {
+        "data.bucket_ranks": (config.data.buckets is not None, "add --data.buckets"),
+        "flow.shift_rule": (config.flow.shift_by_size, "add --flow.shift-by-size, which it is for"),
+        "validation.share": (
+            config.data.table is not None,
+            "it is for the clips of a --data.table, the moving digits have held-out handwriting",
+        ),
+    }
 
 
 def _check_flow(flow: FlowConfig, shapes: Iterable[Bucket]) -> None:

@@ -187,6 +187,5 @@ def _check_bucket(bucket: Bucket) -> None:
         right = "x".join(str(round(side / 8) * 8) for side in (bucket.height, bucket.width))
         raise GulliverError(f"{bucket}: height and width must be multiples of 8, such as {right}")
     if bucket.frames < 1 or (bucket.frames - 1) % 4:
-        raise GulliverError(
-            f"{bucket}: frames must be 4 k + 1, such as {max(0, bucket.frames - 1) // 4 * 4 + 1}"
-        )
+        right = -(-max(0, bucket.frames - 1) // 4) * 4 + 1  # the next: 4 is not to become a still
+        raise GulliverError(f"{bucket}: frames must be 4 k + 1, such as {right}")

@@ -33,8 +33,8 @@ from gulliver.video._config import (
     from_plain,
     parse_shapes,
 )
-from gulliver.video._guidance import guidance_of
-from gulliver.video._media import fit
+from gulliver.video._guidance import check_oscillation, guidance_of
+from gulliver.video._media import check_pixels, fit
 from gulliver.video._prompts import loop_prompts
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._requests import (
@@ -152,7 +152,9 @@ class VideoModel:
                 compression and the patch; frames that a reference or the clip does not have;
                 sentences that are too long.
         """
-        check_request(request, sampling or SamplingConfig())
+        sampling = sampling or SamplingConfig()
+        check_request(request, sampling)
+        check_oscillation(sampling)
         bucket = request.bucket
         check_clip(bucket.frames, bucket.height, bucket.width)
         _, step_h, step_w = (
@@ -297,9 +299,10 @@ def extend(
     Raises:
         GulliverError: the overlap is longer than the clip, or not 4 k + 1.
     """
+    check_pixels("the clip", clip)
     if not 1 <= overlap <= clip.shape[1]:
         raise GulliverError(f"cannot condition on {overlap} frames of a clip of {clip.shape[1]}")
-    clip = fit(clip, bucket.height, bucket.width)
+    clip = fit(clip.float(), bucket.height, bucket.width)
     model.autoencoder.latent_shape(overlap, bucket.height, bucket.width)
     request = Request(prompt, bucket, seed, clip[:, -overlap:], negative_prompt)
     piece = model.generate([request], sampling)[0]
@@ -333,6 +336,8 @@ def connect(
     Raises:
         GulliverError: the two leave nothing to make, or do not fit the autoencoder.
     """
+    check_pixels("the first picture or clip", first)
+    check_pixels("the last picture or clip", last)
     head, tail = (
         model.autoencoder.latent_shape(clip.shape[1], bucket.height, bucket.width)[1]
         for clip in (first, last)

@@ -17,6 +17,7 @@ https://arxiv.org/abs/2305.08891 (rescale), Open-Sora 1.3 and 2.0 (oscillation, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,8 @@ class Guidance:
             caption and frames.
 
     Raises:
-        GulliverError: a rescale outside of 0 to 1, or an oscillation after less than 0 steps.
+        GulliverError: a weight that is not finite, a rescale outside of 0 to 1, or an oscillation
+            after less than 0 steps.
     """
 
     text: float = 1.0
@@ -54,6 +56,9 @@ class Guidance:
     rescale: float = 0.0
 
     def __post_init__(self) -> None:
+        for scale in (self.text, self.image):
+            if not math.isfinite(scale):
+                raise GulliverError(f"a weight of guidance is a finite number, not {scale}")
         if not 0 <= self.rescale <= 1:
             raise GulliverError(f"a rescale of guidance is between 0 and 1, not {self.rescale}")
         for first in (self.text_oscillation, self.image_oscillation):
@@ -110,6 +115,26 @@ class Guidance:
 
 def _oscillating(scale: float, step: int, first: int | None) -> float:
     return scale if first is None or step < first or step % 2 == 0 else 1.0
+
+
+def check_oscillation(sampling: SamplingConfig) -> None:
+    """Refuses an oscillation that would begin after the last step that it could change.
+
+    Apart from `guidance_of`, since a model's own number of steps is known only with the model.
+
+    Raises:
+        GulliverError: naming the option, and the number of steps.
+    """
+    # Odd steps oscillate, so an odd number of steps has a last one that does not.
+    most = sampling.steps // 2 * 2
+    for name in ("guidance_oscillation", "guidance_image_oscillation"):
+        first = getattr(sampling, name)
+        if first is not None and first >= most:
+            right = f"give less than {most}, or leave it out" if most else "leave it out"
+            raise GulliverError(
+                f"--{name.replace('_', '-')} {first} has no effect with --steps "
+                f"{sampling.steps}: {right}"
+            )
 
 
 def guidance_of(sampling: SamplingConfig) -> Guidance:

@@ -64,6 +64,11 @@ class Placement:
     length: int
     edit_ratio: float
 
+    @property
+    def targets(self) -> range:
+        """Frames of the clip."""
+        return range(self.target_start, self.target_start + self.length)
+
 
 def parse_mask_strategy(text: str) -> tuple[Rule, ...]:
     """Reads a mask strategy, or a short form; an empty text has no rules.
@@ -86,6 +91,8 @@ def parse_mask_strategy(text: str) -> tuple[Rule, ...]:
 def _rule(text: str) -> Rule:
     fields = text.split(",")
     try:
+        if "_" in text or not text.isascii():  # Python reads 1_0 as 10.
+            raise ValueError
         numbers = [int(field) for field in fields[:5]]
         ratios = [float(field) for field in fields[5:]]
     except ValueError:

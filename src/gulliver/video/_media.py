@@ -6,6 +6,7 @@ a temporary name, and renamed when complete: a link at that path is replaced, no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import islice
@@ -25,6 +26,8 @@ FPS = Range(0, 1000, open_below=True)
 GIF_FPS, GIF_S = 50, 655
 """Seconds that a frame of a GIF may stay, which are all seconds where no frame differs."""
 MP4_FPS = 0.001
+BEYOND = 1.5
+"""Largest magnitude of a pixel that is taken for one in [-1, 1]."""
 
 WRITERS: dict[str, Callable[[Path, np.ndarray, float], None]] = {}
 
@@ -134,6 +137,31 @@ def read_frames(path: Path, most: int | None = None) -> Tensor:
     except GulliverError as error:
         raise GulliverError(f"{path} is no readable image or video: {error}") from error
     return torch.from_numpy(pixels).permute(3, 0, 1, 2).float() / 127.5 - 1
+
+
+def check_pixels(what: str, video: Tensor) -> None:
+    """Refuses what is no picture or clip [3, T, H, W] in [-1, 1].
+
+    Values a little outside, as scaling and decoding make them, are none the worse.
+
+    Raises:
+        GulliverError: another shape, integers, numbers that are not finite or far outside.
+    """
+    if video.ndim != 4 or video.shape[0] != 3 or not video.numel():
+        raise GulliverError(f"{what} is of shape {tuple(video.shape)}: expected [3, T, H, W]")
+    if not video.is_floating_point():
+        name = str(video.dtype).removeprefix("torch.")
+        raise GulliverError(
+            f"{what} is of {name}: expected floats in [-1, 1], such as bytes / 127.5 - 1"
+        )
+    low, high = (float(end) for end in video.detach().float().aminmax())
+    if not math.isfinite(low + high):
+        raise GulliverError(f"{what} holds NaN or infinite numbers: expected those in [-1, 1]")
+    if max(-low, high) > BEYOND:
+        raise GulliverError(
+            f"{what} holds numbers from {low:g} to {high:g}: expected those in [-1, 1], such as "
+            "bytes / 127.5 - 1"
+        )
 
 
 def fit(video: Tensor, height: int, width: int) -> Tensor:

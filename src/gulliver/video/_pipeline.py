@@ -31,7 +31,7 @@ from gulliver.video._caches import Counts, cache_blocks
 from gulliver.video._config import SamplingConfig, check_clip
 from gulliver.video._fitting import check_latents, text_reader, text_size
 from gulliver.video._generate import VideoModel, latent_noise
-from gulliver.video._guidance import Guidance, guidance_of
+from gulliver.video._guidance import Guidance, check_oscillation, guidance_of
 from gulliver.video._iddpm import IDDPM
 from gulliver.video._mask_strings import parse_mask_strategy
 from gulliver.video._parts import Part, PartAutoencoder, PartEncoder, Room
@@ -238,7 +238,9 @@ class VideoPipeline:
             GulliverError: what `check_request` refuses; a size that fits neither autoencoder nor
                 model; given frames for a model that takes none.
         """
-        check_request(request, sampling or self.sampling)
+        sampling = sampling or self.sampling
+        check_request(request, sampling)
+        check_oscillation(sampling)
         bucket = request.bucket
         check_clip(bucket.frames, bucket.height, bucket.width)
         sizes = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)[1:]

@@ -34,27 +34,40 @@ def read_prompt(text: str) -> Prompt:
     """Reads a prompt with the JSON at its end, if there is one.
 
     Raises:
-        GulliverError: the JSON is broken, has other fields, or one that is no text.
+        GulliverError: the JSON is broken, has other fields, one twice, or one that is no text; a
+            path is empty.
     """
     sentence, brace, rest = text.partition("{")
     if not brace:
         return Prompt(text)
     try:
-        fields = json.loads(brace + rest)
+        pairs = json.loads(brace + rest, object_pairs_hook=list)
     except ValueError as error:
         raise GulliverError(
             f"the prompt {text[:60]!r} ends in no JSON ({error}): write such as "
             '{"reference_path": "a.png", "mask_strategy": "0"}'
         ) from None
-    for name, value in fields.items():
+    fields = dict[str, str]()
+    for name, value in pairs:
         if name not in FIELDS:
             raise GulliverError(
                 f"the JSON of a prompt has the unknown field {name!r}: {nearest(name, FIELDS)}"
             )
         if not isinstance(value, str):
             raise GulliverError(f"{name} in the JSON of a prompt must be text, not {value!r}")
-    paths = tuple(Path(p.strip()) for p in fields.get(FIELDS[0], "").split(";") if p.strip())
-    return Prompt(sentence.strip(), paths, fields.get(FIELDS[1], ""))
+        if name in fields:
+            raise GulliverError(
+                f"the JSON of a prompt says {name} twice, {fields[name]!r} and {value!r}: say it "
+                "once, with semicolons between several"
+            )
+        fields[name] = value
+    paths = [p.strip() for p in fields[FIELDS[0]].split(";")] if FIELDS[0] in fields else []
+    if not all(paths):
+        raise GulliverError(
+            f"reference_path {fields[FIELDS[0]]!r} in the JSON of a prompt has an empty entry: "
+            "write such as a.png;b.png, or leave the field out"
+        )
+    return Prompt(sentence.strip(), tuple(map(Path, paths)), fields.get(FIELDS[1], ""))
 
 
 def loop_prompts(prompt: str, loops: int) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from gulliver.video._mask_strings import (
     parse_mask_strategy,
     place,
 )
-from gulliver.video._media import fit
+from gulliver.video._media import check_pixels, fit
 from gulliver.video._prompts import loop_prompts
 
 
@@ -41,8 +42,8 @@ from gulliver.video._prompts import loop_prompts
 class Request:
     """One clip to be made.
 
-    Pictures and clips are [3, T, H, W] in [-1, 1], of any height and width: they are scaled and cut
-    to the clip's.
+    Pictures and clips are floats [3, T, H, W] in [-1, 1], of any height and width: they are scaled
+    and cut to the clip's, and converted to the autoencoder's dtype.
 
     Attributes:
         prompt: sentence to show, or ``|0|sentence|2|sentence`` with the loops from which they hold.
@@ -84,7 +85,7 @@ class Piece:
         references: pictures and clips that the rules place.
         rules: rules of this loop.
         align: number of latent frames at whose multiples the rules begin; None: anywhere.
-        head: frames that the piece begins with, or None; they replace what rules put there.
+        head: frames that the piece begins with, or None; no rule names them.
         head_edit: edit ratio of the head.
     """
 
@@ -235,11 +236,16 @@ def _encoded(
     clips: Sequence[Tensor], bucket: Bucket, autoencoder: VideoAutoencoder, device: torch.device
 ) -> list[Tensor]:
     """Encodes clips, those of one length together, to latents [C, T, H, W]."""
+    weight = next(autoencoder.parameters()) if isinstance(autoencoder, torch.nn.Module) else None
+    dtype = torch.float32 if weight is None else weight.dtype
+    # No less than float32 to scale in: half precision would round the places of pixels.
+    wide = torch.promote_types(dtype, torch.float32)
     found: dict[int, Tensor] = {}
     for frames in {clip.shape[1] for clip in clips}:
         members = [n for n, clip in enumerate(clips) if clip.shape[1] == frames]
-        batch = torch.stack([fit(clips[n], bucket.height, bucket.width) for n in members])
-        found.update(zip(members, autoencoder.encode(batch.to(device)), strict=True))
+        fitted = [fit(clips[n].to(wide), bucket.height, bucket.width) for n in members]
+        batch = torch.stack(fitted).to(device, dtype)
+        found.update(zip(members, autoencoder.encode(batch), strict=True))
     return [found[n] for n in range(len(clips))]
 
 
@@ -247,19 +253,21 @@ def check_request(request: Request, sampling: SamplingConfig) -> None:
     """Refuses a request that no model could fulfil.
 
     Raises:
-        GulliverError: an empty prompt; loops, references or frames that are not there; settings
-            that have no effect.
+        GulliverError: an empty prompt; a seed that is no whole number; given tensors that are no
+            pictures or clips; loops, references or frames that are not there; settings that have
+            no effect.
     """
     check_options(sampling)
     guidance = guidance_of(sampling)
+    if isinstance(request.seed, bool) or not isinstance(request.seed, Integral):
+        raise GulliverError(f"seed is {request.seed!r}: it must be a whole number")
     loop_prompts(request.prompt, request.loops if request.loops > 0 else 1)
     rules = parse_mask_strategy(request.mask_strategy)
     check_rules(rules, len(request.references), request.loops)
     for number, clip in enumerate(request.references):
-        if clip.ndim != 4 or clip.shape[0] != 3:
-            raise GulliverError(
-                f"reference {number} is of shape {tuple(clip.shape)}: expected [3, T, H, W]"
-            )
+        check_pixels(f"reference {number}", clip)
+    if request.given is not None:
+        check_pixels("the given picture or clip", request.given)
     if request.align is not None and (request.align < 1 or not rules):
         raise GulliverError(
             f"align is {request.align}: it must be at least 1, and needs a mask strategy"
@@ -304,7 +312,8 @@ def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
     """Refuses given frames that do not fit the clip, before anything is encoded.
 
     Raises:
-        GulliverError: frames that a reference or the clip does not have; nothing left to make.
+        GulliverError: frames that a reference or the clip does not have, or that are given
+            already; references of which nothing shows; nothing left to make.
     """
     bucket = request.bucket
     if request.given is not None and request.given.shape[1] >= bucket.frames:
@@ -320,20 +329,40 @@ def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
             raise GulliverError(f"{what}: {error}") from None
 
     frames = latent(bucket.frames, "the clip")
-    clip = torch.empty(3, bucket.frames, 0, 0)
+    clip, shown = torch.empty(3, bucket.frames, 0, 0), set[int]()
     for loop in range(request.loops):
         piece = piece_of(request, loop, clip if loop else None, autoencoder.compression[0])
         lengths = [latent(r.shape[1], f"reference {n}") for n, r in enumerate(piece.references)]
         if piece.head is not None:
             lengths.append(latent(piece.head.shape[1], "given frames"))
-        kept = [False] * frames
-        for p in _placements(piece, lengths, frames):
-            for frame in range(p.target_start, p.target_start + p.length):
-                kept[frame] = p.edit_ratio == 0
-        if all(kept):
+        placements = _placements(piece, lengths, frames)
+        if piece.head is not None:
+            _check_head(piece, placements, loop)
+        on_top = {frame: p for p in placements for frame in p.targets}
+        if len(on_top) == frames and all(p.edit_ratio == 0 for p in on_top.values()):
             raise GulliverError(
                 f"all {frames} latent frames of loop {loop} are given, which leaves nothing to "
                 "make: ask for more --frames, or give fewer"
+            )
+        shown.update(p.reference for p in on_top.values() if p.edit_ratio < 1)
+    for number in range(len(request.references)):
+        if number not in shown:
+            raise GulliverError(
+                f"reference {number} shows nothing: later rules replace all of it, or its edit "
+                "ratio is 1 (made anew): leave it out"
+            )
+
+
+def _check_head(piece: Piece, placements: Sequence[Placement], loop: int) -> None:
+    """Refuses rules for the frames that a piece begins with, which would replace them unseen."""
+    *placed, head = placements
+    for rule, p in zip(piece.rules, placed, strict=True):
+        if p.target_start < head.length:
+            whose = "taken over from the loop before" if loop else "the given picture or clip"
+            raise GulliverError(
+                f"mask strategy '{rule}' names latent frames {p.targets[0]} to {p.targets[-1]}: "
+                f"latent frames 0 to {head.length - 1} of loop {loop} are {whose}, begin at "
+                f"{head.length} or later"
             )
 
 
@@ -344,7 +373,9 @@ def described(request: Request) -> tuple[object, ...]:
         if isinstance(value, tuple):
             return tuple(plain(one) for one in value)
         if isinstance(value, Tensor):
-            content = value.detach().cpu().contiguous().numpy().tobytes()
+            # As bytes: numpy has no bfloat16.
+            plain_bytes = value.detach().cpu().contiguous().view(torch.uint8)
+            content = plain_bytes.numpy().tobytes()
             return tuple(value.shape), hashlib.sha256(content).hexdigest()
         return value
 

@@ -127,7 +127,7 @@ def _check_shape(bucket: Bucket, unit: int) -> None:
     if (bucket.frames - 1) % VideoAutoencoder.compression[0] or any(
         side % unit for side in (bucket.height, bucket.width)
     ):
-        frames = (bucket.frames - 1) // 4 * 4 + 1
+        frames = -(-(bucket.frames - 1) // 4) * 4 + 1  # the next: 4 is not to become a still
         sides = [max(unit, round(side / unit) * unit) for side in (bucket.height, bucket.width)]
         raise GulliverError(
             f"--data.shapes {bucket}: frames must be 4 k + 1, height and width multiples of "
