@@ -354,6 +354,8 @@ def test_a_cache_says_what_it_saved_and_how_far_its_clip_is(
     # All but the first step re-use the five blocks behind the first.
     told = called("--cache", "first-block:1000", "--cache-check")
     assert "calls saved: blocks 25 of 30" in told
+    longer = called("--cache", "first-block:1000", "--extend", str(tmp_path / "x.gif"), "--loops=2")
+    assert "calls saved: blocks 50 of 60" in longer
     assert re.search(r"PSNR to the clip without cache: \d+\.\d dB +the digit 3", told)
     assert "inf dB" in called("--cache", "first-block:0", "--cache-check")
     assert "name one" in called("--cache-check")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -59,14 +60,9 @@ def _check(told: str, name: str, annotation: str, value: Any) -> None:
         raise GulliverError(f"{told} is {value!r}: expected a list of whole numbers")
     if sizes or annotation.startswith("int"):
         least = -1 if name == "kernel_size" else int(name not in MAY_BE_ZERO)
-        numbers: Any = value if sizes else (value,)
-        for number in numbers:
-            if number is None and "None" in annotation:
-                continue
-            if not _is(number, Integral) or number < least:
-                raise GulliverError(
-                    f"{told} is {value!r}: expected whole numbers of at least {least}"
-                )
+        fits = partial(_is_size, least=least, optional="None" in annotation)
+        if not all(map(fits, value if sizes else [value])):
+            raise GulliverError(f"{told} is {value!r}: expected whole numbers of at least {least}")
     elif annotation.startswith("float"):
         _check_real(told, name, value)
 
@@ -78,6 +74,12 @@ def _check_real(told: str, name: str, value: Any) -> None:
         raise GulliverError(f"{told} is {value!r}: expected a probability, from 0 to 1")
     if name.endswith("_ratio") and value <= 0:
         raise GulliverError(f"{told} is {value!r}: expected a number above 0")
+
+
+def _is_size(value: Any, least: int, optional: bool) -> bool:
+    if value is None:
+        return optional
+    return _is(value, Integral) and value >= least
 
 
 def _is(value: Any, kind: type) -> bool:
