@@ -56,12 +56,15 @@ def _check(told: str, name: str, annotation: str, value: Any) -> None:
     if value is None and "None" in annotation.rsplit("|", 1)[-1]:
         return
     sizes = annotation.startswith(("Sequence[int", "tuple[int"))
-    if sizes and not isinstance(value, list | tuple):
-        raise GulliverError(f"{told} is {value!r}: expected a list of whole numbers")
+    numbers: list[Any] = [value]
+    if sizes:
+        if not isinstance(value, list | tuple):
+            raise GulliverError(f"{told} is {value!r}: expected a list of whole numbers")
+        numbers = list(value)
     if sizes or annotation.startswith("int"):
         least = -1 if name == "kernel_size" else int(name not in MAY_BE_ZERO)
         fits = partial(_is_size, least=least, optional="None" in annotation)
-        if not all(map(fits, value if sizes else [value])):
+        if not all(map(fits, numbers)):
             raise GulliverError(f"{told} is {value!r}: expected whole numbers of at least {least}")
     elif annotation.startswith("float"):
         _check_real(told, name, value)
