@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gulliver.comm import World
 from gulliver.errors import GulliverError
+from gulliver.hardware import current_cluster
 from gulliver.parallel.convolution import share_autoencoder, stream_module, stream_trained
 from tests.pool import Pool
 
@@ -193,3 +194,81 @@ def test_writes_through_views_along_the_cut_dim_are_refused_and_others_exact(poo
     }
     for found in pool.run(_writes, 2):
         assert found == wanted
+
+
+class Standardised(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean()) / x.std()
+
+
+class Flipped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip(0)
+
+
+def _mixing() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    conv = nn.Conv3d(3, 4, 3, padding=1)
+    found = {
+        "batch norm": nn.BatchNorm3d(4),
+        "dropout": nn.Dropout(0.5),
+        "mean": Standardised(),
+        "flip": Flipped(),
+        "evaluated": nn.Sequential(nn.BatchNorm3d(4), nn.Dropout(0.5), nn.GroupNorm(2, 4)).eval(),
+    }
+    return {name: nn.Sequential(conv, layer).double() for name, layer in found.items()}
+
+
+def _dealt(world: World) -> dict[str, str]:
+    found, cluster = {}, current_cluster(world.size)
+    # Alike clips, as a batch may have: what mixes them is found all the same.
+    clips = _clip()[:1].expand(3, -1, -1, -1, -1).clone()
+    for name, network in _mixing().items():
+        with torch.no_grad():
+            for dim in ("samples", "auto"):
+                shared = share_autoencoder(network, dim=dim, cluster=cluster)
+                try:
+                    made = network(clips)
+                    found[f"{name} {dim}"] = next(iter(shared.chosen.values()))
+                except GulliverError as error:
+                    found[f"{name} {dim}"] = str(error)
+                    continue
+                finally:
+                    shared.off()
+                torch.testing.assert_close(made, network(clips), rtol=0, atol=1e-12)
+    return found
+
+
+def test_clips_that_depend_on_each_other_are_not_dealt_to_ranks(pool: Pool) -> None:
+    for found in pool.run(_dealt, 2):
+        for dim in ("samples", "auto"):
+            assert "counts statistics" in found[f"batch norm {dim}"]
+            assert "every rank would draw others" in found[f"dropout {dim}"]
+        for name in ("mean", "flip"):
+            assert "beside another clip, values differ" in found[f"{name} samples"]
+            assert found[f"{name} auto"] != "samples"
+        assert found["evaluated samples"] == "samples"
+
+
+class Shuffled(nn.Module):
+    """Mixes clips by its batch where rows are cut exactly."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.stack(list(x.unbind(0))[::-1])
+
+
+def _auto(world: World) -> tuple[str, float]:
+    network, x = nn.Sequential(nn.Conv3d(3, 4, 3, padding=1), Shuffled()).double(), _clip()
+    for parameter in network.parameters():
+        nn.init.constant_(parameter, 0.1)
+    with torch.no_grad():
+        plain = network(x)
+        shared = share_autoencoder(network, dim="auto", cluster=current_cluster(world.size))
+        wrong = float((network(x) - plain).abs().max())
+    return next(iter(shared.chosen.values())), wrong
+
+
+def test_auto_takes_another_dim_where_clips_depend_on_each_other(pool: Pool) -> None:
+    for dim, wrong in pool.run(_auto, 2):
+        assert dim != "samples"
+        assert wrong < 1e-12
