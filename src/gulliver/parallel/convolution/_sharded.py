@@ -1,10 +1,11 @@
 """An activation of which this process holds a part, and through which a module runs unchanged.
 
-`Sharded` is a tensor with the shape of the whole and the elements of a part along one dim. Torch
-hands every function that is called with one to `HANDLERS`: each says what the function means for
-the part, and what has to come from elsewhere. So a module's own forward runs over several ranks, or
-over one stretch of time after another, and knows nothing of it. A function that is in no table is
-refused by name: nothing is computed that would be nearly right.
+`Sharded` is a tensor with the shape of the whole (of a stream: of all frames so far) and the
+elements of a part along one dim. Torch hands every function that is called with one to `HANDLERS`:
+each says what the function means for the part, and what has to come from elsewhere. So a module's
+own forward runs over several ranks, or over one stretch of time after another, and knows nothing of
+it. A function that is in no table is refused by name: nothing is computed that would be nearly
+right.
 
 Where the rest comes from is the *holder's* business: `Ranks` (`_ranks.py`) exchanges with other
 ranks, `Stream` (`_stream.py`) keeps what earlier calls have seen.
