@@ -22,6 +22,7 @@ from gulliver.parallel.convolution._sharded import (
     Sharded,
     first,
     handles,
+    in_place,
     is_plain,
     like,
     locals_of,
@@ -45,7 +46,6 @@ POINTWISE = (
     "isinf lt gt le ge eq ne logical_not logical_and logical_or identity fill zero masked_fill "
     "cpu cuda rpow"
 )
-IN_PLACE = frozenset(["iadd", "isub", "imul", "itruediv", "idiv"])
 ALONG = "softmax log_softmax normalize cumsum glu logsumexp"
 REDUCING = "mean sum amax amin var std norm vector_norm prod"
 POOLS = "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d"
@@ -68,8 +68,7 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
 
     made = func(*locals_of(args, change), **locals_of(kwargs, change))
     cut = replace(x.cut, dim=x.cut.dim - x.dim() + made.dim())
-    name = func.__name__
-    if (name.endswith("_") and not name.endswith("__")) or name.strip("_") in IN_PLACE:
+    if in_place(func, kwargs):
         args[0].local, args[0].cut = made, cut
         return args[0]
     return like(x, made, cut)

@@ -61,6 +61,7 @@ class Ranks(Holder):
     def __init__(self, rank_group: RankGroup, channels: bool = False) -> None:
         self.rank_group, self.channels = rank_group, channels
         self.rank, self.size = rank_group.rank, rank_group.size
+        self.graded = torch.is_grad_enabled()
 
     def exchange(self, outgoing: list[Tensor], counts: list[int]) -> list[Tensor]:
         """Sends each rank its tensor and receives as many elements of each as counted."""

@@ -1,10 +1,11 @@
 """An activation of which this process holds a part, and through which a module runs unchanged.
 
-`Sharded` is a tensor with the shape of the whole and the elements of a part along one dim. Torch
-hands every function that is called with one to `HANDLERS`: each says what the function means for
-the part, and what has to come from elsewhere. So a module's own forward runs over several ranks, or
-over one stretch of time after another, and knows nothing of it. A function that is in no table is
-refused by name: nothing is computed that would be nearly right.
+`Sharded` is a tensor with the shape of the whole (of a stream: of all frames so far) and the
+elements of a part along one dim. Torch hands every function that is called with one to `HANDLERS`:
+each says what the function means for the part, and what has to come from elsewhere. So a module's
+own forward runs over several ranks, or over one stretch of time after another, and knows nothing of
+it. A function that is in no table is refused by name: nothing is computed that would be nearly
+right.
 
 Where the rest comes from is the *holder's* business: `Ranks` (`_ranks.py`) exchanges with other
 ranks, `Stream` (`_stream.py`) keeps what earlier calls have seen.
@@ -20,6 +21,7 @@ and `unflatten` finds it again. Where nothing is outside, the inner factor is cu
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +47,20 @@ OF_WHOLE = frozenset(_WHOLE.split())
 _PART = "requires_grad device is_cuda is_cpu is_meta is_xpu is_mps grad_fn"
 OF_PART = frozenset(_PART.split())
 """What is asked of the part."""
+
+IN_PLACE = frozenset(["iadd", "isub", "imul", "itruediv", "idiv"])
+"""Operators that write to their first argument, as functions whose names end with ``_`` do."""
+
+_VIEWS = (
+    "view unflatten permute transpose swapaxes swapdims movedim moveaxis unsqueeze squeeze expand "
+    "getitem narrow select split split_with_sizes chunk tensor_split unbind detach"
+)
+VIEWS = frozenset(_VIEWS.split())
+"""Functions whose results share the elements of their argument."""
+
+MAYBE_VIEWS = frozenset(["reshape", "flatten", "contiguous"])
+CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda"])
+"""Functions whose results do where nothing has to be copied."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +101,13 @@ class Holder(ABC):
         rank: number of the part that is held here.
         where: kind of the parts, for messages.
         grows: whether more positions may come, so that a shape of one position says little.
+        graded: whether gradients were enabled when the network was called.
     """
 
     rank: int
     where: str
     grows = False
+    graded = False
 
     @abstractmethod
     def rows(self, x: Sharded, window: Window, after: int, key: Key) -> tuple[Rows, Sizes]:
@@ -173,6 +191,19 @@ class Rows:
         return self.parts[0].new_full((), value).expand(shape)
 
 
+@dataclass
+class Views:
+    """What an activation and its views have in common.
+
+    Attributes:
+        several: whether there are views.
+        apart: whether the local tensor of one is a copy, which sees no writes to the others.
+    """
+
+    several: bool = False
+    apart: bool = False
+
+
 class Sharded(Tensor):
     """An activation of which this process holds a part.
 
@@ -185,6 +216,7 @@ class Sharded(Tensor):
     local: Tensor
     cut: Cut
     holder: Any
+    views: Views
 
     @staticmethod
     def __new__(cls, local: Tensor, cut: Cut, holder: Holder) -> Sharded:
@@ -195,7 +227,7 @@ class Sharded(Tensor):
         shape[cut.dim] = cut.length
         # A shell without storage: nothing is ever read from it.
         made = torch.empty(shape, dtype=local.dtype, device="meta").as_subclass(cls)
-        made.local, made.cut, made.holder = local, cut, holder
+        made.local, made.cut, made.holder, made.views = local, cut, holder, Views()
         return made
 
     def __init__(self, local: Tensor, cut: Cut, holder: Holder) -> None:
@@ -209,7 +241,7 @@ class Sharded(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Hands a function to its handler."""
-        name = func.__name__
+        name, kwargs = func.__name__, kwargs or {}
         if name == "__get__":
             name = func.__self__.__name__
         name = name.strip("_")
@@ -217,11 +249,95 @@ class Sharded(Tensor):
             return func(args[0].local)
         if name in OF_WHOLE:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        handler = HANDLERS.get(name)
+                return func(*args, **kwargs)
+        handler, x = HANDLERS.get(name), first(args, kwargs)
         if handler is None:
-            refuse(f"torch's {name}", first(args, kwargs))
-        return handler(func, args, kwargs or {})
+            refuse(f"torch's {name}", x)
+        _keep_gradients(name, x, (args, kwargs))
+        written = _written(func, name, x, args, kwargs)
+        before = [part.local for part in written]
+        try:
+            made = handler(func, args, kwargs)
+        except Exception as error:
+            # Others are ours, torch's signal to stop recomputing, or those of a device or a link.
+            if type(error).__module__ != "builtins" or _of_messages(error):
+                raise
+            refuse(f"this form of torch's {name} ({type(error).__name__}: {error})", x, cause=error)
+        for part, local in zip(written, before, strict=True):
+            if made.local is not part.local or (part.views.several and part.local is not local):
+                refuse(f"writing in place by torch's {name}", x, _NOT_IN_PLACE)
+        _relate(name, written[0] if written else x, made, bool(written))
+        return made
+
+
+_NOT_IN_PLACE = "views along this dim are copies, so call the function that returns a new tensor"
+
+
+def _keep_gradients(name: str, x: Sharded, given: Any) -> None:
+    """Refuses to compute where autograd is switched off inside of a module that is trained.
+
+    [Note: autograd off inside of a module] A shell has no graph of its own: that of the local
+    tensors is made by the functions themselves. What an autograd.Function or a reentrant checkpoint
+    computes with a shell is in no graph at all, and its backward would never be called.
+    """
+    # A checkpoint that isn't reentrant detaches what it keeps.
+    if not x.holder.graded or torch.is_grad_enabled() or name == "detach":
+        return
+    tensors: list[Tensor] = []
+    locals_of(given, tensors.append)
+    if any((t.local if isinstance(t, Sharded) else t).requires_grad for t in tensors):
+        refuse(
+            f"torch's {name} while gradients are off inside of the module", x,
+            "an autograd.Function, a reentrant checkpoint or a no_grad block loses gradients here; "
+            "checkpoint(..., use_reentrant=False) does not",
+        )  # fmt: skip
+
+
+def in_place(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Returns whether a function writes to its first argument."""
+    name = func.__name__
+    by_name = name.endswith("_") and not name.endswith("__")
+    return by_name or name.strip("_") in IN_PLACE or bool(kwargs.get("inplace"))
+
+
+def _written(func: Any, name: str, x: Sharded, args: Any, kwargs: Any) -> list[Sharded]:
+    """Returns the activations that a function writes to; refuses those that have copies."""
+    targets = [args[0]] if in_place(func, kwargs) else []
+    targets += [kwargs["out"]] if kwargs.get("out") is not None else []
+    for target in targets:
+        if not isinstance(target, Sharded):
+            refuse(f"writing by torch's {name} to a tensor that is not cut", x, "return a new one")
+        if target.views.apart:
+            refuse(f"writing in place by torch's {name}", x, _NOT_IN_PLACE)
+    return targets
+
+
+def _of_messages(error: BaseException) -> bool:
+    """Returns whether an error came from the communication between ranks."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(str(f.f_globals.get("__name__")).startswith("gulliver.comm") for f, _ in frames)
+
+
+def _relate(name: str, x: Sharded, made: Any, written: bool) -> None:
+    """Tells views and what they are views of about each other."""
+    for part in parts_in(made):
+        if part is x:
+            continue
+        same = part.local.untyped_storage().data_ptr() == x.local.untyped_storage().data_ptr()
+        # What reshape copies here it copies of the whole, too, unless the part lies in strides.
+        maybe = same or (name in MAYBE_VIEWS and not _is_dense(x.local))
+        if name in VIEWS or written or (name in MAYBE_VIEWS | CASTS and maybe):
+            x.views.several = True
+            x.views.apart |= part.views.apart or not same
+            part.views = x.views
+        elif part.views is x.views:
+            part.views = Views()
+
+
+def _is_dense(local: Tensor) -> bool:
+    """Returns whether a tensor's elements lie next to each other, in whatever order."""
+    steps = zip(local.shape, local.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps) == local.numel()
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
@@ -234,7 +350,7 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
     return register
 
 
-def refuse(what: str, x: Sharded, right: str = "") -> NoReturn:
+def refuse(what: str, x: Sharded, right: str = "", cause: BaseException | None = None) -> NoReturn:
     """Refuses what cannot be exact.
 
     Raises:
@@ -244,7 +360,7 @@ def refuse(what: str, x: Sharded, right: str = "") -> NoReturn:
     raise GulliverError(
         f"{what} of an activation {tuple(x.shape)} whose dim {x.cut.dim} is cut over "
         f"{x.holder.where} is not supported: {fix}"
-    )
+    ) from cause
 
 
 def first(args: Any, kwargs: Any = None) -> Sharded:

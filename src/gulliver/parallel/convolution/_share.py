@@ -10,7 +10,7 @@
 fetch the border of their neighbours' parts, norms merge statistics, attention gathers keys and
 values.
 `channels` cuts between all layers, and sums with a reduce-scatter. `samples` deals whole clips to
-the ranks: where there are enough of them, that sends least.
+the ranks: where there are enough of them, that sends least. A network that mixes clips is refused.
 
 All ranks call the networks with the same input. What comes out is gathered, so all have the whole;
 its gradient is taken to be the same on all ranks, and each passes its own part back. The gradient
@@ -40,7 +40,12 @@ from gulliver.parallel.convolution._maskless import without_masks
 from gulliver.parallel.convolution._networks import networks_of
 from gulliver.parallel.convolution._predict import Predicted, predict
 from gulliver.parallel.convolution._ranks import Ranks
-from gulliver.parallel.convolution._sharded import Cut, Sharded, like, own_of
+from gulliver.parallel.convolution._samples import (
+    own_samples,
+    refuse_mixing_layers,
+    verify_independent,
+)
+from gulliver.parallel.convolution._sharded import Cut, Sharded, own_of
 
 Dim = Literal["samples", "height", "width", "time", "channels"]
 DIMS: dict[str, int] = {"samples": 0, "height": -2, "width": -1, "time": -3, "channels": 1}
@@ -67,6 +72,7 @@ class SharedNetworks:
     chosen: dict[Any, str] = field(default_factory=dict)
     predictions: dict[Any, list[Predicted]] = field(default_factory=dict)
     _networks: list[Any] = field(default_factory=list)
+    _independent: set[str] = field(default_factory=set)
 
     def add(self, network: nn.Module, dims: dict[str, int], name: str) -> None:
         """Makes the ranks run a network together."""
@@ -104,11 +110,13 @@ class SharedNetworks:
     ) -> Tensor:
         if isinstance(x, Sharded) or any(isinstance(value, Tensor) for value in rest):
             raise GulliverError(f"a shared {name} takes one tensor, whole on all ranks")
-        dim = self._choose(network, plain, dims, name, x)
+        dim = self._choose(network, plain, dims, name, x, rest)
+        if dim == "samples":
+            self._check_samples(network, plain, name, x, rest)
         ranks = Ranks(self.rank_group, channels=dim == "channels")
         part = given(x, dims[dim], ranks)
         with without_masks(network):
-            made = _own_samples(plain, part, rest) if dim == "samples" else plain(part, *rest)
+            made = own_samples(plain, part, rest) if dim == "samples" else plain(part, *rest)
         if not isinstance(made, Sharded):
             raise GulliverError(
                 f"a shared {name} must return one tensor, not {type(made).__name__}"
@@ -129,7 +137,13 @@ class SharedNetworks:
         return f"{what}, predicted to be the fastest ({times})"
 
     def _choose(
-        self, network: nn.Module, plain: Any, dims: dict[str, int], name: str, x: Tensor
+        self,
+        network: nn.Module,
+        plain: Any,
+        dims: dict[str, int],
+        name: str,
+        x: Tensor,
+        rest: tuple[Any, ...],
     ) -> str:
         key = name, tuple(x.shape)
         if key not in self.chosen:
@@ -137,13 +151,27 @@ class SharedNetworks:
             if self.dim == "auto":
                 cluster = self.cluster or current_cluster(self.rank_group.size)
                 found = predict(network, x, dims, self.rank_group.size, cluster)
-                self.predictions[key] = found
                 # The ranks may have probed other links.
-                group = self.rank_group.process_group
-                self.chosen[key] = broadcast_object(found[0].dim, 0, group)
+                found = broadcast_object(found, 0, self.rank_group.process_group)
+                if found[0].dim == "samples" and len(found) > 1:
+                    try:
+                        self._check_samples(network, plain, name, x, rest)
+                    except GulliverError:
+                        found = found[1:]
+                self.predictions[key], self.chosen[key] = found, found[0].dim
             if self.show is not None:
                 self.show(self._told(key))
         return self.chosen[key]
+
+    def _check_samples(
+        self, network: nn.Module, plain: Any, name: str, x: Tensor, rest: tuple[Any, ...]
+    ) -> None:
+        """Refuses to deal the clips of a network that mixes them."""
+        refuse_mixing_layers(network, name)
+        if len(x) and name not in self._independent:
+            with without_masks(network):
+                verify_independent(network, plain, name, (x, *rest), self.rank_group)
+            self._independent.add(name)
 
 
 def share_autoencoder(
@@ -178,18 +206,6 @@ def share_autoencoder(
         for name, part in networks.items():
             shared.add(part, own, name)
     return shared
-
-
-def _own_samples(plain: Any, x: Sharded, rest: tuple[Any, ...]) -> Any:
-    """Runs a network on this rank's clips, which need nothing of the others'."""
-    held = len(x.local)
-    # A rank without work computes a clip of zeros, as long as another computes one: it knows what
-    # comes out then, and has a part in backward.
-    own = x.local if held else x.local.new_zeros(1, *x.shape[1:]) + x.local.sum()
-    made = plain(own, *rest)
-    if not isinstance(made, Tensor):
-        return made
-    return like(x, made if held else made[:0])
 
 
 def given(x: Tensor, dim: int, ranks: Ranks) -> Sharded:

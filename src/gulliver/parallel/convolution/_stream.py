@@ -112,7 +112,11 @@ def stream_module(
                 "stretches, such as lambda: clip.split(16, dim=2)"
             )
         while _count(network, clips, dim, counted):
-            pass
+            if torch.is_grad_enabled():
+                raise GulliverError(
+                    "norms='passes' has no backward through group norms over time: stream under "
+                    "torch.no_grad(), or train by share_autoencoder"
+                )
     return _streamed(network, clips, Stream(counted), dim)
 
 
@@ -219,9 +223,13 @@ class Stream(Holder):
         if final and not self._past:
             return network(part)  # all of it is here
         self.final, self._seen, self._new = final, {}, {}
+        self.graded = torch.is_grad_enabled()
         x = Sharded(part, Cut(dim, (self._past, part.shape[dim])), self)
         try:
-            made = network(x).local
+            made = network(x)
+            if not isinstance(made, Sharded):
+                raise GulliverError(f"a stream's network returns one tensor, not {type(made)}")
+            made = made.local
         except _Starved:
             assert not final, "every layer has given something before"
             self.waiting = part
@@ -306,7 +314,7 @@ class Stream(Holder):
         """
         name = self._name(key)
         if name in self.counted:
-            if torch.is_grad_enabled() and x.local.requires_grad:
+            if self.graded:
                 refuse("training through a group norm over time", x, "share the autoencoder")
             return self.counted[name]
         if not self.counting:
