@@ -25,7 +25,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest difference by dtype, relative to the largest value; that of 16 bits is `COARSE`."""
 
 COARSE, ON_DEVICE = 3e-2, 3e-3
-"""Of 16 bits, and of float32 on a device, whose convolutions may round products (TF32)."""
+"""Tolerances of 16 bits, and of float32 on a device, whose convolutions may round products (TF32)."""
 
 
 def own_samples(plain: Any, x: Sharded, rest: tuple[Any, ...]) -> Any:
@@ -66,9 +66,9 @@ def verify_independent(
 
     Args:
         network: network.
-        plain: its own forward.
+        plain: forward of the network.
         name: what it is called.
-        given: its arguments, clips first.
+        given: arguments of the call, clips first.
         group: ranks, which refuse alike.
 
     Raises:
