@@ -25,7 +25,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest difference by dtype, relative to the largest value; that of 16 bits is `COARSE`."""
 
 COARSE, ON_DEVICE = 3e-2, 3e-3
-"""Tolerances of 16 bits, and of float32 on a device, whose convolutions may round products (TF32)."""
+"""Tolerances of 16 bits, and of float32 on a device: convolutions may round products (TF32)."""
 
 
 def own_samples(plain: Any, x: Sharded, rest: tuple[Any, ...]) -> Any:
