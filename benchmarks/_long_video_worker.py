@@ -32,7 +32,7 @@ FPS = 24.0
 
 @dataclass(frozen=True)
 class Job:
-    """What a process does.
+    """Work of a process: its part, its sizes and its limits.
 
     Attributes:
         part: ``train``, ``sample`` or ``decode``.
@@ -63,7 +63,7 @@ class Job:
 
 @dataclass
 class Done:
-    """What a process tells.
+    """Results that a process reports.
 
     Attributes:
         seconds: seconds of each step.

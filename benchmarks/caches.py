@@ -35,7 +35,7 @@ PLAIN = "none"
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure."""
+    """Options of the benchmark."""
 
     run: Path = Path("out/demo/run")
     """Folder of a run that was trained on the moving digits."""

@@ -79,7 +79,7 @@ THREE_B: Shape = {
 
 @dataclass(frozen=True)
 class Options:
-    """What is run."""
+    """Options of the benchmark."""
 
     parts: tuple[Part, ...] = ()
     """By default beside and text, with --full all."""
@@ -107,7 +107,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where jobs run, and what is known of those that have.
+    """Runner of jobs, with the outcomes of those that have run.
 
     Attributes:
         options: options of the command.
@@ -374,7 +374,7 @@ def text_report(read: Outcome, found: dict[str, Outcome]) -> Report:
 
 
 def text_bars(curves: dict[str, dict[int, float]], found: dict[str, Outcome]) -> list[Bar]:
-    """What must hold of *text*."""
+    """Returns the bars of *text*."""
     before, after = (found[OURS].facts[f"exact {when}"] for when in ("before", "after"))
     losses = [one.losses for one in found.values()]
     return [

@@ -87,7 +87,7 @@ class Options:
 
 
 def job_of(part: str, options: Options) -> Job:
-    """What a process does."""
+    """Returns the job of a process."""
     return Job(
         part=part,
         grid=options.grid,

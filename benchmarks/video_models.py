@@ -32,7 +32,7 @@ XL: dict[str, Any] = {"hidden_size": 1152, "num_heads": 16}
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure."""
+    """Options of the benchmark."""
 
     rounds: int = 7
     """Turns of each contestant."""

@@ -7,6 +7,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from gulliver.errors import GulliverError
 from gulliver.jobs import derive
 from gulliver.models import VideoAutoencoder
 from gulliver.video import (
-    AutoencoderConfig,
     DataConfig,
     FlowConfig,
     MovingDigits,
@@ -26,7 +26,6 @@ from gulliver.video import (
     ValidationConfig,
     WordEncoder,
     check_config,
-    save_autoencoder,
     train,
 )
 from gulliver.video._run import Run
@@ -34,38 +33,29 @@ from gulliver.video._sources import make_held_out
 from gulliver.video._training import build_model
 from tests.pool import Pool
 from tests.test_data import write_table, write_video
-from tests.test_video_training import _train_in_world, assert_same_bytes
+from tests.test_video_training import _train_in_world, assert_same_bytes, autoencoder, small
+
+__all__ = ["autoencoder"]  # a fixture
 
 SHAPES = ("9x32x32:2", "1x32x32:1")
 
 
-@pytest.fixture(scope="module")
-def autoencoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("autoencoder") / "a.safetensors"
-    save_autoencoder(path, VideoAutoencoder(width=8))
-    return path
-
-
-def small(out: Path, autoencoder: Path, **changes: object) -> TrainConfig:
-    config = TrainConfig(
-        out=out,
-        steps=3,
-        save_every=2,
-        log_every=1,
-        data=DataConfig(shapes=SHAPES, batch_size=4, clips=40),
-        autoencoder=AutoencoderConfig(path=autoencoder),
-        optimizer=OptimizerConfig(warmup=1),
-        flow=FlowConfig(mask_first=0.3, mask_head=0.3, shift_by_size=True),
-        validation=ValidationConfig(every=2, clips=5, levels=3),
-    )
-    return replace(config, **changes)  # type: ignore[arg-type]
+def held(out: Path, autoencoder: Path, **changes: Any) -> TrainConfig:
+    options = {
+        "steps": 3,
+        "save_every": 2,
+        "data": DataConfig(shapes=SHAPES, batch_size=4, clips=40),
+        "optimizer": OptimizerConfig(warmup=1),
+        "flow": FlowConfig(mask_first=0.3, mask_head=0.3, shift_by_size=True),
+        "validation": ValidationConfig(every=2, clips=5, levels=3),
+    }
+    return small(out, autoencoder, **options | changes)
 
 
 def test_held_out_losses_are_those_of_their_definition_on_any_number_of_ranks(
     pool: Pool, tmp_path: Path, autoencoder: Path
 ) -> None:
-    config = small(tmp_path / "run", autoencoder)
+    config = held(tmp_path / "run", autoencoder)
     train(config)
     lines = Run(config.out).validation.read()
     assert [line["step"] for line in lines] == [2, 3]
@@ -133,7 +123,7 @@ def test_a_table_with_a_bucket_configuration_is_trained_on_and_resumed(
     buckets.write_text(json.dumps(config))
     data = DataConfig(table=table, buckets=buckets, bucket_ranks=2, scores="1.3")
     wordy = replace(TrainConfig().model, text_length=24)
-    whole = small(tmp_path / "whole", autoencoder, data=data, steps=9, model=wordy)
+    whole = held(tmp_path / "whole", autoencoder, data=data, steps=9, model=wordy)
     whole = replace(whole, validation=ValidationConfig(every=4, share=0.2, levels=2))
     train(replace(whole, save_every=4))
     told = capsys.readouterr().err

@@ -88,7 +88,7 @@ def samples_of(sample: Any) -> int:
 def with_peaks(
     work: Work, model: nn.Module, sample: Any, autocast: torch.dtype | None, activations: str
 ) -> Work:
-    """What a batch costs, with the most bytes of a step that are no state.
+    """Returns the work of a batch, with the most bytes of a step that are no state.
 
     The step is followed with shapes alone; 0 is what cannot be followed, or not recomputed.
 

@@ -138,7 +138,7 @@ def _tiered(
     cluster: Cluster,
     seconds: Seconds,
 ) -> tuple[Moved, Seconds, int]:
-    """What moves between memories, seconds of a step that waits for it, and bytes of the rest."""
+    """Returns moves between memories, seconds of a step that waits for them, and other bytes."""
     assert plan.zero is not None, "tiers are of ZeRO"
     assert plan.zero.tiers is not None, "there are tiers"
     tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)

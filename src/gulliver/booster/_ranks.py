@@ -135,7 +135,7 @@ def rank_states(
 def largest_residency(
     states: Sequence[StateBytes], tiers: Tiers, work: Work, policy: Policy = "planned"
 ) -> Residency:
-    """What a step does on the rank that needs most memory at once; the others are tried as well.
+    """Finds the residency of the rank that needs most memory at once; the others are tried as well.
 
     Raises:
         GulliverError: the limit, or what lies behind, is too small for a rank; the least that all
@@ -166,7 +166,7 @@ def _passes(plan: Plan, model: nn.Module, stages: Stages, place: int) -> Passes:
 def rank_work(
     plan: Plan, model: nn.Module, tensor: TensorPlan | None, stages: Stages | None
 ) -> Work:
-    """What a batch costs the rank that computes most of it: an upper bound for what it keeps.
+    """Returns the work of a batch on the rank that computes most of it, an upper bound of bytes.
 
     Args:
         plan: choices; `Plan.work` is what the whole model costs one process.

@@ -268,7 +268,7 @@ def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
 def priced(
     found: Residency, tiers: Tiers, work: Work, cluster: Cluster
 ) -> tuple[Moved, TieredSeconds | None]:
-    """What moves, with the seconds that it takes, what a step waits for and the price of memory.
+    """Returns the moves with their seconds, what a step waits for and the price of memory.
 
     Args:
         found: what a step does.

@@ -183,7 +183,7 @@ def plan_tiers(
     cluster: Cluster | None,
     chosen: bool,
 ) -> Plan:
-    """What becomes of activations, and the size of chunks, chosen by what a step takes.
+    """Chooses the fate of activations and the size of chunks by the seconds of a step.
 
     Args:
         plan: choices, with tiers.

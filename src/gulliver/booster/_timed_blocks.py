@@ -84,7 +84,7 @@ def time_blocks(
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """What is alike of blocks that take equally long."""
+    """Returns a key that is equal for blocks that take equally long."""
     parameters = block.named_parameters()
     sizes = ((name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters)
     return repr(block), *sizes

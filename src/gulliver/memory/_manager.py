@@ -468,7 +468,7 @@ class Manager:
         self._middle.landed(placed.number)
 
     def _written(self, placed: Placed) -> None:
-        """What the store has of an object is out of date: the space may serve others."""
+        """Frees an object's space in the store, whose content is out of date."""
         if placed.tensor is not None:
             before_write([placed.tensor])
         self._free(placed)

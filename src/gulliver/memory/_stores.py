@@ -57,7 +57,7 @@ class Transfer(Protocol):
 
 
 class Middle:
-    """What a store is told of the decisions before it: nothing, unless it decides as well."""
+    """Listener to the decisions before a store: it ignores them, unless it decides as well."""
 
     def expect(self, number: int) -> None:
         """An object will be read."""
@@ -103,7 +103,7 @@ class Store(Protocol):
 
     @property
     def middle(self) -> Middle:
-        """What is told of decisions."""
+        """Listener to the decisions before the store."""
         ...
 
     def allocate(self, nbytes: int, owner: Any = None) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Autoencoder(Protocol):
-    """What every video autoencoder here has; all of them are modules."""
+    """Interface of every video autoencoder here; all of them are modules."""
 
     @property
     def compression(self) -> tuple[int, int, int]:

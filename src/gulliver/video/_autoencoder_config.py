@@ -184,7 +184,7 @@ def check_latent_terms(config: TrainAutoencoderConfig, posterior: bool) -> None:
 
 
 def _needs(config: TrainAutoencoderConfig) -> dict[str, tuple[bool, str]]:
-    """What options need to have an effect, for `check_needs`."""
+    """Lists what options need to have an effect, for `check_needs`."""
     loss = config.loss
     critic = loss.adversarial > 0, "there is no discriminator: add --loss.adversarial 0.5"
     made = config.model.init is None, "--model.init settles it: leave it out"

@@ -202,7 +202,7 @@ class Counts:
 
 @dataclass
 class _Memory:
-    """What is kept between calls with inputs of one shape.
+    """Tensors kept between calls with inputs of one shape.
 
     Attributes:
         number: number of the call under way; the first is 0.
@@ -457,7 +457,7 @@ def _given(block: nn.Module, args: tuple[Any, ...]) -> Tensor:
 
 
 def _as_given_to(last: nn.Module, out: Any) -> Any:
-    """What the first block returns, as the last one would be given it."""
+    """Turns the first block's output into the input that the last one would be given."""
     if isinstance(out, tuple) and isinstance(last, SingleBlock):
         video, text = out
         return torch.cat([text, video], dim=1)

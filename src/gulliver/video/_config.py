@@ -302,7 +302,7 @@ def check_config(config: TrainConfig) -> TrainConfig:
 
 
 def table_needs(data: DataConfig, *more: str) -> dict[str, tuple[bool, str]]:
-    """What the options that only clips of a table can have need, for `check_needs`.
+    """Lists options that only clips of a table can have, for `check_needs`.
 
     Args:
         data: clips to learn from.
@@ -313,7 +313,7 @@ def table_needs(data: DataConfig, *more: str) -> dict[str, tuple[bool, str]]:
 
 
 def _needs(config: TrainConfig) -> dict[str, tuple[bool, str]]:
-    """What the other options need to have an effect."""
+    """Lists what the other options need to have an effect."""
     return {
         "data.bucket_ranks": (config.data.buckets is not None, "add --data.buckets"),
         "flow.shift_rule": (config.flow.shift_by_size, "add --flow.shift-by-size, which it is for"),

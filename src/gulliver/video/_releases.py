@@ -37,7 +37,7 @@ Flow = RectifiedFlow | IDDPM
 
 @dataclass(frozen=True)
 class Release:
-    """How a public model is sampled.
+    """Sampling of a public model, as its release published it.
 
     Attributes:
         name: release that published it.
@@ -139,7 +139,7 @@ class Denoiser:
 
     @property
     def nothing(self) -> Tensor | None:
-        """What stands for no caption, [L, D]; None where the empty caption does."""
+        """Returns the embedding of no caption, [L, D]; None where the empty caption's is taken."""
         return self.model.y_embedder.y_embedding  # type: ignore[union-attr, return-value]
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
@@ -174,7 +174,7 @@ class PackedDenoiser(Denoiser):
 
     @property
     def nothing(self) -> Tensor | None:
-        """What stands for no caption: the empty one, which is encoded as others are."""
+        """Returns None: the empty caption is encoded as others are."""
         return None
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:

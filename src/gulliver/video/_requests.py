@@ -75,7 +75,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one loop of a request samples.
+    """Part of a request that one loop samples.
 
     Attributes:
         prompt: sentence to show.

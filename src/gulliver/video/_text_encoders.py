@@ -52,7 +52,7 @@ class EncodedText(tuple[Tensor, ...]):
 
 
 class TextEncoder(Protocol):
-    """What reads captions."""
+    """Encoder of captions."""
 
     @property
     def channels(self) -> int:
@@ -243,7 +243,7 @@ class TextPair:
 
     @property
     def fingerprint(self) -> str:
-        """Those of both."""
+        """Joins the fingerprints of both."""
         return f"{self.tokens.fingerprint} + {self.whole.fingerprint}"
 
     def encode(self, captions: list[str]) -> EncodedText:
@@ -350,7 +350,7 @@ def check_encoder(encoder: TextEncoder, width: int, length: int) -> None:
 
 
 class EncoderLook(NamedTuple):
-    """What a folder of a text encoder says it holds.
+    """Kind and sizes of a text encoder, as its folder says.
 
     Attributes:
         kind: name of the kind, T5 or CLIP.

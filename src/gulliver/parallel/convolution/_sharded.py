@@ -95,7 +95,7 @@ class Cut:
 
 
 class Holder(ABC):
-    """Where the parts lie, and how a part gets at the others.
+    """Layout of the parts, and the ways from one to the others.
 
     Attributes:
         rank: number of the part that is held here.
@@ -193,7 +193,7 @@ class Rows:
 
 @dataclass
 class Views:
-    """What an activation and its views have in common.
+    """Mark that an activation and its views share.
 
     Attributes:
         several: whether there are views.

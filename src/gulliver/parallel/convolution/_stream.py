@@ -162,7 +162,7 @@ class _Counted(Exception):
 
 @dataclass
 class KeptRows:
-    """What a layer keeps from stretch to stretch.
+    """Rows that a layer keeps from stretch to stretch.
 
     Attributes:
         window: window of the layer.

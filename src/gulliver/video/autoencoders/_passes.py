@@ -19,7 +19,7 @@ from gulliver.video.autoencoders._losses import Posterior
 
 @dataclass(frozen=True)
 class Passes:
-    """How an autoencoder's networks are run on this rank.
+    """Forward of an autoencoder's networks on this rank.
 
     Attributes:
         model: autoencoder.
