@@ -1,0 +1,1 @@
+"""Teaching a model one subject from a few pictures, with its own token (DreamBooth)."""
