@@ -36,8 +36,8 @@ class ConversionPlan:
     """The least-cost way from one layout to another.
 
     Attributes:
-        moves: in order; empty where nothing is to be done.
-        seconds: predicted, of each move.
+        moves: steps in order; empty where nothing is to be done.
+        seconds: predicted seconds of each move.
         item: bytes of an element.
         peak_bytes: bytes that a rank holds at most at once, read and written.
         cluster: name of the machines that the seconds are of.
@@ -85,7 +85,7 @@ def plan_conversion(
     """Finds the least-cost way between two layouts; needs no ranks.
 
     Args:
-        shape: of the whole tensor.
+        shape: size of each dim of the whole tensor.
         item: bytes of an element.
         mesh: sizes of the axes, those with the slowest links first.
         before: DTensor placements, one for each axis.
@@ -109,7 +109,7 @@ def plan_conversion(
             f"the cluster {cluster.name!r} has {cluster.size} ranks and the mesh "
             f"{math.prod(mesh)}: pass cluster.resized({math.prod(mesh)})"
         )
-    ends = tuple(sharding_of(layout, len(shape)) for layout in (before, after))
+    ends = sharding_of(before, len(shape)), sharding_of(after, len(shape))
     links = tuple(
         tuple(cluster.crossed(math.prod(mesh[axis + 1 :]), size)) for axis, size in enumerate(mesh)
     )
@@ -198,8 +198,8 @@ def _converted(
 ) -> DTensor:
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     dims = tuple(_positive(p, len(shape)) for p in placements)
-    local = tensor.to_local()
-    local = local.wait() if hasattr(local, "wait") else local
+    local: Any = tensor.to_local()
+    local = local.wait() if hasattr(local, "wait") else local  # of a collective under way
     place = Place(mesh, shape, reduction_of(tensor.placements, dims))
     for move in _agreed(tensor, dims, cluster, room):
         local = run_move(local, move, place)

@@ -33,7 +33,7 @@ class Place:
 
     Attributes:
         mesh: ranks.
-        shape: of the whole tensor.
+        shape: size of each dim of the whole tensor.
         op: reduction of partial values: sum, avg or max.
     """
 

@@ -88,8 +88,8 @@ class Conversion:
     """A way from one layout to another.
 
     Attributes:
-        moves: in order; empty where the layouts are one.
-        seconds: of all of them.
+        moves: steps in order; empty where the layouts are one.
+        seconds: sum over the moves.
         peak: elements that a rank holds at most at once, read and written.
         states: layouts that the search has looked at.
     """
@@ -107,7 +107,7 @@ def extent(length: int, parts: Sequence[int], place: Sequence[int]) -> tuple[int
     empty; inner cuts cut what the outer ones leave.
 
     Args:
-        length: of the dim.
+        length: elements of the dim.
         parts: sizes of the axes that cut it, outer to inner.
         place: the rank's coordinate on each.
     """
@@ -139,11 +139,11 @@ def convert_least(
     """Finds the way of least seconds.
 
     Args:
-        shape: of the whole tensor.
+        shape: size of each dim of the whole tensor.
         mesh: sizes of the axes, slowest links first.
         before: layout of the tensor.
         after: layout wanted.
-        seconds: of a move; never negative.
+        seconds: function that prices a move; never negative.
         room: most elements that a rank may hold at once, read and written; None for any number.
 
     Returns:
