@@ -67,7 +67,7 @@ class DataConfig:
     unreadable_limit: Annotated[float, SHARE] = 0.1
     """Stop when a larger share of an epoch's clips cannot be read (tables only)."""
     windows: Annotated[int, Range(0, 10_000)] = 0
-    """Windows of a longer clip, evenly spread, of which an epoch takes one; 0: any (tables only)."""
+    """Windows of a longer clip, evenly spread; an epoch takes one of them; 0: any (tables only)."""
     encoded: Path | None = None
     """Folder of `gulliver data encode`: latents of the clips, in place of or beside a table."""
 
