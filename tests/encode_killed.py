@@ -22,7 +22,8 @@ import torch
 from gulliver.comm import shutdown
 from gulliver.data import ClipTable
 from gulliver.options import from_plain
-from gulliver.video.preparation import EncodeConfig, encode
+from gulliver.video import EncodeConfig
+from gulliver.video.preparation import encode
 
 EVENTS = ((os, "replace"), (os, "fsync"), (os, "unlink"), (ClipTable, "read"))
 """What is counted, before and after it happens."""

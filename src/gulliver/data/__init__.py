@@ -3,7 +3,7 @@
 from gulliver.data._arena import ArenaStatistics, PinnedArena
 from gulliver.data._bucket_config import BucketConfig
 from gulliver.data._clips import BrokenClip, Bucket, Clip, ClipBatch, ClipDataset, collate
-from gulliver.data._frames import stacked, upright_frames
+from gulliver.data._frames import STILL_FPS, Frame, stacked, upright_frames
 from gulliver.data._loader import DataLoader, LoaderStatistics
 from gulliver.data._records import read_utf8
 from gulliver.data._resolutions import resolution
@@ -20,6 +20,7 @@ from gulliver.data._table import (
 )
 
 __all__ = [
+    "STILL_FPS",
     "STYLES",
     "ArenaStatistics",
     "BrokenClip",
@@ -31,6 +32,7 @@ __all__ = [
     "ClipDataset",
     "ClipTable",
     "DataLoader",
+    "Frame",
     "LoaderStatistics",
     "PinnedArena",
     "Probe",

@@ -106,7 +106,9 @@ def upright_frames(path: Path) -> Iterator[Frame]:
     except GulliverError:
         raise
     except (av.FFmpegError, OSError, ValueError, IndexError) as error:
-        raise GulliverError(f"cannot be decoded: {error}") from error
+        # Without the number and the path, which FFmpeg's errors have around what they say.
+        reason = getattr(error, "strerror", None) or error
+        raise GulliverError(f"cannot be decoded: {reason}") from error
 
 
 def stacked(frames: list[Frame]) -> np.ndarray:

@@ -38,7 +38,6 @@ from gulliver.video._config import (
 from gulliver.video._demo import demonstrate
 from gulliver.video._diffusers_autoencoders import DiffusersAutoencoder
 from gulliver.video._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, sentence
-from gulliver.video._encode_config import EncodeConfig
 from gulliver.video._encoded import with_encoded
 from gulliver.video._evaluate import Evaluation, evaluate
 from gulliver.video._generate import VideoModel, connect, extend
@@ -84,7 +83,6 @@ __all__ = [
     "DataConfig",
     "DemoConfig",
     "DiffusersAutoencoder",
-    "EncodeConfig",
     "EncodedText",
     "Evaluation",
     "FirstBlock",
