@@ -15,23 +15,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from gulliver.checkpoint import read_tensors, save_huggingface
+from gulliver.checkpoint import save_huggingface
+from gulliver.cli import main
 from gulliver.comm import World
-from gulliver.data import Bucket, BucketConfig, ClipTable
+from gulliver.data import Bucket, ClipTable
 from gulliver.errors import GulliverError
 from gulliver.models import STDiT3, VideoAutoencoder
 from gulliver.video import (
     AutoencoderConfig,
     DataConfig,
+    AutoencoderDataConfig,
     EncodeConfig,
     FlowConfig,
     KeptLatents,
     ModelConfig,
     OptimizerConfig,
+    TrainAutoencoderConfig,
     TrainConfig,
     ValidationConfig,
+    check_autoencoder_config,
     load_autoencoder,
     resolved,
     save_autoencoder,
@@ -44,6 +47,7 @@ from tests.patience import patient
 from tests.pool import Pool
 from tests.test_data import write_table, write_video
 from tests.test_text_encoders import save_t5
+from tests.test_video_training import assert_same_bytes
 
 SHAPES = ("5x32x32", "9x16x16", "1x32x32")
 CAPTIONS = ("a cat", "the cat runs", "a cat on the roof")
@@ -131,8 +135,8 @@ def test_any_number_of_ranks_and_a_call_after_the_end_leave_the_same_bytes(
         assert len({outcome.made for outcome in outcomes}) == 1
     again = encode(options(parts, kept))
     assert bytes_of(kept) == whole
-    assert [name for name, _ in again.broken] == ["broken.mp4"] * len(again.broken)
-    assert again.made == len(again.broken)  # tried again, and nothing else
+    assert [name for name, _ in again.broken] == ["broken.mp4"]
+    assert (again.windows, again.made) == (24, 3)  # the broken one is tried again, and nothing else
 
 
 def killed(config: EncodeConfig, kills: int, seed: int, ranks: int) -> int:
@@ -218,7 +222,9 @@ def test_a_table_that_grows_keeps_what_is_there_and_half_precision_rounds(
     path = config.out / "shards" / rounded.shards[0].file
     path.write_bytes(path.read_bytes()[:-10])
     clip, start = rounded.shards[0].members[-1]
-    with pytest.raises(GulliverError, match="is cut off, or another file: run gulliver data encode"):
+    with pytest.raises(
+        GulliverError, match="is cut off, or another file: run gulliver data encode"
+    ):
         rounded.read(Sample(clip, rounded.shards[0].bucket, start))
 
 
@@ -258,9 +264,7 @@ def _train(world: World, config: TrainConfig) -> None:
 def test_training_on_kept_latents_is_training_on_clips(
     pool: Pool, parts: Path, kept: Path, tmp_path: Path
 ) -> None:
-    clips = small(
-        parts, tmp_path / "clips", table=parts / "clips.csv", shapes=SHAPES, windows=3
-    )
+    clips = small(parts, tmp_path / "clips", table=parts / "clips.csv", shapes=SHAPES, windows=3)
     coder = AutoencoderConfig(path=parts / "vae3.safetensors")
     train(replace(clips, autoencoder=coder))
     # Shapes, windows and autoencoder follow from the folder; the clips themselves need not be there.
@@ -270,8 +274,105 @@ def test_training_on_kept_latents_is_training_on_clips(
     beside = small(parts, tmp_path / "beside", encoded=kept, table=parts / "clips.csv")
     pool.run(_train, 2, beside)
     assert_same_curve(beside.out, clips.out)
+    # Where a batch is one clip, the float path is the same, and so is every bit.
+    one = {"steps": 3, "validation": ValidationConfig()}
+    each = [
+        replace(run, out=tmp_path / f"each{n}", data=replace(run.data, batch_size=1), **one)
+        for n, run in enumerate((replace(clips, autoencoder=coder), alone))
+    ]
+    for run in each:
+        train(run)
+    assert_same_bytes(each[0].out, each[1].out)
     resumed = replace(alone, resume=True, resume_step=3)
     before = losses(alone.out)
     train(resumed)
     assert losses(alone.out) == before
     assert json.loads(alone.out.joinpath("config.json").read_text())["data"]["windows"] == 3
+
+
+def test_public_weights_train_on_kept_latents_and_texts_of_every_bucket(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buckets = tmp_path / "buckets.json"
+    # The longest clip comes to 9 frames in one epoch, to 5 in another.
+    chances = {"1": [0.7, 2], "9": [[0.5, 0.5], 2], "5": [0.8, 2]}
+    buckets.write_text(json.dumps({"32px": chances}))
+    save_t5(tmp_path / "t5")
+    sizes = {"in_channels": 8, "hidden_size": 48, "depth": 1, "num_heads": 2}
+    torch.manual_seed(1)
+    model = STDiT3(**sizes, caption_channels=16, model_max_length=9)
+    save_huggingface(model, tmp_path / "weights")
+    named = ModelConfig(weights=tmp_path / "weights", text_encoder=tmp_path / "t5")
+    clips = replace(
+        small(parts, tmp_path / "clips", table=parts / "clips.csv", buckets=buckets, windows=2),
+        autoencoder=AutoencoderConfig(path=parts / "vae3.safetensors"),
+        model=named,
+    )
+    train(clips)
+    config = options(parts, tmp_path / "kept", shapes=(), buckets=buckets, windows=2)
+    encode(replace(config, text_encoder=tmp_path / "t5", text_length=9))
+    lengths = {shard.bucket.split("x")[0] for shard in KeptLatents(config.out).shards}
+    assert lengths == {"1", "5", "9"}
+    kept = small(parts, tmp_path / "run", encoded=config.out)
+    # The text encoder is not loaded: its texts are there.
+    monkeypatch.setattr("gulliver.video._build.make_text", None)
+    train(replace(kept, model=ModelConfig(weights=tmp_path / "weights")))
+    assert_same_curve(kept.out, clips.out)
+    assert not (kept.out / "texts").exists()
+    save_t5(tmp_path / "other", 16, seed=1)
+    other = ModelConfig(weights=tmp_path / "weights", text_encoder=tmp_path / "other")
+    with pytest.raises(GulliverError, match="text_encoder is .*other in this run, .*t5 of the lat"):
+        train(replace(kept, out=tmp_path / "no", model=other))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"frame_interval": 2, "windows": 2},
+            "frame_interval is 2 in this run, 1 .*; windows is 2",
+        ),
+        ({"scores": "1.2"}, "scores is 1.2 in this run, none of the latents"),
+        ({"shapes": ("9x32x32", "5x16x16")}, "kept in other shapes than .* run gulliver data enc"),
+        ({"encoded": Path("nowhere")}, "nowhere holds no kept latents"),
+    ],
+)
+def test_latents_that_do_not_fit_a_run_are_refused(
+    parts: Path, kept: Path, tmp_path: Path, changes: dict, message: str
+) -> None:
+    config = small(parts, tmp_path / "run", **{"encoded": kept} | changes)
+    with pytest.raises(GulliverError, match=message):
+        train(config)
+
+
+def test_latents_of_another_autoencoder_or_of_another_file_are_refused(
+    parts: Path, kept: Path, tmp_path: Path
+) -> None:
+    config = small(parts, tmp_path / "run", encoded=kept)
+    other = replace(config, autoencoder=AutoencoderConfig(path=parts / "vae4.safetensors"))
+    with pytest.raises(GulliverError, match="autoencoder is VideoAuto.* in this run, VideoAuto"):
+        train(other)
+    assert not config.out.exists()
+    for path in (p for p in parts.iterdir() if p.suffix in (".mp4", ".csv")):
+        shutil.copy(path, tmp_path / path.name)
+    write_video(tmp_path / "4.mp4", 13, 16, 16, rate=9)
+    table = replace(config, data=replace(config.data, table=tmp_path / "clips.csv"))
+    with pytest.raises(GulliverError, match=r"3 of 30 windows.*clip '4.mp4' is new, or another"):
+        train(table)
+    with pytest.raises(GulliverError, match="--data.encoded .* an autoencoder learns from pixels"):
+        check_autoencoder_config(TrainAutoencoderConfig(data=AutoencoderDataConfig(encoded=kept)))
+
+
+def test_the_command_encodes_and_says_what_is_broken(
+    parts: Path, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "kept"
+    told = ["--autoencoder", parts / "vae3.safetensors", "--out", out, "--shapes", *SHAPES]
+    command = ["data", "encode", parts / "clips.csv", *told, "--windows", 3, "--shard-clips", 2]
+    with pytest.raises(SystemExit) as ended:
+        main([str(part) for part in command])
+    told_to = capsys.readouterr().err
+    assert ended.value.code == 0, told_to
+    assert "24 windows are kept in" in told_to
+    assert told_to.count("broken.mp4: ") == 1
+    assert bytes_of(out) == bytes_of(kept)

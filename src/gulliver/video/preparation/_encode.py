@@ -65,6 +65,7 @@ from gulliver.video._kept_latents import (
     weights_digest,
 )
 from gulliver.video._public_autoencoders import load_autoencoder
+from gulliver.video._skipped import listing
 from gulliver.video._sources import make_dataset
 from gulliver.video._text_encoders import KeptTexts, load_text_encoder
 
@@ -96,7 +97,7 @@ class Encoded:
 
     Attributes:
         windows: number of windows of the table that are kept.
-        made: number of those that this call has encoded, on all ranks.
+        made: number of those that this call has tried to encode, on all ranks.
         broken: name and reason of each clip that could not be read.
         finished: whether all is done; a signal ends a call before.
     """
@@ -233,13 +234,14 @@ class _Job:
             text = self._encode_texts(stop)
         stopped = any_rank(stop.wanted, self.world.device)
         made = sum(gather_objects(made))
-        broken: list[tuple[str, str]] = []
+        outcome = Encoded(0, made, finished=False)
         with together():
             if self.world.is_main and not stopped:
-                broken = self._write_index(planned, old, text)
-        broken = broadcast_object(broken)
-        self._tell_end(made, broken, stopped)
-        return Encoded(len(self.wanted) - len(broken), made, broken, not stopped)
+                outcome = self._write_index(planned, old, text, made)
+        outcome = broadcast_object(outcome)
+        if self.world.is_main:
+            self._tell_end(outcome)
+        return outcome
 
     def _plan(self) -> tuple[list[Planned], list[Shard], list[Planned]]:
         """Plans new shards: all of them, those that are kept already, and what is not there."""
@@ -328,9 +330,9 @@ class _Job:
         return KeptText(path, files, kept.fingerprint, kept.channels, kept.max_length)
 
     def _write_index(
-        self, planned: list[Planned], old: list[Shard], text: KeptText | None
-    ) -> list[tuple[str, str]]:
-        """Writes the index, and removes what it does not name; returns the broken clips."""
+        self, planned: list[Planned], old: list[Shard], text: KeptText | None, made: int
+    ) -> Encoded:
+        """Writes the index, and removes what it does not name."""
         shards, broken = list(old), []
         for plan in planned:
             told = _read_shard(self._file(plan.file))
@@ -365,10 +367,11 @@ class _Job:
             if path.name not in named:
                 # Of another table, by a call that did not end; or of broken clips only.
                 path.unlink()
-        return [
-            (rows[self.wanted[Sample(clip, bucket, start)].row].name, why)
+        names = {
+            rows[self.wanted[Sample(clip, bucket, start)].row].name: why
             for clip, bucket, start, why in broken
-        ]
+        }
+        return Encoded(len(self.wanted) - len(broken), made, sorted(names.items()))
 
     def _latent_shape(self, bucket: Bucket) -> tuple[int, ...]:
         return self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
@@ -385,18 +388,14 @@ class _Job:
                 "will stop where the disk is full, and go on when called again"
             )
 
-    def _tell_end(self, made: int, broken: list[tuple[str, str]], stopped: bool) -> None:
-        if not self.world.is_main:
-            return
-        out, total = self.config.out, len(self.wanted)
-        if stopped:
+    def _tell_end(self, outcome: Encoded) -> None:
+        out, made = self.config.out, outcome.made
+        if not outcome.finished:
             console().print(f"stopped after {made} windows; the same command goes on in {out}")
             return
-        console().print(f"{total - len(broken)} windows are kept in {out}, {made} made now")
-        if broken:
-            console().print(f"{len(broken)} could not be read:")
-            for name, reason in broken:
-                console().print(f"  {name}: {reason}")
+        console().print(f"{outcome.windows} windows are kept in {out}, {made} tried now")
+        if outcome.broken:
+            console().print(listing(set(outcome.broken)))
 
 
 def _read_shard(path: Path) -> dict[str, Any] | None:
