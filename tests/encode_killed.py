@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,14 +42,17 @@ def _arm(after: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     for place, name in EVENTS:
+        setattr(place, name, _counted(getattr(place, name), count))
 
-        def counted(*told: Any, inner: Any = getattr(place, name), **more: Any) -> Any:
-            count()
-            found = inner(*told, **more)
-            count()
-            return found
 
-        setattr(place, name, counted)
+def _counted(inner: Callable[..., Any], count: Callable[[], None]) -> Callable[..., Any]:
+    def counted(*told: Any, **more: Any) -> Any:
+        count()
+        found = inner(*told, **more)
+        count()
+        return found
+
+    return counted
 
 
 def _child(config: EncodeConfig, world: tuple[int, int, int], after: int) -> NoReturn:

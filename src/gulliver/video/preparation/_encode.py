@@ -72,7 +72,8 @@ from gulliver.video._text_encoders import KeptTexts, load_text_encoder
 AHEAD = 3
 """Clips that are decoded ahead of the one that is encoded."""
 KEY = "gulliver"
-Item, Made = TypeVar("Item"), TypeVar("Made")
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 class Window(NamedTuple):
