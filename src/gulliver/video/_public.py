@@ -38,10 +38,12 @@ from gulliver.video._config import (
 from gulliver.video._demo import demonstrate
 from gulliver.video._diffusers_autoencoders import DiffusersAutoencoder
 from gulliver.video._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, sentence
+from gulliver.video._encoded import with_encoded
 from gulliver.video._evaluate import Evaluation, evaluate
 from gulliver.video._generate import VideoModel, connect, extend
 from gulliver.video._guidance import Guidance
 from gulliver.video._judges import Judges, Scores, train_judges
+from gulliver.video._kept_latents import KeptLatents
 from gulliver.video._mask_strings import SHORT_FORMS, parse_mask_strategy
 from gulliver.video._media import check_output, read_frames, write_clip
 from gulliver.video._pipeline import VideoPipeline, open_run
@@ -87,6 +89,7 @@ __all__ = [
     "FlowConfig",
     "Guidance",
     "Judges",
+    "KeptLatents",
     "KeptTexts",
     "ModelConfig",
     "MovingDigits",
@@ -142,6 +145,7 @@ __all__ = [
     "train_autoencoder",
     "train_judges",
     "unknown_words",
+    "with_encoded",
     "words_of",
     "write_clip",
 ]

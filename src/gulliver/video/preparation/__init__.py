@@ -1,4 +1,4 @@
-"""Data preparation: from a folder of clips to a table that a model is trained on.
+"""Data preparation: from a folder of clips to a table, and to the latents that one trains on.
 
 Read `_table.py` first, then `_work.py`; the other files are one step of the way each. The names are
 imported when the first of them is asked for, so that a table is filtered without torch.
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gulliver.video.preparation._caption import Captioned, caption
     from gulliver.video.preparation._dedup import Deduplicated, Pair, deduplicate
+    from gulliver.video.preparation._encode import Encoded, check_encode, encode
     from gulliver.video.preparation._filter import Filtered, filter_file, filter_table
     from gulliver.video.preparation._samples import Samples, take_samples
     from gulliver.video.preparation._scan import Scanned, read_facts, scan
@@ -23,6 +24,7 @@ __all__ = [
     "IN_THE_BOX",
     "Captioned",
     "Deduplicated",
+    "Encoded",
     "Filtered",
     "Outcome",
     "Pair",
@@ -32,7 +34,9 @@ __all__ = [
     "Table",
     "broken_path",
     "caption",
+    "check_encode",
     "deduplicate",
+    "encode",
     "filter_file",
     "filter_table",
     "find_scorers",
@@ -49,6 +53,7 @@ __all__ = [
 _MODULES = {
     "_caption": ("Captioned", "caption"),
     "_dedup": ("Deduplicated", "Pair", "deduplicate"),
+    "_encode": ("Encoded", "check_encode", "encode"),
     "_filter": ("Filtered", "filter_file", "filter_table"),
     "_samples": ("Samples", "take_samples"),
     "_scan": ("Scanned", "read_facts", "scan"),
