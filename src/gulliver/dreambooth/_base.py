@@ -26,7 +26,7 @@ class Picture:
 
     Attributes:
         path: file that it was read from.
-        pixels: colours ``[H, W, 3]``, uint8.
+        pixels: colours ``[H, W, 3]``, or of a prior clip ``[T, H, W, 3]``, uint8.
         text: caption of its own; None takes the prompt of the run.
     """
 
@@ -104,6 +104,17 @@ class Base(Protocol):
         Raises:
             GulliverError: the token is a word already, the initial one is none, or there is no
                 text encoder.
+        """
+        ...
+
+    def settle(self, texts: Sequence[str], train_text: bool) -> None:
+        """Takes notice of all prompts of the run, before `loss` or `sample` is called.
+
+        Where `text` does not learn, a base may encode them now and free it; `text` is None then.
+
+        Args:
+            texts: prompts of samples and of pictures that are made; ``""`` is among them.
+            train_text: whether the text encoder, or rows of it, learn.
         """
         ...
 
