@@ -26,6 +26,7 @@ class Command(NamedTuple):
 
 VIDEO, OPTIONS = "gulliver.video._config", "gulliver.cli._options"
 TEXTS = "gulliver.finetune._job_config"
+SUBJECTS = "gulliver.dreambooth._config"
 AUTOENCODERS = "gulliver.video._autoencoder_config"
 COMMANDS = {
     name: Command(
@@ -33,6 +34,13 @@ COMMANDS = {
     )
     for name, place, options, module, what in (
         ("finetune", TEXTS, "FinetuneConfig", "_finetune", "fine-tune a language model on texts"),
+        (
+            "dreambooth",
+            SUBJECTS,
+            "DreamboothConfig",
+            "_dreambooth",
+            "teach an image or video model a subject from a few pictures",
+        ),
         ("train", VIDEO, "TrainConfig", "_commands", "train a text-to-video model"),
         (
             "train-autoencoder",

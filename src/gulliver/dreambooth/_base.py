@@ -7,7 +7,7 @@ knows its networks: how a picture becomes latents, what the loss of a sample is,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -61,12 +61,15 @@ class Learnt:
             their names in the networks, with ``trained.`` or ``text.`` before them.
         tokens: new words, whose rows are among the tensors.
         adapters: PEFT's configuration of the adapters, by network: ``trained`` and ``text``.
+        write: function that writes tensors to a safetensors file, by their names there and here,
+            without having all of them in memory.
     """
 
     method: Method
     tensors: Mapping[str, Tensor]
     tokens: tuple[TokenHandle, ...] = ()
     adapters: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    write: Callable[[Path, Mapping[str, str]], None] = lambda path, names: None
 
 
 class Base(Protocol):
@@ -140,6 +143,18 @@ class Base(Protocol):
 
     def sample(self, texts: Sequence[str], seeds: Sequence[int]) -> list[np.ndarray]:
         """Makes a picture ``[H, W, 3]`` or a clip ``[T, H, W, 3]`` of each prompt, uint8."""
+        ...
+
+    def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
+        """Reads what `save` wrote of adapters.
+
+        Returns:
+            Tensors by their names in `Learnt.tensors`, without ``.default``, and PEFT's
+            configurations by network, as in `Learnt.adapters`.
+
+        Raises:
+            GulliverError: there is no such file.
+        """
         ...
 
     def save(self, folder: Path, learnt: Learnt) -> None:

@@ -20,8 +20,8 @@ from gulliver.options import (
     SEED,
     SHARE,
     Range,
-    check_options,
     check_needs,
+    check_options,
 )
 
 SIZE = Range(1, 65536)
@@ -149,6 +149,11 @@ class DreamboothConfig:
     def every(self) -> int:
         """Steps between validation pictures."""
         return self.validate_every or max(1, self.steps // 5)
+
+    @property
+    def ranks_of_a_model(self) -> int:
+        """Ranks that hold one model together, and see the same samples."""
+        return self.tp
 
     def filled(self, prompt: str) -> str:
         """A prompt with the token and the class in it."""

@@ -72,7 +72,9 @@ def add_token(tokenizer: Any, encoder: Any, token: str, initial: str | None) -> 
             ids = tokenizer(initial, add_special_tokens=False)["input_ids"]
             unknown = tokenizer.unk_token_id
             if not ids or (unknown is not None and all(one == unknown for one in ids)):
-                raise GulliverError(f"--initial {initial!r} is no word of the base: name a known one")
+                raise GulliverError(
+                    f"--initial {initial!r} is no word of the base: name a known one"
+                )
             row = table.weight[torch.tensor(ids, device=table.weight.device)].mean(0, keepdim=True)
         wrapped = TokenEmbedding(table, row.clone())
     tokenizer.add_tokens(token)
