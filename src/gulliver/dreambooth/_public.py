@@ -1,0 +1,18 @@
+"""The public names of `gulliver.dreambooth`, imported when one of them is asked for."""
+
+from gulliver.dreambooth._base import Base, Learnt, Picture, TokenHandle
+from gulliver.dreambooth._config import DreamboothConfig, check_dreambooth
+from gulliver.dreambooth._diffusers import DiffusersBase
+from gulliver.dreambooth._dreambooth import Outcome, dreambooth
+
+__all__ = [
+    "Base",
+    "DiffusersBase",
+    "DreamboothConfig",
+    "Learnt",
+    "Outcome",
+    "Picture",
+    "TokenHandle",
+    "check_dreambooth",
+    "dreambooth",
+]
