@@ -89,7 +89,7 @@ class VideoBase:
         device: device of the networks.
         dtype: dtype of the transformer in training.
         sampling_steps: steps of sampling.
-        guidance: weight of the prompt in sampling.
+        guidance: weight of the prompt in sampling; None for the usual one.
         on_meta: whether to keep shapes alone, for a plan.
 
     Raises:
@@ -105,7 +105,7 @@ class VideoBase:
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
         sampling_steps: int = 24,
-        guidance: float = 2.0,
+        guidance: float | None = None,
         on_meta: bool = False,
     ) -> None:
         self.device, self.on_meta = device or torch.device("cpu"), on_meta
@@ -114,11 +114,13 @@ class VideoBase:
         shapes = parse_shapes(tuple(self.config["data"]["shapes"]))
         usual = max(shapes, key=lambda one: shapes[one])
         self.bucket = _resized(usual, resolution, self.maker.autoencoder)
-        self.fingerprint = fingerprint_of(self.maker, self.bucket)
+        self.fingerprint = fingerprint_of(self.maker)
         self.trained = network_of(self.maker).to(dtype).requires_grad_(False)
         if on_meta:
             self.trained.to("meta")
-        self.sampling = SamplingConfig(sampling_steps, guidance)
+        self.sampling = SamplingConfig(
+            sampling_steps, SamplingConfig.guidance if guidance is None else guidance
+        )
         self.text: nn.Module | None = None
         self.targets = spatial_layers(self.trained)
         self._told: dict[str, EncodedText] = {}
@@ -137,17 +139,14 @@ class VideoBase:
                 "--learn-token out, and take a rare word as --token"
             )
         known = getattr(self.maker, "known_words", None)
-        strange = [word for word in words_of(initial) if word not in known] if initial and known \
-            else []
+        strange = [w for w in words_of(initial or token) if initial and known and w not in known]
         if strange or len(words_of(token)) != 1 or words_of(token)[0] != token:
             wrong = f"--initial {strange[0]!r} is no" if strange else f"--token {token!r} is no"
             raise GulliverError(f"{wrong} word of this base: write it in small letters")
         if known is not None and token in known:
             raise GulliverError(f"--token {token} is a word of the base already: choose another")
-        # Of one word, without the code of its place, which that of the first is for all.
-        row = words.encode([initial or token]).embeddings[0, 0].mean(0, keepdim=True)
-        row = row - words.encode([token]).embeddings[0, 0] + words.vector(token)
-        self.text = TaughtWords(words, token, row.to(self.device))
+        row = torch.stack([words.vector(word) for word in words_of(initial or token)])
+        self.text = TaughtWords(words, token, row.mean(0, keepdim=True).to(self.device))
         cast(Any, self.maker).text = self.text
         if known is not None:
             cast(Any, self.maker).known_words = known | {token}
@@ -262,6 +261,12 @@ class VideoBase:
         requests = [Request(text, self.bucket, seed) for text, seed in asked]
         return [to_frames(clip) for clip in self.maker.generate(requests, self.sampling)]
 
+    def continued(self, still: np.ndarray, text: str, seed: int) -> np.ndarray:
+        """Makes a clip ``[T, H, W, 3]`` of a prompt that begins with a picture ``[H, W, 3]``."""
+        first = torch.from_numpy(still)[None].permute(3, 0, 1, 2).float() / 127.5 - 1
+        (clip,) = self.maker.generate([Request(text, self.bucket, seed, first)], self.sampling)
+        return to_frames(clip)
+
     def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
         """Reads adapters to go on with, and a word's row, which goes on from there too."""
         if not (path / CONFIG).is_file():
@@ -321,15 +326,12 @@ class LowRank(nn.Module):
         return self.layer(x) + low * self.scale
 
 
-def load_adapter(
-    maker: VideoModel | VideoPipeline, folder: Path, resolution: int | None = None
-) -> None:
+def load_adapter(maker: VideoModel | VideoPipeline, folder: Path) -> None:
     """Gives an opened run what `gulliver dreambooth` has taught its base.
 
     Args:
         maker: run as `gulliver.video.open_run` opens it; it is changed.
         folder: folder of the result.
-        resolution: ``--resolution`` that the subject was taught at, where it was given.
 
     Raises:
         GulliverError: there is nothing of that kind, or it is of another base.
@@ -352,7 +354,7 @@ def load_adapter(
         parent, _, name = path.rpartition(".")
         setattr(network.get_submodule(parent), name, LowRank(layer, down, up, scale))
     for token, rows in read_tensors(folder / EMBEDDINGS).items() if EMBEDDINGS in found else ():
-        assert isinstance(maker, VideoModel) and isinstance(maker.text, WordEncoder)
+        assert isinstance(maker, VideoModel), "it has words"
         maker.text.teach(token, rows[0])
         if maker.known_words is not None:
             maker.known_words |= {token}
@@ -393,7 +395,7 @@ def spatial_layers(network: nn.Module) -> tuple[str, ...]:
     )
 
 
-def fingerprint_of(maker: VideoModel | VideoPipeline, bucket: Bucket | None = None) -> str:
+def fingerprint_of(maker: VideoModel | VideoPipeline) -> str:
     """Digest of the networks and words of a run; a few elements of each tensor tell them apart."""
     digest = hashlib.blake2b(digest_size=16)
     for network in (network_of(maker), maker.autoencoder):

@@ -95,12 +95,13 @@ class WordEncoder:
         vectors = like.new_zeros(len(captions), 1, longest, self.channels)
         mask = torch.zeros(len(captions), longest, dtype=torch.bool)
         for row, words in enumerate(sentences):
-            stacked = torch.stack([self._vector(word).to(like) for word in words])
+            stacked = torch.stack([self.vector(word).to(like) for word in words])
             vectors[row, 0, : len(words)] = stacked + self._places[: len(words)].to(like)
             mask[row, : len(words)] = True
         return EncodedText(vectors, mask)
 
-    def _vector(self, word: str) -> Tensor:
+    def vector(self, word: str) -> Tensor:
+        """The vector of a word ``[channels]``, without the code of its place."""
         if word in self._taught:
             return self._taught[word]
         if word not in self._vectors:
