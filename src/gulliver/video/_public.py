@@ -43,13 +43,14 @@ from gulliver.video._generate import VideoModel, connect, extend
 from gulliver.video._guidance import Guidance
 from gulliver.video._judges import Judges, Scores, train_judges
 from gulliver.video._mask_strings import SHORT_FORMS, parse_mask_strategy
-from gulliver.video._media import check_output, read_frames, write_clip
+from gulliver.video._media import check_output, read_frames, to_frames, write_clip, write_gif
 from gulliver.video._pipeline import VideoPipeline, open_run
 from gulliver.video._prompts import loop_prompts, read_prompt
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import check_kind, load_model
-from gulliver.video._rectified_flow import RectifiedFlow
+from gulliver.video._rectified_flow import Preview, RectifiedFlow
 from gulliver.video._requests import Request, check_request, loop_seed
+from gulliver.video._run import Run
 from gulliver.video._shared import split_ranks
 from gulliver.video._text_encoders import (
     ClipTextEncoder,
@@ -92,8 +93,10 @@ __all__ = [
     "MovingDigits",
     "OptimizerConfig",
     "Outcome",
+    "Preview",
     "RectifiedFlow",
     "Request",
+    "Run",
     "SamplingConfig",
     "Scores",
     "T5TextEncoder",
@@ -138,10 +141,12 @@ __all__ = [
     "save_autoencoder",
     "sentence",
     "split_ranks",
+    "to_frames",
     "train",
     "train_autoencoder",
     "train_judges",
     "unknown_words",
     "words_of",
     "write_clip",
+    "write_gif",
 ]
