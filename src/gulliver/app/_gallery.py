@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from gulliver.app._messages import Made, Settings
+from gulliver.app._messages import Made, Settings, Source
 from gulliver.errors import GulliverError
 from gulliver.io import write_text
 
@@ -26,7 +28,8 @@ class Entry:
     Attributes:
         path: mp4 file.
         settings: settings that it was made with.
-        facts: what else its JSON file says: model, checkpoint, fps, scale, seconds, date.
+        facts: what else its JSON file says: source (options that name the model), checkpoint, fps,
+            scale, seconds, date.
     """
 
     path: Path
@@ -40,6 +43,28 @@ class Entry:
         shape = f"{s.frames}x{s.height}x{s.width}"
         return f"{s.prompt} · {shape} · {s.steps} steps · guidance {s.guidance:g} · seed {s.seed}"
 
+    @property
+    def command(self) -> str:
+        """The `gulliver generate` that makes the same clip."""
+        s, facts = self.settings, self.facts
+        divisor = math.gcd(s.height, s.width)
+        options = {
+            **facts.get("source", {}),
+            "prompt": s.prompt,
+            **({"negative-prompt": s.negative_prompt} if s.negative_prompt else {}),
+            **({"image": s.picture} if s.picture else {}),
+            "frames": s.frames,
+            "aspect-ratio": f"{s.width // divisor}:{s.height // divisor}",
+            "resolution": round(math.sqrt(s.height * s.width)),
+            "steps": s.steps,
+            "guidance": s.guidance,
+            "seed": s.seed,
+            "scale": facts.get("scale", 1),
+            "out": "clip.mp4",
+        }
+        words = (word for name, value in options.items() for word in (f"--{name}", str(value)))
+        return shlex.join(["gulliver", "generate", *words])
+
 
 @dataclass(frozen=True)
 class Gallery:
@@ -51,13 +76,13 @@ class Gallery:
         """Returns a path for a clip that is to be made; names sort by time."""
         return self.folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}.mp4"
 
-    def keep(self, made: Made, settings: Settings, model: str) -> Entry:
+    def keep(self, made: Made, settings: Settings, source: Source) -> Entry:
         """Writes the settings beside a clip, which is in the gallery from then on.
 
         Args:
             made: clip whose file lies in the folder.
             settings: settings that it was made with.
-            model: path of the run or of the public model.
+            source: model that made it.
 
         Raises:
             GulliverError: the folder cannot be written.
@@ -68,7 +93,7 @@ class Gallery:
             shutil.copyfile(settings.picture, picture)
             settings = replace(settings, picture=picture)
         facts = {
-            "model": model,
+            "source": source.options,
             "checkpoint": made.checkpoint,
             "fps": made.fps,
             "scale": made.scale,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +33,12 @@ class Source:
     def name(self) -> str:
         """Path of the run or the transformer, for people."""
         return str(self.run or self.model)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The options of `gulliver generate` that name it."""
+        paths = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "keep"}
+        return {name.replace("_", "-"): str(path) for name, path in paths.items() if path}
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,11 @@ REFRESH_S = 3.0
 CURVE = ["step", "loss", "of"]
 LAST_SEED = 2**31 - 1
 CSS = """
+#facts pre, #chosen pre { white-space: pre-wrap; font-size: 85%; }
 #frames img { image-rendering: pixelated; width: 256px; border-radius: 6px; }
 #told .bar { height: 8px; border-radius: 4px; background: var(--neutral-200); overflow: hidden; }
 #told .bar div { height: 100%; background: var(--color-accent); }
-#told .wrong { color: var(--error-text-color, #b91c1c); }
+.wrong { color: var(--error-text-color, #b91c1c); }
 """
 
 
@@ -274,7 +275,7 @@ def _shown(parts: Parts, settings: Settings, event: Event) -> tuple[Any, ...]:
             return "<p>Stopped.</p>", "", None, ""
         case Made():
             try:
-                entry = parts.gallery.keep(event, settings, parts.source.name)
+                entry = parts.gallery.keep(event, settings, parts.source)
             except (GulliverError, OSError) as error:
                 return _wrong(f"the clip cannot be kept: {error}"), "", None, ""
             told = f"<p>Made in {event.seconds:.1f} s with {escape(event.checkpoint)}.</p>"
@@ -306,15 +307,14 @@ def _notice(service: Service) -> str:
 
 def _facts(entry: Entry) -> str:
     """Lists the settings of a clip, and where it lies."""
-    rest = (f"{name} {value}" for name, value in entry.facts.items())
-    negative = entry.settings.negative_prompt
+    facts, negative = entry.facts, entry.settings.negative_prompt
     lines = [
-        entry.caption,
-        *([f"not: {negative}"] if negative else []),
-        " · ".join(rest),
+        entry.caption + (f" · not: {negative}" if negative else ""),
+        f"{facts.get('made')} · {facts.get('checkpoint')} · {facts.get('seconds')} s",
         str(entry.path),
     ]
-    return "".join(f"<p>{escape(line)}</p>" for line in lines)
+    told = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return f"{told}<p>The same clip:</p><pre>{escape(entry.command)}</pre>"
 
 
 def _listed(gallery: Gallery) -> tuple[list[tuple[str, str]], list[str]]:
