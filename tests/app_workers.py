@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,10 +21,18 @@ from gulliver.video import (
     save_autoencoder,
     train,
 )
+from tests.references import FOLDER, computed_once
 
 
 def make_run(folder: Path) -> Path:
-    """Makes a run of one step: its clips show nothing, but everything about them is there."""
+    """Copies a run of one step: its clips show nothing, but everything about them is there."""
+    return Path(shutil.copytree(_run(), folder / "run"))
+
+
+@computed_once
+def _run() -> Path:
+    folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="gulliver-tests-")) / "app"
+    folder.mkdir()
     torch.manual_seed(0)
     save_autoencoder(folder / "a.safetensors", VideoAutoencoder(width=8))
     config = TrainConfig(
