@@ -52,6 +52,7 @@ COMMANDS = {
             "train a video autoencoder",
         ),
         ("generate", OPTIONS, "GenerateConfig", "_commands", "make clips from sentences"),
+        ("app", OPTIONS, "AppConfig", "_app", "make clips in the browser, look at a training run"),
         ("evaluate", OPTIONS, "EvaluateConfig", "_commands", "judge what a model shows"),
         (
             "checkpoint",
