@@ -38,6 +38,7 @@ from gulliver.hardware._costs import (
     point_to_point_seconds,
     reduce_scatter_seconds,
     resharding_bytes,
+    roofline_seconds,
     wire_bytes,
     zero_collectives,
 )
@@ -61,6 +62,12 @@ from gulliver.hardware._offload import (
     host_rates,
     seconds_text,
     tiered_seconds,
+)
+from gulliver.hardware._operators import (
+    flop_formulas,
+    operator_bytes,
+    operator_flops,
+    operator_seconds,
 )
 from gulliver.hardware._probe import probe_device, probe_disk
 from gulliver.hardware._step import (
@@ -109,6 +116,7 @@ __all__ = [
     "disk_rates",
     "disk_seconds",
     "fit_line",
+    "flop_formulas",
     "forget_seconds",
     "group_into_nodes",
     "host_rates",
@@ -120,6 +128,9 @@ __all__ = [
     "matmul_seconds",
     "memory_bytes",
     "memory_seconds",
+    "operator_bytes",
+    "operator_flops",
+    "operator_seconds",
     "pair_rounds",
     "point_to_point_seconds",
     "predict_step",
@@ -131,6 +142,7 @@ __all__ = [
     "proposed_axes",
     "reduce_scatter_seconds",
     "resharding_bytes",
+    "roofline_seconds",
     "seconds_text",
     "split_attention_bytes",
     "split_attention_seconds",
