@@ -56,7 +56,9 @@ def measure_work(
         timed(model, sample, autocast)
     with _put_back(model):
         turns = [timed(model, sample, autocast) for _ in range(TURNS)]
-    parts = {"blocks": blocks, "cut": _cut(tensor)} | {f"block {path}": [path] for path in blocks}
+    parts = {"blocks": blocks, "cut": shared_paths(tensor)} | {
+        f"block {path}": [path] for path in blocks
+    }
     whole, inside = math.inf, dict[str, float]()
     for _ in range(TURNS if each else 1):
         with _put_back(model), _seconds_in(model, parts) as found:
@@ -223,7 +225,7 @@ def _sizes_of(
             watched.append((path, out_of("forward", *again)))
     watched += [(path, out_of("hidden")) for path in blocks[:1]]
     handles = [model.get_submodule(p).register_forward_hook(h) for p, h in watched]
-    for path in _entries(tensor):
+    for path in entries_of(tensor):
         module = model.get_submodule(path)
         handles.append(module.register_forward_hook(into, with_kwargs=True))
     try:
@@ -237,7 +239,7 @@ def _inside(path: str, others: Iterable[str]) -> bool:
     return any(path.startswith(f"{other}.") for other in others)
 
 
-def _entries(tensor: TensorPlan | None) -> list[str]:
+def entries_of(tensor: TensorPlan | None) -> list[str]:
     """Paths of modules that are given whole tensors and compute a part of what follows."""
     if tensor is None:
         return []
@@ -245,7 +247,7 @@ def _entries(tensor: TensorPlan | None) -> list[str]:
     return [*tensor.sites, *(path for path in columns if not _inside(path, tensor.sites))]
 
 
-def _cut(tensor: TensorPlan | None) -> list[str]:
+def shared_paths(tensor: TensorPlan | None) -> list[str]:
     """Paths of modules that each tensor rank runs a part of, with all that is in them."""
     if tensor is None:
         return []

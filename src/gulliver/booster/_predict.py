@@ -6,6 +6,7 @@ Every second is a formula of `gulliver.hardware`; here stands which messages a p
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -59,10 +60,10 @@ def predict(
     tensor = plan_tensors(plan, model)
     blocks = _blocks(plan, model)
     cluster = cluster or current_cluster(plan.mesh.size)
-    links = _links(plan, cluster)
+    links = axis_links(plan, cluster)
     share = 1.0 if tensor is None else 1 - tensor.share_of(model) * (1 - 1 / tensor.size)
     share /= plan.mesh.of("sequence")
-    sent = _attention(plan, model)
+    sent = attention_volume(plan, model)
     costs = _costs(plan, links, _computed(plan, share), len(blocks), _free(plan), sent)
     reasons = dict(plan.reasons)
     if plan.work.samples:
@@ -71,7 +72,7 @@ def predict(
             f"{plan.work.samples} samples, links of {cluster.name}"
         )
     activations = _activations(plan, share, len(blocks))
-    seconds, moved = _by_kind(costs), plan.predicted.moved
+    seconds, moved = by_kind(costs), plan.predicted.moved
     if moved is not None:
         assert plan.zero is not None, "tiers are of ZeRO"
         assert plan.zero.tiers is not None, "there are tiers"
@@ -160,7 +161,7 @@ def _blocks(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     return tuple(path for path in recomputable(plan, model) if path)
 
 
-def _links(plan: Plan, cluster: Cluster) -> dict[str, list[tuple[int, Link]]]:
+def axis_links(plan: Plan, cluster: Cluster) -> dict[str, list[tuple[int, Link]]]:
     """Size and link of each axis that has several ranks; ``replicas`` are those of ZeRO."""
     sizes = [plan.mesh.of(name) for name in AXES]
     several = [name for name, size in zip(AXES, sizes, strict=True) if size > 1]
@@ -195,7 +196,7 @@ def _computed(plan: Plan, share: float) -> float:
     return (1 - measured * (1 - 1 / tensor)) / plan.mesh.of("sequence")
 
 
-def _attention(plan: Plan, model: nn.Module) -> Volume:
+def attention_volume(plan: Plan, model: nn.Module) -> Volume:
     """Bytes that a rank sends in one attention of the whole batch."""
     work, degree = plan.work, plan.mesh.of("sequence")
     if degree == 1 or not work.samples:
@@ -230,7 +231,8 @@ def _costs(
         bubble, own = _pipelined(plan, links, forward, backward + repeated)
     parts = plan.mesh.replicas if plan.stage else 1
     cut = own / plan.mesh.of("tensor") if plan.mesh.of("tensor") > 1 else own
-    messages = list(_messages(plan, links, again, max(blocks, 1) * own, own, attention))
+    messages = list(shared_messages(plan, links["replicas"]))
+    messages += model_messages(plan, links, again, max(blocks, 1) * own, own, attention)
     return predict_step(
         own * (forward + backward),
         own * repeated,
@@ -241,7 +243,7 @@ def _costs(
     )
 
 
-def _by_kind(costs: StepCosts) -> Seconds:
+def by_kind(costs: StepCosts) -> Seconds:
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sends")
     spent = {kind: costs.messages.get(kind, 0.0) for kind in kinds}
     return Seconds(
@@ -275,7 +277,7 @@ def _pipelined(
     return found.seconds - found.busy[0], found.busy[0] / (forward + backward)
 
 
-def _messages(
+def model_messages(
     plan: Plan,
     links: dict[str, list[tuple[int, Link]]],
     again: float,
@@ -283,8 +285,17 @@ def _messages(
     own: float,
     attention: Volume,
 ) -> Iterator[Message]:
+    """Messages between ranks that share a model, of the whole batch.
+
+    Args:
+        plan: plan with its work.
+        links: size and link of each axis, of `axis_links`.
+        again: share of the blocks that are computed again.
+        blocks: number of blocks that this rank runs.
+        own: share of the work that this rank has.
+        attention: bytes that a rank sends in one attention.
+    """
     work, sequence, degree = plan.work, plan.sequence, plan.mesh.of("sequence")
-    yield from _shared(plan, links["replicas"])
     if "tensor" in links:
         passes = [(n, 1.0) for n in (*work.reduced_forward, *work.reduced_backward)]
         passes += [(n, again) for n in work.reduced_again if again]
@@ -316,7 +327,7 @@ def _messages(
         yield Message("sends", work.hidden_bytes // micro, links["pipeline"], micro, hidden=True)
 
 
-def _shared(plan: Plan, line: list[tuple[int, Link]]) -> Iterator[Message]:
+def shared_messages(plan: Plan, line: list[tuple[int, Link]]) -> Iterator[Message]:
     """Messages of the replicas: gradients, and parameters where they are sharded."""
     if not line or plan.model.trainable == 0:
         return
@@ -326,8 +337,9 @@ def _shared(plan: Plan, line: list[tuple[int, Link]]) -> Iterator[Message]:
             yield Message("all_reduce", min(bucket, whole - start), line, hidden=True)
         return
     assert plan.zero is not None, "replicas share by DDP or ZeRO"
-    for kind, count in zero_collectives(plan.zero.stage, [c.bytes for c in plan.chunks]):
-        yield Message(kind, count, line, hidden=plan.zero.overlap)  # type: ignore[arg-type]
+    sizes = [c.bytes for c in plan.chunks]
+    for (kind, count), times in Counter(zero_collectives(plan.zero.stage, sizes)).items():
+        yield Message(kind, count, line, times, plan.zero.overlap)  # type: ignore[arg-type]
 
 
 def _activations(plan: Plan, share: float, blocks: int) -> int:

@@ -1,0 +1,25 @@
+"""Which way to lay a model over a cluster: every grid that a plugin can run, priced and ranked.
+
+Read `_grids.py` (what is searched), `_facts.py` (what a model is to the search), `_score.py` (what
+a grid takes) and `_search.py` (how the best are found).
+"""
+
+from gulliver.booster.search._facts import Facts, Part, Shared, facts_of
+from gulliver.booster.search._grids import Axes, Grid, axes_of, grids_of
+from gulliver.booster.search._score import Scored, Scorer
+from gulliver.booster.search._search import Found, search_grids
+
+__all__ = [
+    "Axes",
+    "Facts",
+    "Found",
+    "Grid",
+    "Part",
+    "Scored",
+    "Scorer",
+    "Shared",
+    "axes_of",
+    "facts_of",
+    "grids_of",
+    "search_grids",
+]

@@ -1,0 +1,337 @@
+"""What a model is to the search: its blocks in numbers for one sample, and what tensor ranks share.
+
+The numbers are sums over the operators that the analysis found (`gulliver.plan.analyse`), so that
+a model of a hundred blocks costs as much to look at as one of three.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from gulliver.booster._blocks import recomputable_blocks
+from gulliver.booster._measure import ADDED_UP, entries_of, shared_paths
+from gulliver.errors import GulliverError
+from gulliver.hardware import Device, update_seconds
+from gulliver.parallel import state_sizes
+from gulliver.parallel.pipeline import stack_of
+from gulliver.parallel.tensor import TensorPlan, plan_tensor
+from gulliver.plan import Analysis, analyse
+from gulliver.plan.analysis import BACKWARD, FORWARD, Operator
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block, or what is outside of all, for one sample on one device.
+
+    Attributes:
+        forward_s: seconds of its forward.
+        backward_s: seconds of its backward.
+        saved: bytes that it keeps for the backward.
+        output: bytes of what it hands on.
+        working: most bytes of its forward or backward beyond what it keeps.
+        parameters: elements of its parameters.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    saved: int = 0
+    output: int = 0
+    working: int = 0
+    parameters: int = 0
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What ranks of a tensor axis share of a model.
+
+    Attributes:
+        size: number of ranks.
+        seconds: share of the forward's seconds that they divide.
+        saved: share of the kept bytes that they divide.
+        parameters: share of the parameters that they divide.
+        forward: bytes of each output that they add up in a forward, for one sample.
+        backward: bytes of each gradient that they add up in a backward.
+        again: bytes of those outputs that recomputed blocks add up again.
+    """
+
+    size: int
+    seconds: float = 0.0
+    saved: float = 0.0
+    parameters: float = 0.0
+    forward: tuple[int, ...] = ()
+    backward: tuple[int, ...] = ()
+    again: tuple[int, ...] = ()
+
+
+@dataclass
+class Facts:
+    """A model and a batch in numbers.
+
+    Attributes:
+        model: whole model, perhaps on meta.
+        analysis: what a step of the batch does.
+        samples: number of samples of that batch.
+        tokens: tokens of a sample; 0 where it has none.
+        device: device that computes.
+        states: numbers that the optimizer keeps for each element.
+        item: bytes of a parameter as it computes.
+        copied: whether the optimizer steps float32 copies.
+        trained: elements of the parameters that learn.
+    """
+
+    model: nn.Module
+    analysis: Analysis
+    samples: int
+    tokens: int
+    device: Device
+    states: int
+    item: int
+    copied: bool
+    trained: int
+    refused: dict[int, str] = field(default_factory=dict)
+    _shared: dict[int, Shared | None] = field(default_factory=dict)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    @cached_property
+    def blocks(self) -> tuple[str, ...]:
+        """Paths of the blocks that a pipeline deals out, or that backward may compute again."""
+        try:
+            return tuple(stack_of(self.model, None).blocks)
+        except GulliverError:
+            return tuple(path for path in recomputable_blocks(self.model) if path)
+
+    @cached_property
+    def has_stack(self) -> bool:
+        """Whether the blocks are a chain that a pipeline can cut."""
+        try:
+            return bool(stack_of(self.model, None).blocks)
+        except GulliverError:
+            return False
+
+    @cached_property
+    def recomputable(self) -> frozenset[str]:
+        """Paths of the blocks that backward may compute again."""
+        return frozenset(self.blocks) & frozenset(recomputable_blocks(self.model))
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The blocks in order; equal ones are summed once."""
+        known: dict[str, Part] = {}
+        found = []
+        for path in self.blocks:
+            stands = self.analysis.followed(path)
+            if stands not in known:
+                known[stands] = self._part(path)
+            found.append(known[stands])
+        return tuple(found)
+
+    @cached_property
+    def outside(self) -> Part:
+        """What is in no block: embeddings, head and loss."""
+        whole, n = self.analysis, self.samples
+
+        def rest(of_all: float, name: str) -> float:
+            return max(0.0, of_all - sum(getattr(part, name) for part in self.parts))
+
+        return Part(
+            rest(whole.seconds(self.device, FORWARD) / n, "forward_s"),
+            rest(whole.seconds(self.device, BACKWARD) / n, "backward_s"),
+            int(rest(whole.saved.activations / n, "saved")),
+            0,
+            int(max(0, whole.peak / n - whole.saved.activations / n)),
+            int(rest(self.parameters, "parameters")),
+        )
+
+    def _part(self, path: str) -> Part:
+        analysis, n = self.analysis, self.samples
+        costs = analysis.module(path)
+        elements = sum(p.numel() for p in self.model.get_submodule(path).parameters())
+        working = max(costs.forward_peak - costs.saved, costs.backward_peak)
+        return Part(
+            analysis.seconds(self.device, FORWARD, path) / n,
+            analysis.seconds(self.device, BACKWARD, path) / n,
+            costs.saved // n,
+            costs.output // n,
+            max(0, working) // n,
+            elements,
+        )
+
+    @cached_property
+    def forward_s(self) -> float:
+        """Seconds of a forward of one sample on one device."""
+        return self.outside.forward_s + sum(part.forward_s for part in self.parts)
+
+    @cached_property
+    def backward_s(self) -> float:
+        """Seconds of a backward of one sample on one device."""
+        return self.outside.backward_s + sum(part.backward_s for part in self.parts)
+
+    @cached_property
+    def saved(self) -> int:
+        """Bytes that a sample keeps for the backward."""
+        return self.outside.saved + sum(part.saved for part in self.parts)
+
+    @cached_property
+    def hidden(self) -> int:
+        """Bytes of what a block hands on, of one sample."""
+        return max((part.output for part in self.parts), default=0)
+
+    @cached_property
+    def update_s(self) -> float:
+        """Seconds of a step of the optimizer on one device."""
+        return update_seconds(self.device, 4 * self.trained, self.states)
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest parameter."""
+        return max((p.numel() for p in self.model.parameters()), default=0)
+
+    def shared(self, size: int) -> Shared | None:
+        """What `size` tensor ranks share; None where the model cannot be cut so: see `refused`."""
+        if size not in self._shared:
+            try:
+                self._shared[size] = self._shares(plan_tensor(self.model, size, None, True, True))
+            except GulliverError as error:
+                self.refused[size], self._shared[size] = str(error), None
+        return self._shared[size]
+
+    def _shares(self, tensor: TensorPlan) -> Shared:
+        if tensor.size == 1:
+            return Shared(1)
+        cut = shared_paths(tensor)
+        inside = _within(self.analysis, cut)
+        seconds = [(self._seconds(o), inside(o)) for o in self._of(FORWARD)]
+        kept = [(o.saved * o.count, inside(o)) for o in self._of(FORWARD)]
+        forward = [p for p, placed in tensor.modules.items() if placed.how.kind in ADDED_UP]
+        again = [p for p in forward if any(p.startswith(f"{block}.") for block in self.blocks)]
+        return Shared(
+            tensor.size,
+            _share(seconds),
+            _share(kept),
+            tensor.share_of(self.model),
+            tuple(self._bytes(p, "outputs") for p in forward),
+            tuple(self._bytes(p, "inputs") for p in entries_of(tensor)),
+            tuple(self._bytes(p, "outputs") for p in again),
+        )
+
+    def _of(self, phase: str) -> Iterable[Operator]:
+        return (o for o in self.analysis.operators if o.phase == phase)
+
+    def _seconds(self, operator: Operator) -> float:
+        return operator.count * operator.seconds_on(self.device)
+
+    def _bytes(self, path: str, side: str) -> int:
+        """Bytes that a module is given first, or gives last, for one sample."""
+        try:
+            own = [o for o in self.analysis.graph(path, FORWARD) if not o.in_place]
+        except GulliverError:
+            return 0
+        ordered = own if side == "inputs" else own[::-1]
+        values = next((v for o in ordered for v in getattr(o, side) if not v.name), None)
+        if values is None:
+            return 0
+        return math.prod(values.shape) * getattr(torch, values.dtype).itemsize // self.samples
+
+
+def _within(analysis: Analysis, paths: Iterable[str]) -> Callable[[Operator], bool]:
+    """Tells operators that run in one of some modules, or in one that stands for it."""
+    heads = {analysis.followed(path) for path in paths}
+
+    def inside(operator: Operator) -> bool:
+        parts = operator.path.split(".")
+        return any(".".join(parts[:end]) in heads for end in range(1, len(parts) + 1))
+
+    return inside
+
+
+def _share(found: Iterable[tuple[float, bool]]) -> float:
+    whole = chosen = 0.0
+    for amount, inside in found:
+        whole += amount
+        chosen += amount if inside else 0.0
+    return chosen / whole if whole else 0.0
+
+
+def facts_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Any,
+    device: Device,
+    precision: str = "bf16",
+    on_cpu: bool = False,
+) -> Facts:
+    """Analyses a model.
+
+    Args:
+        model: whole model, perhaps on meta; it is left as it was.
+        optimizer: optimizer of its parameters; None where it is not trained.
+        batch: keyword arguments, a tuple of arguments, or one; real or on meta.
+        device: device that computes.
+        precision: ``fp32``, ``bf16`` or ``fp16``: parameters of 16 bits have float32 copies.
+        on_cpu: whether the device's kernels are those of a CPU.
+
+    Raises:
+        GulliverError: the model does not run on this batch.
+    """
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    # Parameters of 16 bits compute as they are; their float32 copies are the optimizer's.
+    followed = model if half is None else on_meta(model).to(half)
+    analysis = analyse(followed, batch, kernels="cpu" if on_cpu else "cuda")
+    tensors = [t for t in _tensors(batch) if t.ndim]
+    trained, states = _trained(model, optimizer)
+    return Facts(
+        model,
+        analysis,
+        tensors[0].shape[0] if tensors else 1,
+        max((t.shape[1] for t in tensors if t.ndim == 2), default=0),
+        device,
+        states,
+        2 if half is not None else 4,
+        half is not None,
+        trained,
+    )
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of a model without its values."""
+    own = [*model.parameters(), *model.buffers()]
+    memo: dict[int, Any] = {}
+    for tensor in own:
+        empty = tensor.detach().to("meta")
+        kind = nn.Parameter(empty, tensor.requires_grad) if _is_parameter(tensor) else empty
+        memo[id(tensor)] = kind
+    return copy.deepcopy(model, memo)
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    values = batch.values() if isinstance(batch, dict) else batch
+    values = values if isinstance(values, list | tuple) or hasattr(values, "mapping") else (values,)
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
+    """Elements of the parameters that learn, and numbers that their optimizer keeps for each."""
+    if optimizer is None:
+        return 0, 0
+    count = most = 0
+    for group in optimizer.param_groups:
+        for parameter in (p for p in group["params"] if p.requires_grad):
+            count += parameter.numel()
+            most = max(most, len(state_sizes(optimizer, group, parameter.shape)))
+    return count, most

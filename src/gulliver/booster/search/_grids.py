@@ -1,0 +1,142 @@
+"""The grids of a search: every way to lay a model over ranks that a plugin of ours can run.
+
+A grid is a product of axes and the choices that go with them. None is left out by a rule of thumb:
+`grids_of` yields all that divide, and the search leaves out what a bound proves to be no better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from gulliver.errors import GulliverError
+from gulliver.parallel.pipeline import STYLES, check_counts
+from gulliver.plan import SHARED_BY_SEQUENCE
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, order=True)
+class Axes:
+    """Sizes of the axes of a mesh, and how sequences lie on it.
+
+    Attributes:
+        data: number of replicas that read different samples.
+        sequence: number of ranks that share the sequences of a replica.
+        tensor: number of ranks that share its matrices.
+        pipeline: number of stages' ranks.
+        mode: sequence mode, as `HybridParallelPlugin` names it; empty for none.
+    """
+
+    data: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    mode: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.data * self.sequence * self.tensor * self.pipeline
+
+    @property
+    def cuts_model(self) -> bool:
+        """Whether a model is spread over several ranks."""
+        return self.size > self.data
+
+
+@dataclass(frozen=True, order=True)
+class Grid:
+    """A way to lay a model over ranks.
+
+    Attributes:
+        axes: the mesh.
+        stage: stage of ZeRO over data and sequence ranks.
+        micro_batches: parts of a replica's batch, one after the other: those of a pipeline, or
+            backwards that accumulate.
+        schedule: order of a pipeline's forwards and backwards; empty without one.
+        chunks: stages on each rank of a pipeline.
+        recomputed: number of blocks that backward computes again.
+    """
+
+    axes: Axes
+    stage: int = 0
+    micro_batches: int = 1
+    schedule: str = ""
+    chunks: int = 1
+    recomputed: int = 0
+
+    def __str__(self) -> str:
+        names = (("data", "dp"), ("sequence", "sp"), ("tensor", "tp"), ("pipeline", "pp"))
+        sizes = [f"{short} {getattr(self.axes, name)}" for name, short in names]
+        found = [text for text in sizes if not text.endswith(" 1")] or ["1 rank"]
+        found += [self.axes.mode] if self.axes.mode else []
+        found += [f"ZeRO {self.stage}"] if self.axes.data * self.axes.sequence > 1 else []
+        if self.micro_batches > 1:
+            found.append(f"{self.micro_batches} micro-batches")
+        found += [self.schedule] if self.schedule else []
+        found += [f"{self.recomputed} blocks recomputed"] if self.recomputed else []
+        return ", ".join(found)
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors of a number, rising."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def axes_of(ranks: int, batch: int, blocks: int, modes: Sequence[str]) -> Iterator[Axes]:
+    """Every mesh on which a batch and the blocks can be dealt out.
+
+    Args:
+        ranks: number of ranks.
+        batch: number of samples of a step.
+        blocks: number of blocks that a pipeline can deal out; 0 where it cannot.
+        modes: sequence modes that the model can be run in.
+    """
+    apart = [mode for mode in modes if mode in SHARED_BY_SEQUENCE]
+    for pipeline in divisors(ranks):
+        if pipeline > max(1, blocks):
+            continue
+        for tensor in divisors(ranks // pipeline):
+            for sequence in divisors(ranks // pipeline // tensor):
+                data = ranks // pipeline // tensor // sequence
+                if batch % data:
+                    continue
+                if sequence > 1:
+                    for mode in apart:
+                        yield Axes(data, sequence, tensor, pipeline, mode)
+                    continue
+                yield Axes(data, sequence, tensor, pipeline)
+                if tensor > 1 and "split_gather" in modes:
+                    yield Axes(data, sequence, tensor, pipeline, "split_gather")
+
+
+def grids_of(axes: Axes, batch: int, blocks: int) -> Iterator[Grid]:
+    """Every grid on a mesh, nothing recomputed.
+
+    Args:
+        axes: the mesh.
+        batch: number of samples of a step.
+        blocks: number of blocks.
+    """
+    stages = STAGES if axes.data * axes.sequence > 1 else (0,)
+    for micro in divisors(batch // axes.data):
+        if axes.pipeline == 1:
+            yield from (Grid(axes, stage, micro) for stage in stages)
+            continue
+        for name, style in STYLES.items():
+            cuts = style.chunks * axes.pipeline
+            if cuts > blocks or not _ordered(name, cuts, axes.pipeline, micro):
+                continue
+            yield from (Grid(axes, stage, micro, name, style.chunks) for stage in stages)
+
+
+@cache
+def _ordered(schedule: str, stages: int, ranks: int, micro_batches: int) -> bool:
+    """Whether a schedule can order so many micro-batches."""
+    try:
+        check_counts(schedule, stages, ranks, micro_batches)
+    except GulliverError:
+        return False
+    return True

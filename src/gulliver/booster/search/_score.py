@@ -1,0 +1,415 @@
+"""Seconds and bytes of a grid: the formulas of the plan's own prediction, without making the plan.
+
+Seconds are those that `_predict.py` computes for a plan, whose messages and schedule are asked for
+here with chunks and cuts in numbers. Bytes are those of the rank that holds most: of its stage the
+parameters, gradients and optimizer state, what forwards keep until their backwards have run, and
+what one block works with.
+
+[Note: what is recomputed] More recomputed blocks never make a step faster nor larger. So of each
+grid the least number that fits is the best, and is found by halving.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from gulliver.booster._predict import (
+    attention_volume,
+    axis_links,
+    by_kind,
+    model_messages,
+    shared_messages,
+)
+from gulliver.booster.search._facts import Facts, Shared
+from gulliver.booster.search._grids import Axes, Grid
+from gulliver.hardware import Cluster, Link, point_to_point_seconds, predict_step
+from gulliver.parallel.pipeline import predict as predict_pipeline
+from gulliver.parallel.sequence import Volume
+from gulliver.plan import (
+    SHARED_BY_TENSOR,
+    ChunkPlan,
+    MemoryPlan,
+    Mesh,
+    Model,
+    PipelineLayout,
+    Plan,
+    Seconds,
+    SequenceLayout,
+    Work,
+    ZeroPlan,
+)
+from gulliver.solve import partition_chain
+
+CHUNK_BYTES = 32 << 20
+"""Size of a chunk of ZeRO in the search; a plan that is made of a grid has its own."""
+WINDOW = 4
+"""Chunks that are whole at once at stage 3: in use, ahead of use, and being reduced."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A grid with what it is predicted to take.
+
+    Attributes:
+        grid: the grid.
+        seconds: seconds of a step by kind.
+        memory: bytes of the rank that holds most.
+        working: bytes of those that are neither state nor kept: what a block works with.
+        samples: samples of a step, from which the throughput follows.
+    """
+
+    grid: Grid
+    seconds: Seconds
+    memory: MemoryPlan
+    working: int = 0
+    samples: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the rank that holds most, all in all."""
+        held = self.memory
+        state = held.parameters + held.gradients + held.optimizer_state
+        return state + held.activations + self.working
+
+
+class Scorer:
+    """Prices grids of one model on one cluster.
+
+    Args:
+        facts: model and batch in numbers.
+        cluster: machines, as many ranks as a grid has.
+        batch: number of samples of a step.
+        device: kind of device, ``cpu`` or ``cuda``.
+        free: share of messages that travel without a core that computes.
+    """
+
+    def __init__(
+        self, facts: Facts, cluster: Cluster, batch: int, device: str, free: float
+    ) -> None:
+        self.facts, self.cluster, self.batch = facts, cluster, batch
+        self.device, self.free = device, free
+        self._links = lru_cache(None)(self._links_of)
+        self._dealt = lru_cache(None)(self._dealt_of)
+        self._ordered = lru_cache(None)(self._ordered_of)
+        self._work = lru_cache(None)(self._work_of)
+
+    def shared(self, axes: Axes) -> Shared | None:
+        """What the tensor ranks of a mesh share; None where they cannot."""
+        return self.facts.shared(axes.tensor)
+
+    def bound(self, axes: Axes) -> float:
+        """Seconds that no grid on a mesh is below: what is computed, and sent while nothing is."""
+        shared = self.shared(axes)
+        assert shared is not None, "grids are priced whose tensors can be cut"
+        share = self._share(axes, shared)
+        samples = self.batch // axes.data
+        compute = share * samples * (self.facts.forward_s + self.facts.backward_s) / axes.pipeline
+        plan = self._plan(Grid(axes), self._work(axes, samples))
+        open_s = sum(
+            m.seconds
+            for m in model_messages(plan, self._links(axes), 0.0, 0.0, 1.0, Volume())
+            if not m.hidden and m.kind != "all_to_all"
+        )
+        return compute + self.free * open_s / axes.pipeline
+
+    def score(self, grid: Grid) -> Scored:
+        """Prices a grid."""
+        axes = grid.axes
+        shared = self.shared(axes)
+        assert shared is not None, "grids are priced whose tensors can be cut"
+        samples, again = self.batch // axes.data, self._again(grid)
+        if axes.pipeline == 1:
+            seconds = self._in_turn(grid, shared, samples // grid.micro_batches, again)
+        else:
+            seconds = self._in_stages(grid, shared, samples, again)
+        memory, working = self._held(grid, shared)
+        return Scored(grid, seconds, memory, working, self.batch)
+
+    def least(self, grid: Grid, limit: int | None) -> Scored | None:
+        """The grid with the fewest recomputed blocks that fits; None where none does."""
+        whole = self.score(grid)
+        if limit is None or whole.bytes <= limit:
+            return whole
+        count = len(self.facts.recomputable)
+        if not count or self.bytes_of(replace(grid, recomputed=count)) > limit:
+            return None
+        low, high = 1, count
+        while low < high:
+            middle = (low + high) // 2
+            fits = self.bytes_of(replace(grid, recomputed=middle)) <= limit
+            low, high = (low, middle) if fits else (middle + 1, high)
+        return self.score(replace(grid, recomputed=low))
+
+    def bytes_of(self, grid: Grid) -> int:
+        """Bytes of the rank that holds most."""
+        shared = self.shared(grid.axes)
+        assert shared is not None, "grids are priced whose tensors can be cut"
+        memory, working = self._held(grid, shared)
+        return sum(vars(memory).values()) + working
+
+    # Seconds.
+
+    def _in_turn(self, grid: Grid, shared: Shared, samples: int, again: float) -> Seconds:
+        """Micro-batches one after the other; gradients are reduced behind the last."""
+        facts, times = self.facts, grid.micro_batches
+        plan = self._plan(grid, self._work(grid.axes, samples))
+        links, share = self._links(grid.axes), self._share(grid.axes, shared)
+        blocks = len(facts.blocks)
+        volume = self._volume(plan)
+        messages = [
+            replace(m, count=m.count * times)
+            for m in model_messages(plan, links, again, max(blocks, 1), 1.0, volume)
+        ]
+        for message in shared_messages(plan, links["replicas"]):
+            gathers = grid.stage == 3 and message.kind == "all_gather"
+            messages.append(replace(message, count=message.count * (times if gathers else 1)))
+        forward, backward = plan.work.forward_s * share, plan.work.backward_s * share
+        repeated = again * plan.work.share_blocks * forward
+        costs = predict_step(
+            times * (forward + backward),
+            times * repeated,
+            self._update(grid, 1.0),
+            messages,
+            0.0,
+            self.free,
+        )
+        return by_kind(costs)
+
+    def _in_stages(self, grid: Grid, shared: Shared, samples: int, again: float) -> Seconds:
+        plan = self._plan(grid, self._work(grid.axes, samples))
+        links, share = self._links(grid.axes), self._share(grid.axes, shared)
+        forward, backward = plan.work.forward_s * share, plan.work.backward_s * share
+        repeated = again * plan.work.share_blocks * forward
+        bubble, own = self._waits(grid, forward, backward + repeated)
+        blocks = max(len(self.facts.blocks), 1) * own
+        volume = self._volume(plan)
+        messages = list(shared_messages(plan, links["replicas"]))
+        for message in model_messages(plan, links, again, blocks, own, volume):
+            along = message.axes == links.get("pipeline")
+            # The same bytes in more messages; those between stages are counted as such.
+            times = 1 if along else grid.micro_batches
+            messages.append(
+                replace(message, bytes=message.bytes // times, count=message.count * times)
+            )
+        costs = predict_step(
+            own * (forward + backward),
+            own * repeated,
+            self._update(grid, own),
+            messages,
+            bubble,
+            self.free,
+        )
+        return by_kind(costs)
+
+    def _waits(self, grid: Grid, forward: float, backward: float) -> tuple[float, float]:
+        """Seconds that the first rank waits for other stages, and its share of the work."""
+        axes, micro = grid.axes, grid.micro_batches
+        if not forward:
+            return 0.0, 1.0 / axes.pipeline
+        sent = self.facts.hidden * (self.batch // axes.data) // micro
+        link = point_to_point_seconds(self._links(axes)["pipeline"][0][1], sent)
+        # Schedules are alike where times are in proportion: to three digits.
+        ratios = (float(f"{backward / forward:.3g}"), float(f"{link / forward:.3g}"))
+        seconds, busy = self._ordered(
+            grid.schedule, axes.pipeline, micro, axes.pipeline * grid.chunks, ratios
+        )
+        return forward * (seconds - busy), busy / (1 + ratios[0])
+
+    def _ordered_of(
+        self, schedule: str, ranks: int, micro: int, stages: int, ratios: tuple[float, float]
+    ) -> tuple[float, float]:
+        """Seconds of a schedule, and those that the first rank computes, in forwards."""
+        _, shares = self._dealt(stages)
+        each = [share / micro for share in shares]
+        found = predict_pipeline(
+            schedule, ranks, micro, each, [ratios[0] * part for part in each], ratios[1]
+        )
+        return found.seconds, found.busy[0]
+
+    def _update(self, grid: Grid, own: float) -> float:
+        axes = grid.axes
+        parts = axes.data * axes.sequence if grid.stage else 1
+        return self.facts.update_s * own / axes.tensor / parts
+
+    def _again(self, grid: Grid) -> float:
+        return grid.recomputed / max(1, len(self.facts.blocks))
+
+    def _share(self, axes: Axes, shared: Shared) -> float:
+        return (1 - shared.seconds * (1 - 1 / axes.tensor)) / axes.sequence
+
+    def _links_of(self, axes: Axes) -> dict[str, list[tuple[int, Link]]]:
+        return axis_links(Plan(mesh=self._mesh(axes)), self.cluster)
+
+    def _mesh(self, axes: Axes) -> Mesh:
+        names = ("pipeline", "data", "sequence", "tensor")
+        sizes = {name: getattr(axes, name) for name in names}
+        return Mesh(self.device, {n: size for n, size in sizes.items() if size > 1 or n == "data"})
+
+    def _plan(self, grid: Grid, work: Work) -> Plan:
+        """A plan with what its prediction looks at."""
+        axes, facts = grid.axes, self.facts
+        pipeline = PipelineLayout()
+        if axes.pipeline > 1:
+            stages, shares = self._dealt(axes.pipeline * grid.chunks)
+            pipeline = PipelineLayout(
+                grid.schedule or "1f1b", grid.micro_batches, grid.chunks, stages, shares
+            )
+        parts = 1 - (self.shared(axes) or NOBODY).parameters * (1 - 1 / axes.tensor)
+        own = int(facts.item * facts.trained * parts * max(pipeline.shares or (1.0,)) * grid.chunks)
+        ulysses = axes.sequence if axes.mode == "all_to_all" else 1
+        return Plan(
+            mesh=self._mesh(axes),
+            zero=ZeroPlan(stage=grid.stage, chunks=_chunks(own)),
+            sequence=SequenceLayout(axes.mode or None, ulysses, 1, axes.sequence // ulysses),
+            pipeline=pipeline,
+            model=Model("", facts.parameters, facts.trained, ""),
+            work=work,
+        )
+
+    def _work_of(self, axes: Axes, samples: int) -> Work:
+        facts, shared = self.facts, self.shared(axes)
+        assert shared is not None, "grids are priced whose tensors can be cut"
+        return Work(
+            samples=samples,
+            tokens=samples * facts.tokens,
+            forward_s=samples * facts.forward_s,
+            backward_s=samples * facts.backward_s,
+            update_s=facts.update_s,
+            hidden_bytes=samples * facts.hidden,
+            activations=samples * facts.saved,
+            reduced_forward=tuple(samples * n for n in shared.forward),
+            reduced_backward=tuple(samples * n for n in shared.backward),
+            reduced_again=tuple(samples * n for n in shared.again),
+            share_blocks=1 - facts.outside.forward_s / max(facts.forward_s, 1e-12),
+            share_cut=shared.seconds,
+        )
+
+    def _volume(self, plan: Plan) -> Volume:
+        return attention_volume(plan, self.facts.model)
+
+    # Bytes.
+
+    def _dealt_of(self, stages: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Blocks and share of the work of each stage; the head and the loss are on the last."""
+        parts, outside = self.facts.parts, self.facts.outside
+        costs = [part.forward_s + part.backward_s for part in parts]
+        costs[-1] += outside.forward_s + outside.backward_s
+        found = partition_chain(costs, stages)
+        whole = sum(costs)
+        bounds = found.bounds
+        sizes = tuple(b - a for a, b in itertools.pairwise(bounds))
+        shares = tuple(sum(costs[a:b]) / whole for a, b in itertools.pairwise(bounds))
+        return sizes, shares
+
+    def _held(self, grid: Grid, shared: Shared) -> tuple[MemoryPlan, int]:
+        """Bytes of the rank that holds most, by kind, and what it works with."""
+        facts, axes = self.facts, grid.axes
+        if axes.pipeline == 1:
+            stages = [(tuple(range(len(facts.parts))), True, 1.0)]
+        else:
+            stages = list(self._stages(grid))
+        every = [self._of_stage(grid, shared, *stage) for stage in stages]
+        return max(every, key=lambda found: sum(vars(found[0]).values()) + found[1])
+
+    def _stages(self, grid: Grid) -> Iterator[tuple[tuple[int, ...], bool, float]]:
+        """Blocks, whether the outside is there, and micro-batches under way, of each rank."""
+        ranks, micro = grid.axes.pipeline, grid.micro_batches
+        sizes, _ = self._dealt(ranks * grid.chunks)
+        starts = [sum(sizes[:n]) for n in range(len(sizes))]
+        for rank in range(ranks):
+            mine = [rank + n * ranks for n in range(grid.chunks)]
+            if grid.schedule in ("zbv", "dualpipev"):
+                mine = [rank, 2 * ranks - 1 - rank]
+            blocks = tuple(
+                b for stage in mine for b in range(starts[stage], starts[stage] + sizes[stage])
+            )
+            yield blocks, 0 in mine or ranks * grid.chunks - 1 in mine, under_way(grid, rank, micro)
+
+    def _of_stage(
+        self, grid: Grid, shared: Shared, blocks: Sequence[int], ends: bool, flying: float
+    ) -> tuple[MemoryPlan, int]:
+        facts, axes = self.facts, grid.axes
+        parts = [facts.parts[number] for number in blocks]
+        own = sum(part.parameters for part in parts) + (facts.outside.parameters if ends else 0)
+        own = int(own * (1 - shared.parameters * (1 - 1 / axes.tensor)))
+        state = state_bytes_of(facts, grid, own, axes.data * axes.sequence, axes.tensor)
+        samples = self.batch // axes.data // grid.micro_batches
+        divided = (1 - shared.saved * (1 - 1 / axes.tensor)) / axes.sequence
+        whole = 1 / axes.sequence
+        if axes.mode in SHARED_BY_TENSOR:
+            divided = whole = 1 / axes.tensor
+        kept = working = 0.0
+        spread = grid.recomputed / max(1, len(facts.blocks))
+        again = round(spread * len(parts))
+        for number, part in enumerate(parts):
+            if number < again:
+                kept += samples * part.output * whole
+                working = max(working, samples * (part.saved + part.working) * divided)
+            else:
+                kept += samples * part.saved * divided
+                working = max(working, samples * part.working * divided)
+        if ends:
+            kept += samples * facts.outside.saved * divided / flying
+            working = max(
+                working, samples * min(facts.outside.working, facts.outside.saved) * divided
+            )
+        memory = replace(state, activations=int(kept * flying))
+        return memory, int(working)
+
+
+def under_way(grid: Grid, rank: int, micro: int) -> float:
+    """Micro-batches whose forward has run on a rank and whose backward has not, at most.
+
+    In parts of all the rank's stages, by the definition of the schedules (Narayanan et al. 2021;
+    Qi et al. 2024).
+    """
+    ranks, chunks = grid.axes.pipeline, grid.chunks
+    if grid.schedule == "gpipe":
+        return micro
+    if grid.schedule in ("zbv", "dualpipev"):
+        return min(micro, ranks + (grid.schedule == "dualpipev") / 2)
+    if chunks > 1:
+        return min(micro, ((chunks - 1) * ranks + 2 * (ranks - rank - 1) + 1) / chunks)
+    return min(micro, ranks - rank)
+
+
+def state_bytes_of(facts: Facts, grid: Grid, own: int, replicas: int, tensor: int) -> MemoryPlan:
+    """Bytes of parameters, gradients and optimizer state (ZeRO, Rajbhandari et al. 2020).
+
+    Args:
+        facts: the model.
+        grid: its stage counts.
+        own: elements of the rank's parameters, before they are sharded.
+        replicas: number of ranks that share them.
+        tensor: number of ranks that share each.
+    """
+    learns = facts.trained / max(1, facts.parameters)
+    chunk = facts.item * max(CHUNK_BYTES // facts.item, facts.largest // tensor)
+    window = min(WINDOW * chunk, facts.item * own)
+    parts = replicas if grid.stage else 1
+    parameters = facts.item * own
+    if grid.stage == 3:
+        # Of 16 bits, the shards are the float32 copies.
+        parameters = window + (0 if facts.copied else facts.item * own // replicas)
+    gradients = facts.item * own * learns
+    if grid.stage >= 2:
+        gradients = min(gradients, window) + 4 * own * learns / replicas
+    elif facts.copied:
+        gradients += 4 * own * learns / parts
+    copies = 4 if facts.copied else 0
+    state = own * learns * (4 * facts.states + copies) / parts
+    return MemoryPlan(int(parameters), int(gradients), int(state))
+
+
+def _chunks(count: int) -> tuple[ChunkPlan, ...]:
+    """Chunks of so many bytes in all."""
+    number = -(-count // CHUNK_BYTES)
+    if not number:
+        return ()
+    return (ChunkPlan((), -(-count // number), 0, ""),) * number
+
+
+NOBODY = Shared(1)

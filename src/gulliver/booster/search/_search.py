@@ -1,0 +1,189 @@
+"""The search over grids: which way to lay a model over a cluster takes the least time and fits.
+
+    found = search_grids(model, optimizer, batch, cluster, samples=512, memory="70GiB")
+    print(found)
+
+Meshes are looked at in the order of a bound that no grid on them is below; the search ends where
+the bound is no better than the worst of the best that it has. So nothing is left out that could
+have been among them, under the formulas that price them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gulliver.booster.hybrid import families, family_of
+from gulliver.booster.search._facts import Facts, facts_of
+from gulliver.booster.search._grids import Axes, Grid, axes_of, grids_of
+from gulliver.booster.search._score import Scored, Scorer
+from gulliver.errors import GulliverError
+from gulliver.hardware import Cluster, seconds_text
+from gulliver.options import byte_size, size_at_least, size_text
+
+BEST = 10
+RESERVED = 0.06
+"""Share of a GPU's memory that is not planned: its context, the allocator, libraries."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search over grids found.
+
+    Attributes:
+        best: grids that fit, fastest first.
+        least: grid that needs the least memory of all that were looked at.
+        limit: bytes that a rank may hold; 0 for no limit.
+        looked: number of grids that were priced.
+        meshes: number of meshes, and how many the bound left out.
+        refused: why meshes were left out that the model cannot be run on, by what was asked.
+        seconds: seconds that analysis and search took.
+        facts: the model and its batch in numbers.
+        cluster: machines that were searched for.
+    """
+
+    best: tuple[Scored, ...]
+    least: Scored
+    limit: int
+    looked: int
+    meshes: tuple[int, int]
+    refused: dict[str, str]
+    seconds: tuple[float, float]
+    facts: Facts
+    cluster: Cluster
+
+    def __str__(self) -> str:
+        if not self.best:
+            return self.why_none()
+        lines = []
+        for number, scored in enumerate(self.best, 1):
+            step = scored.seconds.step
+            lines.append(
+                f"{number:>2}  {seconds_text(step):>9}  {scored.samples / step:9.4g} samples/s  "
+                f"{size_text(scored.bytes):>10}  {scored.grid}"
+            )
+        return "\n".join(lines)
+
+    def why_none(self) -> str:
+        """Says which constraint nothing meets, and how many bytes would do."""
+        least = self.least
+        kinds = {**vars(least.memory), "working memory": least.working}
+        largest = max(kinds, key=lambda kind: kinds[kind])
+        return (
+            f"nothing fits {size_text(self.limit)} on a rank: the least is "
+            f"{size_at_least(least.bytes)} ({least.grid}), of which {largest.replace('_', ' ')} "
+            f"take {size_text(kinds[largest])}; give more memory, more ranks, a smaller batch, or "
+            "off-load with GeminiPlugin(memory_limit=...)"
+        )
+
+
+def search_grids(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Any,
+    cluster: Cluster,
+    samples: int,
+    memory: int | str | None = None,
+    precision: str = "bf16",
+    best: int = BEST,
+    facts: Facts | None = None,
+) -> Found:
+    """Searches all grids that a plugin of ours can run.
+
+    Args:
+        model: whole model, perhaps on meta; it is left as it was.
+        optimizer: optimizer of its parameters; None where it is not trained.
+        batch: one sample or a few, as the model takes them; real or on meta.
+        cluster: machines, one rank for each device.
+        samples: samples of a step, of all ranks together.
+        memory: bytes that a rank may hold; None for what the device has, less what is not planned.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        best: number of grids to return.
+        facts: what an earlier search found out about the model, to be used again.
+
+    Raises:
+        GulliverError: the model does not run on this batch, fewer samples than can be dealt out,
+            or no mesh that it can be cut over.
+    """
+    on_cpu = cluster.device.to_device_rate is None
+    begun = time.perf_counter()
+    facts = facts or facts_of(model, optimizer, batch, cluster.device, precision, on_cpu)
+    analysed = time.perf_counter()
+    limit = _limit(memory, cluster, on_cpu)
+    scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", 0.0 if on_cpu else 1.0)
+    modes = modes_of(facts)
+    blocks = len(facts.blocks) if facts.has_stack else 0
+    meshes = axes_of(cluster.size, samples, blocks, modes)
+    possible = [axes for axes in meshes if scorer.shared(axes) is not None]
+    refused = {f"tensor size {size}": why for size, why in sorted(facts.refused.items())}
+    if not possible:
+        why = next(iter(refused.values()), f"{samples} samples cannot be dealt to them")
+        raise GulliverError(f"no mesh of {cluster.size} ranks can run this model: {why}")
+    bounds = sorted((scorer.bound(axes), axes) for axes in possible)
+    chosen: list[tuple[float, int, Scored]] = []
+    least: Scored | None = None
+    looked = used = 0
+    tie = itertools.count()
+    for bound, axes in bounds:
+        if len(chosen) == best and bound >= -chosen[0][0]:
+            break
+        used += 1
+        for grid in grids_of(axes, samples, len(facts.blocks)):
+            looked += 1
+            scored = scorer.least(grid, limit)
+            if scored is None:
+                full = Grid(
+                    *(axes, grid.stage, grid.micro_batches, grid.schedule, grid.chunks),
+                    len(facts.recomputable),
+                )
+                if least is None or scorer.bytes_of(full) < least.bytes:
+                    least = scorer.score(full)
+                continue
+            if least is None or scored.bytes < least.bytes:
+                least = scored
+            entry = (-scored.seconds.step, next(tie), scored)
+            if len(chosen) < best:
+                heapq.heappush(chosen, entry)
+            elif entry[0] > chosen[0][0]:
+                heapq.heapreplace(chosen, entry)
+    assert least is not None, "some mesh was looked at"
+    ranked = tuple(scored for _, _, scored in sorted(chosen, key=lambda e: (-e[0], e[1])))
+    ended = time.perf_counter()
+    return Found(
+        ranked,
+        least,
+        limit or 0,
+        looked,
+        (len(possible), len(possible) - used),
+        refused,
+        (analysed - begun, ended - analysed),
+        facts,
+        cluster,
+    )
+
+
+def modes_of(facts: Facts) -> Sequence[str]:
+    """Sequence modes that a model can be run in, of those that are searched."""
+    known = families().get(family_of(facts.model) or "")
+    if known is None:
+        return ()
+    return [mode for mode in known.modes if mode in ("split_gather", "all_to_all", "ring_attn")]
+
+
+def _limit(memory: int | str | None, cluster: Cluster, on_cpu: bool) -> int:
+    if memory is not None:
+        return byte_size("memory", memory)
+    whole = cluster.device.memory_bytes
+    return whole if on_cpu else int(whole * (1 - RESERVED))
+
+
+def axes_text(axes: Axes) -> str:
+    """The sizes of a mesh in a few words."""
+    return str(Grid(axes))
