@@ -218,7 +218,7 @@ def drop_copies(options: Dedup) -> int:
 
     table = Table.read(options.table)
     found = deduplicate(table, options.out, options.alike, options.workers)
-    print(f"{options.out}: {_many(len(found.table), 'clip')} stay")
+    print(f"{options.out}: {_many(len(found.table), 'clip')}")
     _list(
         f"{_many(len(found.pairs), 'copy', 'copies')} left out, listed in {found.listed}",
         [(pair.dropped, f"copy of {pair.kept}") for pair in found.pairs],

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from gulliver.data import open_video
+
 HIDING = frozenset(("vp8", "mpeg4", "msmpeg4v3", "cavs"))
 """Codecs that have packets without a frame of their own."""
 
@@ -68,12 +70,13 @@ class Packets:
 
 
 def read_packets(path: Path) -> Packets:
-    """Reads the packets of a file's video, without decoding them."""
-    import av
+    """Reads the packets of a file's video, without decoding them.
 
+    Raises:
+        GulliverError: it is missing, empty or unreadable, or holds no video.
+    """
     times, packets, damaged = [], 0, False
-    with av.open(str(path), metadata_errors="ignore") as container:
-        stream = container.streams.video[0]
+    with open_video(path) as (container, stream):
         try:
             for packet in container.demux(stream):
                 if not packet.size or packet.is_discard:
@@ -82,7 +85,8 @@ def read_packets(path: Path) -> Packets:
                 damaged = damaged or packet.is_corrupt
                 if packet.pts is not None and packet.time_base:
                     times.append(float(packet.pts * packet.time_base))
-        except (av.FFmpegError, OSError, ValueError):
+        except (_ffmpeg_error(), OSError, ValueError):
+            # What was read before counts.
             damaged = True
         clock = float(stream.time_base or 0)
         seconds = stream.duration * clock if stream.duration else (container.duration or 0) / 1e6
@@ -96,3 +100,9 @@ def read_packets(path: Path) -> Packets:
             seconds=float(seconds),
             rate=float(stream.average_rate or stream.guessed_rate or 0),
         )
+
+
+def _ffmpeg_error() -> type[Exception]:
+    import av
+
+    return av.FFmpegError

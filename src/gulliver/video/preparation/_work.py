@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gulliver.errors import GulliverError
-from gulliver.io import hold, named_errors
+from gulliver.io import hold, named_errors, remove_leftovers
 from gulliver.jobs import Display
 
 
@@ -75,6 +75,7 @@ def work_on(
     except BlockingIOError:
         raise GulliverError(f"another process is at {step} of {table}: wait for it") from None
     try:
+        remove_leftovers(path.parent)
         journal = _Journal(path, settings)
         yield _worked(clips, work, journal, step, workers, each or _in_threads)
         path.unlink(missing_ok=True)
