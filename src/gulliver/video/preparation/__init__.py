@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gulliver.video.preparation._caption import Captioned, caption
+    from gulliver.video.preparation._cut import CutReport, cut
+    from gulliver.video.preparation._cut_settings import CutSettings
     from gulliver.video.preparation._dedup import Deduplicated, Pair, deduplicate
     from gulliver.video.preparation._filter import Filtered, filter_file, filter_table
     from gulliver.video.preparation._samples import Samples, take_samples
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = [
     "IN_THE_BOX",
     "Captioned",
+    "CutReport",
+    "CutSettings",
     "Deduplicated",
     "Filtered",
     "Outcome",
@@ -32,6 +36,7 @@ __all__ = [
     "Table",
     "broken_path",
     "caption",
+    "cut",
     "deduplicate",
     "filter_file",
     "filter_table",
@@ -48,6 +53,8 @@ __all__ = [
 
 _MODULES = {
     "_caption": ("Captioned", "caption"),
+    "_cut": ("CutReport", "cut"),
+    "_cut_settings": ("CutSettings",),
     "_dedup": ("Deduplicated", "Pair", "deduplicate"),
     "_filter": ("Filtered", "filter_file", "filter_table"),
     "_samples": ("Samples", "take_samples"),
