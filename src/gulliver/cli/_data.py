@@ -14,7 +14,7 @@ import tyro
 
 from gulliver.options import Range
 from gulliver.video import EncodeConfig
-from gulliver.video.preparation._cut_settings import CutSettings
+from gulliver.video.preparation import CutSettings
 
 WORKERS = Range(0, 1024)
 SCORERS = ("sharpness", "brightness", "motion", "text_share", "phash")
