@@ -13,7 +13,11 @@ from typing import Annotated, Any
 import tyro
 
 from gulliver.options import Range
+<<<<<<< HEAD
 from gulliver.video.preparation._cut_settings import CutSettings
+=======
+from gulliver.video import EncodeConfig
+>>>>>>> main
 
 WORKERS = Range(0, 1024)
 SCORERS = ("sharpness", "brightness", "motion", "text_share", "phash")
@@ -138,6 +142,7 @@ Action = (
     | Annotated[Filter, tyro.conf.subcommand("filter", prefix_name=False)]
     | Annotated[Caption, tyro.conf.subcommand("caption", prefix_name=False)]
     | Annotated[Show, tyro.conf.subcommand("show", prefix_name=False)]
+    | Annotated[EncodeConfig, tyro.conf.subcommand("encode", prefix_name=False)]
 )
 
 
@@ -150,6 +155,8 @@ class PrepareConfig:
 
 def data_command(config: PrepareConfig, arguments: list[str]) -> int:
     """Runs one of the actions."""
+    if isinstance(config.action, EncodeConfig):
+        return encode_clips(config.action, arguments)
     return _COMMANDS[type(config.action)](config.action)
 
 
@@ -261,6 +268,19 @@ def show_clips(options: Show) -> int:
 def _told_fresh(out: Path, fresh: int, rows: int, done: str) -> None:
     before = f" ({rows - fresh:,} had it before: --again replaces)" if fresh < rows else ""
     print(f"{out}: {fresh:,} of {_many(rows, 'clip')} {done}{before}")
+
+
+def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
+    """Encodes, on ranks of this machine that are started where a launcher has not."""
+    from gulliver.comm import default_ranks, launch, under_launcher
+    from gulliver.video.preparation import check_encode, encode
+
+    check_encode(options)
+    ranks = options.ranks or default_ranks()
+    if not under_launcher() and ranks > 1:
+        return launch("gulliver.cli", ["data", *arguments], ranks)
+    # Stopped by a signal: what was asked for is not there yet.
+    return 0 if encode(options).finished else 143
 
 
 def list_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> None:

@@ -12,6 +12,7 @@ from gulliver.data._scores import STYLES, with_scores
 from gulliver.data._table import (
     ClipTable,
     Probe,
+    Row,
     choose_bucket,
     probe_file,
     resize_and_crop,
@@ -36,6 +37,7 @@ __all__ = [
     "PinnedArena",
     "Probe",
     "ResumableSampler",
+    "Row",
     "Step",
     "choose_bucket",
     "collate",

@@ -1,4 +1,4 @@
-"""Data preparation: from a folder of clips to a table that a model is trained on.
+"""Data preparation: from a folder of clips to a table, and to the latents that one trains on.
 
 Read `_table.py` first, then `_work.py`; the other files are one step of the way each. The names are
 imported when the first of them is asked for, so that a table is filtered without torch.
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gulliver.video.preparation._cut import CutReport, cut
     from gulliver.video.preparation._cut_settings import CutSettings
     from gulliver.video.preparation._dedup import Deduplicated, Pair, deduplicate
+    from gulliver.video.preparation._encode import Encoded, check_encode, encode
     from gulliver.video.preparation._filter import Filtered, filter_file, filter_table
     from gulliver.video.preparation._samples import Samples, take_samples
     from gulliver.video.preparation._scan import Scanned, read_facts, scan
@@ -27,6 +28,7 @@ __all__ = [
     "CutReport",
     "CutSettings",
     "Deduplicated",
+    "Encoded",
     "Filtered",
     "Outcome",
     "Pair",
@@ -36,8 +38,10 @@ __all__ = [
     "Table",
     "broken_path",
     "caption",
+    "check_encode",
     "cut",
     "deduplicate",
+    "encode",
     "filter_file",
     "filter_table",
     "find_scorers",
@@ -56,6 +60,7 @@ _MODULES = {
     "_cut": ("CutReport", "cut"),
     "_cut_settings": ("CutSettings",),
     "_dedup": ("Deduplicated", "Pair", "deduplicate"),
+    "_encode": ("Encoded", "check_encode", "encode"),
     "_filter": ("Filtered", "filter_file", "filter_table"),
     "_samples": ("Samples", "take_samples"),
     "_scan": ("Scanned", "read_facts", "scan"),
