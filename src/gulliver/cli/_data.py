@@ -13,11 +13,8 @@ from typing import Annotated, Any
 import tyro
 
 from gulliver.options import Range
-<<<<<<< HEAD
-from gulliver.video.preparation._cut_settings import CutSettings
-=======
 from gulliver.video import EncodeConfig
->>>>>>> main
+from gulliver.video.preparation._cut_settings import CutSettings
 
 WORKERS = Range(0, 1024)
 SCORERS = ("sharpness", "brightness", "motion", "text_share", "phash")
