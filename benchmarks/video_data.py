@@ -179,7 +179,7 @@ def cuts(bench: Bench) -> Report:
     made.notes = [
         f"{len(mess.clips)} files of seed {bench.options.seed}, "
         f"{sum(bool(clip.broken) for clip in mess.clips)} of them broken. Thresholds are those of "
-        "PySceneDetect: on seeds 0 to 4 no others were better by more than 1 %.",
+        "PySceneDetect: on seeds 0 to 4 the best of twenty settings was 0.5 % better.",
     ]
     return made
 
