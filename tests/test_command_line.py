@@ -35,7 +35,7 @@ for arguments in {calls!r}:
 def test_help_and_version_import_no_torch() -> None:
     calls = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
     calls += [["checkpoint", name, "--help"] for name in ("ls", "verify", "diff", "convert")]
-    actions = ("scan", "cut", "score", "dedup", "filter", "caption", "show")
+    actions = ("scan", "cut", "score", "dedup", "filter", "caption", "show", "encode")
     calls += [["data", name, "--help"] for name in actions]
     calls += [["plan", name, "--help"] for name in ("memory", "show")]
     ended = subprocess.run(

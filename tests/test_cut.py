@@ -255,7 +255,8 @@ def test_a_source_that_is_named_twice_and_columns_of_its_own(mess: Mess, tmp_pat
 def test_what_is_there_is_not_cut_again_and_other_settings_replace_it(
     mess: Mess, tmp_path: Path
 ) -> None:
-    folder, path = tmp_path / "clips", mess.folder / next(c.path for c in mess.whole if c.cuts)
+    folder, path = tmp_path / "clips", tmp_path / "a [x].mp4"
+    path.write_bytes((mess.folder / next(c.path for c in mess.whole if c.cuts)).read_bytes())
     first = cut_source(path, folder, CutSettings())
     names = [one[0] for one in first.values["cuts"]]
     before = contents(folder)

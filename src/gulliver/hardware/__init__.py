@@ -53,6 +53,7 @@ from gulliver.hardware._links import (
     proposed_axes,
 )
 from gulliver.hardware._memory import memory_bytes
+from gulliver.hardware._named import named_cluster
 from gulliver.hardware._offload import (
     TieredSeconds,
     TierRates,
@@ -122,6 +123,7 @@ __all__ = [
     "matmul_seconds",
     "memory_bytes",
     "memory_seconds",
+    "named_cluster",
     "pair_rounds",
     "point_to_point_seconds",
     "predict_step",
