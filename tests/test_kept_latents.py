@@ -345,9 +345,7 @@ def test_public_weights_train_on_kept_latents_and_texts_of_every_bucket(
     assert not (kept.out / "texts").exists()
     save_t5(tmp_path / "other", 16, seed=1)
     other = ModelConfig(weights=tmp_path / "weights", text_encoder=tmp_path / "other")
-    with pytest.raises(
-        GulliverError, match=r"text_encoder is .*other in this run, .*t5 of "
-    ):
+    with pytest.raises(GulliverError, match=r"text_encoder is .*other in this run, .*t5 of "):
         train(replace(kept, out=tmp_path / "no", model=other))
 
 

@@ -16,6 +16,8 @@ from gulliver.options import Range
 from gulliver.video import EncodeConfig
 
 WORKERS = Range(0, 1024)
+SCORERS = ("sharpness", "brightness", "motion", "text_share", "phash")
+"""Scorers in the box."""
 SHOWN = 10
 """Most files that are named on the terminal; all of them are in the list."""
 
@@ -37,6 +39,74 @@ class Scan:
 
 
 @dataclass(frozen=True)
+class Score:
+    """Adds a column for each scorer; rows that have their scores are left alone."""
+
+    table: tyro.conf.Positional[Path]
+    """Table of clips, .parquet or .csv."""
+    scorers: tuple[str, ...] = SCORERS
+    """Scorers, of those in the box or of plug-ins (entry points of the group gulliver.scorers)."""
+    out: Path | None = None
+    """Table to write; by default the one that is read."""
+    again: bool = False
+    """Score all rows anew."""
+    workers: Annotated[int, WORKERS] = 0
+    """Threads; 0: one for each core."""
+
+
+@dataclass(frozen=True)
+class Dedup:
+    """Leaves out copies of clips, however coded or scaled: the best of each stays."""
+
+    table: tyro.conf.Positional[Path]
+    """Table of clips, .parquet or .csv."""
+    out: Path = Path("unique.parquet")
+    """Table to write; what is a copy of what is listed beside it."""
+    alike: Annotated[float, Range(0.5, 1)] = 0.95
+    """Least correlation of the pictures of two copies."""
+    workers: Annotated[int, WORKERS] = 0
+    """Threads; 0: one for each core."""
+
+
+@dataclass(frozen=True)
+class Caption:
+    """Writes captions: by a command that prints a sentence, or by a model that sees pictures."""
+
+    table: tyro.conf.Positional[Path]
+    """Table of clips, .parquet or .csv."""
+    command: str | None = None
+    """Program and arguments; {path} in it stands for the clip, or the path comes last."""
+    model: Path | None = None
+    """Folder of a transformers model that says what is in a picture."""
+    prompt: str = ""
+    """What the model is asked, or the words that captions begin with."""
+    tokens: Annotated[int, Range(1, 4096)] = 64
+    """Most tokens of a caption of the model."""
+    seconds: Annotated[float, Range(0, 86400, open_below=True)] = 300
+    """How long the command may take for a clip."""
+    out: Path | None = None
+    """Table to write; by default the one that is read."""
+    again: bool = False
+    """Replace the captions that are there."""
+    workers: Annotated[int, WORKERS] = 0
+    """Commands at once; 0: one for each core."""
+
+
+@dataclass(frozen=True)
+class Show:
+    """Makes a web page of a table: histograms and pictures, in one file."""
+
+    table: tyro.conf.Positional[Path]
+    """Table of clips, .parquet or .csv."""
+    out: Path = Path("clips.html")
+    """Page to write."""
+    most: Annotated[int, Range(1, 100_000)] = 200
+    """Most clips that are shown, evenly out of all."""
+    workers: Annotated[int, WORKERS] = 0
+    """Threads; 0: one for each core."""
+
+
+@dataclass(frozen=True)
 class Filter:
     """Writes the rows of a table for which a condition holds."""
 
@@ -50,7 +120,11 @@ class Filter:
 
 Action = (
     Annotated[Scan, tyro.conf.subcommand("scan", prefix_name=False)]
+    | Annotated[Score, tyro.conf.subcommand("score", prefix_name=False)]
+    | Annotated[Dedup, tyro.conf.subcommand("dedup", prefix_name=False)]
     | Annotated[Filter, tyro.conf.subcommand("filter", prefix_name=False)]
+    | Annotated[Caption, tyro.conf.subcommand("caption", prefix_name=False)]
+    | Annotated[Show, tyro.conf.subcommand("show", prefix_name=False)]
     | Annotated[EncodeConfig, tyro.conf.subcommand("encode", prefix_name=False)]
 )
 
@@ -83,7 +157,7 @@ def scan_folder(options: Scan) -> int:
         if note
     ]
     _list(f"{_many(len(notes), 'clip')} with a note (column note)", notes)
-    list_broken(out, found.broken)
+    list_broken(out, "scan", found.broken)
     if found.ignored:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in found.ignored.most_common(8))
         print(f"{_many(found.ignored.total(), 'other file')} ignored: {kinds}")
@@ -100,6 +174,63 @@ def filter_rows(options: Filter) -> int:
     return 0
 
 
+def score_clips(options: Score) -> int:
+    """Scores, and says how many rows were."""
+    from gulliver.video.preparation import Table, score
+
+    table, out = Table.read(options.table), options.out or options.table
+    found = score(table, options.scorers, out, options.again, options.workers)
+    _told_fresh(out, found.fresh, len(found.table), "scored")
+    list_broken(out, "score", found.broken)
+    return 0
+
+
+def drop_copies(options: Dedup) -> int:
+    """Leaves copies out, and names the first of them."""
+    from gulliver.video.preparation import Table, deduplicate
+
+    table = Table.read(options.table)
+    found = deduplicate(table, options.out, options.alike, options.workers)
+    print(f"{options.out}: {_many(len(found.table), 'clip')}")
+    _list(
+        f"{_many(len(found.pairs), 'copy', 'copies')} left out, listed in {found.listed}",
+        [(pair.dropped, f"copy of {pair.kept}") for pair in found.pairs],
+    )
+    list_broken(options.out, "dedup", found.broken)
+    return 0
+
+
+def caption_clips(options: Caption) -> int:
+    """Captions, and says how many rows were."""
+    from gulliver.video.preparation import Table, caption
+
+    table, out = Table.read(options.table), options.out or options.table
+    found = caption(
+        table,
+        out,
+        options.command,
+        options.model,
+        options.prompt,
+        options.tokens,
+        options.seconds,
+        options.again,
+        options.workers,
+    )
+    _told_fresh(out, found.fresh, len(found.table), "captioned")
+    list_broken(out, "caption", found.broken)
+    return 0
+
+
+def show_clips(options: Show) -> int:
+    """Makes the page."""
+    from gulliver.video.preparation import Table, show
+
+    table = Table.read(options.table)
+    shown = show(table, options.out, options.most, options.workers)
+    print(f"{options.out}: {shown:,} of {_many(len(table), 'clip')}, open it in a browser")
+    return 0
+
+
 def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
     """Encodes, on ranks of this machine that are started where a launcher has not."""
     from gulliver.comm import default_ranks, launch, under_launcher
@@ -113,11 +244,17 @@ def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
     return 0 if encode(options).finished else 143
 
 
-def list_broken(table: Path, broken: Sequence[tuple[str, str]]) -> None:
-    """Names the first of the files that could not be used, and where the others are listed."""
+def _told_fresh(out: Path, fresh: int, rows: int, done: str) -> None:
+    before = f" ({rows - fresh:,} had it before: --again replaces)" if fresh < rows else ""
+    print(f"{out}: {fresh:,} of {_many(rows, 'clip')} {done}{before}")
+
+
+def list_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> None:
+    """Names the first of the files that a step could not use, and where all are listed."""
     from gulliver.video.preparation import broken_path
 
-    _list(f"{_many(len(broken), 'file')} broken, listed in {broken_path(table)}", broken)
+    listed = f"{_many(len(broken), 'file')} that {step} cannot use, listed in {broken_path(table)}"
+    _list(listed, broken)
 
 
 def _list(what: str, found: Sequence[tuple[str, str]]) -> None:
@@ -130,8 +267,15 @@ def _list(what: str, found: Sequence[tuple[str, str]]) -> None:
         print(f"  and {len(found) - SHOWN:,} more")
 
 
-def _many(count: int, name: str) -> str:
-    return f"{count:,} {name}{'' if count == 1 else 's'}"
+def _many(count: int, name: str, several: str | None = None) -> str:
+    return f"{count:,} {name if count == 1 else several or name + 's'}"
 
 
-_COMMANDS: dict[type, Callable[[Any], int]] = {Scan: scan_folder, Filter: filter_rows}
+_COMMANDS: dict[type, Callable[[Any], int]] = {
+    Scan: scan_folder,
+    Score: score_clips,
+    Dedup: drop_copies,
+    Filter: filter_rows,
+    Caption: caption_clips,
+    Show: show_clips,
+}

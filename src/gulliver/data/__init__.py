@@ -3,7 +3,7 @@
 from gulliver.data._arena import ArenaStatistics, PinnedArena
 from gulliver.data._bucket_config import BucketConfig
 from gulliver.data._clips import BrokenClip, Bucket, Clip, ClipBatch, ClipDataset, collate
-from gulliver.data._frames import STILL_FPS, Frame, stacked, upright_frames
+from gulliver.data._frames import STILL_FPS, Frame, open_video, stacked, upright_frames
 from gulliver.data._loader import DataLoader, LoaderStatistics
 from gulliver.data._records import read_utf8
 from gulliver.data._resolutions import resolution
@@ -41,6 +41,7 @@ __all__ = [
     "Step",
     "choose_bucket",
     "collate",
+    "open_video",
     "probe_file",
     "read_utf8",
     "resize_and_crop",

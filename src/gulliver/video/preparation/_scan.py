@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gulliver.data import STILL_FPS, Frame, upright_frames
 from gulliver.errors import GulliverError
+from gulliver.video.preparation._packets import Packets, read_packets
 from gulliver.video.preparation._table import COLUMNS, Table, broken_path, write_broken
 from gulliver.video.preparation._work import Outcome, work_on
 
@@ -33,8 +32,6 @@ _PICTURES = ".bmp .jpeg .jpg .png .tif .tiff .webp"
 VIDEOS, PICTURES = frozenset(_VIDEOS.split()), frozenset(_PICTURES.split())
 FACTS = ("duration", "codec", "rotation", "variable_fps", "audio", "bytes", "note")
 """Columns of a scan besides Open-Sora's; seconds, degrees clockwise, and what was noticed."""
-HIDING = frozenset(("vp8", "vp9", "mpeg4", "msmpeg4v3", "cavs"))
-"""Codecs that have packets without a frame of their own."""
 FPS = 0.1, 1000.0
 """Frame rates that training takes."""
 
@@ -94,7 +91,7 @@ def scan(
         broken += [(name, found.problem) for name, found in fresh.items() if found.problem]
         columns = list(dict.fromkeys((*COLUMNS, *FACTS, *(name for row in rows for name in row))))
         table = Table.of_rows([row for row in rows if row], out, columns).write()
-        write_broken(out, broken)
+        write_broken(out, "scan", broken)
     return Scanned(table, broken, ignored)
 
 
@@ -116,11 +113,13 @@ def _files(folder: Path, out: Path) -> tuple[list[Path], Counter[str], list[tupl
     ours = {out.absolute(), broken_path(out).absolute()}
     for path in sorted(folder.absolute().rglob("*")):
         suffix = path.suffix.lower()
-        if path.is_dir() or path in ours or path.name.startswith(f".{out.name}."):
+        if path in ours or path.name.startswith(f".{out.name}."):
             continue
         if suffix not in VIDEOS and suffix not in PICTURES:
-            ignored[suffix or "no suffix"] += 1
-        elif not path.name.isprintable() or "\ufffd" in path.name:
+            ignored.update([] if path.is_dir() else [suffix or "no suffix"])
+        elif path.is_dir():
+            broken.append((_relative(path, out.absolute().parent), "is a folder"))
+        elif not path.name.isprintable():
             broken.append((repr(path.name), "has a name that tables cannot hold: rename it"))
         else:
             clips.append(path)
@@ -154,7 +153,7 @@ def read_facts(path: Path, decode: bool = False) -> dict[str, Any]:
     first = next(upright_frames(path), None)
     if first is None:
         raise GulliverError("has no frames")
-    counted = _count_packets(path)
+    counted = read_packets(path)
     frames, notes = counted.packets, []
     if path.suffix.lower() in PICTURES and frames <= 1:
         frames = 1
@@ -165,6 +164,9 @@ def read_facts(path: Path, decode: bool = False) -> dict[str, Any]:
         if abs(stated - frames) > 1:
             notes.append(f"is said to have {stated} frames, {frames} are there")
     fps = _rate(counted, frames, first)
+    seconds = 0.0 if frames == 1 else counted.duration(frames, fps)
+    if frames > 1 and abs(counted.seconds - seconds) > max(1.0, 0.2 * seconds):
+        notes.append(f"is said to last {counted.seconds:.1f} s, {seconds:.1f} are there")
     if not FPS[0] <= fps <= FPS[1]:
         notes.append(f"says {fps:g} frames per second")
     return {
@@ -175,7 +177,7 @@ def read_facts(path: Path, decode: bool = False) -> dict[str, Any]:
         "aspect_ratio": first.height / first.width,
         "resolution": first.height * first.width,
         "fps": fps if FPS[0] <= fps <= FPS[1] else None,
-        "duration": 0.0 if frames == 1 else round(counted.duration(frames, fps), 6),
+        "duration": round(seconds, 6),
         "codec": counted.codec,
         "rotation": _degrees(first),
         "variable_fps": counted.is_variable,
@@ -183,79 +185,6 @@ def read_facts(path: Path, decode: bool = False) -> dict[str, Any]:
         "bytes": path.stat().st_size,
         "note": "; ".join(notes) or None,
     }
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """Packets of a file's video and what its header says.
-
-    `times` are those at which frames are shown, in seconds, in order; `stated` is the header's
-    number of frames, 0 where it has none, and `seconds` its duration.
-    """
-
-    codec: str
-    audio: bool
-    packets: int
-    times: np.ndarray
-    damaged: bool
-    stated: int
-    seconds: float
-    rate: float
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether the packets may not be the frames."""
-        if self.damaged or not self.packets or self.codec in HIDING:
-            return True
-        expected = self.seconds * self.rate
-        late = expected and abs(expected - self.packets) > max(2.0, 0.05 * self.packets)
-        return bool(late) or bool(self.stated and self.stated != self.packets)
-
-    @property
-    def is_variable(self) -> bool:
-        """Whether some frames stay a quarter longer than others, beyond what clocks round."""
-        steps = np.diff(self.times)
-        steps = steps[steps > 0]
-        if len(steps) < 2:
-            return False
-        return bool(np.ptp(steps) > max(0.25 * np.median(steps), 0.0025))
-
-    def duration(self, frames: int, fps: float) -> float:
-        """Seconds from the first frame to the end of the last."""
-        if len(self.times) < 2:
-            return frames / fps
-        return float(self.times[-1] - self.times[0]) + 1 / fps
-
-
-def _count_packets(path: Path) -> _Counted:
-    """Reads the packets of a file's video, without decoding them."""
-    import av
-
-    times, packets, damaged = [], 0, False
-    with av.open(str(path), metadata_errors="ignore") as container:
-        stream = container.streams.video[0]
-        try:
-            for packet in container.demux(stream):
-                if not packet.size or packet.is_discard:
-                    continue
-                packets += 1
-                damaged = damaged or packet.is_corrupt
-                if packet.pts is not None and packet.time_base:
-                    times.append(float(packet.pts * packet.time_base))
-        except (av.FFmpegError, OSError, ValueError):
-            damaged = True
-        clock = float(stream.time_base or 0)
-        seconds = stream.duration * clock if stream.duration else (container.duration or 0) / 1e6
-        return _Counted(
-            codec=stream.codec_context.name,
-            audio=bool(container.streams.audio),
-            packets=packets,
-            times=np.sort(np.array(times)),
-            damaged=damaged,
-            stated=stream.frames,
-            seconds=float(seconds),
-            rate=float(stream.average_rate or stream.guessed_rate or 0),
-        )
 
 
 def _count_frames(path: Path) -> tuple[int, str | None]:
@@ -269,7 +198,7 @@ def _count_frames(path: Path) -> tuple[int, str | None]:
     return frames, None
 
 
-def _rate(counted: _Counted, frames: int, first: Frame) -> float:
+def _rate(counted: Packets, frames: int, first: Frame) -> float:
     """Frames per second, by the times at which frames are shown where the header says another."""
     if frames == 1:
         return STILL_FPS

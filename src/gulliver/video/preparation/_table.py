@@ -12,7 +12,7 @@ import csv
 import io
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -112,7 +112,7 @@ class Table:
         """Returns of each row the name that the table has, and the path that it leads to."""
         return [(name or "", self.path.parent / (name or "")) for name in self.column("path")]
 
-    def with_columns(self, columns: dict[str, Sequence[Any]]) -> Table:
+    def with_columns(self, columns: Mapping[str, Sequence[Any]]) -> Table:
         """Adds columns, or replaces those of the same names."""
         data, pa = self.data, arrow()
         for name, values in columns.items():
@@ -177,20 +177,37 @@ def broken_path(table: Path) -> Path:
     return table.with_name(f"{table.stem}.broken.csv")
 
 
-def write_broken(table: Path, broken: Sequence[tuple[str, str]]) -> Path | None:
-    """Writes path and reason of each file that cannot be used, beside a table.
+def write_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> Path | None:
+    """Lists files that a step cannot use, beside a table; what other steps have listed stays.
+
+    Args:
+        table: table that the step writes.
+        step: name of the step; what an earlier run of it has listed goes.
+        broken: path and reason of each file.
 
     Returns:
-        The list, or None where there is nothing to list; one of before is removed then.
+        The list, with the columns path, step and reason; None where there is nothing to list.
     """
     path = broken_path(table)
-    if not broken:
+    rows = [row for row in read_broken(table) if row[1] != step]
+    rows += [(name, step, reason) for name, reason in broken]
+    if not rows:
         path.unlink(missing_ok=True)
         return None
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([("path", "reason"), *broken])
+    csv.writer(text, lineterminator="\n").writerows([("path", "step", "reason"), *rows])
     write_text(path, text.getvalue())
     return path
+
+
+def read_broken(table: Path) -> list[tuple[str, str, str]]:
+    """Reads path, step and reason of each file that is listed beside a table."""
+    path = broken_path(table)
+    if not path.is_file():
+        return []
+    with named_errors(path, "read"), path.open(encoding="utf-8", newline="") as file:
+        _, *rows = [*csv.reader(file)] or [[]]
+    return [(row[0], row[1], row[2]) for row in rows if len(row) == 3]
 
 
 def _kind_of(name: str, values: Sequence[Any]) -> Any:

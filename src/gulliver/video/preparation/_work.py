@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gulliver.errors import GulliverError
-from gulliver.io import hold, named_errors
+from gulliver.io import hold, named_errors, remove_leftovers
 from gulliver.jobs import Display
 
 
@@ -37,12 +37,13 @@ class Outcome:
 
 
 Clips = Sequence[tuple[str, Path]]
+Work = Callable[[Path], dict[str, Any] | Outcome]
 
 
 @contextmanager
 def work_on(
     clips: Clips,
-    work: Callable[[Path], dict[str, Any]],
+    work: Work,
     table: Path,
     step: str,
     settings: str = "",
@@ -52,7 +53,7 @@ def work_on(
 
     Args:
         clips: name and path of each file.
-        work: values of a file; a `GulliverError` that it raises is the file's problem.
+        work: values of a file, or its outcome; a `GulliverError` that it raises is its problem.
         table: table that is being made: the journal lies beside it.
         step: name of what is done, which names the journal and is shown with the progress.
         settings: what the values depend on besides the file; a journal of others starts anew.
@@ -71,6 +72,7 @@ def work_on(
     except BlockingIOError:
         raise GulliverError(f"another process is at {step} of {table}: wait for it") from None
     try:
+        remove_leftovers(path.parent)
         journal = _Journal(path, settings)
         yield _worked(clips, work, journal, step, workers)
         path.unlink(missing_ok=True)
@@ -80,7 +82,7 @@ def work_on(
 
 def _worked(
     clips: Clips,
-    work: Callable[[Path], dict[str, Any]],
+    work: Work,
     journal: _Journal,
     step: str,
     workers: int,
@@ -105,7 +107,7 @@ def usable_cores() -> int:
 
 
 def _in_threads(
-    work: Callable[[Path], dict[str, Any]], jobs: Iterable[tuple[str, Path]], workers: int
+    work: Work, jobs: Iterable[tuple[str, Path]], workers: int
 ) -> Iterator[tuple[str, Outcome]]:
     """Works on files in threads, which decoders leave each other, and yields what is ready."""
     pool = ThreadPoolExecutor(workers, "clips")
@@ -119,9 +121,10 @@ def _in_threads(
         pool.shutdown(cancel_futures=True)
 
 
-def _tried(work: Callable[[Path], dict[str, Any]], path: Path) -> Outcome:
+def _tried(work: Work, path: Path) -> Outcome:
     try:
-        return Outcome(work(path))
+        found = work(path)
+        return found if isinstance(found, Outcome) else Outcome(found)
     except GulliverError as error:
         return Outcome(problem=str(error))
 
