@@ -141,9 +141,15 @@ def _loaded(
             if path is not None:
                 raise GulliverError(f"{name} {path} is for a --model: name that, too")
         model = open_run(config.run, device)
+        if config.adapter is not None:
+            from gulliver.dreambooth import load_adapter
+
+            load_adapter(model, config.adapter)
         if isinstance(model, VideoModel):
             return config, model
         return _with_own(config, arguments, model), model
+    if config.adapter is not None:
+        raise GulliverError(f"--adapter {config.adapter} is of a --run: leave --model out")
     if config.autoencoder is None or config.text_encoder is None:
         missing = " and ".join(name for name in list(parts)[:2] if parts[name] is None)
         raise GulliverError(
