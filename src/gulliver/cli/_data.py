@@ -231,19 +231,6 @@ def show_clips(options: Show) -> int:
     return 0
 
 
-def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
-    """Encodes, on ranks of this machine that are started where a launcher has not."""
-    from gulliver.comm import default_ranks, launch, under_launcher
-    from gulliver.video.preparation import check_encode, encode
-
-    check_encode(options)
-    ranks = options.ranks or default_ranks()
-    if not under_launcher() and ranks > 1:
-        return launch("gulliver.cli", ["data", *arguments], ranks)
-    # Stopped by a signal: what was asked for is not there yet.
-    return 0 if encode(options).finished else 143
-
-
 def _told_fresh(out: Path, fresh: int, rows: int, done: str) -> None:
     before = f" ({rows - fresh:,} had it before: --again replaces)" if fresh < rows else ""
     print(f"{out}: {fresh:,} of {_many(rows, 'clip')} {done}{before}")
