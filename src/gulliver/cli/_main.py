@@ -26,13 +26,23 @@ class Command(NamedTuple):
 
 VIDEO, OPTIONS = "gulliver.video._config", "gulliver.cli._options"
 TEXTS = "gulliver.finetune._job_config"
+SUBJECTS = "gulliver.dreambooth._config"
 AUTOENCODERS = "gulliver.video._autoencoder_config"
+DATA = "gulliver.cli._data"
 COMMANDS = {
     name: Command(
         (place, options), (f"gulliver.cli.{module}", f"{name.replace('-', '_')}_command"), what
     )
     for name, place, options, module, what in (
         ("finetune", TEXTS, "FinetuneConfig", "_finetune", "fine-tune a language model on texts"),
+        ("data", DATA, "PrepareConfig", "_data", "make a table to train on of a folder of clips"),
+        (
+            "dreambooth",
+            SUBJECTS,
+            "DreamboothConfig",
+            "_dreambooth",
+            "teach an image or video model a subject from a few pictures",
+        ),
         ("train", VIDEO, "TrainConfig", "_commands", "train a text-to-video model"),
         (
             "train-autoencoder",

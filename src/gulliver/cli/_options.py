@@ -33,6 +33,8 @@ class GenerateConfig(SamplingConfig):
     """Folder of the CLIP that models of Open-Sora 2.0 read besides."""
     texts: Path | None = None
     """Folder that keeps what captions say, so that each is encoded once."""
+    adapter: Path | None = None
+    """Folder of what `gulliver dreambooth` has taught --run: its result."""
     prompt: tuple[str, ...] = ()
     """Sentence to show; several make several clips."""
     prompts: Path | None = None
