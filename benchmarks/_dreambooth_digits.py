@@ -1,8 +1,8 @@
 """A new glyph for the digits model, from five pictures: part of `benchmarks.dreambooth`.
 
-The glyph is a triangle, drawn as the digits of scikit-learn were: 8 x 8 levels, enlarged to 16 x 16.
-Five renderings are the subject's pictures. The judge is the one that reads digits, with the glyph as
-an eleventh class: trained on real moving clips of the digits' training handwriting and of 400 other
+The glyph is a triangle, drawn as the digits of scikit-learn were: 8 x 8 levels, enlarged to
+16 x 16. Five renderings are the subject's pictures. The judge is the one that reads digits, with
+the glyph as an eleventh class: trained on real moving clips of the digits' training handwriting and of 400 other
 renderings, with the same noise and shifts. Its ceiling is the share that it reads of real moving
 clips of held-out handwriting and of 100 further renderings. Movement is measured, not learnt.
 
@@ -64,8 +64,9 @@ OPTIONS = (
         "the {class} {token}",
     ),
     *("--motion", "the {class} {token} moving {left|right|up|down}", "--motion-clips", "60"),
+    *("--motion-placed", "--motion-after", "150"),
     *("--prior-prompt", "the digit {0|1|2|3|4|5|6|7|8|9} moving {left|right|up|down}"),
-    *("--prior-pictures", "80", "--lora-rank", "8", "--learning-rate", "4e-3"),
+    *("--prior-pictures", "80", "--lora-rank", "10", "--learning-rate", "4e-3"),
     *("--token-rate", "2e-2", "--schedule", "cosine", "--warmup", "20", "--weight-decay", "0"),
     *("--batch", "8", "--steps", "500", "--validation-pictures", "0", "--ranks", "1"),
     *("--sampling-steps", "16", "--background", "black"),
