@@ -46,7 +46,7 @@ class DreamboothConfig:
     prompt: str = "a photo of {token} {class}"
     """Prompt of pictures without a caption."""
     method: Literal["lora", "full", "token"] = "lora"
-    """Train adapters of low rank, all weights, or the word's embedding alone (textual inversion)."""
+    """Train adapters of low rank, all weights, or the word alone (textual inversion)."""
     text_encoder: bool = False
     """Train the text encoder in the same way, too."""
     learn_token: bool = False

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +127,8 @@ class DiffusersBase:
         ways = network.get("in_channels"), network.get("out_channels")
         if ways[0] != ways[1]:
             raise GulliverError(
-                f"--model {self.folder}: its {self.kind.network} takes {ways[0]} channels and gives "
-                f"{ways[1]}: bases for inpainting or with learnt variances are not supported"
+                f"--model {self.folder}: its {self.kind.network} takes {ways[0]} channels and "
+                f"gives {ways[1]}: bases for inpainting or with learnt variances are not supported"
             )
 
     def _config(self, name: str) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class DiffusersBase:
         """A network of the pipeline, frozen."""
         kind = _class(*self.index[name])
         where: AbstractContextManager[Any] = torch.device("meta") if self.on_meta else nullcontext()
-        with where:
+        with where, _quiet():
             model = self._built(kind, name, self.dtype) if self.on_meta else self._read(kind, name)
         return model.requires_grad_(False).eval()
 
@@ -275,7 +275,8 @@ class DiffusersBase:
     def _vae(self) -> Any:
         kind = _class(*self.index["vae"])
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return self._read(kind, "vae", dtype).requires_grad_(False).eval()
+        with _quiet():
+            return self._read(kind, "vae", dtype).requires_grad_(False).eval()
 
     @property
     def scaling(self) -> tuple[float, float]:
@@ -407,19 +408,19 @@ def _diffusers() -> None:
         ) from None
 
 
-def _quiet() -> AbstractContextManager[Any]:
-    """Keeps diffusers' advice from the terminal."""
-    from contextlib import contextmanager
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps bars and advice of diffusers and transformers from the terminal."""
+    import diffusers.utils.logging as one
+    import transformers.utils.logging as other
 
-    from diffusers.utils import logging
-
-    @contextmanager
-    def calm() -> Any:
-        level = logging.get_verbosity()
-        logging.set_verbosity_error()
-        try:
-            yield
-        finally:
-            logging.set_verbosity(level)
-
-    return calm()
+    levels = [library.get_verbosity() for library in (one, other)]
+    for library in (one, other):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library, level in zip((one, other), levels, strict=True):
+            library.set_verbosity(level)
+            library.enable_progress_bar()
