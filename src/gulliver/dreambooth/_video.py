@@ -109,7 +109,7 @@ class VideoBase:
         guidance: float | None = None,
         on_meta: bool = False,
     ) -> None:
-        self.device, self.on_meta = device or torch.device("cpu"), on_meta
+        self.device, self.dtype, self.on_meta = device or torch.device("cpu"), dtype, on_meta
         self.maker = open_run(folder, self.device)
         self.config = read_json(folder / "config.json")
         shapes = parse_shapes(tuple(self.config["data"]["shapes"]))
@@ -147,7 +147,7 @@ class VideoBase:
         if known is not None and token in known:
             raise GulliverError(f"--token {token} is a word of the base already: choose another")
         row = torch.stack([words.vector(word) for word in words_of(initial or token)])
-        self.text = TaughtWords(words, token, row.mean(0, keepdim=True).to(self.device))
+        self.text = TaughtWords(words, token, row.mean(0, keepdim=True).to(self.device, self.dtype))
         cast(Any, self.maker).text = self.text
         if known is not None:
             cast(Any, self.maker).known_words = known | {token}
@@ -236,12 +236,14 @@ class VideoBase:
             drop.append(torch.rand(1, generator=generator) < share)
         vectors, mask = self._encoded(texts, latents)
         ones = latents.new_ones(len(latents))
+        # The model reads these numbers off, which it could not of tensors on meta.
+        real = torch.ones(len(latents), device=self.device)
         inputs: dict[str, Any] = {
             "y": vectors,
             "mask": mask,
             "fps": ones * getattr(self.maker, "fps", FPS),
-            "height": ones * bucket.height,
-            "width": ones * bucket.width,
+            "height": real * bucket.height,
+            "width": real * bucket.width,
             "drop_caption": torch.cat(drop).to(latents.device),
         }
         if "num_frames" in _taken(self.trained):
