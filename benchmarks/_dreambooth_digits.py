@@ -224,7 +224,8 @@ def digits_part(report: Report, folder: Path, run: Path = RUN, samples: int = 20
         f"digits: {samples} clips each of 13x32x32; 5 pictures, {ran['seconds']:.0f} s on one "
         f"thread, the adapter has {size:,} bytes, the group {MEMORY // MIB} MiB. Judge: the reader "
         "of digits with the glyph as an eleventh class, trained on real moving clips of the "
-        "training handwriting and of 400 other renderings; real is its share on held-out handwriting and on 100 further renderings."
+        "training handwriting and of 400 other renderings; real is its share on held-out "
+        "handwriting and on 100 further renderings."
     )
 
 
