@@ -227,7 +227,7 @@ def test_pictures_in_motion_resume_and_are_loaded_by_the_command(
     assert captions == ["the digit sks moving left"] * 3
     clip = np.load(out / "motion" / "clip-00000.npy")
     assert clip.shape == (5, 16, 16, 3)
-    weights = (outcome.result / "adapter_model.safetensors").read_bytes()
+    weights = (out / "result" / "adapter_model.safetensors").read_bytes()
     (out / "result").rename(out / "before")
     assert dreambooth(replace(config, resume=True)).finished
     assert (out / "result" / "adapter_model.safetensors").read_bytes() == weights

@@ -274,7 +274,9 @@ def _needs(config: DreamboothConfig) -> dict[str, tuple[bool, str]]:
         "initial": (config.learns_token, "it needs --learn-token, or --method token"),
         "token_rate": (config.learns_token, "it needs --learn-token, or --method token"),
         "motion": (lora, "the clips go on from adapters: add --method lora, or leave it out"),
-        **dict.fromkeys(("motion_after", "motion_clips", "motion_placed"), (bool(config.motion), moved)),
+        **dict.fromkeys(
+            ("motion_after", "motion_clips", "motion_placed"), (bool(config.motion), moved)
+        ),
         "disk": (limited, "it needs --memory: what fits that stays in memory"),
         "plugin": (
             not limited,
