@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gulliver.checkpoint import read_json
 from gulliver.dreambooth._base import Learnt, Picture, TokenHandle
 from gulliver.dreambooth._diffusers_files import read_lora, write_learnt
-from gulliver.dreambooth._kinds import KINDS, Conditions
+from gulliver.dreambooth._kinds import KINDS, T5_LENGTH, Conditions
 from gulliver.dreambooth._noise import Noise
 from gulliver.dreambooth._pictures import fitted
 from gulliver.dreambooth._tokens import add_token
@@ -257,10 +257,11 @@ class DiffusersBase:
     def _outline(self, count: int) -> Conditions:
         """Conditions of prompts without text encoders: their shapes."""
         encoders = [self._config(name) for name in self.kind.encoders]
-        length, config = encoders[0]["max_position_embeddings"], self.trained.config
+        length: int = encoders[0]["max_position_embeddings"]
+        config: Any = self.trained.config
         width = getattr(config, "cross_attention_dim", None)
         if width is None:  # of a joint transformer
-            width, length = config.joint_attention_dim, length + 256
+            width, length = config.joint_attention_dim, length + T5_LENGTH
         pooled = sum(one.get("projection_dim", 0) for one in encoders[-2:])
         pooled = getattr(
             config, "pooled_projection_dim", encoders[-1].get("projection_dim", pooled)
