@@ -5,7 +5,9 @@ Nothing here imports torch: ``gulliver dreambooth --help`` reads this module.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -67,7 +69,14 @@ class DreamboothConfig:
     prior_folder: Path | None = None
     """Folder that keeps prior pictures, for several runs; by default in the run folder."""
     prior_prompt: str = "a photo of {class}"
-    """Prompt of prior pictures."""
+    """Prompt of prior pictures; alternatives such as {left|right} take turns."""
+    motion: str = ""
+    """Prompt with which a video base sets the pictures in motion, once it knows them, to learn from
+    those clips: 'the {class} {token} moving {left|right}'."""
+    motion_after: Annotated[int | None, AT_LEAST_1] = None
+    """Steps on the pictures alone before that; by default a third of --steps."""
+    motion_clips: Annotated[int, AT_LEAST_1] = 40
+    """Number of such clips."""
     resolution: Annotated[int | None, Range(8, 8192)] = None
     """Side of the pictures in pixels; by default what the base was trained with."""
     on_broken: Literal["refuse", "skip"] = "refuse"
@@ -118,8 +127,8 @@ class DreamboothConfig:
     """Pictures of each prompt; 0 makes none."""
     sampling_steps: Annotated[int, AT_LEAST_1] = 25
     """Steps that sampling takes, of prior and validation pictures."""
-    guidance: Annotated[float, GUIDANCE] = 7.5
-    """Weight of the prompt in sampling."""
+    guidance: Annotated[float | None, GUIDANCE] = None
+    """Weight of the prompt in sampling; by default 7.5, and 2 of a run of `gulliver train`."""
     save_every: Annotated[int | None, AT_LEAST_1] = None
     """Steps between checkpoints; by default as often as validation pictures."""
     keep: Annotated[int, AT_LEAST_1] = 2
@@ -155,10 +164,22 @@ class DreamboothConfig:
         """Ranks that hold one model together, and see the same samples."""
         return self.tp
 
+    @property
+    def still_steps(self) -> int:
+        """Steps on the pictures alone, before they are set in motion."""
+        return self.motion_after or max(1, self.steps // 3)
+
     def filled(self, prompt: str) -> str:
         """A prompt with the token and the class in it."""
         text = prompt.replace("{token}", self.token).replace("{class}", self.class_word)
         return " ".join(text.split())
+
+
+def alternatives(prompt: str) -> list[str]:
+    """All prompts that one with alternatives in braces stands for, in order."""
+    parts = re.split(r"\{([^{}]*\|[^{}]*)\}", prompt)
+    choices = [part.split("|") if n % 2 else [part] for n, part in enumerate(parts)]
+    return [" ".join("".join(one).split()) for one in product(*choices)]
 
 
 MAY_CHANGE = frozenset(
@@ -183,6 +204,7 @@ def check_dreambooth(config: DreamboothConfig) -> DreamboothConfig:
         raise GulliverError(f"--model {config.model} is no folder")
     _check_subject(config)
     _check_words(config)
+    _check_motion(config)
     check_needs(config, _needs(config))
     out = config.out.resolve()
     for option, path in (("--model", config.model), ("--subject", config.subject)):
@@ -221,10 +243,21 @@ def _check_words(config: DreamboothConfig) -> None:
         )
 
 
+def _check_motion(config: DreamboothConfig) -> None:
+    for text in alternatives(config.filled(config.motion)) if config.motion else ():
+        if config.token not in text.split():
+            raise GulliverError(f"--motion {text!r} does not name the subject: put {{token}} in")
+    if config.motion and config.still_steps >= config.steps:
+        raise GulliverError(
+            f"--motion-after {config.still_steps} leaves none of --steps {config.steps} for clips"
+        )
+
+
 def _needs(config: DreamboothConfig) -> dict[str, tuple[bool, str]]:
     """Options by what they need to have an effect, and what would be right without it."""
     lora, limited = config.method == "lora", config.memory is not None
     adapters = "it is of adapters: add --method lora, or leave it out"
+    moved = "it is of pictures that are set in motion: add --motion, or leave it out"
     priors = "it is of prior pictures: add --class-word and --prior-pictures, or leave it out"
     return {
         **dict.fromkeys(("lora_rank", "lora_alpha", "lora_targets", "adapter"), (lora, adapters)),
@@ -237,6 +270,8 @@ def _needs(config: DreamboothConfig) -> dict[str, tuple[bool, str]]:
         ),
         "initial": (config.learns_token, "it needs --learn-token, or --method token"),
         "token_rate": (config.learns_token, "it needs --learn-token, or --method token"),
+        "motion": (lora, "the clips go on from adapters: add --method lora, or leave it out"),
+        **dict.fromkeys(("motion_after", "motion_clips"), (bool(config.motion), moved)),
         "disk": (limited, "it needs --memory: what fits that stays in memory"),
         "plugin": (
             not limited,

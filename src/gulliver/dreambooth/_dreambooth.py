@@ -20,7 +20,6 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from gulliver.comm import World, all_reduce, barrier, default_ranks, guard, init
 from gulliver.dreambooth._base import Base, Picture
 from gulliver.dreambooth._config import MAY_CHANGE, DreamboothConfig, check_dreambooth
 from gulliver.dreambooth._diffusers import INDEX, DiffusersBase
+from gulliver.dreambooth._motion import Outcome, in_motion, open_video
 from gulliver.dreambooth._order import Order, Sample, shares
 from gulliver.dreambooth._pictures import fingerprint, grid, read_pictures
 from gulliver.dreambooth._planning import (
@@ -48,30 +48,18 @@ from gulliver.dreambooth._planning import (
 from gulliver.dreambooth._prior import prior_pictures, write_pixels
 from gulliver.dreambooth._result import check_adapter, write_result
 from gulliver.dreambooth._student import make_optimizer, make_student
+from gulliver.dreambooth._video import VideoBase
 from gulliver.errors import GulliverError
 from gulliver.finetune import Planned, Run
 from gulliver.jobs import Display, StopRequest, console, derive, memory_in_use, tensorboard
 from gulliver.options import resolved, size_text
 
+GUIDANCE = 7.5
+"""Weight of the prompt in sampling with pipelines of diffusers, where none is asked for."""
 FINGERPRINTS = {
     "base": "--model is not the one that the run was begun with",
     "data": "--subject, or the prior pictures, are not those that the run was begun with",
 }
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a call of `dreambooth`.
-
-    Attributes:
-        step: last step.
-        finished: whether the run is over; False where a signal has stopped it.
-        result: folder of what was learnt; None where there is none yet.
-    """
-
-    step: int
-    finished: bool
-    result: Path | None = None
 
 
 def dreambooth(config: DreamboothConfig, plugin: Plugin | None = None) -> Outcome:
@@ -86,6 +74,8 @@ def dreambooth(config: DreamboothConfig, plugin: Plugin | None = None) -> Outcom
             is written then. Or the loss is no longer a number, or another rank is gone.
     """
     check_dreambooth(config)
+    if config.motion and not config.plan:
+        return in_motion(config, dreambooth, plugin)
     world = init_world()
     with guard():
         say = console().print if world.is_main else lambda _: None
@@ -118,15 +108,19 @@ def open_base(
             world.device,
             PRECISIONS[precision],
             config.sampling_steps,
-            config.guidance,
+            config.guidance or GUIDANCE,
             config.snr_gamma,
             on_meta,
             scratch if config.memory is not None and not on_meta else None,
             world.size == 1,
         )
+    if (config.model / "config.json").is_file() and (config.model / "checkpoints").is_dir():
+        if config.snr_gamma is not None:
+            raise GulliverError("--snr-gamma is for pipelines of diffusers: leave it out")
+        return open_video(config, world.device, PRECISIONS[precision], on_meta)
     raise GulliverError(
-        f"--model {config.model} is no pipeline of diffusers ({INDEX}): name the folder that "
-        "pipe.save_pretrained has written"
+        f"--model {config.model} is no pipeline of diffusers ({INDEX}) and no run of `gulliver "
+        "train`: name the folder that pipe.save_pretrained, or that command, has written"
     )
 
 
@@ -169,6 +163,8 @@ class Teacher:
         base = open_base(config, world, precision)
         assert base is not None, "it is not on meta"
         self.base = base
+        if any(one.pixels.ndim == 4 for one in subject) and not isinstance(base, VideoBase):
+            raise GulliverError(f"--subject {config.subject} has clips: this base makes pictures")
         if self.planned_late(planned):
             refuse_cut(config, plugin, base)
         facts = {"base": base.fingerprint}

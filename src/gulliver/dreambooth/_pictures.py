@@ -16,6 +16,8 @@ from gulliver.dreambooth._config import DreamboothConfig
 from gulliver.errors import GulliverError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+CLIP = ".npy"
+"""Clips ``[T, H, W, 3]``, uint8, which video bases learn from."""
 COLOURS = {"white": 255, "black": 0, "grey": 128}
 BROKEN = (OSError, ValueError, SyntaxError, EOFError)
 
@@ -33,12 +35,15 @@ def read_pictures(config: DreamboothConfig, say: Callable[[str], Any]) -> list[P
     """
     folder = config.subject
     assert folder is not None, "it is checked"
-    files = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
+    kinds = SUFFIXES | {CLIP}
+    files = sorted(p for p in folder.iterdir() if p.suffix.lower() in kinds and p.is_file())
     found, broken = list[Picture](), list[str]()
     for path in files:
         try:
             text = _caption(config, path, say)
-            found.append(Picture(path, read_picture(path, COLOURS[config.background]), text))
+            clip = path.suffix.lower() == CLIP
+            pixels = _read_clip(path) if clip else read_picture(path, COLOURS[config.background])
+            found.append(Picture(path, pixels, text))
         except GulliverError as error:
             broken.append(f"{path.name} {error}")
     if broken and config.on_broken == "refuse":
@@ -80,6 +85,16 @@ def read_picture(path: Path, behind: int = 255) -> np.ndarray:
     except BROKEN as error:
         line = " ".join(str(error).split())[:120]
         raise GulliverError(f"cannot be read ({line or type(error).__name__})") from None
+
+
+def _read_clip(path: Path) -> np.ndarray:
+    try:
+        pixels = np.load(path, allow_pickle=False)
+    except BROKEN as error:
+        raise GulliverError(f"cannot be read ({' '.join(str(error).split())[:120]})") from None
+    if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[3] != 3 or not pixels.size:
+        raise GulliverError(f"is {pixels.dtype} {pixels.shape}: a clip is uint8 (T, H, W, 3)")
+    return pixels
 
 
 def _eight_bits(picture: Any, Image: Any) -> Any:

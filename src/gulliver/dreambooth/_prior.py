@@ -16,18 +16,24 @@ import numpy as np
 from gulliver.checkpoint import read_json, write_json
 from gulliver.comm import World, barrier
 from gulliver.dreambooth._base import Base, Picture
-from gulliver.dreambooth._config import DreamboothConfig
-from gulliver.dreambooth._pictures import SUFFIXES, read_picture
+from gulliver.dreambooth._config import DreamboothConfig, alternatives
+from gulliver.dreambooth._pictures import CLIP, SUFFIXES, read_picture
 from gulliver.errors import GulliverError
 from gulliver.io import atomic_file, named_errors
 from gulliver.jobs import Display, derive
 
-FACTS, CLIP = "prior.json", ".npy"
+FACTS = "prior.json"
 
 
 def prior_folder(config: DreamboothConfig) -> Path:
     """The folder that keeps prior pictures."""
     return config.prior_folder or config.out / "prior"
+
+
+def prior_texts(config: DreamboothConfig) -> list[str]:
+    """The prompt of each prior picture: alternatives take turns."""
+    texts = alternatives(config.filled(config.prior_prompt))
+    return [texts[number % len(texts)] for number in range(config.priors)]
 
 
 def facts_of(base: Base, config: DreamboothConfig) -> dict[str, Any]:
@@ -53,13 +59,13 @@ def prior_pictures(
     """
     if not config.priors:
         return []
-    folder, text = prior_folder(config), config.filled(config.prior_prompt)
+    folder, texts = prior_folder(config), prior_texts(config)
     own = _check(folder, base, config)
     barrier()  # nobody writes before everybody has looked
     if not own:
         found = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES)[: config.priors]
         say(f"{len(found)} prior pictures of {folder}, which are not of this base's making")
-        return [Picture(path, _read(path), text) for path in found]
+        return [Picture(path, _read(path), text) for path, text in zip(found, texts, strict=False)]
     if world.is_main:
         with named_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +78,11 @@ def prior_pictures(
     barrier()
     say(f"{config.priors} prior pictures in {folder}, {len(missing)} made now")
     paths = [_path(folder, n) for n in numbers]
-    return [Picture(path, _read(path), text) for path in paths if path is not None]
+    return [
+        Picture(path, _read(path), text)
+        for path, text in zip(paths, texts, strict=True)
+        if path is not None
+    ]
 
 
 def _check(folder: Path, base: Base, config: DreamboothConfig) -> bool:
@@ -126,11 +136,11 @@ def _read(path: Path) -> np.ndarray:
 def _make(
     base: Base, config: DreamboothConfig, world: World, numbers: list[int], count: int
 ) -> None:
-    text, folder = config.filled(config.prior_prompt), prior_folder(config)
-    base.settle([text, ""], False)
+    texts, folder = prior_texts(config), prior_folder(config)
+    base.settle([*dict.fromkeys(texts), ""], False)
     with Display("prior pictures", len(numbers), 0, world.is_main and count > 1) as display:
         for number in numbers:
-            (pixels,) = base.sample([text], [derive(config.seed, 7, number) % 2**32])
+            (pixels,) = base.sample([texts[number]], [derive(config.seed, 7, number) % 2**32])
             write_pixels(folder / f"prior-{number:05d}", pixels)
             display.advance()
 

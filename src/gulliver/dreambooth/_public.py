@@ -3,7 +3,9 @@
 from gulliver.dreambooth._base import Base, Learnt, Picture, TokenHandle
 from gulliver.dreambooth._config import DreamboothConfig, check_dreambooth
 from gulliver.dreambooth._diffusers import DiffusersBase
-from gulliver.dreambooth._dreambooth import Outcome, dreambooth
+from gulliver.dreambooth._dreambooth import dreambooth
+from gulliver.dreambooth._motion import Outcome
+from gulliver.dreambooth._video import VideoBase, load_adapter
 
 __all__ = [
     "Base",
@@ -13,6 +15,8 @@ __all__ = [
     "Outcome",
     "Picture",
     "TokenHandle",
+    "VideoBase",
     "check_dreambooth",
     "dreambooth",
+    "load_adapter",
 ]
