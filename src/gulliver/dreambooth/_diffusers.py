@@ -119,7 +119,7 @@ class DiffusersBase:
                 f"--resolution {self.side} must be a multiple of {2 * self.factor} for this base"
             )
         self.trained = self._network(self.kind.network)
-        self.text: TextEncoders | None = None
+        self.text: nn.Module | None = None
         self.tokenizers: dict[str, Any] = {}
         self._told: dict[str, Conditions] = {}
 
@@ -173,7 +173,7 @@ class DiffusersBase:
             raise GulliverError(f"--model {self.folder}, {name}: {line}") from None
         return model.to(self.device)
 
-    def with_text(self) -> TextEncoders:
+    def with_text(self) -> nn.Module:
         """The text encoders, read when they are first asked for."""
         if self.text is None:
             self.text = TextEncoders({n: self._network(n) for n in self.kind.encoders})
