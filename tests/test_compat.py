@@ -152,3 +152,14 @@ def test_hooks_are_listed_shared_and_ordered() -> None:
 def test_batch_norms_are_known() -> None:
     assert _compat.is_batch_norm(torch.nn.SyncBatchNorm(2))
     assert not _compat.is_batch_norm(torch.nn.LayerNorm(2))
+
+
+def test_torch_has_a_search_for_redistributions_to_compare_with() -> None:
+    _compat.clear_redistributions()
+    with _compat.graph_redistribution(), _compat.meta_devices(3):
+        assert torch.get_device_module("meta").device_count() == 3
+    if torch.__version__ >= "2.13":
+        from torch.distributed.tensor import _redistribute
+
+        assert hasattr(_redistribute, "use_min_cost_redistribution_plan")
+        assert hasattr(_redistribute._gen_transform_infos, "cache_clear")

@@ -51,6 +51,7 @@ from gulliver.video import (
     run_autoencoder,
     split_ranks,
     train,
+    with_encoded,
     write_clip,
 )
 
@@ -60,6 +61,7 @@ CONDITION_FRAMES = 5
 
 def train_command(config: TrainConfig, arguments: list[str]) -> int:
     """Trains, on ranks of this machine that are started where a launcher has not."""
+    config = with_encoded(config)
     check_config(config)
     check_start(config)
     ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)

@@ -39,18 +39,28 @@ from gulliver.video._config import (
 from gulliver.video._demo import demonstrate
 from gulliver.video._diffusers_autoencoders import DiffusersAutoencoder
 from gulliver.video._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, compose, sentence
+from gulliver.video._encoded import with_encoded
 from gulliver.video._evaluate import Evaluation, evaluate
 from gulliver.video._generate import VideoModel, connect, extend
 from gulliver.video._guidance import Guidance
 from gulliver.video._judges import Judges, Scores, train_judges
+from gulliver.video._kept_latents import KeptLatents
 from gulliver.video._mask_strings import SHORT_FORMS, parse_mask_strategy
-from gulliver.video._media import check_output, fit, read_frames, to_frames, write_clip
+from gulliver.video._media import (
+    check_output,
+    fit,
+    read_frames,
+    to_frames,
+    write_clip,
+    write_gif,
+)
 from gulliver.video._pipeline import VideoPipeline, open_run
 from gulliver.video._prompts import loop_prompts, read_prompt
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import check_kind, load_model
-from gulliver.video._rectified_flow import RectifiedFlow
+from gulliver.video._rectified_flow import Preview, RectifiedFlow
 from gulliver.video._requests import Request, check_request, loop_seed
+from gulliver.video._run import Run
 from gulliver.video._shared import split_ranks
 from gulliver.video._text_encoders import (
     ClipTextEncoder,
@@ -88,13 +98,16 @@ __all__ = [
     "FlowConfig",
     "Guidance",
     "Judges",
+    "KeptLatents",
     "KeptTexts",
     "ModelConfig",
     "MovingDigits",
     "OptimizerConfig",
     "Outcome",
+    "Preview",
     "RectifiedFlow",
     "Request",
+    "Run",
     "SamplingConfig",
     "Scores",
     "T5TextEncoder",
@@ -147,6 +160,8 @@ __all__ = [
     "train_autoencoder",
     "train_judges",
     "unknown_words",
+    "with_encoded",
     "words_of",
     "write_clip",
+    "write_gif",
 ]
