@@ -51,7 +51,7 @@ TOKEN, GLYPH = "sks", 10
 PICTURES, TRAINING, HELD_OUT = range(5), range(1000, 1400), range(5000, 5100)
 """Seeds of the renderings: the subject's, those that the judge learns from, and its ceiling's."""
 MIB = 1 << 20
-MEMORY = 900 * MIB
+MEMORY = 640 * MIB
 """Limit of the run's control group: the interpreter and torch take most of it."""
 GLYPH_BAR, RIGHT_BAR, LOST_BAR, SHARE_BAR = 0.90, 0.90, 0.02, 0.05
 OPTIONS = (
@@ -205,7 +205,7 @@ def digits_part(report: Report, folder: Path, run: Path = RUN, samples: int = 20
     made = glyph_scores(taught, judges, samples, folder / "sheet.png")
     report.figures["digits"] = {
         **{"ceiling_glyph": glyphs, "ceiling_digits": digits, "before": before, "after": after},
-        **{"made": made, "adapter_bytes": size, "model_bytes": whole, "samples": samples, **ran},
+        **{"made": dict(made), "adapter_bytes": size, "model_bytes": whole, "samples": samples, **ran},
     }
     rows = [("ten digits, digit and direction", after, f"{before:.1%} before, {digits:.1%} real")]
     rows += [
