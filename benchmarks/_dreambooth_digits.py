@@ -205,7 +205,8 @@ def digits_part(report: Report, folder: Path, run: Path = RUN, samples: int = 20
     made = glyph_scores(taught, judges, samples, folder / "sheet.png")
     report.figures["digits"] = {
         **{"ceiling_glyph": glyphs, "ceiling_digits": digits, "before": before, "after": after},
-        **{"made": dict(made), "adapter_bytes": size, "model_bytes": whole, "samples": samples, **ran},
+        **{"made": dict(made), "adapter_bytes": size, "model_bytes": whole},
+        **{"samples": samples, **ran},
     }
     rows = [("ten digits, digit and direction", after, f"{before:.1%} before, {digits:.1%} real")]
     rows += [
