@@ -330,7 +330,7 @@ def _pictures(pipeline: Any, config: DreamboothConfig) -> np.ndarray:
                 height=SIDE,
                 width=SIDE,
                 num_inference_steps=config.sampling_steps,
-                guidance_scale=config.guidance,
+                guidance_scale=about["guidance"],
                 generator=torch.Generator().manual_seed(seed),
                 output_type="np",
             ).images[0]
