@@ -30,6 +30,19 @@ def _clips(count: int) -> Sizes:
     return Sizes(frames, heights, (scale * draw.choice([1920, 1080], count)).astype(int))
 
 
+def test_the_buckets_that_are_possible_are_those_of_many_epochs() -> None:
+    clips, config = _clips(400), BucketConfig(CONFIG)
+    found: list[set[Bucket]] = [set() for _ in clips.frames]
+    for epoch in range(300):
+        for index, bucket in enumerate(config.buckets(clips, 1, 0, epoch)):
+            if bucket is not None:
+                found[index].add(bucket)
+    sizes = zip(*(side.tolist() for side in clips), strict=True)
+    for size, buckets in zip(sizes, found, strict=True):
+        assert set(config.possible(*size)) == buckets
+        assert (config.refusal(*size, 1) is None) == bool(buckets)
+
+
 def _one_by_one(clips: Sizes, interval: int, seed: int, epoch: int) -> list[tuple | None]:
     """The published rule, one clip after the other, with the chances that ours draws."""
     names = sorted(CONFIG, key=lambda name: -resolution(name).pixels)

@@ -24,6 +24,7 @@ from gulliver.hardware import (
     described,
     described_names,
     kept_path,
+    named_cluster,
 )
 from gulliver.hardware._kept import digest
 
@@ -82,6 +83,30 @@ def test_missing_files_and_descriptions_are_named(tmp_path: Path) -> None:
         Cluster.load(tmp_path / "none.yaml")
     with pytest.raises(GulliverError, match="8xa100-infiniband"):
         described("8xa100")
+
+
+def test_clusters_have_short_names_with_a_count(tmp_path: Path) -> None:
+    for text, size, word in (
+        ("h100x64", 64, "H100"),
+        ("H200x12", 12, "H200"),
+        ("b200", 1, "B200"),
+        ("a100x1024", 1024, "A100"),
+        ("4090x4", 4, "4090"),
+        ("laptop", 1, "laptop"),
+        ("8xh100-infiniband", 16, "H100"),
+    ):
+        cluster = named_cluster(text)
+        assert cluster.size == size
+        assert word in cluster.name
+    assert [axis.size for axis in named_cluster("h100x64").axes] == [8, 8]
+    file = tmp_path / "own.yaml"
+    Cluster("c", DEVICE, (Axis("node", 2, SLOW),)).save(file)
+    assert named_cluster(str(file), 4).size == 4
+    for text, message in (("h10x4", "h100"), ("h100x0", "take 1 to"), ("x8", "no cluster")):
+        with pytest.raises(GulliverError, match=message):
+            named_cluster(text)
+    with pytest.raises(GulliverError, match="8 were asked"):
+        named_cluster("h100x4", 8)
 
 
 def test_a_measured_cluster_is_read_back_with_its_curves(tmp_path: Path) -> None:

@@ -44,10 +44,10 @@ def save_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def save_t5(folder: Path, width: int = 16) -> Any:
+def save_t5(folder: Path, width: int = 16, seed: int = 0) -> Any:
     from transformers import T5Config, T5EncoderModel
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = T5Config(
         vocab_size=10, d_model=width, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
         feed_forward_proj="gated-gelu", pad_token_id=0, eos_token_id=1,

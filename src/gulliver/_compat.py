@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -499,3 +500,39 @@ def context_parallel_ring(rotate: str) -> tuple[Callable[..., Any], Callable[...
         _attention._templated_ring_attention,
         _attention._templated_ring_attention_backward,
     )
+
+
+def graph_redistribution() -> AbstractContextManager[Any]:
+    """Makes a context in which DTensor searches the least-cost way between two layouts.
+
+    Torch before 2.12 may have no such search; there it goes the way that it always does.
+    """
+    from torch.distributed.tensor import _redistribute
+
+    found = getattr(_redistribute, "use_min_cost_redistribution_plan", None)
+    return nullcontext() if found is None else found(True)
+
+
+def clear_redistributions() -> None:
+    """Forgets the ways between layouts that DTensor keeps, so that another search is asked."""
+    from torch.distributed.tensor import _redistribute
+
+    kept = getattr(_redistribute, "_gen_transform_infos", None)
+    if hasattr(kept, "cache_clear"):
+        kept.cache_clear()
+
+
+@contextmanager
+def meta_devices(count: int) -> Iterator[None]:
+    """Lets a mesh on meta have devices, so that DTensor prices it as it does a mesh of GPUs.
+
+    On the CPU it would gather where GPUs exchange.
+
+    Args:
+        count: devices of a node.
+    """
+    torch.meta = SimpleNamespace(device_count=lambda: count)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del torch.meta  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """The one call: `Booster(plugin=...).boost(model, optimizer, ...)`."""
 
+from gulliver.booster._blocks import recomputable_blocks
 from gulliver.booster._booster import Booster
 from gulliver.booster._estimate import estimate_work
 from gulliver.booster._gemini import GeminiPlugin
@@ -17,5 +18,6 @@ __all__ = [
     "estimate_work",
     "keep_logits",
     "lazy_parameters",
+    "recomputable_blocks",
     "sequence_degree",
 ]

@@ -51,6 +51,7 @@ from gulliver.video import (
     run_autoencoder,
     split_ranks,
     train,
+    with_encoded,
     write_clip,
 )
 
@@ -60,6 +61,7 @@ CONDITION_FRAMES = 5
 
 def train_command(config: TrainConfig, arguments: list[str]) -> int:
     """Trains, on ranks of this machine that are started where a launcher has not."""
+    config = with_encoded(config)
     check_config(config)
     check_start(config)
     ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
@@ -139,9 +141,15 @@ def _loaded(
             if path is not None:
                 raise GulliverError(f"{name} {path} is for a --model: name that, too")
         model = open_run(config.run, device)
+        if config.adapter is not None:
+            from gulliver.dreambooth import load_adapter
+
+            load_adapter(model, config.adapter)
         if isinstance(model, VideoModel):
             return config, model
         return _with_own(config, arguments, model), model
+    if config.adapter is not None:
+        raise GulliverError(f"--adapter {config.adapter} is of a --run: leave --model out")
     if config.autoencoder is None or config.text_encoder is None:
         missing = " and ".join(name for name in list(parts)[:2] if parts[name] is None)
         raise GulliverError(

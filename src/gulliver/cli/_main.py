@@ -26,13 +26,23 @@ class Command(NamedTuple):
 
 VIDEO, OPTIONS = "gulliver.video._config", "gulliver.cli._options"
 TEXTS = "gulliver.finetune._job_config"
+SUBJECTS = "gulliver.dreambooth._config"
 AUTOENCODERS = "gulliver.video._autoencoder_config"
+DATA = "gulliver.cli._data"
 COMMANDS = {
     name: Command(
         (place, options), (f"gulliver.cli.{module}", f"{name.replace('-', '_')}_command"), what
     )
     for name, place, options, module, what in (
         ("finetune", TEXTS, "FinetuneConfig", "_finetune", "fine-tune a language model on texts"),
+        ("data", DATA, "PrepareConfig", "_data", "make a table to train on of a folder of clips"),
+        (
+            "dreambooth",
+            SUBJECTS,
+            "DreamboothConfig",
+            "_dreambooth",
+            "teach an image or video model a subject from a few pictures",
+        ),
         ("train", VIDEO, "TrainConfig", "_commands", "train a text-to-video model"),
         (
             "train-autoencoder",
@@ -42,6 +52,7 @@ COMMANDS = {
             "train a video autoencoder",
         ),
         ("generate", OPTIONS, "GenerateConfig", "_commands", "make clips from sentences"),
+        ("app", OPTIONS, "AppConfig", "_app", "make clips in the browser, look at a training run"),
         ("evaluate", OPTIONS, "EvaluateConfig", "_commands", "judge what a model shows"),
         (
             "checkpoint",

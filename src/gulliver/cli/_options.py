@@ -33,6 +33,8 @@ class GenerateConfig(SamplingConfig):
     """Folder of the CLIP that models of Open-Sora 2.0 read besides."""
     texts: Path | None = None
     """Folder that keeps what captions say, so that each is encoded once."""
+    adapter: Path | None = None
+    """Folder of what `gulliver dreambooth` has taught --run: its result."""
     prompt: tuple[str, ...] = ()
     """Sentence to show; several make several clips."""
     prompts: Path | None = None
@@ -83,6 +85,30 @@ class GenerateConfig(SamplingConfig):
     """Dim of clips that the ranks cut to decode them together; off: every rank decodes all."""
     ranks: Annotated[int, RANKS] = 0
     """Processes on this machine; 0: --sequence x --guidance-ranks. Ignored under torchrun."""
+
+
+@dataclass(frozen=True)
+class AppConfig:
+    """Shows a page in the browser: clips from prompts and pictures, and a run that trains."""
+
+    run: tyro.conf.Positional[Path | None] = None
+    """Folder of the training run; by default out/demo/run or runs/video."""
+    host: str = "127.0.0.1"
+    """Address to listen at; by default this machine alone reaches it."""
+    port: Annotated[int, Range(0, 65535)] = 7860
+    """Port to listen at; 0 takes any that is free."""
+    out: Path = Path("out/app")
+    """Folder that keeps the clips, each with its settings."""
+    model: Path | None = None
+    """Public transformer in place of a run: a folder, a safetensors file or an index of several."""
+    autoencoder: Path | None = None
+    """Folder or file of the autoencoder of --model."""
+    text_encoder: Path | None = None
+    """Folder of the T5 of --model."""
+    clip: Path | None = None
+    """Folder of the CLIP that models of Open-Sora 2.0 read besides."""
+    keep: bool = False
+    """Keep all networks of --model in memory: faster clips, and previews while they are made."""
 
 
 @dataclass(frozen=True)

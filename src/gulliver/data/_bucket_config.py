@@ -180,18 +180,30 @@ class BucketConfig:
 
     def refusal(self, frames: int, height: int, width: int, interval: int) -> str | None:
         """Says why a clip would be left out whatever the chances; None where it would not."""
-        large = [r for r in self.rules if height * width >= ENOUGH_PIXELS * r.resolution.pixels]
-        if not large:
+        pixels = height * width
+        if all(pixels < ENOUGH_PIXELS * rule.resolution.pixels for rule in self.rules):
             return f"{height}x{width} is too small for every bucket"
-        fitting = [rule for rule in large if _takes(rule, frames, interval)]
-        # Where a clip is always looked at, no shorter length of the resolution sees it.
-        last = {rule.resolution.name: rule for rule in reversed(fitting) if rule.look in (None, 1)}
-        if any(
-            rule.keep and rule.frames >= last.get(rule.resolution.name, rule).frames
-            for rule in fitting
-        ):
+        if self.possible(frames, height, width, interval):
             return None
         return f"no bucket takes {frames} frames of {height}x{width}"
+
+    def possible(self, frames: int, height: int, width: int, interval: int = 1) -> list[Bucket]:
+        """Lists the buckets that a clip may be dealt to, the first tried first."""
+        fitting = [
+            rule
+            for rule in self.rules
+            if height * width >= ENOUGH_PIXELS * rule.resolution.pixels
+            and _takes(rule, frames, interval)
+        ]
+        # Where a clip is always looked at, no shorter length of the resolution sees it.
+        last = {rule.resolution.name: rule for rule in reversed(fitting) if rule.look in (None, 1)}
+        found: list[Bucket] = []
+        for rule in fitting:
+            if rule.keep and rule.frames >= last.get(rule.resolution.name, rule).frames:
+                found.append(self.bucket(rule, height, width))
+                if rule.keep >= 1 and rule.look in (None, 1):
+                    break  # it is never offered on
+        return list(dict.fromkeys(found))
 
 
 def _takes(rule: Rule, frames: int, interval: int) -> bool:

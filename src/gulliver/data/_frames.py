@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,11 @@ class Turn(NamedTuple):
     def swaps(self) -> bool:
         """Whether rows become columns."""
         return abs(self.b) + abs(self.c) > abs(self.a) + abs(self.d)
+
+    @property
+    def is_upright(self) -> bool:
+        """Whether pixels are shown where they are stored."""
+        return not self.swaps and self.a >= 0 and self.d >= 0
 
     def applied(self, picture: np.ndarray) -> np.ndarray:
         """Turns a stored picture [H, W, 3] as it is to be shown; a view."""
@@ -81,11 +87,12 @@ class Frame:
         return self.turn.applied(self.decoded.to_ndarray(format="rgb24"))
 
 
-def upright_frames(path: Path) -> Iterator[Frame]:
-    """Yields the frames of a file, one after another.
+@contextmanager
+def open_video(path: Path) -> Iterator[tuple[Any, Any]]:
+    """Opens a file: yields its container and the first stream of video.
 
     Raises:
-        GulliverError: it is missing, holds no video, or breaks off.
+        GulliverError: it is missing, holds no video, or breaks off in the block.
     """
     av = _av()
     if not path.is_file():
@@ -96,17 +103,28 @@ def upright_frames(path: Path) -> Iterator[Frame]:
         with av.open(str(path)) as container:
             if not container.streams.video:
                 raise GulliverError("holds no video")
-            stream = container.streams.video[0]
-            rate = float(stream.average_rate or stream.guessed_rate or 0)
-            turn = None
-            for frame in container.decode(stream):
-                if turn is None:
-                    turn = _turn_of(path, container.format.name, frame)
-                yield Frame(frame, turn, rate)
+            yield container, container.streams.video[0]
     except GulliverError:
         raise
     except (av.FFmpegError, OSError, ValueError, IndexError) as error:
-        raise GulliverError(f"cannot be decoded: {error}") from error
+        # Without the number and the path, which FFmpeg's errors have around what they say.
+        reason = getattr(error, "strerror", None) or error
+        raise GulliverError(f"cannot be decoded: {reason}") from error
+
+
+def upright_frames(path: Path) -> Iterator[Frame]:
+    """Yields the frames of a file, one after another.
+
+    Raises:
+        GulliverError: it is missing, holds no video, or breaks off.
+    """
+    with open_video(path) as (container, stream):
+        rate = float(stream.average_rate or stream.guessed_rate or 0)
+        turn = None
+        for frame in container.decode(stream):
+            if turn is None:
+                turn = _turn_of(path, container.format.name, frame)
+            yield Frame(frame, turn, rate)
 
 
 def stacked(frames: list[Frame]) -> np.ndarray:

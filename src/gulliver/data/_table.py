@@ -68,6 +68,8 @@ class ClipTable:
         progress: called with (rows looked at, rows) while files are opened.
         scores: style in which scores of the table are put into captions, one of `STYLES`.
         seed: seed of the chances of a `BucketConfig`.
+        windows: number of windows of a longer clip, evenly spread, one of which a seed chooses; 0:
+            any frame may be the first.
 
     Attributes:
         rows: rows that are used.
@@ -79,6 +81,9 @@ class ClipTable:
             of the style.
     """
 
+    encoded = False
+    """Whether its clips are latents already."""
+
     def __init__(
         self,
         table: Path,
@@ -87,10 +92,11 @@ class ClipTable:
         progress: Callable[[int, int], None] | None = None,
         scores: str = "none",
         seed: int = 0,
+        windows: int = 0,
     ) -> None:
         self.table, self.frame_interval, self.scores = Path(table), frame_interval, scores
         self.buckets = buckets if isinstance(buckets, BucketConfig) else tuple(buckets)
-        self.seed = seed
+        self.seed, self.windows = seed, windows
         self.rows: list[Row] = []
         self.skipped: list[tuple[str, str]] = []
         self._broken: dict[int, str] = {}
@@ -174,6 +180,33 @@ class ClipTable:
         sizes = Sizes(*(np.array([getattr(p, side) for p in probes]) for side in SIZES))
         return self.buckets.buckets(sizes, self.frame_interval, self.seed, epoch)
 
+    def samples(self, index: int) -> list[tuple[Bucket, int]]:
+        """Lists the buckets that a row may be dealt to, each with the seed of every window.
+
+        Raises:
+            GulliverError: any frame may be the first of a window.
+        """
+        if not self.windows:
+            raise GulliverError("windows that begin at any frame cannot be listed: name a number")
+        row = self.rows[index]
+        if isinstance(self.buckets, BucketConfig):
+            size = row.probe.frames, row.probe.height, row.probe.width
+            buckets = self.buckets.possible(*size, self.frame_interval)
+        else:
+            buckets = [row.bucket] if row.bucket else []
+        return [
+            (bucket, window)
+            for bucket in buckets
+            for window in range(min(self.windows, self._starts(row, bucket.frames)))
+        ]
+
+    def first_frame(self, index: int, bucket: Bucket, seed: int) -> int:
+        """Returns the first frame of the window that a seed chooses."""
+        return _first_frame(seed, self._starts(self.rows[index], bucket.frames), self.windows)
+
+    def _starts(self, row: Row, wanted: int) -> int:
+        return max(1, row.probe.frames - span_of(wanted, self.frame_interval) + 1)
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -203,23 +236,25 @@ class ClipTable:
         if bucket is None:
             raise GulliverError(f"{row.name} is in no bucket of the first epoch: name one")
         try:
-            frames = self._window(row, bucket.frames, seed)
+            content = self._content(index, bucket, seed)
         except GulliverError as error:
             self._broken[index] = str(error)
             return BrokenClip(index, str(error))
         fps = STILL_FPS if bucket.frames == 1 else row.probe.fps / self.frame_interval
-        return Clip(resize_and_crop(frames, bucket), row.text, fps, index)
+        return Clip(content, row.text, fps, index)
 
-    def _window(self, row: Row, wanted: int, seed: int) -> Tensor:
-        interval = self.frame_interval
-        starts = row.probe.frames - span_of(wanted, interval) + 1
+    def _content(self, index: int, bucket: Bucket, seed: int) -> Tensor:
+        """Reads the pixels of a window, [3, T, H, W]."""
+        path, told = self.rows[index].path, (bucket.frames, self.frame_interval)
         try:
-            return decode(row.path, wanted, interval, seed % max(1, starts))
+            frames = decode(path, *told, self.first_frame(index, bucket, seed))
         except EndOfClip as end:
             # Tables and headers are often a frame or two off: what is there is used.
             if end.frames < end.needed:
                 raise
-            return decode(row.path, wanted, interval, seed % (end.frames - end.needed + 1))
+            starts = end.frames - end.needed + 1
+            frames = decode(path, *told, _first_frame(seed, starts, self.windows))
+        return resize_and_crop(frames, bucket)
 
     def report(self) -> str:
         """Says how many rows are used and skipped, and why the first of these were."""
@@ -233,6 +268,12 @@ class ClipTable:
             out = len(self.rows) - spread.total()
             lines.append(f"the first epoch has {spread.total()} of them ({told}), {out} left out")
         return "\n".join(lines)
+
+
+def _first_frame(seed: int, starts: int, windows: int) -> int:
+    """Chooses one of `starts` frames, or of `windows` of them that are evenly spread."""
+    count = min(windows or starts, starts)
+    return seed % count * (starts - 1) // max(1, count - 1)
 
 
 def _chance(name: str, seed: int) -> float:

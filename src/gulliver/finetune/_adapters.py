@@ -61,7 +61,8 @@ def adapt(model: nn.Module, config: FinetuneConfig) -> nn.Module:
     with next(model.parameters()).device:
         adapted = peft.get_peft_model(model, wanted, autocast_adapter_dtype=False)  # type: ignore[arg-type]
     if config.adapter is not None:
-        _fill(adapted, config.adapter)
+        saved = read_tensors(config.adapter / WEIGHTS)
+        fill_adapters(adapter_parameters(adapted), saved, config.adapter)
     return adapted
 
 
@@ -145,13 +146,19 @@ def check_adapter(folder: Path, fingerprint: str) -> None:
             )
 
 
-def _fill(adapted: nn.Module, folder: Path) -> None:
+def fill_adapters(
+    own: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], folder: Path
+) -> None:
     """Gives adapters the values of a file.
+
+    Args:
+        own: parameters of the adapters, by the names of the file.
+        saved: tensors of the file.
+        folder: what is named where they do not fit.
 
     Raises:
         GulliverError: it is of a model with other layers or shapes.
     """
-    saved, own = read_tensors(folder / WEIGHTS), adapter_parameters(adapted)
     for name in dict.fromkeys((*own, *saved)):
         ours = tuple(own[name].shape) if name in own else None
         theirs = tuple(saved[name].shape) if name in saved else None

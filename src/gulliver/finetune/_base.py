@@ -75,20 +75,7 @@ class Base:
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the configuration, and of names, sizes and both ends of the weights."""
-        digest = hashlib.blake2b(digest_size=16)
-        values = read_json(self.folder / "config.json")
-        known = {k: v for k, v in values.items() if k != "transformers_version"}
-        digest.update(json.dumps(known, sort_keys=True).encode())
-        with open_weights(self.folder) as weights:
-            files = weights.files
-        for file in files:
-            size = file.stat().st_size
-            digest.update(f"{file.name}:{size}".encode())
-            with file.open("rb") as opened:
-                digest.update(opened.read(LOOKED_AT))
-                opened.seek(max(0, size - LOOKED_AT))
-                digest.update(opened.read())
-        return digest.hexdigest()
+        return fingerprint_of(self.folder)
 
     def on_meta(self) -> nn.Module:
         """The model without memory, for planning."""
@@ -130,6 +117,24 @@ class Base:
         import transformers
 
         return transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+
+
+def fingerprint_of(folder: Path) -> str:
+    """Digest of a configuration, and of names, sizes and both ends of the weights beside it."""
+    digest = hashlib.blake2b(digest_size=16)
+    values = read_json(folder / "config.json")
+    known = {k: v for k, v in values.items() if k != "transformers_version"}
+    digest.update(json.dumps(known, sort_keys=True).encode())
+    with open_weights(folder) as weights:
+        files = weights.files
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(LOOKED_AT))
+            opened.seek(max(0, size - LOOKED_AT))
+            digest.update(opened.read())
+    return digest.hexdigest()
 
 
 @contextmanager

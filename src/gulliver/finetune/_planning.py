@@ -180,7 +180,7 @@ def plan_run(
                 )
             try:
                 plan = plugin.make_plan(model, made, cluster, work=works[times])
-                return replace(_fitting(config, plan, places, times), rates=rates)
+                return replace(fitting(config, plan, places, times), rates=rates)
             except GulliverError as error:
                 refusal = error
     raise refusal
@@ -239,8 +239,14 @@ def _room(config: FinetuneConfig, ranks: int) -> int | None:
     return whole if config.memory is None else byte_size("--memory", config.memory, whole)
 
 
-def _fitting(config: FinetuneConfig, plan: Plan, places: int, accumulate: int) -> Planned:
+def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> Planned:
     """A plan that fits the memory that there is.
+
+    Args:
+        config: options of the run, with ``activations`` and ``ranks_of_a_model``.
+        plan: plan with the work of a micro-batch.
+        places: number of ranks that read different samples.
+        accumulate: micro-batches of an optimizer step.
 
     Raises:
         GulliverError: it does not; a limit with a disk is named.

@@ -14,14 +14,15 @@ run/
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 from gulliver.checkpoint import CheckpointFolder, read_json, write_json
 from gulliver.errors import GulliverError
-from gulliver.finetune._job_config import MAY_CHANGE, FinetuneConfig
+from gulliver.finetune._job_config import MAY_CHANGE
 from gulliver.io import named_errors, require_space
 from gulliver.jobs import Log
 from gulliver.options import differences, resolved
@@ -37,10 +38,19 @@ WRITTEN = ("result", "save_dtype")
 
 @dataclass(frozen=True)
 class Run:
-    """A folder with a fine-tuning run."""
+    """A folder with a fine-tuning run.
+
+    Attributes:
+        folder: folder of the run.
+        keep: number of newest checkpoints kept.
+        may_change: options that may differ where it is resumed.
+        fingerprints: what is told where a fingerprint differs, by its name.
+    """
 
     folder: Path
     keep: int = 2
+    may_change: frozenset[str] = MAY_CHANGE
+    fingerprints: Mapping[str, str] = field(default_factory=lambda: FINGERPRINTS)
 
     @property
     def checkpoints(self) -> CheckpointFolder:
@@ -71,12 +81,12 @@ class Run:
         """What `write` has written; empty where there is no run."""
         return read_json(self.config_path) if self.config_path.is_file() else {}
 
-    def open(self, config: FinetuneConfig, fingerprints: dict[str, str]) -> Path | None:
+    def open(self, config: Any, fingerprints: dict[str, str]) -> Path | None:
         """Finds what there is to go on from.
 
         Args:
             config: options of the run.
-            fingerprints: digests of the model and the data, by the names of `FINGERPRINTS`.
+            fingerprints: digests of the model and the data, by the names of `fingerprints`.
 
         Returns:
             The newest checkpoint, or None.
@@ -95,13 +105,13 @@ class Run:
             return None
         if not values:
             return None  # stopped before it began: what there is to continue is the start
-        for name, told in FINGERPRINTS.items():
+        for name, told in self.fingerprints.items():
             if values["fingerprints"][name] != fingerprints[name]:
                 raise GulliverError(
                     f"{self.folder} cannot be resumed: {told} (fingerprint "
                     f"{values['fingerprints'][name]}, here {fingerprints[name]})"
                 )
-        changed = differences(values["options"], resolved(config), MAY_CHANGE)
+        changed = differences(values["options"], resolved(config), self.may_change)
         if changed:
             raise GulliverError(
                 f"{self.folder} cannot be resumed with other options: {'; '.join(changed)}"
@@ -111,7 +121,7 @@ class Run:
 
     def _check_written(self, old: dict[str, Any], new: dict[str, Any]) -> None:
         """Refuses another result where there is one: a run that is over writes only what lacks."""
-        changed = differences({k: old.get(k) for k in WRITTEN}, {k: new[k] for k in WRITTEN})
+        changed = differences({k: old.get(k) for k in WRITTEN}, {k: new.get(k) for k in WRITTEN})
         whole = self.folder / "model"
         if changed and whole.is_dir():
             raise GulliverError(

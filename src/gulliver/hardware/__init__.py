@@ -29,6 +29,7 @@ from gulliver.hardware._costs import (
     all_to_all_seconds,
     broadcast_seconds,
     collective_seconds,
+    conversion_seconds,
     copy_seconds,
     disk_seconds,
     linear_flops,
@@ -53,6 +54,7 @@ from gulliver.hardware._links import (
     proposed_axes,
 )
 from gulliver.hardware._memory import memory_bytes
+from gulliver.hardware._named import named_cluster
 from gulliver.hardware._offload import (
     TieredSeconds,
     TierRates,
@@ -109,6 +111,7 @@ __all__ = [
     "attention_seconds",
     "broadcast_seconds",
     "collective_seconds",
+    "conversion_seconds",
     "copy_seconds",
     "current_cluster",
     "described",
@@ -128,6 +131,7 @@ __all__ = [
     "matmul_seconds",
     "memory_bytes",
     "memory_seconds",
+    "named_cluster",
     "operator_bytes",
     "operator_flops",
     "operator_seconds",

@@ -225,6 +225,31 @@ def zero_collectives(stage: int, chunks: Sequence[int]) -> list[tuple[Collective
     return found[:-1] if stage == 3 else found
 
 
+def conversion_seconds(device: Device, kind: str, axes: Axes, before: int, after: int) -> float:
+    """A step from one layout of a tensor to another: its message, and reading and writing.
+
+    Args:
+        device: device of every rank.
+        kind: slice, split (no message), gather, exchange (all-to-all), reduce, scatter, or swap
+            (each rank sends all that it has to one).
+        axes: size and link of what the message goes along.
+        before: bytes that a rank has.
+        after: bytes that it has then.
+    """
+    local = memory_seconds(device, before + after)
+    if kind == "swap":
+        return local + max(point_to_point_seconds(link, before) for _, link in axes)
+    if kind in ("slice", "split") or not axes:
+        return local
+    name, count = {
+        "gather": ("all_gather", after),
+        "exchange": ("all_to_all", before),
+        "reduce": ("all_reduce", before),
+        "scatter": ("reduce_scatter", before),
+    }[kind]
+    return local + collective_seconds(axes, name, count)
+
+
 def collective_seconds(axes: Axes, collective: str, count: int) -> float:
     """Seconds of a collective of `count` bytes, by its name.
 

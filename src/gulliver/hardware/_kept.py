@@ -28,7 +28,8 @@ from gulliver.io import cache_folder, write_text
 
 LIKE = {
     "H100": "8xh100-infiniband",
-    "H200": "8xh100-infiniband",
+    "H200": "8xh200-infiniband",
+    "B200": "8xb200-infiniband",
     "A100": "8xa100-infiniband",
     "": "4x4090-pcie",
 }

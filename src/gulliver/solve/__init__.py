@@ -1,11 +1,11 @@
 """Pure algorithms on plain numbers: no torch, no files, no clocks.
 
 Each file is an answer to one question: what becomes of activations (`_activations.py`), where to
-cut a pipeline (`_chain.py`), who gets which of several things (`_balance.py`), where a block of
-memory goes (`_extents.py`), what goes together into bins of one size (`_packing.py`), what a fast
-tier of memory keeps (`_replacement.py`; the plan for it: `_residency.py`), and one between two
-others (`_transit.py`), how long a step of ZeRO takes (`_timeline.py`), which sizes to try
-(`_unimodal.py`).
+cut a pipeline (`_chain.py`), how a tensor gets another layout (`_conversion.py`), who gets which
+of several things (`_balance.py`), where a block of memory goes (`_extents.py`), what goes
+together into bins of one size (`_packing.py`), what a fast tier of memory keeps
+(`_replacement.py`; the plan for it: `_residency.py`), and one between two others (`_transit.py`),
+how long a step of ZeRO takes (`_timeline.py`), which sizes to try (`_unimodal.py`).
 """
 
 from gulliver.solve._activations import (
@@ -19,6 +19,15 @@ from gulliver.solve._activations import (
 )
 from gulliver.solve._balance import balanced_parts
 from gulliver.solve._chain import ChainPartition, chain_times, partition_chain
+from gulliver.solve._conversion import (
+    Conversion,
+    ConversionStep,
+    Sharding,
+    box_elements,
+    convert_least,
+    extent,
+    moves_from,
+)
 from gulliver.solve._cycle import Cycle, Event
 from gulliver.solve._extents import PAGE, Extents, size_class
 from gulliver.solve._moves import Action, Move, NoRoom
@@ -51,6 +60,8 @@ __all__ = [
     "BlockActivations",
     "ChainPartition",
     "Choice",
+    "Conversion",
+    "ConversionStep",
     "Cycle",
     "Event",
     "Extents",
@@ -65,16 +76,21 @@ __all__ = [
     "Prediction",
     "Replacement",
     "Residency",
+    "Sharding",
     "StepTimes",
     "Transit",
     "activations_peak",
     "balanced_parts",
+    "box_elements",
     "chain_times",
     "choose_activations",
+    "convert_least",
     "count_moves",
+    "extent",
     "gathers_in_backward",
     "geometric_sizes",
     "least_room",
+    "moves_from",
     "pack",
     "partition_chain",
     "plan_residency",

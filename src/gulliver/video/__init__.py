@@ -7,6 +7,7 @@ the options in `_config.py` can be read without torch.
 from typing import TYPE_CHECKING, Any
 
 from gulliver.video._config import SamplingConfig as SamplingConfig
+from gulliver.video._encode_config import EncodeConfig as EncodeConfig
 
 if TYPE_CHECKING:
     from gulliver.video._public import *  # noqa: F403

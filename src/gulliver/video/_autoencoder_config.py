@@ -192,6 +192,8 @@ def _needs(config: TrainAutoencoderConfig) -> dict[str, tuple[bool, str]]:
         **table_needs(config.data, "in_memory", "held_out_frames", "held_out_clips"),
         "data.scores": (False, "an autoencoder reads no captions: leave it out"),
         "data.bucket_ranks": (False, "an autoencoder has no --data.buckets: leave it out"),
+        "data.encoded": (False, "an autoencoder learns from pixels: leave it out"),
+        "data.windows": (False, "an autoencoder takes any frames: leave it out"),
         **dict.fromkeys(("model.size", "model.latent_channels", "model.posterior"), made),
         **dict.fromkeys(("loss.adversarial_start", "loss.adaptive"), critic),
         **dict.fromkeys(("loss.discriminator_width", "loss.discriminator_rate"), critic),

@@ -131,6 +131,11 @@ class BatchMaker:
     takes: frozenset[str] = frozenset()
     """What the model takes besides what all of them do."""
 
+    @property
+    def encoded(self) -> bool:
+        """Whether the data set gives latents in place of pixels."""
+        return self.dataset.encoded
+
     @cached_property
     def _masks(self) -> MaskStrategies:
         return MaskStrategies.of(self.config)
@@ -175,6 +180,8 @@ class BatchMaker:
             latents = torch.zeros(1, *shape, device=self.device)
             captions, fps = ["nothing"], torch.full((1,), 8.0)
             kept = [0]
+        elif self.encoded:
+            latents = videos.to(self.device)
         else:
             latents = self.autoencoder.encode(videos.to(self.device))
         y, y_mask = self.text.encode(captions)[:2]

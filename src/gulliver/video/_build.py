@@ -20,6 +20,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.jobs import Display, derive
 from gulliver.models import CONFIGURATIONS, STDIT3_SIZES, Autoencoder, STDiT2
 from gulliver.video._config import TrainConfig
+from gulliver.video._encoded import encoded_texts
 from gulliver.video._fitting import check_latents, text_size
 from gulliver.video._iddpm import IDDPM
 from gulliver.video._public_models import fields_of_files, outline_model
@@ -141,7 +142,7 @@ def build_model(
         "caption_channels": _width(config),
         "class_dropout_prob": 0.0,
         "model_max_length": config.model.text_length,
-        "input_sq_size": 32 if config.data.table is None else 512,
+        "input_sq_size": 32 if config.data.made else 512,
     }
     if kind == "STDiT3":
         fields["zero_init_temporal"] = config.model.zero_init_temporal
@@ -187,6 +188,9 @@ def ready_texts(
     if config.model.text_encoder is None:
         return make_text(config, model)
     folder, captions = run.folder / "texts", _captions(datasets)
+    ready = encoded_texts(config, *text_size(model), captions)
+    if ready is not None:
+        return ready
     kept: KeptTexts | None = None
     if world.is_main:
         kept = KeptTexts(make_text(config, model), folder)

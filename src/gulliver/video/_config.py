@@ -66,6 +66,15 @@ class DataConfig:
     """Take every n-th frame of a video (tables only)."""
     unreadable_limit: Annotated[float, SHARE] = 0.1
     """Stop when a larger share of an epoch's clips cannot be read (tables only)."""
+    windows: Annotated[int, Range(0, 10_000)] = 0
+    """Windows of a longer clip, evenly spread; an epoch takes one of them; 0: any (tables only)."""
+    encoded: Path | None = None
+    """Folder of `gulliver data encode`: latents of the clips, in place of or beside a table."""
+
+    @property
+    def made(self) -> bool:
+        """Whether the clips are the moving digits, which are made."""
+        return self.table is None and self.encoded is None
 
 
 @dataclass(frozen=True)
@@ -267,7 +276,7 @@ MAY_CHANGE = frozenset(
     {"out", "ranks", "resume", "resume_step", "plugin", "stage", "save_every", "keep", "log_every"}
     | {"tp_size", "sp_size", "pp_size", "sequence_parallelism_mode"}
     | {"async_save"}
-    | {"autoencoder.path", "autoencoder.share", "data.unreadable_limit"}
+    | {"autoencoder.path", "autoencoder.share", "data.unreadable_limit", "data.encoded"}
     | {"validation.every", "validation.clips", "validation.levels"}
     | {"model.weights", "model.text_encoder"}
 )
@@ -287,7 +296,7 @@ def check_config(config: TrainConfig) -> TrainConfig:
         )
     check_needs(config, table_needs(config.data, "buckets", "scores") | _needs(config))
     share, every = config.validation.share, config.validation.every
-    if config.data.table is not None and every and not share:
+    if not config.data.made and every and not share:
         raise GulliverError(
             f"--validation.every {every} needs held-out clips: add a --validation.share, such as "
             "0.05"
@@ -308,8 +317,8 @@ def table_needs(data: DataConfig, *more: str) -> dict[str, tuple[bool, str]]:
         data: clips to learn from.
         more: names of such options that not every command has.
     """
-    need = data.table is not None, "it is for the clips of a --data.table"
-    return {f"data.{name}": need for name in ("frame_interval", *more)}
+    need = not data.made, "it is for the clips of a --data.table"
+    return {f"data.{name}": need for name in ("frame_interval", "windows", *more)}
 
 
 def _needs(config: TrainConfig) -> dict[str, tuple[bool, str]]:
@@ -318,7 +327,7 @@ def _needs(config: TrainConfig) -> dict[str, tuple[bool, str]]:
         "data.bucket_ranks": (config.data.buckets is not None, "add --data.buckets"),
         "flow.shift_rule": (config.flow.shift_by_size, "add --flow.shift-by-size, which it is for"),
         "validation.share": (
-            config.data.table is not None,
+            not config.data.made,
             "it is for the clips of a --data.table, the moving digits have held-out handwriting",
         ),
     }

@@ -63,6 +63,7 @@ class MovingDigits:
             and width in multiples of 8.
     """
 
+    encoded = False
     vocabulary = frozenset(("the", "digit", "moving", *DIGITS, *DIRECTIONS))
 
     def __init__(

@@ -80,7 +80,7 @@ def evaluate(
         GulliverError: the model was not trained on the moving digits.
     """
     config = model.config
-    if config.data.table is not None:
+    if not config.data.made:
         raise GulliverError(
             "the judges know the moving digits only: this run was trained on a table"
         )

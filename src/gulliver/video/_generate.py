@@ -37,6 +37,7 @@ from gulliver.video._guidance import check_oscillation, guidance_of
 from gulliver.video._media import check_pixels, fit
 from gulliver.video._prompts import loop_prompts
 from gulliver.video._public_autoencoders import load_autoencoder
+from gulliver.video._rectified_flow import Preview
 from gulliver.video._requests import (
     Piece,
     Request,
@@ -201,12 +202,24 @@ class VideoModel:
         return remarks
 
     def generate(
-        self, requests: list[Request], sampling: SamplingConfig | None = None, show: bool = False
+        self,
+        requests: list[Request],
+        sampling: SamplingConfig | None = None,
+        show: bool = False,
+        preview: Preview | None = None,
     ) -> list[Tensor]:
         """Makes the clips, in the order of the requests, each [3, T, H, W] in [-1, 1].
 
         A clip depends on its own request only, not on those beside it (up to rounding); with the
         cache first-block those of a batch decide together what is re-used.
+
+        Args:
+            requests: clips to make.
+            sampling: steps and guidance; None for the usual ones.
+            show: whether to display progress.
+            preview: function that is called after each step of a batch with (steps done, steps,
+                estimate of its latents), which the autoencoder decodes; what it raises ends the
+                call.
         """
         sampling = sampling or SamplingConfig()
         for request in requests:
@@ -215,7 +228,7 @@ class VideoModel:
         self.shared.agree([described(r) for r in requests] + [sampling])
 
         def sample(pieces: list[Piece]) -> list[Tensor]:
-            return self._sample(pieces, sampling)
+            return self._sample(pieces, sampling, preview)
 
         unit = self.autoencoder.compression[0]
         with cache_blocks(self.model, sampling.cache, self.shared.whole) as cache:
@@ -224,7 +237,9 @@ class VideoModel:
         return clips
 
     @torch.no_grad()
-    def _sample(self, pieces: list[Piece], sampling: SamplingConfig) -> list[Tensor]:
+    def _sample(
+        self, pieces: list[Piece], sampling: SamplingConfig, preview: Preview | None
+    ) -> list[Tensor]:
         """Samples pieces of one bucket, all with or all without given frames."""
         device = next(self.model.parameters()).device
         bucket, count = pieces[0].bucket, len(pieces)
@@ -251,6 +266,7 @@ class VideoModel:
             cfg_scale=guidance,
             given=given,
             mask=generate,
+            preview=preview,
         )
         videos = self.autoencoder.decode(latents, bucket.frames).clamp(-1, 1).cpu()
         return list(videos.unbind())

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.video._guidance import Guidance
-from gulliver.video._rectified_flow import Model, stacked
+from gulliver.video._rectified_flow import Model, Preview, stacked
 
 SCHEDULES = ("linear", "cosine")
 LAST_NOISE = 0.999
@@ -187,7 +187,7 @@ class IDDPM:
     ) -> tuple[Tensor, Tensor]:
         """Returns mean and log variance of a step back from x_t at steps [B] of a process."""
         kept, of_data, of_point, least, most = (_at(values, steps, x_t) for values in process)
-        x0 = (1 / kept).sqrt() * x_t - (1 / kept - 1).sqrt() * noise
+        x0 = _clean(kept, x_t, noise)
         share = (share + 1) / 2
         return of_data * x0 + of_point * x_t, share * most + (1 - share) * least
 
@@ -205,6 +205,7 @@ class IDDPM:
         mask: Tensor | None = None,
         step_noise: Callable[[int], Tensor] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        preview: Preview | None = None,
     ) -> Tensor:
         """Steps back from noise to data.
 
@@ -221,6 +222,8 @@ class IDDPM:
             step_noise: function from the number of a step to the noise that it adds; None draws it
                 from torch's generator.
             progress: function that is called with (steps done, steps).
+            preview: function that is called with (steps done, steps, estimate): the data that the
+                noise of the step leaves, with given frames as they are.
 
         Returns:
             Latents; given frames are exactly as they were.
@@ -246,6 +249,10 @@ class IDDPM:
             answers = [_halves(answer, x) for answer in out.chunk(len(branches))]
             predicted, share = self._guided(guidance, answers, done, steps)
             step = torch.full((len(x),), number, device=x.device)
+            if preview is not None:
+                clean = _clean(_at(process.kept, step, x), x, predicted)
+                shown = clean if generate is None else torch.where(_frames(generate), clean, x)
+                preview(done + 1, steps, shown)
             back, log_variance = self._back(process, x, step, predicted, share)
             if number:
                 drawn = torch.randn_like(x) if step_noise is None else step_noise(number).to(x)
@@ -288,6 +295,11 @@ def _at(values: Tensor, steps: Tensor, like: Tensor) -> Tensor:
     """Picks values of steps [B], for tensors [B, C, T, H, W]."""
     picked = values.to(steps.device)[steps.long()]
     return picked.to(torch.promote_types(like.dtype, torch.float32)).view(-1, 1, 1, 1, 1)
+
+
+def _clean(kept: Tensor, x_t: Tensor, noise: Tensor) -> Tensor:
+    """Returns the data of which points with that noise are made."""
+    return (1 / kept).sqrt() * x_t - (1 / kept - 1).sqrt() * noise
 
 
 def _halves(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

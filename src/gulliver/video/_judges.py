@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from gulliver.data import Bucket
 from gulliver.jobs import derive
-from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits
+from gulliver.video._digits import DIGITS, DIRECTIONS, WANDER, MovingDigits, compose
+from gulliver.video._digits import STEPS as DIRECTION_STEPS
 
 WINDOW = 16
 """Side of the window that is cut out around the ink, in pixels."""
@@ -25,6 +26,7 @@ INK = 0.2
 STILL = 0.15
 """Pixels per frame below which nothing moves."""
 STEPS, BATCH = 500, 64
+_SEEN = Bucket(5, 32, 32)
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,11 @@ class Scores:
 
 
 class DigitReader(nn.Module):
-    """A network from windows [B, 1, 16, 16] to logits [B, 10]."""
+    """A network from windows [B, 1, 16, 16] to logits [B, classes]."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int = len(DIGITS)) -> None:
         super().__init__()
+        self.classes = classes
         self.layers = nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1),
             nn.ReLU(),
@@ -60,7 +63,7 @@ class DigitReader(nn.Module):
             nn.Flatten(),
             nn.Linear(64 * (WINDOW // 4) ** 2, 128),
             nn.ReLU(),
-            nn.Linear(128, len(DIGITS)),
+            nn.Linear(128, classes),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,7 +85,7 @@ class Judges:
         """Judges clips [B, 3, T, H, W] in [-1, 1] of any size, or only those of their frames."""
         times = torch.arange(clips.shape[2]) if frames is None else torch.tensor(frames)
         windows, centres = windows_around_ink(clips[:, :, times])
-        logits = self.reader(windows).log_softmax(-1).view(len(clips), -1, len(DIGITS))
+        logits = self.reader(windows).log_softmax(-1).view(len(clips), -1, self.reader.classes)
         return Verdict(logits.mean(dim=1).argmax(-1), directions_of(centres, times))
 
     def score(
@@ -105,29 +108,44 @@ class Judges:
         return Scores(right_digit / count, right_direction / count, right_both / count, count)
 
 
-def train_judges(seed: int = 0) -> Judges:
-    """Trains the reader on real clips of the training handwriting (some seconds)."""
+def train_judges(seed: int = 0, others: Sequence[Tensor] = ()) -> Judges:
+    """Trains the reader on real clips of the training handwriting (some seconds).
+
+    Args:
+        seed: seed of its weights and clips.
+        others: ink of further classes [N, 16, 16] in [0, 1], which are numbered from 10 on and
+            come as often as a digit.
+    """
     torch.manual_seed(derive(seed, 20))
-    dataset = MovingDigits(
-        "train", STEPS * BATCH, seed=derive(seed, 21), shapes={Bucket(5, 32, 32): 1}
-    )
-    reader = DigitReader()
+    dataset = MovingDigits("train", STEPS * BATCH, seed=derive(seed, 21), shapes={_SEEN: 1})
+    reader = DigitReader(len(DIGITS) + len(others))
     optimizer = torch.optim.Adam(reader.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for step in range(STEPS):
         indices = list(range(step * BATCH, (step + 1) * BATCH))
-        clips = dataset.batch(indices)[:, :, [0, -1]]
-        windows, _ = windows_around_ink(clips)
+        read = [dataset.labels(i)[0] for i in indices]
+        clips = [dataset.batch(indices)]
+        for number, ink in enumerate(others, len(DIGITS)):
+            clips.append(_moving(ink, BATCH // len(DIGITS)))
+            read += [number] * len(clips[-1])
+        windows, _ = windows_around_ink(torch.cat(clips)[:, :, [0, -1]])
         # Faint noise and small shifts, so that blurred clips are read as a person would read them.
         windows = windows + 0.1 * torch.randn_like(windows)
         windows = windows.roll(tuple(torch.randint(-1, 2, (2,)).tolist()), (-2, -1))
-        targets = torch.tensor([dataset.labels(i)[0] for i in indices]).repeat_interleave(2)
+        targets = torch.tensor(read).repeat_interleave(2)
         loss = F.cross_entropy(reader(windows), targets, label_smoothing=0.05)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
     return Judges(reader)
+
+
+def _moving(ink: Tensor, count: int) -> Tensor:
+    """Moves images drawn from those of a class, as the digits move."""
+    ways = torch.tensor(DIRECTION_STEPS)[torch.randint(len(DIRECTION_STEPS), (count,))]
+    offsets = (2 * torch.rand(count, 2) - 1) * WANDER
+    return compose(ink[torch.randint(len(ink), (count,))], ways, offsets, _SEEN)
 
 
 def windows_around_ink(clips: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -91,7 +92,7 @@ def _write_mp4(path: Path, frames: np.ndarray, fps: float) -> None:
         container.mux(stream.encode())
 
 
-def write_gif(path: Path, frames: np.ndarray, fps: float) -> None:
+def write_gif(path: Path | IO[bytes], frames: np.ndarray, fps: float) -> None:
     """Writes uint8 frames [T, H, W, 3] as an animated GIF that repeats for ever."""
     from PIL import Image
 

@@ -38,6 +38,7 @@ from gulliver.video._parts import Part, PartAutoencoder, PartEncoder, Room
 from gulliver.video._prompts import loop_prompts
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import load_model, outline_model
+from gulliver.video._rectified_flow import Preview
 from gulliver.video._releases import (
     Denoiser,
     denoiser_of,
@@ -279,7 +280,11 @@ class VideoPipeline:
         return []
 
     def generate(
-        self, requests: list[Request], sampling: SamplingConfig | None = None, show: bool = False
+        self,
+        requests: list[Request],
+        sampling: SamplingConfig | None = None,
+        show: bool = False,
+        preview: Preview | None = None,
     ) -> list[Tensor]:
         """Makes clips [3, T, height, width] in [-1, 1], in the order of the requests.
 
@@ -289,6 +294,7 @@ class VideoPipeline:
             requests: clips to make.
             sampling: steps and guidance; None for those of the release.
             show: whether to display progress.
+            preview: function as of `VideoModel.generate`.
 
         Raises:
             GulliverError: a request cannot be fulfilled, or a caption is too long.
@@ -307,7 +313,7 @@ class VideoPipeline:
         self.text.encode(list({text for p, other in said for text in (p, self._other(p, other))}))
 
         def sample(pieces: list[Piece]) -> list[Tensor]:
-            return self._made(pieces, sampling, guidance)
+            return self._made(pieces, sampling, guidance, preview)
 
         unit = self.autoencoder.compression[0]
         # All pieces at once, so that each network is filled once for them.
@@ -320,7 +326,11 @@ class VideoPipeline:
 
     @torch.no_grad()
     def _made(
-        self, pieces: list[Piece], sampling: SamplingConfig, guidance: Guidance
+        self,
+        pieces: list[Piece],
+        sampling: SamplingConfig,
+        guidance: Guidance,
+        preview: Preview | None,
     ) -> list[Tensor]:
         """Makes pieces of one bucket, all with or all without given frames."""
         given, mask = given_latents(pieces, self.autoencoder, self.device)
@@ -328,7 +338,7 @@ class VideoPipeline:
         for rows in self._batches(pieces, mask, sampling.batch_size):
             part = slice(rows[0], rows[-1] + 1)
             own = (None, None) if given is None or mask is None else (given[part], mask[part])
-            latents += self._latents(pieces[part], sampling, guidance, *own).unbind()
+            latents += self._latents(pieces[part], sampling, guidance, preview, *own).unbind()
         bucket = pieces[0].bucket
         return [self._decoded(latent, bucket.frames) for latent in latents]
 
@@ -358,6 +368,7 @@ class VideoPipeline:
         pieces: list[Piece],
         sampling: SamplingConfig,
         guidance: Guidance,
+        preview: Preview | None,
         given: Tensor | None,
         mask: Tensor | None,
     ) -> Tensor:
@@ -374,7 +385,7 @@ class VideoPipeline:
         }
         if given is None:  # The first of several loops: nothing is given yet.
             guidance = replace(guidance, image=1.0)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"preview": preview}
         held: Tensor | None = None
         if self.release.given == "beside" and mask is not None:
             held = mask < 1

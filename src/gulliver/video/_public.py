@@ -34,22 +34,33 @@ from gulliver.video._config import (
     check_clip,
     check_config,
     from_plain,
+    parse_shapes,
 )
 from gulliver.video._demo import demonstrate
 from gulliver.video._diffusers_autoencoders import DiffusersAutoencoder
-from gulliver.video._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, sentence
+from gulliver.video._digits import DIGITS, DIRECTIONS, FPS, MovingDigits, compose, sentence
+from gulliver.video._encoded import with_encoded
 from gulliver.video._evaluate import Evaluation, evaluate
 from gulliver.video._generate import VideoModel, connect, extend
 from gulliver.video._guidance import Guidance
 from gulliver.video._judges import Judges, Scores, train_judges
+from gulliver.video._kept_latents import KeptLatents
 from gulliver.video._mask_strings import SHORT_FORMS, parse_mask_strategy
-from gulliver.video._media import check_output, read_frames, write_clip
+from gulliver.video._media import (
+    check_output,
+    fit,
+    read_frames,
+    to_frames,
+    write_clip,
+    write_gif,
+)
 from gulliver.video._pipeline import VideoPipeline, open_run
 from gulliver.video._prompts import loop_prompts, read_prompt
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import check_kind, load_model
-from gulliver.video._rectified_flow import RectifiedFlow
+from gulliver.video._rectified_flow import Preview, RectifiedFlow
 from gulliver.video._requests import Request, check_request, loop_seed
+from gulliver.video._run import Run
 from gulliver.video._shared import split_ranks
 from gulliver.video._text_encoders import (
     ClipTextEncoder,
@@ -87,13 +98,16 @@ __all__ = [
     "FlowConfig",
     "Guidance",
     "Judges",
+    "KeptLatents",
     "KeptTexts",
     "ModelConfig",
     "MovingDigits",
     "OptimizerConfig",
     "Outcome",
+    "Preview",
     "RectifiedFlow",
     "Request",
+    "Run",
     "SamplingConfig",
     "Scores",
     "T5TextEncoder",
@@ -116,11 +130,13 @@ __all__ = [
     "check_ranks",
     "check_request",
     "check_start",
+    "compose",
     "connect",
     "console",
     "demonstrate",
     "evaluate",
     "extend",
+    "fit",
     "from_plain",
     "load_autoencoder",
     "load_model",
@@ -129,6 +145,7 @@ __all__ = [
     "loop_seed",
     "open_run",
     "parse_mask_strategy",
+    "parse_shapes",
     "psnr",
     "read_frames",
     "read_prompt",
@@ -138,10 +155,13 @@ __all__ = [
     "save_autoencoder",
     "sentence",
     "split_ranks",
+    "to_frames",
     "train",
     "train_autoencoder",
     "train_judges",
     "unknown_words",
+    "with_encoded",
     "words_of",
     "write_clip",
+    "write_gif",
 ]

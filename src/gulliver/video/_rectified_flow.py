@@ -21,6 +21,8 @@ from gulliver.video._guidance import Guidance
 from gulliver.video._warp import RULES, ClipSize
 
 Model = Callable[..., Tensor]
+Preview = Callable[[int, int, Tensor], None]
+"""Function called with (steps done, steps, estimate of the clean latents [B, C, T, H, W])."""
 METHODS = ("uniform", "logit-normal")
 
 
@@ -171,6 +173,7 @@ class RectifiedFlow:
         given: Tensor | None = None,
         mask: Tensor | None = None,
         progress: Callable[[int, int], None] | None = None,
+        preview: Preview | None = None,
     ) -> Tensor:
         """Follows the velocity from noise to data with Euler steps.
 
@@ -193,6 +196,8 @@ class RectifiedFlow:
             mask: mask [B, T], bool or from 0 to 1: True or 1 for frames to generate, False or 0 for
                 given ones. A given frame joins once mask * num_timesteps reaches the level.
             progress: function that is called with (steps done, steps).
+            preview: function that is called with (steps done, steps, estimate): the data that the
+                velocity of the step leads to, with given frames as they are.
 
         Returns:
             Latents; given frames are exactly as they were.
@@ -228,6 +233,9 @@ class RectifiedFlow:
             answer = self._velocity(model(torch.cat(shown), t, **inputs), noise.shape[1])
             answers = answer.to(noise.dtype).chunk(len(shown))
             velocity = guidance.combine(answers, step, steps)
+            if preview is not None:
+                clean = x + level / self.num_timesteps * velocity
+                preview(step + 1, steps, clean if frames is None else frames.keep(clean, x))
             moved = x + (level - levels[step + 1]) / self.num_timesteps * velocity
             x = moved if frames is None else frames.keep(moved, x)
             if progress is not None:

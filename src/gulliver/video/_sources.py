@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from gulliver.models import Autoencoder, VideoAutoencoder
 from gulliver.video._autoencoder_training import save_autoencoder, train_autoencoder
 from gulliver.video._config import DataConfig, FlowConfig, TrainConfig, parse_shapes
 from gulliver.video._digits import DIGITS, DIRECTIONS, MovingDigits
+from gulliver.video._kept_latents import EncodedTable, KeptLatents
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
@@ -53,25 +55,17 @@ def make_dataset(
         GulliverError: neither can be used, or a caption is longer than `words`.
     """
     shapes = parse_shapes(config.shapes)
-    if config.table is None:
+    if config.made:
         return MovingDigits(
             "train", config.clips, shapes=shapes, exclude=parse_held_out(config.held_out)
         )
     buckets = _buckets(config, tuple(shapes), autoencoder)
-    with Display("opening clips", 1, enabled=show) as display:
-
-        def progress(done: int, total: int) -> None:
-            display.total = total
-            display.advance()
-
-        table = ClipTable(
-            config.table,
-            buckets,
-            config.frame_interval,
-            progress,
-            scores=config.scores,
-            seed=derive(seed, 9),
-        )
+    table = None
+    if config.table is not None:
+        table = _open_table(config.table, buckets, config, show, derive(seed, 9))
+    if config.encoded is not None:
+        table = EncodedTable(KeptLatents(config.encoded), buckets, derive(seed, 9), table)
+    assert table is not None, "the digits are made"
     if show:
         console().print(table.report())
     longest = max(len(words_of(row.text)) for row in table.rows)
@@ -81,6 +75,23 @@ def make_dataset(
             f"add --model.text-length {longest}"
         )
     return table
+
+
+def _open_table(
+    path: Path,
+    buckets: BucketConfig | tuple[Bucket, ...],
+    config: DataConfig,
+    show: bool,
+    seed: int,
+) -> ClipTable:
+    with Display("opening clips", 1, enabled=show) as display:
+
+        def progress(done: int, total: int) -> None:
+            display.total = total
+            display.advance()
+
+        told = config.scores, seed, config.windows
+        return ClipTable(path, buckets, config.frame_interval, progress, *told)
 
 
 def make_held_out(config: TrainConfig, dataset: Any) -> MovingDigits | ClipTable | None:
@@ -165,7 +176,7 @@ def make_flow(config: FlowConfig, autoencoder: Autoencoder) -> RectifiedFlow:
 
 def vocabulary(config: TrainConfig) -> frozenset[str] | None:
     """The words that the model was trained on, where they are known."""
-    return MovingDigits.vocabulary if config.data.table is None else None
+    return MovingDigits.vocabulary if config.data.made else None
 
 
 def own_autoencoder(run: Run) -> Autoencoder | None:

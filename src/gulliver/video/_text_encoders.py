@@ -284,8 +284,7 @@ class KeptTexts:
     def encode(self, captions: list[str]) -> EncodedText:
         """Encodes captions, as `TextEncoder.encode`; those that are kept are read."""
         files = {caption: self._file(caption) for caption in captions}
-        missing = [caption for caption, file in files.items() if not file.is_file()]
-        for caption in missing:
+        for caption in self.missing(captions):
             if self.encoder is None:
                 raise GulliverError(f"{self.folder} does not keep what {caption[:60]!r} says")
             # One by one: what a caption says must not depend on what it is padded to.
@@ -297,6 +296,10 @@ class KeptTexts:
         if not captions:
             raise GulliverError("there is no caption to encode")
         return padded([_read_kept(files[caption]) for caption in captions])
+
+    def missing(self, captions: list[str]) -> list[str]:
+        """Lists captions that have no file yet, each once."""
+        return [one for one in dict.fromkeys(captions) if not self._file(one).is_file()]
 
     def _file(self, caption: str) -> Path:
         text = json.dumps([self.fingerprint, caption]).encode()

@@ -54,6 +54,7 @@ from gulliver.video._batches import Batch, BatchMaker
 from gulliver.video._build import build_model, check_start, describe_start, flow_of, ready_texts
 from gulliver.video._config import TrainConfig, check_config
 from gulliver.video._ema import ExponentialAverage
+from gulliver.video._encoded import refuse_other_autoencoder, with_encoded
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
@@ -89,19 +90,20 @@ def train(config: TrainConfig) -> Outcome:
         GulliverError: the configuration cannot run, the folder holds another run, the loss is no
             longer a number, or another rank is gone.
     """
+    config = with_encoded(config)
     check_config(config)
     check_start(config)
     world = init_world()
     check_ranks(config, world.size)
     run = Run(config.out, config.keep)
     with guard():
+        refuse_other_autoencoder(config, run)
         checkpoint = run.open(config)
         barrier()  # nobody writes before everybody has looked
         if world.is_main:
             run.write_config(config)
             if checkpoint is None:
                 describe_start(config, run)
-            if checkpoint is None:
                 run.cut_log(0)  # of a run that was killed before its first checkpoint
         words = None if config.model.public else config.model.text_length
         path = config.autoencoder.path
@@ -191,7 +193,7 @@ class Trainer:
         self.maker = BatchMaker(
             dataset,
             self.sampler,
-            autoencoder.to(world.device).eval(),
+            autoencoder if dataset.encoded else autoencoder.to(world.device).eval(),
             ready_texts(config, run, model, (dataset, held_out), world),
             self.flow,
             config.flow,
@@ -200,7 +202,7 @@ class Trainer:
             self._agree if config.ranks_of_a_model > 1 else None,
             frozenset(inspect.signature(model.forward).parameters) & {"num_frames", "ar"},
         )
-        if config.ranks_of_a_model > 1:
+        if config.ranks_of_a_model > 1 and not self.maker.encoded:
             share_coding(
                 autoencoder, ranks_alike(self.place), config.autoencoder.share, console().print
             )

@@ -52,6 +52,7 @@ class WordEncoder:
             )
         self.channels, self.max_length = channels, max_length
         self._vectors: dict[str, Tensor] = {}
+        self._taught: dict[str, Tensor] = {}
         steps = torch.arange(channels // 2) / (channels // 2)
         angles = torch.arange(max_length)[:, None] * 10_000.0**-steps
         self._places = torch.cat([angles.sin(), angles.cos()], dim=-1)
@@ -59,7 +60,18 @@ class WordEncoder:
     @property
     def fingerprint(self) -> str:
         """Text that changes with whatever changes what it says."""
-        return f"words {self.channels} {self.max_length}"
+        told = f"words {self.channels} {self.max_length}"
+        for word, vector in sorted(self._taught.items()):
+            values = vector.detach().double().cpu().numpy().tobytes()
+            told += f" {word} {hashlib.blake2b(values, digest_size=8).hexdigest()}"
+        return told
+
+    def teach(self, word: str, vector: Tensor) -> None:
+        """Gives a word a vector ``[channels]`` that was learnt, or that learns.
+
+        Sentences are then encoded in the vector's dtype and on its device.
+        """
+        self._taught[word] = vector
 
     def encode(self, captions: list[str]) -> EncodedText:
         """Encodes sentences.
@@ -79,15 +91,19 @@ class WordEncoder:
                     f"shorten {prompt[:60]!r}"
                 )
         longest = max(map(len, sentences))
-        vectors = torch.zeros(len(captions), 1, longest, self.channels)
+        like = next(iter(self._taught.values()), self._places)
+        vectors = like.new_zeros(len(captions), 1, longest, self.channels)
         mask = torch.zeros(len(captions), longest, dtype=torch.bool)
         for row, words in enumerate(sentences):
-            stacked = torch.stack([self._vector(word) for word in words])
-            vectors[row, 0, : len(words)] = stacked + self._places[: len(words)]
+            stacked = torch.stack([self.vector(word).to(like) for word in words])
+            vectors[row, 0, : len(words)] = stacked + self._places[: len(words)].to(like)
             mask[row, : len(words)] = True
         return EncodedText(vectors, mask)
 
-    def _vector(self, word: str) -> Tensor:
+    def vector(self, word: str) -> Tensor:
+        """The vector of a word ``[channels]``, without the code of its place."""
+        if word in self._taught:
+            return self._taught[word]
         if word not in self._vectors:
             seed = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=7).digest(), "little")
             generator = torch.Generator().manual_seed(seed)

@@ -1,0 +1,168 @@
+"""What the page and the process that samples say to each other. Plain data, which is pickled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+from gulliver.options import GUIDANCE, SEED, Range, check_options
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to sample with: a run, or the parts of a public one.
+
+    Attributes:
+        run: folder of the run; None where `model` is given.
+        model: folder or file of a public transformer.
+        autoencoder: folder or file of its autoencoder.
+        text_encoder: folder of its T5.
+        clip: folder of its CLIP, where it reads one.
+        keep: whether networks of public parts stay in memory once they are filled.
+    """
+
+    run: Path | None = None
+    model: Path | None = None
+    autoencoder: Path | None = None
+    text_encoder: Path | None = None
+    clip: Path | None = None
+    keep: bool = False
+
+    @property
+    def name(self) -> str:
+        """Path of the run or the transformer, for people."""
+        return str(self.run or self.model)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The options of `gulliver generate` that name it."""
+        paths = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "keep"}
+        return {name.replace("_", "-"): str(path) for name, path in paths.items() if path}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a clip: the same ones and the same model make the same clip, bit for bit.
+
+    Attributes:
+        prompt: sentence to show.
+        negative_prompt: sentence to lead away from; empty: no caption.
+        frames: length of the clip.
+        height: rows in pixels.
+        width: columns in pixels.
+        steps: number of sampling steps.
+        guidance: weight of the sentence.
+        seed: seed of the noise.
+        picture: file of the picture that becomes the first frame.
+    """
+
+    prompt: str
+    negative_prompt: str = ""
+    frames: Annotated[int, Range(1, 65535)] = 13
+    height: Annotated[int, Range(8, 65535)] = 32
+    width: Annotated[int, Range(8, 65535)] = 32
+    steps: Annotated[int, Range(1, 100_000)] = 24
+    guidance: Annotated[float, GUIDANCE] = 2.0
+    seed: Annotated[int, SEED] = 0
+    picture: Path | None = None
+
+    def check(self) -> None:
+        """Refuses numbers outside of their ranges.
+
+        Raises:
+            GulliverError: naming the first of them.
+        """
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A clip to make.
+
+    Attributes:
+        settings: settings of the clip.
+        path: mp4 file to write.
+    """
+
+    settings: Settings
+    path: Path
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Asks for an end of the present job. One that comes late finds no job, and does nothing."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The job waits.
+
+    Attributes:
+        before: number of clips that are made before.
+    """
+
+    before: int
+
+
+@dataclass(frozen=True)
+class Loading:
+    """The model is being loaded."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A sampling step is done.
+
+    Attributes:
+        done: number of steps done.
+        steps: number of steps in all.
+        seconds_left: seconds that the other steps will take, judged by those done.
+        frames: animated GIF of the clip as it is expected to become; None: as before.
+    """
+
+    done: int
+    steps: int
+    seconds_left: float
+    frames: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """The clip is there.
+
+    Attributes:
+        path: mp4 file.
+        checkpoint: name of the checkpoint, or of the public model.
+        fps: frames per second of the file.
+        scale: times that each pixel is repeated in both directions.
+        seconds: seconds that it took.
+        notes: what a user should know of it.
+    """
+
+    path: Path
+    checkpoint: str
+    fps: float
+    scale: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failed:
+    """There will be no clip.
+
+    Attributes:
+        reason: what is wrong, in a line.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The job was stopped as was asked."""
+
+
+Event = Waiting | Loading | Sampling | Made | Failed | Stopped
+End = Made | Failed | Stopped

@@ -1,0 +1,313 @@
+"""``gulliver data``: from a folder of clips to a table to train on. Options, then the actions.
+
+Nothing here imports torch at its top: ``--help`` reads this module, and `filter` needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from gulliver.options import Range
+from gulliver.video import EncodeConfig
+from gulliver.video.preparation import CutSettings
+
+WORKERS = Range(0, 1024)
+SCORERS = ("sharpness", "brightness", "motion", "text_share", "phash")
+"""Scorers in the box."""
+SHOWN = 10
+"""Most files that are named on the terminal; all of them are in the list."""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Makes a table of a folder's clips: what each file holds, and which cannot be used."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder of clips and pictures; folders in it count."""
+    out: Path | None = None
+    """Table to write, .parquet or .csv; by default clips.parquet in the folder."""
+    decode: bool = False
+    """Decode every frame, and not only where the header is in doubt."""
+    again: bool = False
+    """Look at all files anew, also those that the table has."""
+    workers: Annotated[int, WORKERS] = 0
+    """Threads; 0: one for each core."""
+
+
+@dataclass(frozen=True)
+class Cut(CutSettings):
+    """Cuts videos into clips of one scene each, upright and of a constant rate, without sound."""
+
+    table: tyro.conf.Positional[Path]
+    """Table of videos, .parquet or .csv."""
+    out: Path = Path("cut.parquet")
+    """Table to write; its clips lie in a folder beside it, and what is in no clip is listed."""
+    workers: Annotated[int, WORKERS] = 0
+    """Processes; 0: one for each core."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Adds a column for each scorer; rows that have their scores are left alone."""
+
+    table: tyro.conf.Positional[Path]
+    """Table of clips, .parquet or .csv."""
+    scorers: tuple[str, ...] = SCORERS
+    """Scorers, of those in the box or of plug-ins (entry points of the group gulliver.scorers)."""
+    out: Path | None = None
+    """Table to write; by default the one that is read."""
+    again: bool = False
+    """Score all rows anew."""
+    workers: Annotated[int, WORKERS] = 0
+    """Threads; 0: one for each core."""
+
+
+@dataclass(frozen=True)
+class Dedup:
+    """Leaves out copies of clips, however coded or scaled: the best of each stays."""
+
+    table: tyro.conf.Positional[Path]
+    """Table of clips, .parquet or .csv."""
+    out: Path = Path("unique.parquet")
+    """Table to write; what is a copy of what is listed beside it."""
+    alike: Annotated[float, Range(0.5, 1)] = 0.95
+    """Least correlation of the pictures of two copies."""
+    workers: Annotated[int, WORKERS] = 0
+    """Threads; 0: one for each core."""
+
+
+@dataclass(frozen=True)
+class Caption:
+    """Writes captions: by a command that prints a sentence, or by a model that sees pictures."""
+
+    table: tyro.conf.Positional[Path]
+    """Table of clips, .parquet or .csv."""
+    command: str | None = None
+    """Program and arguments; {path} in it stands for the clip, or the path comes last."""
+    model: Path | None = None
+    """Folder of a transformers model that says what is in a picture."""
+    prompt: str = ""
+    """What the model is asked, or the words that captions begin with."""
+    tokens: Annotated[int, Range(1, 4096)] = 64
+    """Most tokens of a caption of the model."""
+    seconds: Annotated[float, Range(0, 86400, open_below=True)] = 300
+    """How long the command may take for a clip."""
+    out: Path | None = None
+    """Table to write; by default the one that is read."""
+    again: bool = False
+    """Replace the captions that are there."""
+    workers: Annotated[int, WORKERS] = 0
+    """Commands at once; 0: one for each core."""
+
+
+@dataclass(frozen=True)
+class Show:
+    """Makes a web page of a table: histograms and pictures, in one file."""
+
+    table: tyro.conf.Positional[Path]
+    """Table of clips, .parquet or .csv."""
+    out: Path = Path("clips.html")
+    """Page to write."""
+    most: Annotated[int, Range(1, 100_000)] = 200
+    """Most clips that are shown, evenly out of all."""
+    workers: Annotated[int, WORKERS] = 0
+    """Threads; 0: one for each core."""
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Writes the rows of a table for which a condition holds."""
+
+    table: tyro.conf.Positional[Path]
+    """Table of clips, .parquet or .csv."""
+    condition: tyro.conf.Positional[str]
+    """SQL over columns, such as 'fps >= 12 and motion > 2'."""
+    out: Path = Path("filtered.parquet")
+    """Table to write."""
+
+
+Action = (
+    Annotated[Scan, tyro.conf.subcommand("scan", prefix_name=False)]
+    | Annotated[Cut, tyro.conf.subcommand("cut", prefix_name=False)]
+    | Annotated[Score, tyro.conf.subcommand("score", prefix_name=False)]
+    | Annotated[Dedup, tyro.conf.subcommand("dedup", prefix_name=False)]
+    | Annotated[Filter, tyro.conf.subcommand("filter", prefix_name=False)]
+    | Annotated[Caption, tyro.conf.subcommand("caption", prefix_name=False)]
+    | Annotated[Show, tyro.conf.subcommand("show", prefix_name=False)]
+    | Annotated[EncodeConfig, tyro.conf.subcommand("encode", prefix_name=False)]
+)
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Prepares clips for training: tables of what is in a folder, of what is good in it."""
+
+    action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[Action]] = tyro.MISSING
+
+
+def data_command(config: PrepareConfig, arguments: list[str]) -> int:
+    """Runs one of the actions."""
+    if isinstance(config.action, EncodeConfig):
+        return encode_clips(config.action, arguments)
+    return _COMMANDS[type(config.action)](config.action)
+
+
+def scan_folder(options: Scan) -> int:
+    """Scans; the exit code is 1 where no file can be used."""
+    from gulliver.video.preparation import scan
+
+    out = options.out or options.folder / "clips.parquet"
+    found = scan(options.folder, out, options.decode, options.again, options.workers)
+    seconds = sum(value or 0 for value in found.table.column("duration"))
+    print(f"{out}: {_many(len(found.table), 'clip')}, {seconds / 60:.1f} minutes")
+    notes = [
+        (name, note)
+        for name, note in zip(found.table.column("path"), found.table.column("note"), strict=True)
+        if note
+    ]
+    _list(f"{_many(len(notes), 'clip')} with a note (column note)", notes)
+    list_broken(out, "scan", found.broken)
+    if found.ignored:
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in found.ignored.most_common(8))
+        print(f"{_many(found.ignored.total(), 'other file')} ignored: {kinds}")
+    return 0 if len(found.table) else 1
+
+
+def cut_scenes(options: Cut) -> int:
+    """Cuts; the exit code is 1 where there is no clip."""
+    from gulliver.video.preparation import Table, cut
+
+    settings = CutSettings(
+        **{each.name: getattr(options, each.name) for each in fields(CutSettings)}
+    )
+    found = cut(Table.read(options.table), options.out, settings, options.workers)
+    sources = _many(found.sources, "video")
+    print(f"{options.out}: {_many(len(found.table), 'clip')} of {sources}")
+    _list(
+        f"{_many(len(found.left_out), 'piece')} left out, listed in {found.listed}",
+        [(one.span, one.reason) for one in found.left_out],
+    )
+    return 0 if len(found.table) else 1
+
+
+def filter_rows(options: Filter) -> int:
+    """Filters, and says how many rows are kept, dropped, and not known."""
+    from gulliver.video.preparation import filter_file
+
+    found = filter_file(options.table, options.condition, options.out)
+    unknown = f", {found.unknown:,} unknown (a cell is empty)" if found.unknown else ""
+    print(f"{options.out}: {_many(len(found.table), 'row')}; {found.dropped:,} dropped{unknown}")
+    return 0
+
+
+def score_clips(options: Score) -> int:
+    """Scores, and says how many rows were."""
+    from gulliver.video.preparation import Table, score
+
+    table, out = Table.read(options.table), options.out or options.table
+    found = score(table, options.scorers, out, options.again, options.workers)
+    _told_fresh(out, found.fresh, len(found.table), "scored")
+    list_broken(out, "score", found.broken)
+    return 0
+
+
+def drop_copies(options: Dedup) -> int:
+    """Leaves copies out, and names the first of them."""
+    from gulliver.video.preparation import Table, deduplicate
+
+    table = Table.read(options.table)
+    found = deduplicate(table, options.out, options.alike, options.workers)
+    print(f"{options.out}: {_many(len(found.table), 'clip')}")
+    _list(
+        f"{_many(len(found.pairs), 'copy', 'copies')} left out, listed in {found.listed}",
+        [(pair.dropped, f"copy of {pair.kept}") for pair in found.pairs],
+    )
+    list_broken(options.out, "dedup", found.broken)
+    return 0
+
+
+def caption_clips(options: Caption) -> int:
+    """Captions, and says how many rows were."""
+    from gulliver.video.preparation import Table, caption
+
+    table, out = Table.read(options.table), options.out or options.table
+    found = caption(
+        table,
+        out,
+        options.command,
+        options.model,
+        options.prompt,
+        options.tokens,
+        options.seconds,
+        options.again,
+        options.workers,
+    )
+    _told_fresh(out, found.fresh, len(found.table), "captioned")
+    list_broken(out, "caption", found.broken)
+    return 0
+
+
+def show_clips(options: Show) -> int:
+    """Makes the page."""
+    from gulliver.video.preparation import Table, show
+
+    table = Table.read(options.table)
+    shown = show(table, options.out, options.most, options.workers)
+    print(f"{options.out}: {shown:,} of {_many(len(table), 'clip')}, open it in a browser")
+    return 0
+
+
+def _told_fresh(out: Path, fresh: int, rows: int, done: str) -> None:
+    before = f" ({rows - fresh:,} had it before: --again replaces)" if fresh < rows else ""
+    print(f"{out}: {fresh:,} of {_many(rows, 'clip')} {done}{before}")
+
+
+def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
+    """Encodes, on ranks of this machine that are started where a launcher has not."""
+    from gulliver.comm import default_ranks, launch, under_launcher
+    from gulliver.video.preparation import check_encode, encode
+
+    check_encode(options)
+    ranks = options.ranks or default_ranks()
+    if not under_launcher() and ranks > 1:
+        return launch("gulliver.cli", ["data", *arguments], ranks)
+    # Stopped by a signal: what was asked for is not there yet.
+    return 0 if encode(options).finished else 143
+
+
+def list_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> None:
+    """Names the first of the files that a step could not use, and where all are listed."""
+    from gulliver.video.preparation import broken_path
+
+    listed = f"{_many(len(broken), 'file')} that {step} cannot use, listed in {broken_path(table)}"
+    _list(listed, broken)
+
+
+def _list(what: str, found: Sequence[tuple[str, str]]) -> None:
+    if not found:
+        return
+    print(f"{what}:")
+    for name, reason in found[:SHOWN]:
+        print(f"  {name}: {reason}")
+    if len(found) > SHOWN:
+        print(f"  and {len(found) - SHOWN:,} more")
+
+
+def _many(count: int, name: str, several: str | None = None) -> str:
+    return f"{count:,} {name if count == 1 else several or name + 's'}"
+
+
+_COMMANDS: dict[type, Callable[[Any], int]] = {
+    Scan: scan_folder,
+    Cut: cut_scenes,
+    Score: score_clips,
+    Dedup: drop_copies,
+    Filter: filter_rows,
+    Caption: caption_clips,
+    Show: show_clips,
+}

@@ -1,0 +1,167 @@
+"""What the recipe needs of a model that is to be taught a subject, whatever kind of model it is.
+
+The recipe (`_dreambooth.py`) knows pictures, texts, weights of samples, ranks and files; a `Base`
+knows its networks: how a picture becomes latents, what the loss of a sample is, and how it samples.
+`_diffusers.py` has those of diffusers' pipelines, `_video.py` those of Gulliver's video models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Method = Literal["lora", "full", "token"]
+"""What learns besides the new tokens: adapters of low rank, all weights, or nothing."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that the model learns from, upright and without transparency.
+
+    Attributes:
+        path: file that it was read from.
+        pixels: colours ``[H, W, 3]``, or of a prior clip ``[T, H, W, 3]``, uint8.
+        text: caption of its own; None takes the prompt of the run.
+    """
+
+    path: Path
+    pixels: np.ndarray
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenHandle:
+    """A new word of a text encoder.
+
+    Attributes:
+        token: word as it is written in prompts.
+        ids: ids that the word is replaced by, in order.
+        rows: its rows of the table of embeddings ``[len(ids), width]``: a parameter of its own
+            inside of `Base.text`, so that no other row can change.
+    """
+
+    token: str
+    ids: tuple[int, ...]
+    rows: nn.Parameter
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What a run has taught a model.
+
+    Attributes:
+        method: what learnt besides the tokens.
+        tensors: whole tensors of what was trained on the CPU, each read when it is asked for; by
+            their names in the networks, with ``trained.`` or ``text.`` before them.
+        tokens: new words, whose rows are among the tensors.
+        adapters: PEFT's configuration of the adapters, by network: ``trained`` and ``text``.
+        write: function that writes tensors to a safetensors file, by their names there and here,
+            without having all of them in memory.
+    """
+
+    method: Method
+    tensors: Mapping[str, Tensor]
+    tokens: tuple[TokenHandle, ...] = ()
+    adapters: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    write: Callable[[Path, Mapping[str, str]], None] = lambda path, names: None
+
+
+class Base(Protocol):
+    """A model with what it needs to learn a subject.
+
+    The recipe puts `trained` and `text` into one module whose forward calls `loss`; adapters go
+    into them in place, so a base calls ``self.trained(...)`` and ``self.text(...)`` as ever and
+    knows nothing of adapters, ranks or memory limits.
+
+    Attributes:
+        trained: denoiser: a UNet or transformer, which adapters go into or whose weights learn.
+        text: text encoder, or a module that holds several; None where there is none to train.
+        targets: names of the layers of `trained` that adapters go into, their last parts or more;
+            those of PEFT's ``target_modules``.
+        text_targets: the same of `text`; empty where it cannot learn.
+    """
+
+    trained: nn.Module
+    text: nn.Module | None
+    targets: tuple[str, ...]
+    text_targets: tuple[str, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the weights and of all settings that its samples and latents depend on."""
+        ...
+
+    def add_token(self, token: str, initial: str | None) -> TokenHandle:
+        """Adds a word to the tokenizer, with rows of its own in the text encoder.
+
+        Args:
+            token: new word.
+            initial: known word whose embedding the rows begin with; None draws them.
+
+        Raises:
+            GulliverError: the token is a word already, the initial one is none, or there is no
+                text encoder.
+        """
+        ...
+
+    def settle(self, texts: Sequence[str], train_text: bool) -> None:
+        """Takes notice of all prompts of the run, before `loss` or `sample` is called.
+
+        Where `text` does not learn, a base may encode them now and free it; `text` is None then.
+
+        Args:
+            texts: prompts of samples and of pictures that are made; ``""`` is among them.
+            train_text: whether the text encoder, or rows of it, learn.
+        """
+        ...
+
+    def encode_pictures(self, pictures: Sequence[Picture]) -> Tensor:
+        """Encodes pictures ``[N, ...]``, once for the whole run.
+
+        Where the autoencoder draws, what it draws from (mean and deviation) is encoded.
+        """
+        ...
+
+    def loss(
+        self, latents: Tensor, texts: Sequence[str], generators: Sequence[torch.Generator]
+    ) -> Tensor:
+        """The loss ``[N]`` of each sample at one random time of its own, in float32 at least.
+
+        Args:
+            latents: rows of what `encode_pictures` gave.
+            texts: prompt of each sample.
+            generators: generator of each sample, on the CPU. All that is random about a sample
+                comes of its own, so that it is the same whatever the batch and the rank.
+        """
+        ...
+
+    def sample(self, texts: Sequence[str], seeds: Sequence[int]) -> list[np.ndarray]:
+        """Makes a picture ``[H, W, 3]`` or a clip ``[T, H, W, 3]`` of each prompt, uint8."""
+        ...
+
+    def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
+        """Reads what `save` wrote of adapters.
+
+        Returns:
+            Tensors by their names in `Learnt.tensors`, without ``.default``, and PEFT's
+            configurations by network, as in `Learnt.adapters`.
+
+        Raises:
+            GulliverError: there is no such file.
+        """
+        ...
+
+    def save(self, folder: Path, learnt: Learnt) -> None:
+        """Writes what was learnt, as those who use such models read it; rank 0 calls it.
+
+        Args:
+            folder: folder that is there and empty.
+            learnt: what was learnt.
+        """
+        ...

@@ -1,0 +1,158 @@
+"""Pictures that a video base sets in motion, to learn a subject that moves from stills.
+
+[Note: why stills are not enough] A still tells how the subject looks in one frame, and of a clip
+that is the first one of the latent alone: the others hold several frames each, and look otherwise.
+A base that was taught stills only shows the subject at first, and something that it knew before as
+the clip goes on. But it can go on from a picture: given one as the first frame, and the subject's
+word, it makes clips that keep the subject, with the motion that it has learnt itself. These clips
+are what it learns from then, beside the pictures. Nothing is told of motion but by the prompts.
+
+Each of the two halves is a run of its own in the run folder, so that any of them resumes.
+
+run/
+  stills/  the run on the pictures alone
+  motion/  pictures and the clips that were made of them, with captions
+  clips/   the run on those, which goes on from the adapters of the first
+  result/  what was learnt
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gulliver.comm import World, barrier, init_world
+from gulliver.dreambooth._config import DreamboothConfig, alternatives
+from gulliver.dreambooth._pictures import read_pictures
+from gulliver.dreambooth._prior import prior_folder, write_pixels
+from gulliver.dreambooth._video import VideoBase, load_adapter
+from gulliver.errors import GulliverError
+from gulliver.io import named_errors, write_text
+from gulliver.jobs import Display, derive
+
+Teach = Callable[[DreamboothConfig, Any], "Outcome"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a call of `dreambooth`.
+
+    Attributes:
+        step: last step.
+        finished: whether the run is over; False where a signal has stopped it.
+        result: folder of what was learnt; None where there is none yet.
+    """
+
+    step: int
+    finished: bool
+    result: Path | None = None
+
+
+def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Outcome:
+    """Teaches pictures, then the clips that the base makes of them.
+
+    Args:
+        config: options of the run.
+        teach: function that runs a half, with these options and plugin.
+        plugin: how ranks share the work; None makes the one that the options say.
+
+    Raises:
+        GulliverError: the base makes no clips.
+    """
+    assert config.model is not None, "it is checked"
+    if not (config.model / "checkpoints").is_dir():
+        raise GulliverError(
+            f"--motion is for a run of `gulliver train`, and --model {config.model} is none: leave "
+            "it out"
+        )
+    world = init_world()
+    half = replace(
+        config,
+        motion="",
+        motion_after=None,
+        motion_clips=DreamboothConfig.motion_clips,
+        prior_folder=prior_folder(config) if config.priors else None,
+    )
+    steps = config.still_steps
+    found = teach(replace(half, out=config.out / "stills", steps=steps), plugin)
+    if found.result is None:
+        return found
+    folder = _moved(config, found.result, world)
+    second = replace(
+        half,
+        out=config.out / "clips",
+        subject=folder,
+        adapter=found.result,
+        steps=config.steps - steps,
+        # Of the adapters that go on.
+        lora_rank=DreamboothConfig.lora_rank,
+        lora_alpha=None,
+        lora_targets=(),
+    )
+    found = teach(second, plugin)
+    if found.result is None:
+        return Outcome(steps + found.step, False)
+    result = config.out / "result"
+    if world.is_main and not result.is_dir():
+        partial = config.out / ".result.partial"
+        with named_errors(result):
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(found.result, partial)
+            os.replace(partial, result)
+    barrier()
+    return Outcome(config.steps, True, result)
+
+
+def _moved(config: DreamboothConfig, adapter: Path, world: World) -> Path:
+    """Makes what is missing of the folder of pictures and clips; every rank calls it."""
+    folder, usual = config.out / "motion", config.filled(config.prompt)
+    pictures = read_pictures(config, lambda _: None)
+    texts = alternatives(config.filled(config.motion))
+    stems = [folder / f"clip-{number:05d}" for number in range(config.motion_clips)]
+    # The caption is written after the clip: with it the clip is there.
+    missing = [n for n, stem in enumerate(stems) if not stem.with_suffix(".txt").is_file()]
+    if world.is_main:
+        with named_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        for number, picture in enumerate(pictures):
+            stem = folder / f"picture-{number:05d}"
+            write_pixels(stem, picture.pixels)
+            write_text(stem.with_suffix(".txt"), picture.text or usual)
+    barrier()
+    mine = missing[world.rank :: world.size]
+    if mine:
+        assert config.model is not None, "it is checked"
+        base = open_video(config, world.device, torch.float32)
+        load_adapter(base.maker, adapter)
+        with Display("setting pictures in motion", len(mine), 0, world.is_main) as display:
+            for number in mine:
+                text = texts[number // len(pictures) % len(texts)]
+                still = pictures[number % len(pictures)].pixels
+                seed = derive(config.seed, 9, number) % 2**32
+                write_pixels(stems[number], base.continued(still, text, seed))
+                write_text(stems[number].with_suffix(".txt"), text)
+                display.advance()
+    barrier()
+    return folder
+
+
+def open_video(
+    config: DreamboothConfig, device: torch.device, dtype: torch.dtype, on_meta: bool = False
+) -> VideoBase:
+    """Opens the video base of a run."""
+    assert config.model is not None, "it is checked"
+    return VideoBase(
+        config.model,
+        config.resolution,
+        device,
+        dtype,
+        config.sampling_steps,
+        config.guidance,
+        on_meta,
+    )

@@ -1,0 +1,154 @@
+"""The subject's folder: pictures, upright and without transparency, and captions beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gulliver.data import read_utf8
+from gulliver.dreambooth._base import Picture
+from gulliver.dreambooth._config import DreamboothConfig
+from gulliver.errors import GulliverError
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+CLIP = ".npy"
+"""Clips ``[T, H, W, 3]``, uint8, which video bases learn from."""
+COLOURS = {"white": 255, "black": 0, "grey": 128}
+BROKEN = (OSError, ValueError, SyntaxError, EOFError)
+
+
+def read_pictures(config: DreamboothConfig, say: Callable[[str], Any]) -> list[Picture]:
+    """Reads the pictures of a subject.
+
+    Args:
+        config: options of the run.
+        say: function that is told what is left out, and captions without the token.
+
+    Raises:
+        GulliverError: there is none, or one cannot be read and ``--on-broken`` refuses that; all
+            that cannot be read are named.
+    """
+    folder = config.subject
+    assert folder is not None, "it is checked"
+    kinds = SUFFIXES | {CLIP}
+    files = sorted(p for p in folder.iterdir() if p.suffix.lower() in kinds and p.is_file())
+    found, broken = list[Picture](), list[str]()
+    for path in files:
+        try:
+            text = _caption(config, path, say)
+            clip = path.suffix.lower() == CLIP
+            pixels = _read_clip(path) if clip else read_picture(path, COLOURS[config.background])
+            found.append(Picture(path, pixels, text))
+        except GulliverError as error:
+            broken.append(f"{path.name} {error}")
+    if broken and config.on_broken == "refuse":
+        raise GulliverError(
+            f"--subject {folder}: {'; '.join(broken)}: mend or remove "
+            f"{'it' if len(broken) == 1 else 'them'}, or add --on-broken skip"
+        )
+    if not found:
+        more = f" that can be read ({'; '.join(broken)})" if broken else ""
+        raise GulliverError(
+            f"--subject {folder} has no picture{more}: put some in ({', '.join(sorted(SUFFIXES))})"
+        )
+    for one in broken:
+        say(f"skipped: {one}")
+    return found
+
+
+def read_picture(path: Path, behind: int = 255) -> np.ndarray:
+    """Reads a picture upright, as EXIF says, with a colour behind what is transparent.
+
+    Raises:
+        GulliverError: it cannot be read; the reason does not name the file.
+    """
+    Image, ImageOps = _pillow()
+    try:
+        with warnings.catch_warnings(), Image.open(path) as opened:
+            warnings.simplefilter("ignore")
+            opened.load()
+            upright = ImageOps.exif_transpose(opened)
+            if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
+                over = upright.convert("RGBA")
+                under = Image.new("RGBA", over.size, (behind, behind, behind, 255))
+                upright = Image.alpha_composite(under, over)
+            elif upright.mode.startswith(("I", "F")):
+                upright = _eight_bits(upright, Image)
+            return np.asarray(upright.convert("RGB")).copy()
+    except Image.DecompressionBombError as error:
+        raise GulliverError(f"is too large: {error}") from None
+    except BROKEN as error:
+        line = " ".join(str(error).split())[:120]
+        raise GulliverError(f"cannot be read ({line or type(error).__name__})") from None
+
+
+def _read_clip(path: Path) -> np.ndarray:
+    try:
+        pixels = np.load(path, allow_pickle=False)
+    except BROKEN as error:
+        raise GulliverError(f"cannot be read ({' '.join(str(error).split())[:120]})") from None
+    if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[3] != 3 or not pixels.size:
+        raise GulliverError(f"is {pixels.dtype} {pixels.shape}: a clip is uint8 (T, H, W, 3)")
+    return pixels
+
+
+def _eight_bits(picture: Any, Image: Any) -> Any:
+    """Pictures of 16 bits and more: Pillow would cut them off at 255."""
+    values = np.asarray(picture).astype(np.float64)
+    most = 65535 if values.max() > 255 else 255
+    return Image.fromarray((values * (255 / most)).clip(0, 255).round().astype(np.uint8))
+
+
+def fitted(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Resizes a picture ``[H, W, 3]`` until it covers a size, and cuts out its middle."""
+    Image, ImageOps = _pillow()
+    picture = Image.fromarray(pixels)
+    cut = ImageOps.fit(picture, (width, height), method=Image.Resampling.BICUBIC)
+    return np.asarray(cut).copy()
+
+
+def grid(pictures: Sequence[np.ndarray], columns: int) -> np.ndarray:
+    """Lays pictures beside one another, row by row; of clips the middle frames."""
+    stills = [one[len(one) // 2] if one.ndim == 4 else one for one in pictures]
+    height, width = (max(one.shape[axis] for one in stills) for axis in (0, 1))
+    rows = -(-len(stills) // columns)
+    sheet = np.zeros((rows * height, columns * width, 3), np.uint8)
+    for number, one in enumerate(stills):
+        top, left = number // columns * height, number % columns * width
+        sheet[top : top + one.shape[0], left : left + one.shape[1]] = one
+    return sheet
+
+
+def fingerprint(pictures: Sequence[Picture]) -> str:
+    """Digest of pixels and captions."""
+    digest = hashlib.blake2b(digest_size=16)
+    for one in pictures:
+        digest.update(f"{one.pixels.shape} {one.text}".encode())
+        digest.update(np.ascontiguousarray(one.pixels).tobytes())
+    return digest.hexdigest()
+
+
+def _caption(config: DreamboothConfig, path: Path, say: Callable[[str], Any]) -> str | None:
+    """The caption beside a picture; None where there is none."""
+    beside = path.with_suffix(".txt")
+    if not beside.is_file():
+        return None
+    text = config.filled(read_utf8(beside))
+    if text and config.token not in text:
+        say(f"{beside.name} does not name {config.token}: what it says is learnt without it")
+    return text or None
+
+
+def _pillow() -> tuple[Any, Any]:
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise GulliverError(
+            "reading pictures needs Pillow: pip install 'gulliver[dreambooth]'"
+        ) from None
+    return Image, ImageOps

@@ -1,0 +1,164 @@
+"""How a run lies on its ranks, told before a weight is read: the largest micro-batch that fits.
+
+A base on meta learns as the real one will; what a step takes is followed with shapes alone.
+Seconds are not told: those of convolutions would be guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gulliver.booster import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    Plugin,
+    TorchDDPPlugin,
+    recomputable_blocks,
+)
+from gulliver.dreambooth._base import Base
+from gulliver.dreambooth._config import DreamboothConfig
+from gulliver.dreambooth._student import Student, make_optimizer, make_student
+from gulliver.errors import GulliverError
+from gulliver.finetune import Planned, fitting
+from gulliver.hardware import current_cluster
+from gulliver.memory import activation_peak, recompute_modules
+from gulliver.plan import Work
+
+CHUNK_MB = 4.0
+HOST_SHARE = "70%"
+"""Share of the host's memory behind a GPU with a limit, where no disk is named."""
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def precision_of(config: DreamboothConfig, device: str) -> str:
+    """The dtype of training: bf16 on a GPU, where none is asked for."""
+    if config.precision != "auto":
+        return config.precision
+    return "bf16" if device == "cuda" else "fp32"
+
+
+def make_plugin(config: DreamboothConfig, precision: str, ranks: int) -> Plugin:
+    """The plugin that says how the ranks share the work.
+
+    Raises:
+        GulliverError: precision and plugin do not combine.
+    """
+    half = "bf16" if precision == "bf16" else None
+    if config.tp > 1:
+        return HybridParallelPlugin(tp_size=config.tp, precision=half, verbose=False)
+    if config.memory is not None:
+        limit: dict[str, Any] = {"memory_limit": config.memory, "disk": config.disk}
+        if config.disk is None and torch.cuda.is_available():
+            limit["host_limit"] = HOST_SHARE
+        activations = config.activations
+        return GeminiPlugin(**limit, precision=half, activations=activations, verbose=False)
+    if config.plugin.startswith("zero"):
+        stage = int(config.plugin.removeprefix("zero"))
+        return LowLevelZeroPlugin(stage, CHUNK_MB, precision=half, verbose=False)
+    if half is None:
+        return TorchDDPPlugin(verbose=False)
+    if config.plugin == "ddp":
+        raise GulliverError(
+            "--plugin ddp trains no float32 copies of bf16 weights: take --plugin zero1, or "
+            "--precision fp32"
+        )
+    return LowLevelZeroPlugin(1 if ranks > 1 else 2, CHUNK_MB, precision=half, verbose=False)
+
+
+def refuse_cut(config: DreamboothConfig, plugin: Plugin, base: Base) -> None:
+    """Refuses ranks that share a model whose family is not known.
+
+    Raises:
+        GulliverError: naming the denoiser, and what would do.
+    """
+    if isinstance(plugin, HybridParallelPlugin):
+        kind = type(base.trained).__name__
+        raise GulliverError(
+            f"--tp {plugin.tp_size}, --pp {plugin.pp_size}: {kind} is of no family whose tensors "
+            "are cut over ranks: take --plugin zero3, or --memory with --disk, which take as little"
+        )
+
+
+def plan_run(config: DreamboothConfig, plugin: Plugin, base: Any, ranks: int) -> Planned:
+    """Plans a run; nothing is loaded, and no ranks need to be there.
+
+    Args:
+        config: options of the run.
+        plugin: plugin of the run.
+        base: base on meta, with ``example``; it is changed.
+        ranks: number of ranks.
+
+    Raises:
+        GulliverError: nothing fits; the least limit is named where there is one.
+    """
+    student, _ = make_student(base, config, [""])
+    optimizer, cluster = make_optimizer(student, config), current_cluster(ranks)
+    refusal = GulliverError("")
+    for size, times in _splits(config, ranks):
+        sample = _sample(config, base, size)
+        try:
+            if config.memory is not None:
+                plan = plugin.make_plan(student, optimizer, cluster, sample=sample)
+            else:
+                work = _work(student, sample, config.activations)
+                plan = plugin.make_plan(student, optimizer, cluster, work=work)
+            return fitting(config, plan, ranks, times)
+        except GulliverError as error:
+            refusal = error
+    raise refusal
+
+
+def per_step(config: DreamboothConfig) -> int:
+    """Samples of a step, over all ranks."""
+    return config.batch * (2 if config.priors else 1)
+
+
+def _splits(config: DreamboothConfig, ranks: int) -> Iterator[tuple[int, int]]:
+    """Samples of a micro-batch and numbers of micro-batches, the fewest first."""
+    each = -(-per_step(config) // ranks)
+    size = min(config.micro_batch or each, each)
+    while True:
+        yield size, -(-each // size)
+        if size == 1 or config.micro_batch is not None:
+            return
+        size = -(-size // 2)
+
+
+def _sample(config: DreamboothConfig, base: Any, size: int) -> dict[str, Any]:
+    """The arguments of the student for a micro-batch, without values."""
+    return {
+        "latents": base.example(size),
+        "texts": [config.filled(config.prompt)] * size,
+        "generators": [torch.Generator() for _ in range(size)],
+        "weights": [1.0] * size,
+    }
+
+
+def _work(student: Student, sample: dict[str, Any], activations: str) -> Work:
+    """What a micro-batch takes of memory, with and without its blocks' activations."""
+    kept = activation_peak(student, (), sample)
+    size = len(sample["weights"])
+    work = Work(samples=size, peak=kept.bytes or 0, unfollowed=kept.reason)
+    if activations == "keep" or kept.bytes is None:
+        return work
+    again = activation_peak(student, (), sample, prepare=recompute_blocks)
+    return replace(work, peak_recomputed=again.bytes or 0)
+
+
+def recompute_blocks(student: Any) -> None:
+    """Lets backward compute the blocks of a student again."""
+    recompute_modules(student, recomputable_blocks(student))
+
+
+def lines_of(planned: Planned, size: int, side: str) -> list[str]:
+    """Lines for people: memory by kind and tier."""
+    *found, _ = planned.lines(1)
+    return [f"micro-batches of {size} {side}", *found]
+
+
+Say = Callable[[str], Any]

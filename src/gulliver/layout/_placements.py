@@ -1,0 +1,83 @@
+"""Layouts as DTensor's placements, and as the search has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from gulliver.errors import GulliverError
+from gulliver.solve import Sharding
+
+SUMS = ("sum", "avg", "max")
+"""Reductions of partial values that are converted."""
+
+
+def sharding_of(placements: Sequence[Placement], dims: int) -> Sharding:
+    """What the search calls a layout of DTensor's.
+
+    Args:
+        placements: one for each axis of the mesh; where several cut one dim, the first is
+            outermost, as DTensor has it.
+        dims: dims of the tensor.
+
+    Raises:
+        GulliverError: a dim that the tensor does not have, or a placement of another kind.
+    """
+    cuts: list[list[int]] = [[] for _ in range(dims)]
+    terms: list[int] = []
+    for axis, placement in enumerate(placements):
+        if type(placement) is Shard:
+            if not -dims <= placement.dim < dims:
+                raise GulliverError(
+                    f"{placement} on axis {axis} of the mesh cuts dim {placement.dim}, and the "
+                    f"tensor has {dims} dims"
+                )
+            cuts[placement.dim % dims].append(axis)
+        elif type(placement) is Partial:
+            terms.append(axis)
+        elif type(placement) is not Replicate:
+            raise GulliverError(
+                f"{placement} on axis {axis} of the mesh is not converted: take Shard, Replicate "
+                "or Partial"
+            )
+    return Sharding(tuple(map(tuple, cuts)), tuple(terms))
+
+
+def placements_of(sharding: Sharding, axes: int, op: str = "sum") -> tuple[Placement, ...]:
+    """DTensor's placements of a layout whose cuts are in the order of the axes.
+
+    Args:
+        sharding: layout.
+        axes: axes of the mesh.
+        op: how terms are reduced.
+    """
+    found: list[Placement] = [Replicate()] * axes
+    for dim, cut in enumerate(sharding.cuts):
+        if list(cut) != sorted(cut):
+            raise GulliverError(
+                f"axes {cut} cut dim {dim} in an order that DTensor has no placements for"
+            )
+        for axis in cut:
+            found[axis] = Shard(dim)
+    for axis in sharding.terms:
+        found[axis] = Partial(op)
+    return tuple(found)
+
+
+def reduction_of(*layouts: Sequence[Placement]) -> str:
+    """The one reduction of all partial values; sum where there is none.
+
+    Raises:
+        GulliverError: two reductions, or one that is not converted.
+    """
+    found = {p.reduce_op for layout in layouts for p in layout if isinstance(p, Partial)}
+    if len(found) > 1:
+        raise GulliverError(
+            f"partial values of {' and '.join(sorted(found))} are not converted into each other: "
+            "reduce them first"
+        )
+    (op,) = found or {"sum"}
+    if op not in SUMS:
+        raise GulliverError(f"Partial({op!r}) is not converted: take one of {', '.join(SUMS)}")
+    return op

@@ -1,0 +1,221 @@
+"""A folder of clips becomes a table: what each file holds, by PyAV, and which cannot be used.
+
+[Note: files that lie about their length]
+A header says how many frames there are, and may be wrong: a download that broke off, a recorder
+that died, a tool that cut without decoding. So the packets are counted, which reads the file but
+decodes nothing: thousands of clips a minute. Where packets say otherwise than the header, or are no
+frames in the file's codec, or are damaged, the frames are decoded and counted. The first frame is
+decoded always: it tells whether anything can be, and how the picture is turned.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gulliver.data import STILL_FPS, Frame, upright_frames
+from gulliver.errors import GulliverError
+from gulliver.video.preparation._packets import Packets, read_packets
+from gulliver.video.preparation._table import COLUMNS, Table, broken_path, write_broken
+from gulliver.video.preparation._work import Outcome, work_on
+
+_VIDEOS = (
+    ".3gp .asf .avi .f4v .flv .gif .m2ts .m4v .mkv .mov .mp4 .mpeg .mpg .mts .mxf .ogv .ts .vob "
+    ".webm .wmv"
+)
+_PICTURES = ".bmp .jpeg .jpg .png .tif .tiff .webp"
+VIDEOS, PICTURES = frozenset(_VIDEOS.split()), frozenset(_PICTURES.split())
+FACTS = ("duration", "codec", "rotation", "variable_fps", "audio", "bytes", "note")
+"""Columns of a scan besides Open-Sora's; seconds, degrees clockwise, and what was noticed."""
+FPS = 0.1, 1000.0
+"""Frame rates that training takes."""
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """What became of the files of a folder.
+
+    Attributes:
+        table: files that can be used.
+        broken: name and reason of each that cannot.
+        ignored: how many files are no clips by their suffix, by suffix.
+    """
+
+    table: Table
+    broken: list[tuple[str, str]]
+    ignored: Counter[str]
+
+
+def scan(
+    folder: Path, out: Path, decode: bool = False, again: bool = False, workers: int = 0
+) -> Scanned:
+    """Writes a table of the clips and pictures of a folder and its folders.
+
+    Captions are those of a text file beside the clip (clip.txt), else the words of its name. Rows
+    of a table that is there already stay as they are, with all their columns, where the file is as
+    large as it was.
+
+    Args:
+        folder: folder of clips.
+        out: table to write; files that cannot be used are listed beside it, in NAME.broken.csv.
+        decode: whether to decode all frames of all files, and not only where in doubt.
+        again: whether to look at all files anew.
+        workers: threads; 0 takes one for each core.
+
+    Raises:
+        GulliverError: there is no such folder, or no clip in it.
+    """
+    if not folder.is_dir():
+        raise GulliverError(f"{folder} is no folder: name the folder of the clips")
+    root = out.absolute().parent
+    before = {} if again or not out.is_file() else _rows_of(Table.read(out))
+    clips, ignored, broken = _files(folder, out)
+    if not clips and not broken:
+        raise GulliverError(f"{folder} holds no clip or picture ({' '.join(sorted(VIDEOS))} ...)")
+    names = {path: _relative(path, root) for path in clips}
+    known = {
+        path
+        for path in clips
+        if names[path] in before and before[names[path]].get("bytes") == path.stat().st_size
+    }
+    left = [(names[path], path) for path in clips if path not in known]
+    work = partial(read_facts, decode=decode)
+    with work_on(left, work, out, "scan", str(decode), workers) as outcomes:
+        fresh = {name: found for (name, _), found in zip(left, outcomes, strict=True)}
+        rows = [_row(name, before, fresh) for name in names.values()]
+        broken += [(name, found.problem) for name, found in fresh.items() if found.problem]
+        columns = list(dict.fromkeys((*COLUMNS, *FACTS, *(name for row in rows for name in row))))
+        table = Table.of_rows([row for row in rows if row], out, columns).write()
+        write_broken(out, "scan", broken)
+    return Scanned(table, broken, ignored)
+
+
+def _rows_of(table: Table) -> dict[str, dict[str, Any]]:
+    return {str(row["path"]): row for row in table.data.to_pylist()}
+
+
+def _row(name: str, before: dict[str, dict[str, Any]], fresh: dict[str, Outcome]) -> dict[str, Any]:
+    """Returns the row of a file; none where it cannot be used."""
+    if name not in fresh:
+        return before[name]
+    found = fresh[name]
+    return {"path": name, **found.values} if found.problem is None else {}
+
+
+def _files(folder: Path, out: Path) -> tuple[list[Path], Counter[str], list[tuple[str, str]]]:
+    """Finds clips and pictures, counts others by suffix, lists names that no table holds."""
+    clips, others, broken = [], [], []
+    ours = {out.absolute(), broken_path(out).absolute()}
+    for path in sorted(folder.absolute().rglob("*")):
+        suffix = path.suffix.lower()
+        if path in ours or path.name.startswith(f".{out.name}."):
+            continue
+        if suffix not in VIDEOS and suffix not in PICTURES:
+            others += [] if path.is_dir() else [path]
+        elif path.is_dir():
+            broken.append((_relative(path, out.absolute().parent), "is a folder"))
+        elif not path.name.isprintable():
+            broken.append((repr(path.name), "has a name that tables cannot hold: rename it"))
+        else:
+            clips.append(path)
+    captions = {path.with_suffix(".txt") for path in clips}
+    ignored = Counter(path.suffix.lower() or "no suffix" for path in {*others} - captions)
+    return clips, ignored, broken
+
+
+def _relative(path: Path, root: Path) -> str:
+    return os.path.relpath(path, root)
+
+
+def caption_of(path: Path) -> str:
+    """Reads the text beside a clip, or says the words of its name."""
+    beside = path.with_suffix(".txt")
+    if beside.is_file():
+        text = " ".join(beside.read_text(encoding="utf-8-sig", errors="replace").split())
+        if text:
+            return text
+    return re.sub("[_-]+", " ", path.stem)
+
+
+def read_facts(path: Path, decode: bool = False) -> dict[str, Any]:
+    """Finds out what a file holds: cells of a row, by column.
+
+    Args:
+        path: clip or picture.
+        decode: whether to decode all frames, and not only where in doubt.
+
+    Raises:
+        GulliverError: it is missing or empty, holds no video, or no frame can be decoded.
+    """
+    first = next(upright_frames(path), None)
+    if first is None:
+        raise GulliverError("has no frames")
+    counted = read_packets(path)
+    frames, notes = counted.packets, []
+    if path.suffix.lower() in PICTURES and frames <= 1:
+        frames = 1
+    elif decode or counted.in_doubt:
+        frames, problem = _count_frames(path)
+        notes += [problem] if problem else []
+        stated = counted.stated or counted.packets
+        if abs(stated - frames) > 1:
+            notes.append(f"is said to have {stated} frames, {frames} are there")
+    fps = _rate(counted, frames, first)
+    seconds = 0.0 if frames == 1 else counted.duration(frames, fps)
+    if frames > 1 and abs(counted.seconds - seconds) > max(1.0, 0.2 * seconds):
+        notes.append(f"is said to last {counted.seconds:.1f} s, {seconds:.1f} are there")
+    if not FPS[0] <= fps <= FPS[1]:
+        notes.append(f"says {fps:g} frames per second")
+    return {
+        "text": caption_of(path),
+        "num_frames": frames,
+        "height": first.height,
+        "width": first.width,
+        "aspect_ratio": first.height / first.width,
+        "resolution": first.height * first.width,
+        "fps": fps if FPS[0] <= fps <= FPS[1] else None,
+        "duration": round(seconds, 6),
+        "codec": counted.codec,
+        "rotation": _degrees(first),
+        "variable_fps": counted.is_variable,
+        "audio": counted.audio,
+        "bytes": path.stat().st_size,
+        "note": "; ".join(notes) or None,
+    }
+
+
+def _count_frames(path: Path) -> tuple[int, str | None]:
+    """Decodes a file; returns its frames and, where it breaks off, why."""
+    frames = 0
+    try:
+        for _ in upright_frames(path):
+            frames += 1
+    except GulliverError as error:
+        return frames, f"breaks off after {frames} frames: {error}"
+    return frames, None
+
+
+def _rate(counted: Packets, frames: int, first: Frame) -> float:
+    """Frames per second, by the times at which frames are shown where the header says another."""
+    if frames == 1:
+        return STILL_FPS
+    rate = counted.rate or first.rate
+    times = counted.times
+    span = float(times[-1] - times[0]) if len(times) > 1 else 0.0
+    if span <= 0:
+        return rate or STILL_FPS
+    shown = (len(times) - 1) / span
+    return rate if rate and abs(shown / rate - 1) < 0.01 else shown
+
+
+def _degrees(frame: Frame) -> int:
+    """Degrees clockwise by which the stored picture is turned to be shown."""
+    a, b, _, d = frame.turn
+    if frame.turn.swaps:
+        return 90 if b > 0 else 270
+    return 180 if a < 0 and d < 0 else 0

@@ -1,0 +1,351 @@
+"""Tables of clips: Parquet or CSV, with the columns of Open-Sora's tools, in PyArrow's memory.
+
+A `Table` is read and written whole. Columns that nobody here knows are kept as they are; cells that
+are empty, or NaN, are null. Paths of clips are relative to the table's folder, as in training, and
+are written anew where a table is written elsewhere.
+What this does not know: what is in the files. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.io import atomic_file, named_errors, write_text
+
+WHOLE = ("num_frames", "height", "width", "resolution")
+REAL = ("aspect_ratio", "fps", "aes", "flow", "match")
+TEXTS = ("path", "text", "cmotion")
+COLUMNS = ("path", "text", *WHOLE[:3], "aspect_ratio", "resolution", "fps", *REAL[2:], "cmotion")
+"""Columns of Open-Sora's tables; aspect_ratio is height / width, resolution is height x width."""
+
+
+def arrow() -> Any:
+    """Imports PyArrow.
+
+    Raises:
+        GulliverError: it is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.compute
+    except ImportError:
+        raise GulliverError("tables need pyarrow: pip install 'gulliver[data]'") from None
+    return pyarrow
+
+
+@dataclass(frozen=True)
+class Table:
+    """Clips, a row each.
+
+    Attributes:
+        data: the columns, a `pyarrow.Table`.
+        path: file that they were read from or written to; clips lie relative to its folder.
+    """
+
+    data: Any
+    path: Path
+
+    @classmethod
+    def read(cls, path: Path) -> Table:
+        """Reads a .parquet or .csv file.
+
+        Raises:
+            GulliverError: it is missing or unreadable, has no column `path`, or one twice; or a
+                column of numbers holds what is none.
+        """
+        path = Path(path)
+        if path.is_dir():
+            raise GulliverError(
+                f"{path} is a folder: `gulliver data scan {path}` makes a table of its clips"
+            )
+        if not path.is_file():
+            raise GulliverError(f"table {path} does not exist")
+        check_suffix(path)
+        data = _read_csv(path) if path.suffix == ".csv" else _read_parquet(path)
+        table = cls(_without_nan(data), path)
+        table.require("path")
+        return table
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[dict[str, Any]], path: Path, names: Sequence[str]) -> Table:
+        """Makes a table of rows, which may lack cells; `names` are the columns, in their order."""
+        pa, rows = arrow(), list(rows)
+        cells = {name: [row.get(name) for row in rows] for name in names}
+        data = {name: pa.array(values, _kind_of(name, values)) for name, values in cells.items()}
+        return cls(pa.table(data), Path(path))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the columns."""
+        return self.data.column_names
+
+    def __len__(self) -> int:
+        return self.data.num_rows
+
+    def require(self, *names: str) -> None:
+        """Refuses a table that lacks columns.
+
+        Raises:
+            GulliverError: naming the first that is missing and the one most like it.
+        """
+        for name in names:
+            if name not in self.names:
+                raise GulliverError(
+                    f"table {self.path.name} has no column {name!r}: {nearest(name, self.names)}"
+                )
+
+    def column(self, name: str) -> list[Any]:
+        """Returns a column as Python values; None where a cell is empty."""
+        self.require(name)
+        return self.data.column(name).to_pylist()
+
+    def clips(self) -> list[tuple[str, Path]]:
+        """Returns of each row the name that the table has, and the path that it leads to."""
+        return [(name or "", self.path.parent / (name or "")) for name in self.column("path")]
+
+    def with_columns(self, columns: Mapping[str, Sequence[Any]]) -> Table:
+        """Adds columns, or replaces those of the same names."""
+        data, pa = self.data, arrow()
+        for name, values in columns.items():
+            array = pa.array(values, _kind_of(name, values))
+            place = self.names.index(name) if name in self.names else None
+            data = (
+                data.append_column(name, array)
+                if place is None
+                else data.set_column(place, name, array)
+            )
+        return Table(data, self.path)
+
+    def rows(self, which: Any) -> Table:
+        """Takes rows, by a mask of booleans or by indices, in their order."""
+        pa = arrow()
+        array = pa.array(which)
+        data = self.data.filter(array) if pa.types.is_boolean(array.type) else self.data.take(array)
+        return Table(data, self.path)
+
+    def write(self, path: Path | None = None) -> Table:
+        """Writes the table, whole or not at all, in the format of the suffix.
+
+        Args:
+            path: file to make or replace; None replaces the one that was read.
+
+        Returns:
+            The table as it lies there: in another folder the relative paths are others.
+
+        Raises:
+            GulliverError: another suffix, a full disk, or cells that the format cannot hold.
+        """
+        path = Path(path or self.path)
+        check_suffix(path)
+        moved = self._moved(path)
+        pa = arrow()
+        with atomic_file(path) as partial:
+            try:
+                _write(moved.data, partial, path.suffix)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
+                raise GulliverError(f"{path} cannot hold the table: {_line(error)}") from error
+        return moved
+
+    def _moved(self, path: Path) -> Table:
+        here, there = self.path.absolute().parent, path.absolute().parent
+        if here == there:
+            return Table(self.data, path)
+        names = [
+            name if not name or os.path.isabs(name) else os.path.relpath(here / name, there)
+            for name in self.column("path")
+        ]
+        return Table(self.with_columns({"path": names}).data, path)
+
+
+def check_suffix(path: Path) -> None:
+    """Refuses a name that is neither of Parquet nor of CSV."""
+    if path.suffix not in (".parquet", ".csv"):
+        raise GulliverError(f"table {path.name} must end in .parquet or .csv")
+
+
+def broken_path(table: Path) -> Path:
+    """Names the list of files that a step on a table could not use."""
+    return table.with_name(f"{table.stem}.broken.csv")
+
+
+def write_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> Path | None:
+    """Lists files that a step cannot use, beside a table; what other steps have listed stays.
+
+    Args:
+        table: table that the step writes.
+        step: name of the step; what an earlier run of it has listed goes.
+        broken: path and reason of each file.
+
+    Returns:
+        The list, with the columns path, step and reason; None where there is nothing to list.
+    """
+    path = broken_path(table)
+    rows = [row for row in read_broken(table) if row[1] != step]
+    rows += [(name, step, reason) for name, reason in broken]
+    if not rows:
+        path.unlink(missing_ok=True)
+        return None
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([("path", "step", "reason"), *rows])
+    write_text(path, text.getvalue())
+    return path
+
+
+def read_broken(table: Path) -> list[tuple[str, str, str]]:
+    """Reads path, step and reason of each file that is listed beside a table."""
+    path = broken_path(table)
+    if not path.is_file():
+        return []
+    with named_errors(path, "read"), path.open(encoding="utf-8", newline="") as file:
+        _, *rows = [*csv.reader(file)] or [[]]
+    return [(row[0], row[1], row[2]) for row in rows if len(row) == 3]
+
+
+def _kind_of(name: str, values: Sequence[Any]) -> Any:
+    """Chooses the type of a column; None lets PyArrow find it."""
+    pa = arrow()
+    if name in WHOLE:
+        return pa.int64()
+    if name in REAL:
+        return pa.float64()
+    if name in TEXTS or all(value is None for value in values):
+        return pa.string()
+    return None
+
+
+def _write(data: Any, path: Path, suffix: str) -> None:
+    if suffix == ".parquet":
+        from pyarrow import parquet
+
+        parquet.write_table(data, path)
+        return
+    from pyarrow import csv as arrow_csv
+
+    pa = arrow()
+    if "text" in data.column_names:
+        # A caption is one line in CSV: a row that goes on may as well be a quote left open.
+        place = data.column_names.index("text")
+        text = data.column("text").cast(pa.string())
+        flat = pa.compute.replace_substring_regex(text, r"\s*[\r\n]+\s*", " ")
+        data = data.set_column(place, "text", flat)
+    arrow_csv.write_csv(data, path, arrow_csv.WriteOptions(quoting_style="needed"))
+
+
+def _without_nan(data: Any) -> Any:
+    """Makes NaN null, which pandas does not tell apart: NaN is above all numbers to DuckDB."""
+    pa = arrow()
+    for place, (name, column) in enumerate(zip(data.column_names, data.columns, strict=True)):
+        if pa.types.is_floating(column.type):
+            nan = pa.compute.is_nan(column)
+            if pa.compute.any(nan).as_py():
+                column = pa.compute.if_else(nan, pa.scalar(None, column.type), column)
+                data = data.set_column(place, name, column)
+    return data
+
+
+def _read_parquet(path: Path) -> Any:
+    pa = arrow()
+    from pyarrow import parquet
+
+    try:
+        with named_errors(path, "read"):
+            data = parquet.ParquetFile(path).read()
+    except (pa.ArrowInvalid, pa.ArrowException) as error:
+        raise GulliverError(f"{path} is no readable Parquet file: {_line(error)}") from error
+    _check_names(path, data.column_names)
+    return data
+
+
+def _read_csv(path: Path) -> Any:
+    pa = arrow()
+    from pyarrow import csv as arrow_csv
+
+    names = _header(path)
+    strings = arrow_csv.ConvertOptions(
+        column_types=dict.fromkeys(names, pa.string()), null_values=[""], strings_can_be_null=True
+    )
+    parse = arrow_csv.ParseOptions(newlines_in_values=True)
+    try:
+        with named_errors(path, "read"):
+            data = arrow_csv.read_csv(path, parse_options=parse, convert_options=strings)
+    except (pa.ArrowInvalid, pa.ArrowException) as error:
+        raise GulliverError(
+            f"{path}: {_line(error)}: a caption with a comma or a quote in it needs quotes around"
+        ) from error
+    columns = {name: _typed(path, name, data.column(name)) for name in names}
+    return pa.table(columns)
+
+
+def _header(path: Path) -> list[str]:
+    try:
+        with named_errors(path, "read"), path.open(encoding="utf-8-sig", newline="") as file:
+            names = next(csv.reader(file), [])
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise GulliverError(f"{path} is no CSV table in UTF-8: {error}") from None
+    if not names:
+        raise GulliverError(f"table {path.name} is empty")
+    _check_names(path, names)
+    return names
+
+
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise GulliverError(f"{path} has the column {twice[0]!r} twice: leave one of them out")
+
+
+def _typed(path: Path, name: str, column: Any) -> Any:
+    """Gives a column of text the type that all its cells have."""
+    pa = arrow()
+    goes_on = pa.compute.index(pa.compute.match_substring_regex(column, r"[\r\n]"), True).as_py()
+    if goes_on >= 0:
+        raise GulliverError(
+            f"{path}, row {goes_on + 1}: {name} goes on over several lines: is a quote left open? "
+            "Captions are written on one line"
+        )
+    known = name in WHOLE or name in REAL
+    if name in TEXTS or (column.null_count == len(column) and not known):
+        return column
+    trimmed = pa.compute.utf8_trim_whitespace(column)
+    # 007 is a name, not the number 7.
+    named = pa.compute.any(pa.compute.match_substring_regex(trimmed, r"^[+-]?0\d")).as_py()
+    for kind in (pa.int64(), pa.float64(), pa.bool_()) if known or not named else ():
+        try:
+            return trimmed.cast(kind)
+        except pa.ArrowInvalid:
+            continue
+    return _fractions(path, name, column) if known else column
+
+
+def _fractions(path: Path, name: str, column: Any) -> Any:
+    """Reads numbers among which there are fractions, such as 30000/1001.
+
+    Raises:
+        GulliverError: a cell is no number.
+    """
+    values: list[float | None] = []
+    for row, cell in enumerate(column.to_pylist(), 1):
+        try:
+            fraction = cell is not None and "/" in cell
+            number = float(Fraction(cell) if fraction else cell) if cell else None
+        except (ValueError, ZeroDivisionError, OverflowError):
+            raise GulliverError(
+                f"{path}, row {row}: {name} is {cell!r}, which is no number: leave the cell empty "
+                "where it is not known"
+            ) from None
+        values.append(number)
+    return arrow().chunked_array([arrow().array(values, arrow().float64())])
+
+
+def _line(error: BaseException) -> str:
+    """Says an error in one line."""
+    return " ".join(str(error).split())
