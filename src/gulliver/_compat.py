@@ -164,11 +164,34 @@ def fake_mode() -> Iterator[Any]:
         logger.disabled = was
 
 
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Computes with real tensors, whatever modes see operations outside."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
 def fake_kind() -> type[Tensor]:
     """Class of the tensors that are made under `fake_mode`."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor
+
+
+def needs_data(error: BaseException) -> bool:
+    """Whether an error says that fake tensors have no data, or an operation no rule for shapes."""
+    from torch._subclasses import fake_tensor
+
+    kinds = (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedFakeTensorException,
+        fake_tensor.UnsupportedOperatorException,
+    )
+    said = ("tensor subclasses", "data pointer", "data is not allocated", "FakeTensor")
+    return isinstance(error, kinds) or any(text in str(error) for text in said)
 
 
 FORWARD_HOOKS = (
@@ -239,10 +262,31 @@ def order_outputs_hooks(module: torch.nn.Module, last: list[int]) -> None:
             hooks[key] = hooks.pop(key)
 
 
+def saving_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The pair of `torch.autograd.graph.saved_tensors_hooks` that is in force, or None."""
+    autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    return autograd._top_saved_tensors_default_hooks(False)
+
+
 def saving_is_hooked() -> bool:
     """Whether `torch.autograd.graph.saved_tensors_hooks` of somebody are in force."""
-    autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-    return autograd._top_saved_tensors_default_hooks(False) is not None
+    return saving_hooks() is not None
+
+
+def newest_node() -> int:
+    """Number of the node of autograd's graph that was made last in this thread.
+
+    A node is made before the operation runs that it is for, so that one which sees operations below
+    autograd knows the node by its number.
+    """
+    return torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def running_node() -> int:
+    """Number of the node whose backward runs in this thread; -1 outside of one."""
+    node = torch._C._current_autograd_node()
+    # What accumulates gradients has the highest number there is, and stands for no operation.
+    return -1 if node is None or (number := node._sequence_nr()) >= 1 << 63 else number
 
 
 class Recomputed:

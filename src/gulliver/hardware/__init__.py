@@ -39,6 +39,7 @@ from gulliver.hardware._costs import (
     point_to_point_seconds,
     reduce_scatter_seconds,
     resharding_bytes,
+    roofline_seconds,
     wire_bytes,
     zero_collectives,
 )
@@ -63,6 +64,12 @@ from gulliver.hardware._offload import (
     host_rates,
     seconds_text,
     tiered_seconds,
+)
+from gulliver.hardware._operators import (
+    flop_formulas,
+    operator_bytes,
+    operator_flops,
+    operator_seconds,
 )
 from gulliver.hardware._probe import probe_device, probe_disk
 from gulliver.hardware._step import (
@@ -112,6 +119,7 @@ __all__ = [
     "disk_rates",
     "disk_seconds",
     "fit_line",
+    "flop_formulas",
     "forget_seconds",
     "group_into_nodes",
     "host_rates",
@@ -124,6 +132,9 @@ __all__ = [
     "memory_bytes",
     "memory_seconds",
     "named_cluster",
+    "operator_bytes",
+    "operator_flops",
+    "operator_seconds",
     "pair_rounds",
     "point_to_point_seconds",
     "predict_step",
@@ -135,6 +146,7 @@ __all__ = [
     "proposed_axes",
     "reduce_scatter_seconds",
     "resharding_bytes",
+    "roofline_seconds",
     "seconds_text",
     "split_attention_bytes",
     "split_attention_seconds",

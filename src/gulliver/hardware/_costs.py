@@ -46,13 +46,21 @@ def matmul_seconds(device: Device, m: int, k: int, n: int, dtype: str = "float32
     Raises:
         GulliverError: the device has no rate for the dtype.
     """
+    size = ITEM_BYTES.get(dtype, 1 if dtype.startswith("float8") else 4)
+    return roofline_seconds(device, 2 * m * k * n, size * (m * k + k * n + m * n), dtype)
+
+
+def roofline_seconds(device: Device, operations: float, count: int, dtype: str) -> float:
+    """Products of matrices of so many FLOPs and bytes: what takes longer (Williams et al. 2009).
+
+    Raises:
+        GulliverError: the device has no rate for the dtype.
+    """
     if dtype not in device.matmul:
         raise GulliverError(
             f"{device.name} has no rate for {dtype}: {nearest(dtype, device.matmul)}"
         )
-    size = ITEM_BYTES.get(dtype, 1 if dtype.startswith("float8") else 4)
-    moved = memory_seconds(device, size * (m * k + k * n + m * n))
-    operations = 2 * m * k * n
+    moved = memory_seconds(device, count)
     if dtype in device.matmul_curves:
         return max(device.matmul_curves[dtype].at(operations), moved)
     return max(device.launch_s + operations / device.matmul[dtype], moved)

@@ -54,6 +54,7 @@ from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
 from gulliver.memory._stores import DiskStore, Store, Transfer, check_disk_folder, whole_pages
 from gulliver.memory._symbolic import (
     ActivationPeak,
+    FakeTensors,
     Kept,
     MemoryPoint,
     StorageCounter,
@@ -61,6 +62,7 @@ from gulliver.memory._symbolic import (
     block_activations,
     follow_step,
     stand_in_loss,
+    without_traces,
 )
 from gulliver.memory._traffic import StillSeen
 
@@ -88,6 +90,7 @@ __all__ = [
     "Copy",
     "CudaGauge",
     "DiskStore",
+    "FakeTensors",
     "Footprint",
     "FreedMemory",
     "Gauge",
@@ -148,4 +151,5 @@ __all__ = [
     "whole_pages",
     "whole_shape",
     "with_unseen",
+    "without_traces",
 ]

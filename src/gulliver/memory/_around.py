@@ -31,14 +31,17 @@ class AroundCall:
     Args:
         call: call of the module.
         around: function that is called instead, with `call` and the arguments.
+
+    Attributes:
+        around: that function.
     """
 
     def __init__(self, call: Callable[..., Any], around: Around) -> None:
-        self._call, self._around = call, around
+        self._call, self.around = call, around
         update_wrapper(self, call)  # its signature is read
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._around(self._call, *args, **kwargs)
+        return self.around(self._call, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return copy.deepcopy(self._call, memo)

@@ -129,8 +129,8 @@ def activation_peak(
         The peak; where control flow depends on data, the reason why there is none.
     """
     try:
-        with _without_traces(model, hooks), fake_mode():
-            fakes = _Fakes()
+        with without_traces(model, hooks), fake_mode():
+            fakes = FakeTensors()
             for module in model.modules():
                 replace_tensors(module, fakes.of)
             prepare(model)
@@ -264,13 +264,32 @@ class StorageCounter(DispatchMode):
         kwargs = kwargs or {}
         if func in OPAQUE:
             raise GulliverError(f"{func} has a workspace of unknown size")
-        outside = {_key(t) for t in _leaves((args, kwargs))} - self._held.keys()
+        taken = _leaves((args, kwargs))
+        outside = {_key(t) for t in taken} - self._held.keys()
+        self.begins(func)
         if func.name() == GROUPED and isinstance(args[0], fake_kind()):
             output = _grouped_products(*args, **kwargs)
         else:
             output = func(*args, **kwargs)
-        self.add([t for t in _leaves(output) if _key(t) not in outside])
+        given = _leaves(output)
+        self.add([t for t in given if _key(t) not in outside])
+        self.ran(func, (args, kwargs, output), taken, given)
         return output
+
+    def begins(self, func: Any) -> None:
+        """Is told that an operation begins; counters that note more than bytes override it."""
+
+    def ran(
+        self, func: Any, call: tuple[Any, Any, Any], taken: list[Tensor], given: list[Tensor]
+    ) -> None:
+        """Is told what ran.
+
+        Args:
+            func: operation.
+            call: positional arguments, keyword arguments and output.
+            taken: tensors among the arguments.
+            given: tensors of the output.
+        """
 
     def add(self, tensors: Sequence[Tensor]) -> int:
         """Counts storages from now on; returns the bytes that were new."""
@@ -392,7 +411,7 @@ class _Watch:
 
 
 @contextmanager
-def _without_traces(model: nn.Module, hooks: bool) -> Iterator[None]:
+def without_traces(model: nn.Module, hooks: bool) -> Iterator[None]:
     """Puts back attributes of modules, their hooks and random states.
 
     Args:
@@ -416,18 +435,23 @@ def _without_traces(model: nn.Module, hooks: bool) -> Iterator[None]:
             parameter.grad = gradient
 
 
-class _Fakes:
-    """Tensors of the same form as given ones, made under a fake mode; what is tied stays tied."""
+class FakeTensors:
+    """Tensors of the same form as given ones, made under a fake mode; what is tied stays tied.
 
-    def __init__(self) -> None:
+    Args:
+        device: device of all of them; None takes each tensor's.
+    """
+
+    def __init__(self, device: str | None = None) -> None:
         self._made: dict[Tensor, Tensor] = {}
+        self._device = device
 
     def of(self, tensor: Tensor) -> Tensor:
         """The fake of a tensor; of one on meta, on the CPU."""
         made = self._made.get(tensor)
         if made is not None:
             return made
-        device = "cpu" if tensor.is_meta else tensor.device
+        device = self._device or ("cpu" if tensor.is_meta else tensor.device)
         # A parameter whose shard is elsewhere is one element, stretched: its shape is what counts.
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):

@@ -26,6 +26,7 @@ from gulliver.plan._tree import (
     Work,
     ZeroPlan,
 )
+from gulliver.plan.analysis import Analysis, analyse
 
 __all__ = [
     "AXES",
@@ -33,6 +34,7 @@ __all__ = [
     "SHARED_BY_SEQUENCE",
     "SHARED_BY_TENSOR",
     "VERSION",
+    "Analysis",
     "BlockWork",
     "ChunkPlan",
     "Comparison",
@@ -52,6 +54,7 @@ __all__ = [
     "Tiers",
     "Work",
     "ZeroPlan",
+    "analyse",
     "check_plan",
     "join",
 ]

@@ -1,0 +1,38 @@
+"""What a step of any model computes, moves and keeps, before it runs and wherever it will run.
+
+    from gulliver.plan import analyse
+    found = analyse(model, {"input_ids": ids, "labels": ids})
+    found.flops, found.saved.activations, found.peak, found.seconds(cluster.device)
+
+Read `_records.py` first: what is found. The rest is listed in `_analyse.py`.
+"""
+
+from gulliver.plan.analysis._analyse import analyse
+from gulliver.plan.analysis._records import (
+    BACKWARD,
+    FORWARD,
+    OPAQUE,
+    RECOMPUTE,
+    Analysis,
+    Cost,
+    ModuleCosts,
+    Opaque,
+    Operator,
+    Saved,
+    Value,
+)
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "OPAQUE",
+    "RECOMPUTE",
+    "Analysis",
+    "Cost",
+    "ModuleCosts",
+    "Opaque",
+    "Operator",
+    "Saved",
+    "Value",
+    "analyse",
+]

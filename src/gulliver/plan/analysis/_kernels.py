@@ -1,0 +1,112 @@
+"""The kernels that torch takes on a GPU, where there is none: which ones decides what is saved.
+
+Fake tensors of a GPU cannot run backward in a torch without CUDA. So the step is followed as on a
+CPU, but for the functions that choose by device: attention and dropout are called with the operator
+that they would choose on CUDA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11 to
+2.13, on devices since Ampere, everything else as it is set by default).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from gulliver.errors import GulliverError, nearest
+
+KERNELS = ("cpu", "cuda")
+aten = torch.ops.aten
+ATTENTION = F.scaled_dot_product_attention
+HALF = (torch.float16, torch.bfloat16)
+WIDEST = 256
+"""Dims of a head that flash attention takes at most."""
+ALIGNED = 16
+"""A bias of memory-efficient attention has rows of a multiple of this."""
+
+
+def kernels_of(name: str) -> AbstractContextManager[Any]:
+    """A context in which operators are those of a kind of device.
+
+    Raises:
+        GulliverError: an unknown kind.
+    """
+    if name not in KERNELS:
+        raise GulliverError(f"unknown kernels {name!r}: {nearest(name, KERNELS)}")
+    return _on_cuda() if name == "cuda" else nullcontext()
+
+
+@contextmanager
+def _on_cuda() -> Iterator[None]:
+    # A mode does not see what functions of torch call that it has seen itself.
+    with patch.object(F, "scaled_dot_product_attention", _attention), _CudaKernels():
+        yield
+
+
+class _CudaKernels(TorchFunctionMode):
+    """Calls the operators of CUDA."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is ATTENTION:
+            return _attention(*args, **kwargs)
+        if func in (F.dropout, torch.dropout):
+            return _dropout(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    same = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    square = not is_causal or query.shape[-2] == key.shape[-2]
+    four = query.ndim == key.ndim == value.ndim == 4
+    heads = enable_gqa or query.shape[-3:-2] == key.shape[-3:-2]
+    fits = same and query.shape[-1] <= WIDEST and query.dtype in HALF
+    if attn_mask is None and four and square and heads and fits:
+        return aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if four and square and not enable_gqa and query.dtype in (*HALF, torch.float32):
+        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        saves = torch.is_grad_enabled() and any(
+            t.requires_grad for t in (query, key, value, attn_mask) if t is not None
+        )
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, saves, dropout_p, is_causal, scale=scale
+        )[0]
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    return aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, **options
+    )[0]
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask as memory-efficient attention takes it."""
+    if mask.dtype == torch.bool:
+        zeros = torch.zeros_like(mask, dtype=query.dtype)
+        mask = zeros.masked_fill_(mask.logical_not(), float("-inf"))
+    rest = -mask.shape[-1] % ALIGNED
+    if rest:
+        mask = F.pad(mask, (0, rest))[..., : mask.shape[-1]]
+    return mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
+
+
+def _dropout(
+    func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    if training and 0 < p < 1 and not inplace:
+        return torch.native_dropout(input, p, True)[0]
+    return func(input, p, training, *((inplace,) if func is F.dropout else ()))

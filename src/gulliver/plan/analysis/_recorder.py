@@ -1,0 +1,499 @@
+"""Records every operator of a step that runs now, with whatever tensors there are.
+
+A `Recorder` is a `StorageCounter` that also writes down what each operator took, gave and saved, to
+which module it belongs, and whose gradient it computes. It knows nothing of fake tensors: the tests
+run it on real ones too.
+
+[Note: nodes] Autograd makes the node of an operation before the operation runs, and numbers nodes.
+So the newest number, seen from below autograd, belongs to the operator that runs: what is packed
+while that number is the newest, the operator saves; and the backward that runs under the node with
+that number is the operator's.
+
+[Note: saved tensors] What `pack` is given is replaced by another tensor on the same memory. Else
+an output that its own node saves would refer to itself; and what is alive after a call although
+autograd does not need it could not be told from what it does need (`_repeats.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils import _pytree as pytree
+
+from gulliver._compat import newest_node, running_node, saving_hooks
+from gulliver.hardware import operator_bytes, operator_flops
+from gulliver.memory import StorageCounter
+from gulliver.plan.analysis._known import ASKED, Known
+from gulliver.plan.analysis._records import BACKWARD, FORWARD, RECOMPUTE, Value
+
+
+@dataclass
+class Draft:
+    """An operator that is being written down; the attributes are those of `Operator`."""
+
+    name: str
+    phase: str
+    path: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    arguments: tuple[Any, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    flops: int = 0
+    read: int = 0
+    written: int = 0
+    saved: int = 0
+    forward: int = -1
+    in_place: bool = False
+    view: bool = False
+    live: int = 0
+    count: int = 1
+    seconds: float | None = None
+
+
+@dataclass
+class Moment:
+    """Memory around something that happened.
+
+    Attributes:
+        before: bytes that were there as it began.
+        after: bytes that were there as it ended.
+        gradients: bytes of gradients of parameters that were there.
+        operator: index of the operator; -1 of none.
+        replayed: what was replayed, and whether backward; None for an operator.
+    """
+
+    before: int
+    after: int
+    gradients: int
+    operator: int = -1
+    replayed: tuple[Any, bool] | None = None
+
+
+@dataclass
+class Call:
+    """A call of a module.
+
+    Attributes:
+        path: path of the module.
+        parent: call that it was made in.
+        phase: phase that it was made in.
+        begun: number of moments as it began.
+        before: bytes that were there.
+        saved: bytes that had been saved.
+        ended: number of moments as it ended.
+        kept: bytes that it saved which were not saved before.
+        output: bytes of its output.
+        span: first and last moment of its backward.
+        open: whether it was called outside of what is computed again.
+    """
+
+    path: str
+    parent: Call | None
+    phase: str
+    begun: int
+    before: int
+    saved: int
+    ended: int = -1
+    kept: int = 0
+    output: int = 0
+    span: list[int] = field(default_factory=list)
+    open: bool = True
+
+
+@dataclass
+class Packed:
+    """Memory that was saved.
+
+    Attributes:
+        serial: number of the memory.
+        nbytes: size of the memory.
+        name: name of what it belongs to, if it was there before the step.
+    """
+
+    serial: int
+    nbytes: int
+    name: str
+
+
+class Recorder(StorageCounter):
+    """Writes down the operators of a step.
+
+    Args:
+        model: model whose modules, parameters and buffers give names.
+        inputs: tensors of the batch.
+        known: values of small tensors; None where all have their values.
+
+    Attributes:
+        drafts: operators.
+        moments: memory, in the order of what happened.
+        calls: calls of modules.
+        packed: memories that were saved, in their order and as often as they were.
+        kept: the same by number, each once.
+        claims: bytes that an operator is the first to save, by its index.
+        gradients: bytes of the gradients of parameters.
+        path: path of the module that runs.
+        backward: whether the backward runs.
+        quiet: whether what runs is to be counted only, and not written down.
+        made: weak references to the tensors that operators give, while somebody wants them.
+    """
+
+    def __init__(self, model: nn.Module, inputs: list[Tensor], known: Known | None = None) -> None:
+        super().__init__()
+        self.known = known
+        self.drafts: list[Draft] = []
+        self.moments: list[Moment] = []
+        self.calls: list[Call] = []
+        self.packed: list[Packed] = []
+        self.kept: dict[int, Packed] = {}
+        self.claims: dict[int, int] = {}
+        self.gradients = 0
+        self.path, self.backward, self.quiet = "", False, False
+        self.made: list[weakref.ref[Tensor]] | None = None
+        self.saved = 0
+        self._model = model
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._running: list[Call] = []
+        self._serials: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._next = 0
+        self._writers: dict[int, int] = {}
+        self._views: dict[int, dict[tuple[Any, ...], int]] = {}
+        self._first_calls: dict[str, Call] = {}
+        self._nodes: dict[int, int] = {}
+        self._node = newest_node()
+        self._operator_calls: list[Call | None] = []
+        self._before = 0
+        self._replayed = False
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self._names.setdefault(self.serial(tensor), name)
+        self.inputs = self.add(inputs)
+        self._names |= {self.serial(tensor): "input" for tensor in inputs}
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follows what runs inside."""
+        handles: list[Any] = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave),
+        ]
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+        try:
+            with self, saved_tensors_hooks(self.pack, lambda value: value):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @property
+    def phase(self) -> str:
+        """The phase that the step is in."""
+        if not self.backward:
+            return FORWARD
+        # Autograd switches recording off; what computes a forward again switches it on, and hooks
+        # what that saves.
+        again = torch.is_grad_enabled() or not self.saves
+        return RECOMPUTE if again else BACKWARD
+
+    @property
+    def saves(self) -> bool:
+        """Whether what autograd saves now comes here, and to no hooks inside of the step."""
+        hooks = saving_hooks()
+        return hooks is not None and hooks[0] == self.pack
+
+    @property
+    def running(self) -> Call | None:
+        """The innermost call of a module that runs."""
+        return self._running[-1] if self._running else None
+
+    # Storages.
+
+    def add(self, tensors: Any) -> int:
+        """Counts storages from now on; returns the bytes that were new."""
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if key not in self._held:
+                self._serials[key] = self._next
+                self._next += 1
+        return super().add(tensors)
+
+    def serial(self, tensor: Tensor) -> int:
+        """The number of a tensor's memory."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._serials:
+            self._serials[key] = self._next
+            self._next += 1
+        return self._serials[key]
+
+    def drop(self, key: int) -> None:
+        """Does not count a storage any more."""
+        if key in self._held:
+            serial = self._serials.pop(key)
+            self._names.pop(serial, None)
+        super().drop(key)
+
+    def name(self, serial: int) -> str:
+        """Name of what a memory belongs to that was there before the step; empty for others."""
+        return self._names.get(serial, "")
+
+    def was_there(self, tensor: Tensor) -> bool:
+        """Whether the step did not make the memory of a tensor."""
+        return tensor.untyped_storage()._cdata not in self._held
+
+    # Operators.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation, or says a value that is known."""
+        if func in ASKED and self.known is not None:
+            value = self.known.number(args[0])
+            if value is not None:
+                return bool(value) if func is torch.ops.aten.is_nonzero.default else value
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def begins(self, func: Any) -> None:
+        """Notes memory before an operation."""
+        self._before = self.live
+
+    def ran(
+        self, func: Any, call: tuple[Any, Any, Any], taken: list[Tensor], given: list[Tensor]
+    ) -> None:
+        """Writes down what ran."""
+        if self.known is not None and not self.backward and not self.quiet:
+            self.known.ran(func, call, taken)
+        if self.quiet or not (given or _changed(func)):
+            return
+        if self.made is not None:
+            self.made += [weakref.ref(tensor) for tensor in given if not self.was_there(tensor)]
+        node, phase = self._node_of()
+        if phase == BACKWARD:
+            # A repeated forward stops where nothing more is needed, without leaving its modules.
+            self._running = [call for call in self._running if call.phase == FORWARD]
+        # What autograd adds up right after a replay belongs to what is replayed.
+        self._replayed = self._replayed and phase == BACKWARD and node < 0
+        # Autograd wraps what it had saved in a tensor of its own, which is no operator of anybody.
+        if self._replayed or (phase == BACKWARD and func is torch.ops.aten.detach.default):
+            return
+        index = len(self.drafts)
+        forward = self._nodes.get(node, -1) if phase == BACKWARD else -1
+        if phase != BACKWARD and node != self._node:
+            self._nodes[node] = index
+            self._node = node
+        draft = self._draft(func, call, taken, given, phase)
+        draft.forward = forward
+        owner = self.running or self._region(phase)
+        if phase == RECOMPUTE and owner is not None:
+            draft.path = owner.path
+        if phase == BACKWARD:
+            draft.path = self.drafts[forward].path if forward >= 0 else self._last_path()
+            owner = self._operator_calls[forward] if forward >= 0 else None
+        self._operator_calls.append(owner)
+        self.drafts.append(draft)
+        self.moment(index)
+        self._spans(owner, phase)
+
+    def _node_of(self) -> tuple[int, str]:
+        phase = self.phase
+        return (running_node() if phase == BACKWARD else newest_node()), phase
+
+    def _last_path(self) -> str:
+        return self.drafts[-1].path if self.drafts and self.drafts[-1].phase == BACKWARD else ""
+
+    def _region(self, phase: str) -> Call | None:
+        """The call in whose forward the checkpoint lies that is computed again now."""
+        if phase != RECOMPUTE:
+            return None
+        forward = self._nodes.get(running_node(), -1)
+        owner = self._operator_calls[forward] if forward >= 0 else None
+        while owner is not None and not owner.open:
+            owner = owner.parent
+        return owner
+
+    def _spans(self, owner: Call | None, phase: str) -> None:
+        """Notes the moment in the backward of a call and of those around it."""
+        if phase == FORWARD:
+            return
+        at = len(self.moments) - 1
+        while owner is not None:
+            first = self._first_calls.get(owner.path, owner) if phase == RECOMPUTE else owner
+            first.span = [first.span[0] if first.span else at, at]
+            owner = owner.parent
+
+    def moment(self, operator: int = -1, replayed: tuple[Any, bool] | None = None) -> None:
+        """Notes the memory around what happened."""
+        before = self._before if operator >= 0 else self.live
+        self.moments.append(Moment(before, self.live, self.gradients, operator, replayed))
+
+    def _draft(
+        self,
+        func: Any,
+        call: tuple[Any, Any, Any],
+        taken: list[Tensor],
+        given: list[Tensor],
+        phase: str,
+    ) -> Draft:
+        args, kwargs, output = call
+        index = len(self.drafts)
+        changed = _changed(func)
+        inputs = tuple(self._value(tensor) for tensor in taken)
+        storages = {value.storage for value in inputs}
+        for tensor in given:
+            self._written(tensor, index, changed and self.serial(tensor) in storages)
+        outputs = tuple(self._value(tensor) for tensor in given)
+        view = not changed and bool(given) and all(v.storage in storages for v in outputs)
+        read, written = (0, 0) if view else operator_bytes(func, taken, given)
+        numbers = iter(range(len(taken)))
+        plain = pytree.tree_map_only(Tensor, lambda _: f"%{next(numbers)}", (args, kwargs))
+        return Draft(
+            *(func.name(), phase, self.path, inputs, outputs),
+            *(tuple(plain[0]), tuple(plain[1].items())),
+            operator_flops(func, args, kwargs, output),
+            *(read, written),
+            in_place=changed,
+            view=view,
+            live=self.live,
+        )
+
+    def _value(self, tensor: Tensor) -> Value:
+        storage = self.serial(tensor)
+        writer = self._writers.get(storage, -1)
+        producer = self._views.get(storage, {}).get(_look(tensor), writer)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return Value(tuple(tensor.shape), dtype, storage, producer, self.name(storage))
+
+    def _written(self, tensor: Tensor, index: int, changed: bool) -> None:
+        """Notes who gave a tensor, or wrote into its memory."""
+        storage = self.serial(tensor)
+        if changed or storage not in self._writers:
+            # Views that were taken before show what is written now.
+            self._writers[storage], self._views[storage] = index, {}
+        self._views[storage][_look(tensor)] = index
+
+    def given_by(self, tensor: Tensor, index: int) -> None:
+        """Notes that an operator of another call stands for the one that gives a tensor."""
+        self._written(tensor, index, False)
+
+    def values(self, tensors: list[Tensor]) -> tuple[Value, ...]:
+        """Describes tensors."""
+        return tuple(self._value(tensor) for tensor in tensors)
+
+    def producer(self, tensor: Tensor) -> int:
+        """Index of the operator that gave a tensor."""
+        return self._value(tensor).producer
+
+    # What is saved.
+
+    def pack(self, value: Tensor) -> Tensor:
+        """Notes what autograd saves."""
+        serial, nbytes = self.serial(value), value.untyped_storage().nbytes()
+        if not self.backward:
+            self._saved(value, serial, nbytes)
+        if value.is_leaf and value.requires_grad:
+            return value
+        quiet, self.quiet = self.quiet, True
+        made, self.made = self.made, None
+        try:
+            return value.detach()
+        finally:
+            self.quiet, self.made = quiet, made
+
+    def keep(self, tensor: Tensor) -> None:
+        """Notes that a parameter is saved by a call that is replayed."""
+        self._saved(tensor, self.serial(tensor), tensor.untyped_storage().nbytes())
+
+    def _saved(self, value: Tensor, serial: int, nbytes: int) -> None:
+        outside = self.was_there(value)
+        name = self.name(serial) or ("outside" if outside else "")
+        self.packed.append(Packed(serial, nbytes, name))
+        if serial in self.kept:
+            return
+        self.kept[serial] = self.packed[-1]
+        if name:
+            return
+        self.saved += nbytes
+        # What an operator takes is saved before it runs.
+        if not self.quiet:
+            owner = self._nodes.get(newest_node(), len(self.drafts))
+            self.claims[owner] = self.claims.get(owner, 0) + nbytes
+
+    # Modules.
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if module in self._paths:
+            self.enter(self._paths[module])
+
+    def enter(self, path: str) -> Call:
+        """Begins the call of a module."""
+        call = Call(path, self.running, self.phase, len(self.moments), self.live, self.saved)
+        call.open = torch.is_grad_enabled() and self.saves
+        if call.parent is None:
+            call.parent = self._region(call.phase)
+        self._running.append(call)
+        if call.phase == FORWARD:
+            self._first_calls[path] = call
+        self.calls.append(call)
+        self.path = path
+        return call
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        if module in self._paths:
+            self.leave(self._paths[module], output)
+
+    def leave(self, path: str, output: Any) -> None:
+        """Ends the call of a module."""
+        while self._running:  # what an exception ended is not left by itself
+            call = self._running.pop()
+            if call.path == path:
+                leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+                own = {self.serial(t): t.untyped_storage().nbytes() for t in leaves}
+                call.output = sum(own.values())
+                call.ended, call.kept = len(self.moments), self.saved - call.saved
+                break
+        self.path = self._running[-1].path if self._running else ""
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and not self.was_there(parameter.grad):
+            self.gradients += parameter.grad.untyped_storage().nbytes()
+            self.drop_tensor(parameter.grad)
+
+    def replayed(self, what: Any, backward: bool, owner: Call | None = None) -> None:
+        """Notes that a call is replayed.
+
+        Args:
+            what: what stands for it.
+            backward: whether its backward is.
+            owner: call that it was made in, of a backward.
+        """
+        self._replayed = backward
+        self.moment(replayed=(what, backward))
+        self._spans(owner, BACKWARD if backward else FORWARD)
+
+    def stand_in(self, draft: Draft) -> None:
+        """Writes down an operator that stands for a module."""
+        draft.live, self._before = self.live, self.live
+        self._operator_calls.append(self.running)
+        self.drafts.append(draft)
+        self.moment(len(self.drafts) - 1)
+
+
+def _look(tensor: Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in its memory."""
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+@cache
+def _changed(func: Any) -> bool:
+    """Whether an operator writes into what it takes."""
+    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)

@@ -1,0 +1,311 @@
+"""What an analysis found, as plain data: operators, calls of modules, and the sums over them.
+
+    found = analyse(model, batch)
+    found.flops, found.saved, found.peak
+    found.module("model.layers.7").backward.flops
+    found.graph("model.layers.7")          # for a search over shardings
+
+[Note: what stands for many] Equal calls of equal modules are followed once (`_repeats.py`). The
+operators of that call stand for all of them and say how many they are (`Operator.count`); the paths
+of the others lead to it (`Analysis.alike`).
+
+Bytes and FLOPs do not depend on a device. Seconds do: ask for them with a device of a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from gulliver.errors import GulliverError, nearest
+from gulliver.hardware import Device, operator_seconds
+
+FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
+OPAQUE = "opaque"
+"""Name of the operator that stands for a module that could not be followed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that an operator takes or gives.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype, such as ``bfloat16``.
+        storage: number of its memory, which views share.
+        producer: index of the operator that wrote it last; -1 for what was there before.
+        name: path of a parameter or buffer, ``input`` for the batch; empty for what is computed.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    storage: int
+    producer: int = -1
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operation below autograd, as torch ran it.
+
+    Attributes:
+        name: name with its overload, such as ``aten::addmm``.
+        phase: "forward", "recompute" (a forward inside backward) or "backward".
+        path: path of the module that it belongs to.
+        inputs: tensors that it takes.
+        outputs: tensors that it gives.
+        arguments: positional arguments, with the number n of an input as ``Value`` has it in place
+            of a tensor: ``("%0", "%1", -1)``.
+        options: keyword arguments, alike.
+        flops: FLOPs of products of matrices, convolutions and attention.
+        read: bytes that it reads.
+        written: bytes that it writes; none of a view.
+        saved: bytes that its node of autograd's graph keeps, which nothing before kept.
+        forward: index of the forward operator whose gradient it computes; -1 for none.
+        in_place: whether it writes into what it takes.
+        view: whether what it gives is memory that it was given.
+        live: bytes that are there after it, of all that the step has made but gradients.
+        count: number of times that it runs in the step, as itself or in calls that it stands for.
+        seconds: seconds that were measured, of a module that could not be followed.
+    """
+
+    name: str
+    phase: str
+    path: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    arguments: tuple[Any, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    flops: int = 0
+    read: int = 0
+    written: int = 0
+    saved: int = 0
+    forward: int = -1
+    in_place: bool = False
+    view: bool = False
+    live: int = 0
+    count: int = 1
+    seconds: float | None = None
+
+    def seconds_on(self, device: Device) -> float:
+        """Seconds of one call on a device, or those that were measured.
+
+        Raises:
+            GulliverError: the device has no rate for the dtype of a product.
+        """
+        if self.seconds is not None:
+            return self.seconds
+        if self.view:
+            return 0.0
+        dtype = next((v.dtype for v in self.inputs if v.dtype.startswith(("float", "bf"))), "")
+        return operator_seconds(
+            device, self.flops, self.read, self.written, not self.in_place, dtype
+        )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of a pass.
+
+    Attributes:
+        flops: FLOPs of products of matrices, convolutions and attention.
+        read: bytes that operators read.
+        written: bytes that operators write.
+        operators: number of operators that are no views.
+    """
+
+    flops: int = 0
+    read: int = 0
+    written: int = 0
+    operators: int = 0
+
+    def plus(self, operator: Operator, times: int) -> Cost:
+        """The cost with some calls of an operator more."""
+        return Cost(
+            self.flops + times * operator.flops,
+            self.read + times * operator.read,
+            self.written + times * operator.written,
+            self.operators + times * (not operator.view),
+        )
+
+
+@dataclass(frozen=True)
+class ModuleCosts:
+    """What a module costs in a step, all its calls together.
+
+    Attributes:
+        path: path of the module.
+        kind: name of its class.
+        calls: number of calls in the forward.
+        forward: work of the forward.
+        recompute: work of what backward computes again.
+        backward: work of the backward.
+        saved: bytes that the forward leaves for the backward and nothing before it left.
+        output: bytes of the output of a call.
+        forward_peak: most bytes during a forward, above what was there as it began.
+        backward_peak: most bytes during its backward, above what was there as it began; what is
+            computed again included, gradients of parameters not.
+        alike: path of the module whose calls stand for those of this one; empty for none.
+    """
+
+    path: str
+    kind: str
+    calls: int = 0
+    forward: Cost = Cost()
+    recompute: Cost = Cost()
+    backward: Cost = Cost()
+    saved: int = 0
+    output: int = 0
+    forward_peak: int = 0
+    backward_peak: int = 0
+    alike: str = ""
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all passes."""
+        return self.forward.flops + self.recompute.flops + self.backward.flops
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes that autograd keeps from forward to backward, each memory once.
+
+    Attributes:
+        activations: what the step computes.
+        inputs: memory of the batch.
+        parameters: memory of parameters and buffers, and of what was there before besides.
+    """
+
+    activations: int = 0
+    inputs: int = 0
+    parameters: int = 0
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A module that could not be followed, and stays whole.
+
+    Attributes:
+        path: path of the module; empty for the model.
+        kind: name of its class.
+        where: file and line that need data.
+        reason: what torch said.
+        measured: whether its figures were measured on real data.
+    """
+
+    path: str
+    kind: str
+    where: str
+    reason: str
+    measured: bool = False
+
+    def __str__(self) -> str:
+        name = f"{self.path} ({self.kind})" if self.path else self.kind
+        costs = "was measured" if self.measured else "is costed by its parameters and its input"
+        return (
+            f"{name} cannot be followed ({self.where}: {self.reason}): it stays whole and {costs}"
+        )
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What a step of a model computes, moves and keeps.
+
+    Attributes:
+        operators: operators in the order in which they ran, each standing for `count` of them.
+        modules: costs by path, without those that others stand for: ask `module`.
+        alike: path of a module to that of the one whose calls stand for its own.
+        saved: bytes that autograd keeps for the backward.
+        inputs: bytes of the batch.
+        peak: most bytes at once of all that the step makes and the batch, gradients of parameters
+            aside: those are counted as model state.
+        peak_with_gradients: the same with the gradients, as they come.
+        gradients: bytes of the gradients of parameters.
+        parameters: bytes of the parameters.
+        opaque: modules that could not be followed.
+        notes: sentences about what was done otherwise than one would expect.
+    """
+
+    operators: tuple[Operator, ...]
+    modules: Mapping[str, ModuleCosts]
+    alike: Mapping[str, str] = field(default_factory=dict)
+    saved: Saved = Saved()
+    inputs: int = 0
+    peak: int = 0
+    peak_with_gradients: int = 0
+    gradients: int = 0
+    parameters: int = 0
+    opaque: tuple[Opaque, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def cost(self, phase: str) -> Cost:
+        """Work of a phase: "forward", "recompute" or "backward"."""
+        found = Cost()
+        for operator in self.operators:
+            if operator.phase == phase:
+                found = found.plus(operator, operator.count)
+        return found
+
+    @cached_property
+    def flops(self) -> int:
+        """FLOPs of the whole step."""
+        return sum(o.flops * o.count for o in self.operators)
+
+    def seconds(self, device: Device, phase: str | None = None, path: str = "") -> float:
+        """Seconds of the step on a device, or of a part of it, operators one after the other.
+
+        Args:
+            device: device that computes.
+            phase: phase to count alone; None counts all.
+            path: path of a module to count alone.
+
+        Raises:
+            GulliverError: the device has no rate for a dtype, or there is no such module.
+        """
+        chosen = self.operators if not path else self.graph(path)
+        every = ((o, 1 if path else o.count) for o in chosen if phase in (None, o.phase))
+        return sum(count * o.seconds_on(device) for o, count in every)
+
+    def module(self, path: str) -> ModuleCosts:
+        """The costs of a module; those of an equal one where it was not followed itself.
+
+        Raises:
+            GulliverError: no module at this path was called.
+        """
+        stands = self.followed(path)
+        found = self.modules.get(stands)
+        if found is None:
+            raise GulliverError(f"no module {path!r} was called: {nearest(path, self.modules)}")
+        return found if stands == path else replace(found, path=path, alike=stands)
+
+    def followed(self, path: str) -> str:
+        """The path of the module whose operators stand for those of another."""
+        parts = path.split(".")
+        for end in range(len(parts), 0, -1):
+            head = ".".join(parts[:end])
+            if head in self.alike:
+                return ".".join([self.alike[head], *parts[end:]])
+        return path
+
+    def graph(self, path: str, phase: str | None = None) -> tuple[Operator, ...]:
+        """The operators of a module, or of the one that stands for it, in their order.
+
+        Args:
+            path: path of the module.
+            phase: phase to take alone.
+
+        Raises:
+            GulliverError: no module at this path was called.
+        """
+        own = self.module(path).alike or path
+        inside = (o for o in self.operators if not own or f"{o.path}.".startswith(f"{own}."))
+        return tuple(o for o in inside if phase in (None, o.phase))
+
+    def stacks(self) -> Iterator[tuple[str, Sequence[str]]]:
+        """Yields modules that were followed and those that they stand for."""
+        found: dict[str, list[str]] = {}
+        for path, stands in self.alike.items():
+            found.setdefault(stands, []).append(path)
+        yield from found.items()

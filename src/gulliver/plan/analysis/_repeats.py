@@ -1,0 +1,302 @@
+"""Equal calls of equal modules are followed once.
+
+[Note: equal] Modules are equal if they have the same class, the same plain attributes (but what
+numbers them), parameters, buffers and modules of the same form. Calls are, if besides their
+arguments have the same form: shapes, strides, dtypes, what needs a gradient, what is one tensor.
+The first call of a kind is followed and so is the second, which finds what a step makes once and
+shares (rotations, masks) as all later ones will: it stands for them, if both ran the same
+operators.
+
+[Note: refused] A call stands for others only if what it leaves behind is known: its output, and
+memory that autograd saves. Whoever keeps more (a cache of keys and values, a list of router logits)
+is found by a tensor that is alive although neither refers to it, and is followed each time. So is
+what runs inside a checkpoint that lies around it, and what has hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gulliver._compat import hooks_of
+from gulliver.plan.analysis._recorder import Recorder
+from gulliver.plan.analysis._records import FORWARD
+from gulliver.plan.analysis._replay import Given, Template, replay
+
+FEWEST = 3
+"""Number of equal modules from which on it is worth looking."""
+PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass
+class Kind:
+    """Calls that are equal.
+
+    Attributes:
+        first: operators of the first.
+        template: what the second left behind.
+        refused: reason why no call can stand for others.
+    """
+
+    first: list[Any] | None = None
+    template: Template | None = None
+    refused: str = ""
+
+
+@dataclass
+class Repeats:
+    """Follows the first calls of each kind, and replays the others.
+
+    Args:
+        model: model whose equal modules are looked for.
+
+    Attributes:
+        alike: path of a module whose call was replayed, to that of the one which stands for it.
+        templates: calls that stand for others.
+        refused: reasons why a class of modules is followed each time.
+    """
+
+    model: nn.Module
+    alike: dict[str, str] = field(default_factory=dict)
+    templates: list[Template] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    _recorder: Recorder | None = None
+    _busy: bool = False
+
+    def __post_init__(self) -> None:
+        self._forms: dict[Any, int] = {}
+        self._kinds: dict[Any, Kind] = {}
+        self._candidates = dict(self._equal_modules())
+
+    @contextmanager
+    def replaying(self, recorder: Recorder) -> Iterator[None]:
+        """Replays equal calls inside."""
+        self._recorder = recorder
+        with calls_through(self._call, list(self._candidates)):
+            yield
+
+    # Modules.
+
+    def _equal_modules(self) -> Iterator[tuple[nn.Module, tuple[str, int]]]:
+        """Yields the outermost modules of which there are several, with path and form."""
+        forms = dict[nn.Module, int]()
+        paths = dict(self.model.named_modules())
+        for module in reversed(paths.values()):
+            self._form(module, forms)
+        counts = dict[int, int]()
+        for form in forms.values():
+            counts[form] = counts.get(form, 0) + 1
+        inside = ""
+        for path, module in paths.items():
+            if inside and path.startswith(inside):
+                continue
+            if path and counts[forms[module]] >= FEWEST and any(True for _ in module.children()):
+                inside = f"{path}."
+                yield module, (path, forms[module])
+
+    def _form(self, module: nn.Module, forms: dict[nn.Module, int]) -> int:
+        """A number that equal modules share."""
+        if module not in forms:
+            own = [
+                (n, f"{tuple(t.shape)} {t.dtype} {t.requires_grad}") for n, t in _tensors(module)
+            ]
+            inner = [(name, self._form(child, forms)) for name, child in module.named_children()]
+            known = vars(nn.Module()).keys() - {"training"}
+            plain = [
+                (name, _comparable(value))
+                for name, value in vars(module).items()
+                if name not in known and not _is_number(name)
+            ]
+            form = type(module), module.training, tuple(own), tuple(inner), tuple(plain)
+            forms[module] = self._forms.setdefault(form, len(self._forms))
+        return forms[module]
+
+    # Calls.
+
+    def _call(self, module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
+        recorder = self._recorder
+        assert recorder is not None
+        path, form = self._candidates[module]
+        if self._busy or recorder.phase != FORWARD or not recorder.saves:
+            return run(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        context = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        kind = self._kinds.setdefault((form, context, spec, _signature(leaves)), Kind())
+        if kind.template is not None:
+            self.alike[path] = kind.template.path
+            for name in kind.template.own:
+                owner, _, last = name.rpartition(".")
+                recorder.keep(getattr(module.get_submodule(owner), last))
+            return replay(recorder, kind.template, _distinct(leaves))
+        if kind.refused:
+            return run(*args, **kwargs)
+        self._busy = True
+        try:
+            return self._followed(kind, module, path, leaves, lambda: run(*args, **kwargs))
+        finally:
+            self._busy = False
+
+    def _followed(
+        self, kind: Kind, module: nn.Module, path: str, leaves: list[Any], run: Any
+    ) -> Any:
+        """Follows a call, and keeps what it leaves if it is the second of its kind."""
+        recorder = self._recorder
+        assert recorder is not None
+        operators, packed, live = len(recorder.drafts), len(recorder.packed), recorder.live
+        calls, recorder.made = len(recorder.calls), []
+        try:
+            output = run()
+            made, recorder.made = recorder.made, None
+        finally:
+            recorder.made = None
+        ran = [(d.name, d.inputs and d.inputs[0].shape) for d in recorder.drafts[operators:]]
+        if kind.first is None:
+            kind.first = ran
+            return output
+        found = _left(recorder, path, leaves, output, made, packed)
+        if isinstance(found, Template):
+            found.call = recorder.calls[calls]
+            found.operators = operators, len(recorder.drafts)
+            trained = (p for p in module.parameters() if p.requires_grad)
+            found.gradients = sum(p.nbytes for p in trained)
+            held = sum(_nbytes(leaf) for leaf in found.leaves if isinstance(leaf, Given))
+            if ran != kind.first:
+                found = "its first calls differ"
+            elif recorder.live - live != held + found.inside:
+                found = "it keeps memory that is neither saved nor given"
+            elif any(hooks_of(m) for m in module.modules()):
+                found = "it has hooks"
+        if isinstance(found, str):
+            kind.refused = self.refused[type(module).__name__] = found
+        else:
+            kind.template = found
+            self.templates.append(found)
+        return output
+
+
+def _left(
+    recorder: Recorder, path: str, leaves: list[Any], output: Any, made: list[Any], packed: int
+) -> Template | str:
+    """What a call leaves behind, or why that is not known."""
+    given, spec = pytree.tree_flatten(output)
+    tensors = _distinct(leaves)
+    storages = {recorder.serial(t): n for n, t in reversed(list(enumerate(tensors)))}
+    fresh, found = list[Tensor](), list[Any]()
+    for leaf in given:
+        same = next((n for n, t in enumerate(tensors) if t is leaf), None)
+        if same is not None:
+            found.append(same)
+        elif isinstance(leaf, Tensor):
+            found.append(Given.of(leaf, recorder.producer(leaf)))
+            fresh.append(leaf)
+        elif isinstance(leaf, PLAIN) or any(leaf is other for other in leaves):
+            found.append((leaf,))
+        else:
+            return f"it returns a {type(leaf).__name__}"
+    own = {recorder.serial(t): n for n, t in enumerate(fresh)}
+    dense = all(t.untyped_storage().nbytes() == _nbytes(Given.of(t, -1)) for t in fresh)
+    if len(own) < len(fresh) or own.keys() & storages.keys() or not dense:
+        return "its output is a view"
+    alive = [tensor for ref in made if (tensor := ref()) is not None]
+    if any(t.untyped_storage().nbytes() and not any(t is o for o in fresh) for t in alive):
+        return "something keeps what it computes, such as a cache (use_cache=False?)"
+    template = Template(path, spec, found)
+    for one in {p.serial: p for p in recorder.packed[packed:]}.values():
+        if one.serial in storages:
+            template.inputs.append(storages[one.serial])
+        elif one.serial in own:
+            template.outputs.append(own[one.serial])
+        elif not one.name:
+            template.inside += one.nbytes
+        elif one.name in ("input", "outside"):
+            return "it saves what it was not given"
+        elif one.name.startswith(f"{path}."):
+            template.own.append(one.name.removeprefix(f"{path}."))
+    return template
+
+
+@contextmanager
+def calls_through(call: Any, modules: list[nn.Module]) -> Iterator[None]:
+    """Lets calls of modules go through a function.
+
+    Each module gets a class of its own that derives from its class: calls that transformers wraps
+    in a checkpoint inside `__call__` are seen from outside of it.
+
+    Args:
+        call: function of the module, its own call, positional and keyword arguments.
+        modules: the modules.
+    """
+    before = [(module, type(module)) for module in modules]
+    made = dict[type, type]()
+    try:
+        for module, kind in before:
+            if kind not in made:
+                made[kind] = type(kind.__name__, (kind,), {"__call__": _through(call, kind)})
+            module.__class__ = made[kind]
+        yield
+    finally:
+        for module, kind in before:
+            module.__class__ = kind
+
+
+def _through(call: Any, kind: type) -> Any:
+    def through(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = partial(kind.__call__, self)
+        return call(self, own, args, kwargs)
+
+    return through
+
+
+def _signature(leaves: list[Any]) -> tuple[Any, ...]:
+    """The form of arguments; objects count as themselves."""
+    numbers = dict[int, int]()
+    found = list[Any]()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            number = numbers.setdefault(id(leaf), len(numbers))
+            place = tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
+            found.append((number, *place, leaf.requires_grad))
+        else:
+            found.append(leaf if isinstance(leaf, PLAIN) else id(leaf))
+    return tuple(found)
+
+
+def _distinct(leaves: list[Any]) -> list[Tensor]:
+    """The tensors of a list, each once."""
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _is_number(name: str) -> bool:
+    """Whether an attribute says which of its kind a module is."""
+    return any(part in name for part in ("idx", "index", "layer_id", "layer_number"))
+
+
+def _comparable(value: Any) -> Any:
+    """Something that is equal for equal attributes; what is not plain is equal to itself only."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value), tuple(_comparable(inner) for inner in value)
+    if isinstance(value, dict):
+        return tuple((str(key), _comparable(inner)) for key, inner in value.items())
+    # Calls that are computed again, or that are bound to a module of the same form.
+    return id(getattr(value, "around", getattr(value, "__func__", value)))
+
+
+def _nbytes(given: Given) -> int:
+    count = 1
+    for size in given.shape:
+        count *= size
+    return count * given.dtype.itemsize

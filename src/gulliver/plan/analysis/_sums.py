@@ -1,0 +1,207 @@
+"""From what was written down of a step to an `Analysis`.
+
+[Note: peaks of what was not run] A replayed call has the bytes of the call that stands for it
+before and after, so its peak lies as far above what was there as that call's did, in forward and in
+backward. For the backward this holds if the call's own backward is in one piece: no operator of
+another module in between. If it is not, there is no sum, and the step must be followed as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from gulliver.plan.analysis._recorder import Call, Draft, Moment, Packed, Recorder
+from gulliver.plan.analysis._records import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    Analysis,
+    Cost,
+    ModuleCosts,
+    Operator,
+    Saved,
+)
+from gulliver.plan.analysis._repeats import Repeats
+from gulliver.plan.analysis._replay import Template
+
+
+def summed(model: nn.Module, recorder: Recorder, repeats: Repeats | None) -> Analysis | None:
+    """Sums up a step; None if what was replayed cannot be known.
+
+    Args:
+        model: model that ran.
+        recorder: what was written down.
+        repeats: what was replayed; None for nothing.
+    """
+    templates = [t for t in repeats.templates if t.forwards] if repeats is not None else []
+    drafts, moments = recorder.drafts, recorder.moments
+    for template in templates:
+        assert template.call is not None
+        _extend(template.call, moments, drafts)
+        if not _in_one_piece(template, moments, drafts):
+            return None
+        _count(template, moments, drafts)
+    for index, nbytes in recorder.claims.items():
+        if index < len(drafts):
+            drafts[index].saved = nbytes
+    peaks = Peaks(moments)
+    operators = tuple(Operator(**vars(draft)) for draft in drafts)
+    alike = dict(repeats.alike) if repeats is not None else {}
+    refused = repeats.refused if repeats is not None else {}
+    total = peaks.most(0, len(moments))
+    return Analysis(
+        operators,
+        dict(_modules(model, recorder, operators, peaks, [t.path for t in templates])),
+        alike,
+        _saved(recorder.kept.values()),
+        recorder.inputs,
+        max(recorder.inputs, total[0]),
+        max(recorder.inputs, total[1]),
+        recorder.gradients,
+        sum(p.nbytes for p in model.parameters()),
+        notes=tuple(f"each {kind} is followed: {why}" for kind, why in refused.items()),
+    )
+
+
+class Peaks:
+    """Most bytes between moments; of what was replayed, as far as its call was above its begin."""
+
+    def __init__(self, moments: Sequence[Moment]) -> None:
+        self._moments = moments
+        self._known: dict[tuple[int, bool], tuple[int, int]] = {}
+        self._above = [self._most_of(moment) for moment in moments]
+
+    def most(self, first: int, end: int) -> tuple[int, int]:
+        """Most bytes from one moment to before another, without and with gradients."""
+        part = self._above[first:end]
+        return max((p[0] for p in part), default=0), max((p[1] for p in part), default=0)
+
+    def forward(self, call: Call) -> int:
+        """Most bytes of the forward of a call above what was there as it began."""
+        return max(0, self.most(call.begun, call.ended)[0] - call.before)
+
+    def backward(self, call: Call) -> int:
+        """Most bytes of the backward of a call above what was there as it began."""
+        if not call.span:
+            return 0
+        first, last = call.span
+        return self.most(first, last + 1)[0] - self._moments[first].before
+
+    def _most_of(self, moment: Moment) -> tuple[int, int]:
+        alone, both = moment.after, moment.after + moment.gradients
+        if moment.replayed is None or moment.replayed[0].call is None:
+            return alone, both
+        above = self._of_call(*moment.replayed)
+        start = moment.before
+        return max(alone, start + above[0]), max(both, start + moment.gradients + above[1])
+
+    def _of_call(self, template: Template, backward: bool) -> tuple[int, int]:
+        key = id(template), backward
+        if key not in self._known:
+            call = template.call
+            assert call is not None
+            first, end = (call.begun, call.ended)
+            if backward and call.span:
+                first, end = call.span[0], call.span[1] + 1
+            inside = [self._most_of(moment) for moment in self._moments[first:end]]
+            begun = self._moments[first] if inside else Moment(0, 0, 0)
+            start = begun.before if backward else call.before
+            self._known[key] = (
+                max((p[0] for p in inside), default=start) - start,
+                max((p[1] for p in inside), default=start) - start - begun.gradients,
+            )
+        return self._known[key]
+
+
+def _extend(call: Call, moments: Sequence[Moment], drafts: Sequence[Draft]) -> None:
+    """Takes in what autograd adds up right after the backward of a call."""
+    while call.span and call.span[1] + 1 < len(moments):
+        after = moments[call.span[1] + 1]
+        if after.operator < 0 or not _added_up(drafts[after.operator]):
+            return
+        call.span[1] += 1
+
+
+def _added_up(draft: Draft) -> bool:
+    """Whether an operator is the engine's own, which no node has called."""
+    return draft.phase == BACKWARD and draft.forward < 0
+
+
+def _in_one_piece(template: Template, moments: Sequence[Moment], drafts: Sequence[Draft]) -> bool:
+    """Whether all of the backward of a call is its own."""
+    assert template.call is not None
+    if not template.call.span:
+        return not template.backwards
+    first, last = template.call.span
+    for moment in moments[first : last + 1]:
+        draft = drafts[moment.operator]
+        path = moment.replayed[0].path if moment.replayed is not None else draft.path
+        own = f"{path}.".startswith(f"{template.path}.")
+        if not own and (moment.replayed is not None or not _added_up(draft)):
+            return False
+    return True
+
+
+def _count(template: Template, moments: Sequence[Moment], drafts: Sequence[Draft]) -> None:
+    """Counts the operators of a call as often as it was replayed."""
+    call = template.call
+    assert call is not None
+    for draft in drafts[slice(*template.operators)]:
+        draft.count += template.forwards
+    if call.span:
+        for moment in moments[call.span[0] : call.span[1] + 1]:
+            if moment.operator >= 0:
+                drafts[moment.operator].count += template.backwards
+
+
+def _saved(kept: Iterator[Packed] | object) -> Saved:
+    sizes = {"": 0, "input": 0, "parameter": 0}
+    for one in kept:  # type: ignore[attr-defined]
+        sizes[one.name if one.name in sizes else "parameter"] += one.nbytes
+    return Saved(sizes[""], sizes["input"], sizes["parameter"])
+
+
+def _modules(
+    model: nn.Module,
+    recorder: Recorder,
+    operators: Sequence[Operator],
+    peaks: Peaks,
+    templates: Sequence[str],
+) -> Iterator[tuple[str, ModuleCosts]]:
+    """Yields the costs of the modules that were called, in the order of their first call."""
+    work = _work(operators, templates)
+    calls = dict[str, list[Call]]()
+    for call in recorder.calls:
+        if call.phase == FORWARD and call.ended >= 0:
+            calls.setdefault(call.path, []).append(call)
+    for path, own in calls.items():
+        yield (
+            path,
+            ModuleCosts(
+                path,
+                type(model.get_submodule(path)).__name__,
+                len(own),
+                *(work.get((path, phase), Cost()) for phase in (FORWARD, RECOMPUTE, BACKWARD)),
+                saved=sum(call.kept for call in own),
+                output=max(call.output for call in own),
+                forward_peak=max(peaks.forward(call) for call in own),
+                backward_peak=max(peaks.backward(call) for call in own),
+            ),
+        )
+
+
+def _work(operators: Sequence[Operator], templates: Sequence[str]) -> dict[tuple[str, str], Cost]:
+    """Work by path and phase; inside of a call that stands for others, that of one call."""
+    found = dict[tuple[str, str], Cost]()
+    for operator in operators:
+        path = operator.path
+        stands = next((t for t in templates if f"{path}.".startswith(f"{t}.")), None)
+        parts = path.split(".") if path else []
+        for end in range(len(parts) + 1):
+            around = ".".join(parts[:end])
+            alone = stands is not None and f"{around}.".startswith(f"{stands}.")
+            key = around, operator.phase
+            found[key] = found.get(key, Cost()).plus(operator, 1 if alone else operator.count)
+    return found
