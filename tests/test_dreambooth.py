@@ -271,8 +271,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "case",
-    ["adapters and a word", "all weights, velocity, Min-SNR", "a flow"]
-    + [pytest.param("all weights of three networks", marks=pytest.mark.full)],
+    [
+        *("adapters and a word", "all weights, velocity, Min-SNR", "a flow"),
+        pytest.param("all weights of three networks", marks=pytest.mark.full),
+    ],
 )
 def test_losses_gradients_and_weights_are_those_of_a_plain_loop(
     pool: Pool, tmp_path: Path, bases: dict[str, Path], subject: Path, case: str
