@@ -211,9 +211,7 @@ def joint_cost(
 class _Walk:
     """One block with given picks: what it takes and leaves."""
 
-    def __init__(
-        self, block: Block, picks: Sequence[Pick], entry: int | None, below: int
-    ) -> None:
+    def __init__(self, block: Block, picks: Sequence[Pick], entry: int | None, below: int) -> None:
         self.forward = self.backward = 0.0
         self.state = self.left = self.moved = 0
         self.needs: list[tuple[int, int]] = []
@@ -243,9 +241,7 @@ class _Walk:
             raise GulliverError("the output of a block cannot be recomputed: it is kept or moved")
 
 
-def _passes(
-    operator: Operator, picks: Sequence[Pick], number: int, entry: int | None
-) -> _Pass:
+def _passes(operator: Operator, picks: Sequence[Pick], number: int, entry: int | None) -> _Pass:
     mine = picks[number].strategy
     taken = operator.strategies[mine]
     forward = taken.forward_s + taken.forward_comm_s

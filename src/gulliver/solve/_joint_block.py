@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from gulliver.solve._activations import Choice
 from gulliver.solve._joint import ENTRY, Block, Operator, Pick, Strategy
 from gulliver.solve._joint_bound import Guide
-from gulliver.solve._pareto import Floats, Ints, groups_of, rounded, thinned, undominated
+from gulliver.solve._pareto import Floats, Ints, front, groups_of, rounded
 
 FORWARD, BACKWARD, STATE, LEFT, MOVED, PEAK, RUN, REPLAYED = range(8)
 CHOICES: tuple[Choice, ...] = ("keep", "recompute", "offload")
@@ -69,9 +69,7 @@ class Rules:
             columns += [values[:, RUN], values[:, REPLAYED]]
         return np.stack(columns, axis=1)
 
-    def best(
-        self, values: Floats, keys: NDArray[Any], hopes: Floats | None
-    ) -> tuple[Ints, bool]:
+    def best(self, values: Floats, keys: NDArray[Any], hopes: Floats | None) -> tuple[Ints, bool]:
         """Numbers of the states to go on with, and whether that is exact.
 
         Args:
@@ -82,13 +80,11 @@ class Rules:
         kept, exact = list[Ints](), True
         measures = self.measures(values)
         for group in groups_of(keys):
-            found = group[undominated(measures[group])]
-            if len(found) > self.most:
-                seconds = values[found, FORWARD] + values[found, BACKWARD]
-                hope = hopes[found] if hopes is not None else None
-                found = found[thinned(seconds, measures[found][:, 1:3], self.most, hope)]
-                exact = False
-            kept.append(found)
+            seconds = values[group, FORWARD] + values[group, BACKWARD]
+            hope = hopes[group] if hopes is not None else None
+            found, whole = front(measures[group], seconds, measures[group, 1:3], self.most, hope)
+            kept.append(group[found])
+            exact = exact and whole
         return np.concatenate(kept) if kept else np.zeros(0, np.intp), exact
 
 
@@ -150,7 +146,7 @@ def block_plans(
             _placed(block, number, pick, values, until, strategies, choices, entries)
             for pick in _picks(block, number, rules.allowed)
         ]
-        values, until, strategies, choices = (np.concatenate(part) for part in zip(*grown))
+        values, until, strategies, choices = (np.concatenate(p) for p in zip(*grown, strict=True))
         hopes = None
         if guide is not None:
             hopes = guide.seconds(number, _priced(values), strategies)

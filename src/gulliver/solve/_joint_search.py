@@ -40,9 +40,11 @@ from gulliver.solve._joint_block import (
     block_plans,
 )
 from gulliver.solve._joint_bound import Bound, Guide, Relaxation
-from gulliver.solve._pareto import Floats, Ints, groups_of, rounded, thinned, undominated
+from gulliver.solve._pareto import Floats, Ints, front, groups_of, rounded
 
-QUICK, STATES = 24, 192
+QUICK, STATES = 24, 64
+HOPES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 0.1, math.inf)
+"""Shares above the bound that are tried, the least first: with less there is less to look at."""
 SAME = 1e-9
 """Relative difference of seconds that counts as none."""
 
@@ -77,6 +79,7 @@ def solve_joint(
     link: OffloadLink | None = None,
     allowed: Sequence[Choice] = CHOICES,
     states: int = STATES,
+    tolerance: float = 1e-3,
 ) -> JointPlan:
     """Finds the picks with the least seconds that keep within a budget.
 
@@ -86,6 +89,7 @@ def solve_joint(
         link: link to the slower tier; None: nothing is offloaded.
         allowed: choices for what is saved.
         states: number of states that are kept of one kind; more is closer to exact, and slower.
+        tolerance: gap that is good enough; 0 goes on as long as something may be won.
 
     Raises:
         GulliverError: the budget is below what any picks need; names the least that would do, and
@@ -101,8 +105,8 @@ def solve_joint(
     bound = lower = relaxation.bound()
     guides = relaxation.guides(bound)
     picks, cost, exact = lean, least, False
-    for most, above in ((QUICK, 1e-3), (QUICK, 1e-2), (QUICK, 0.1), (QUICK, math.inf), (states, 0)):
-        if cost.seconds <= lower.seconds * (1 + SAME) or exact:
+    for most, above in (*((QUICK, above) for above in HOPES), (states, 0.0)):
+        if exact or cost.seconds <= lower.seconds * (1 + max(SAME, tolerance)):
             break
         if above and cost is not least:
             continue
@@ -179,6 +183,8 @@ class _States:
     peak: Floats
     """Bytes of state so far, and the most of all else."""
     moving: Floats
+    hope: Floats
+    """Least seconds with which it may end."""
     strategy: Bytes
     parent: Ints
     plan: Ints
@@ -231,7 +237,7 @@ class _Chain:
             known: seconds of picks that are known already.
         """
         zeros = np.zeros(1)
-        state = _States(zeros, zeros, zeros, zeros, np.zeros(1, np.int16), *_nothing())
+        state = _States(*[zeros] * 5, np.zeros(1, np.int16), *_nothing())
         history, exact = list[_States](), all(plans.exact for plans in self._plans)
         for number in range(len(self._plans)):
             state = self._grown(number, state, budget, bound, known)
@@ -254,6 +260,7 @@ class _Chain:
     ) -> _States:
         """All states after one more block that may still end well."""
         plans, parts = self._plans[number], list[_States]()
+        slack = 1.0 if number == len(self._plans) - 1 else 1 + SAME
         for entry in np.unique(plans.entry):
             rows = np.flatnonzero(state.strategy == entry)
             some = np.flatnonzero(plans.entry == entry)
@@ -261,7 +268,8 @@ class _Chain:
                 part = self._joined(number, state, rows, some)
                 fits = np.maximum(part.peak, part.held) + self._rest[number] <= budget
                 if bound is not None:
-                    fits &= self._hopeful(number, part, budget, bound, known)
+                    part.hope[:] = self._hopes(number, part, budget, bound)
+                    fits &= part.hope < known * slack
                 parts.append(part.at(np.flatnonzero(fits)))
         if not parts:
             return state.at(np.zeros(0, np.intp))
@@ -286,22 +294,20 @@ class _Chain:
             (held + values[..., STATE] + values[..., LEFT]).ravel(),
             np.maximum(peak + values[..., STATE], here).ravel(),
             np.broadcast_to(values[..., MOVED], shape).ravel(),
+            (seconds + spent).ravel(),
             np.broadcast_to(plans.exit[some], shape).ravel(),
             np.broadcast_to(rows[:, None], shape).ravel(),
             np.broadcast_to(some, shape).ravel(),
         )
 
-    def _hopeful(
-        self, number: int, part: _States, budget: float, bound: Bound, known: float
-    ) -> np.ndarray:
-        """Whether states may end below the seconds that are known."""
+    def _hopes(self, number: int, part: _States, budget: float, bound: Bound) -> Floats:
+        """Least seconds with which states may end."""
         if number == len(self._plans) - 1:
-            return part.seconds < known
+            return part.seconds
         rest = bound.rest[number + 1]
         ahead = rest[part.strategy] if len(rest) > 1 else rest[0]
         link = bound.hidden * (self._link.write_s + self._link.read_s) * part.moving
-        paid = bound.price * (part.held - budget)
-        return part.seconds + ahead + link + paid < known * (1 + SAME)
+        return part.seconds + ahead + link + bound.price * (part.held - budget)
 
     def _kept(self, state: _States) -> tuple[Ints, bool]:
         kept, exact = list[Ints](), True
@@ -312,12 +318,10 @@ class _Chain:
             measures.append(rounded(state.seconds))
         values = np.stack(measures, axis=1)
         for group in groups_of(state.strategy[:, None]):
-            found = group[undominated(values[group])]
-            if len(found) > self._rules.most:
-                memory = values[found][:, :2]
-                found = found[thinned(state.seconds[found], memory, self._rules.most)]
-                exact = False
-            kept.append(found)
+            seconds, memory = state.seconds[group], values[group, :2]
+            some = front(values[group], seconds, memory, self._rules.most, state.hope[group])
+            kept.append(group[some[0]])
+            exact = exact and some[1]
         return np.concatenate(kept), exact
 
 

@@ -18,6 +18,8 @@ DIGITS = 1e12
 """Sums of the same seconds in another order are equal to so many parts of the largest."""
 PRICES = 16
 PAIRS, AT_ONCE = 128, 16
+CROWD = 8
+"""Of more than so many times the rows that are kept, some are dropped before any comparison."""
 
 
 def rounded(values: Floats) -> Floats:
@@ -90,3 +92,25 @@ def thinned(seconds: Floats, memory: Floats, most: int, hopes: Floats | None = N
     places = np.argsort(priced, axis=1, kind="stable").T.ravel()
     first = np.unique(places, return_index=True)[1]
     return places[np.sort(first)[:most]]
+
+
+def front(
+    values: Floats, seconds: Floats, memory: Floats, most: int, hopes: Floats | None
+) -> tuple[Ints, bool]:
+    """Numbers of at most so many undominated rows, and whether none was dropped.
+
+    Args:
+        values: measures [rows, columns], of which less is better.
+        seconds: seconds of each row.
+        memory: measures of memory [rows, columns].
+        most: number of rows to keep.
+        hopes: least seconds with which each row may end.
+    """
+    some, exact = np.arange(len(values)), True
+    for limit, compared in ((CROWD * most, False), (most, True)):
+        if compared:
+            some = some[undominated(values[some])]
+        if len(some) > limit:
+            hope = hopes[some] if hopes is not None else None
+            some, exact = some[thinned(seconds[some], memory[some], limit, hope)], False
+    return some, exact

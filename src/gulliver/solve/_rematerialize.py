@@ -127,23 +127,27 @@ def rematerialize(
             return rematerialize(stages, budget, source, link, 4 * slots)
         raise GulliverError(f"a budget of {budget} bytes is too small: {least} would do")
     steps = tuple(table.steps())
-    down = _Table(stages, budget, source, link, unit, math.floor)
-    lower = min(float(down.whole[-1]), seconds)
+    lower = seconds
+    if any(size % unit for size in _sizes(stages, budget, source)):
+        down = _Table(stages, budget, source, link, unit, math.floor)
+        lower = min(float(down.whole[-1]), seconds)
     return Schedule(steps, seconds, lower, schedule_peak(stages, steps, source))
 
 
 def _unit(stages: Sequence[Stage], budget: int, source: int, slots: int) -> int:
     """The largest unit in which all sizes are whole, or the budget over the slots."""
-    sizes = [source, budget]
-    for s in stages:
-        sizes += [s.output, s.saved, s.forward_bytes, s.backward_bytes, s.movable]
-    unit = math.gcd(*sizes)
+    unit = math.gcd(*_sizes(stages, budget, source))
     return unit if unit and budget // unit <= slots else max(1, -(-budget // slots))
 
 
-def least_budget(
-    stages: Sequence[Stage], source: int = 0, link: OffloadLink | None = None
-) -> int:
+def _sizes(stages: Sequence[Stage], budget: int, source: int) -> list[int]:
+    sizes = [source, budget]
+    for s in stages:
+        sizes += [s.output, s.saved, s.forward_bytes, s.backward_bytes, s.movable]
+    return sizes
+
+
+def least_budget(stages: Sequence[Stage], source: int = 0, link: OffloadLink | None = None) -> int:
     """Finds the least bytes with which some persistent schedule works.
 
     Least bytes of a part follow the recursion of its least seconds, with the larger of needs in
@@ -158,7 +162,7 @@ def least_budget(
     known: dict[tuple[int, int], int] = {}
     for first in range(count - 1, -1, -1):
         for last in range(first, count):
-            ways = [chain.base(first, last)]
+            ways = [chain.saves(first, last)]
             if last > first:
                 held = stages[first].saved + stages[first].output
                 ways = [max(chain.saves(first, last), held + known[first + 1, last])]
@@ -175,9 +179,7 @@ def least_budget(
 class _Chain:
     """Bytes that pieces of a schedule need beside the input of their part."""
 
-    def __init__(
-        self, stages: Sequence[Stage], source: int, link: OffloadLink | None
-    ) -> None:
+    def __init__(self, stages: Sequence[Stage], source: int, link: OffloadLink | None) -> None:
         self.stages, self.source, self.link = stages, source, link
 
     def output(self, number: int) -> int:
@@ -188,12 +190,8 @@ class _Chain:
         """Whether a stage can be offloaded."""
         return self.link is not None and self.stages[number].movable > 0
 
-    def base(self, number: int, last: int) -> int:
-        """Need of a stage that is saved, and of its backward."""
-        return self.saves(number, last)
-
     def saves(self, number: int, last: int) -> int:
-        """The same; the gradient of the part's output is there in forward."""
+        """Need of a stage that is saved; the gradient of the part's output is there before."""
         stage = self.stages[number]
         held = stage.saved + stage.output
         back = stage.output + stage.backward_bytes + self.output(number - 1)
@@ -247,7 +245,8 @@ class _Table:
         # What moves is taken off: it is rounded the other way, for what stays.
         for s, w in zip(stages, whole, strict=True):
             w["movable"] = w["saved"] - to_whole((s.saved - s.movable) / unit)
-        self._stages = [Stage(s.forward_s, s.backward_s, **w) for s, w in zip(stages, whole)]
+        pairs = zip(stages, whole, strict=True)
+        self._stages = [Stage(s.forward_s, s.backward_s, **w) for s, w in pairs]
         self._exact = _Chain(stages, source, link)
         self._chain = _Chain(self._stages, to_whole(source / unit), link)
         self._link = link
@@ -255,31 +254,38 @@ class _Table:
         self._most = budget // unit if to_whole is math.ceil else -(-budget // unit)
         self._most = max(0, self._most - self._chain.source)
         self._sums = np.concatenate([[0.0], np.cumsum([s.forward_s for s in stages])])
-        self._known: dict[tuple[object, ...], Floats] = {}
-        count = len(stages)
-        for last in range(count):
-            for first in range(last, -1, -1):
-                key = self._key(first, last)
-                if key not in self._known:
-                    ways = self._ways(first, last)
-                    self._known[key] = np.minimum.reduce([way for way, _ in ways])
-        self.whole = self._part(0, count - 1)
+        self._known: list[Floats] = []
+        self._number: dict[tuple[int, int], int] = {}
+        self._solve()
+        self.whole = self._part(0, len(stages) - 1)
 
-    def _key(self, first: int, last: int) -> tuple[object, ...]:
-        # Equal stages in a row are as good as each other; the byte sizes before them matter, too.
-        before = self._chain.output(first - 1)
-        return (before, *self._exact.stages[first : last + 1])
+    def _solve(self) -> None:
+        """Solves all parts, the short ones first, and parts of equal stages once."""
+        kinds: dict[object, int] = {}
+        # The bytes of what comes before a stage matter, too.
+        befores = [self._chain.output(n - 1) for n in range(len(self._stages))]
+        pairs = zip(self._exact.stages, befores, strict=True)
+        row = tuple(kinds.setdefault(pair, len(kinds)) for pair in pairs)
+        seen: dict[tuple[int, ...], int] = {}
+        for last in range(len(row)):
+            for first in range(last, -1, -1):
+                key = row[first : last + 1]
+                if key not in seen:
+                    seen[key] = len(self._known)
+                    ways = self._ways(first, last)
+                    self._known.append(np.minimum.reduce([way for way, _ in ways]))
+                self._number[first, last] = seen[key]
 
     def _part(self, first: int, last: int) -> Floats:
-        return self._known[self._key(first, last)]
+        return self._known[self._number[first, last]]
 
     def _ways(self, first: int, last: int) -> list[tuple[Floats, tuple[str, int]]]:
         """Seconds of all ways to begin a part, by the number of slots."""
         chain, stage, real = self._chain, self._stages[first], self._exact.stages[first]
-        passes = real.forward_s + real.backward_s
+        passes = float(real.forward_s + real.backward_s)
         if first == last:
             alone = np.full(self._most + 1, passes)
-            return [(self._from(alone, chain.base(first, last)), ("save", first))]
+            return [(self._from(alone, chain.saves(first, last)), ("save", first))]
         held, above = stage.saved + stage.output, self._part(first + 1, last)
         saved = passes + self._shifted(above, held)
         ways = [(self._from(saved, chain.saves(first, last)), ("save", first))]
@@ -321,7 +327,7 @@ class _Table:
         return [Step(kind, first), *inner, Step("backward", first)]
 
 
-def schedule_seconds_of(
+def recomputed_seconds(
     stages: Sequence[Stage], steps: Sequence[Step], link: OffloadLink | None = None
 ) -> float:
     """Seconds of a schedule."""
@@ -360,7 +366,7 @@ class _Memory:
         self.peak = 0
 
     def _live(self) -> int:
-        outputs = {n for n in self._outputs} | set(self._saved)
+        outputs = self._outputs | set(self._saved)
         live = sum(self._chain.output(n) for n in outputs) + sum(self._saved.values())
         return live + self._chain.output(self._gradient)
 
