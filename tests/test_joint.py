@@ -177,7 +177,7 @@ def _compared(seed: int, operators: int, largest: int) -> bool:
     return True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_no_picks_are_better(seed: int) -> None:
     _compared(seed, 2, 600)

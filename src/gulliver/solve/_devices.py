@@ -9,12 +9,12 @@ so the time of m of them is exactly
 and that of one of endlessly many the slowest server's. With m = 1 it is the sum that counts, which
 fills the fastest devices up to their memory; with many it is the balance.
 
-`place_layers` is exact up to `EXACT` devices: by dynamic programming over (devices used, the last of
-them, layers so far) the least sum with no server above a limit is found, then the limit is lowered
-below the slowest server that came out, as long as something can still be won. Each of these takes
-O(2^devices x devices x (devices x layers + layers^2)). Beyond, the order is looked for by local
-search (`_devices_local.py`), and the cut for an order is exact. A lower bound is always given: by
-linear programming duality, with layers that may be split between devices.
+`place_layers` is exact up to `EXACT` devices: by dynamic programming over (devices used, the last
+of them, layers so far) the least sum with no server above a limit is found, then the limit is
+lowered below the slowest server that came out, as long as something can still be won. Each of
+these takes O(2^devices x devices x (devices x layers + layers^2)). Beyond, the order is looked for
+by local search (`_devices_local.py`), the cut for an order is exact, and a lower bound is given:
+by linear programming duality, with layers that may be split between devices.
 
 Source: the objective is that of a flow shop with equal jobs; the states are those of Held and Karp
 1962 for sequencing; Sky Computing (Zhu et al. 2022) has the problem, with the slowest server only.

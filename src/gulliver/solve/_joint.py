@@ -10,7 +10,8 @@ Seconds. Forward and backward of an operator are its compute, its communication,
 of its inputs from the producers' layouts. What is recomputed repeats all of the forward, the
 communication and the conversions with it. What a block offloads is written while the next block is
 in forward, and read while the next block is in backward; the link is one server, and both passes of
-that block last as long as the longer of the two. What the last block offloads overlaps with nothing.
+that block last as long as the longer of the two. What the last block offloads overlaps with
+nothing.
 
 Memory. State (parameters, gradients, optimizer state) is there all the time. Besides it the passes
 of operator t, forward and backward, need at once

@@ -141,7 +141,7 @@ def block_plans(
     until = np.full(starts, -1)
     strategies = np.arange(starts, dtype=np.int16)[:, None]
     choices, exact = np.zeros((starts, 0), dtype=np.int16), True
-    for number, operator in enumerate(block.operators):
+    for number in range(len(block.operators)):
         grown = [
             _placed(block, number, pick, values, until, strategies, choices, entries)
             for pick in _picks(block, number, rules.allowed)

@@ -95,7 +95,7 @@ def solve_joint(
         GulliverError: the budget is below what any picks need; names the least that would do, and
             the operator that needs it.
     """
-    chosen = tuple(c for c in CHOICES if c in allowed and (c != "offload" or link is not None))
+    chosen = _possible(allowed, link)
     _check(blocks, chosen)
     lean, _ = _Chain(blocks, Rules(chosen, states, timed=False), link).best(math.inf)
     least = joint_cost(blocks, lean, link)
@@ -135,10 +135,15 @@ def least_memory(
         link: link to the slower tier; None: nothing is offloaded.
         allowed: choices for what is saved.
     """
-    chosen = tuple(c for c in CHOICES if c in allowed and (c != "offload" or link is not None))
+    chosen = _possible(allowed, link)
     _check(blocks, chosen)
     picks, _ = _Chain(blocks, Rules(chosen, STATES, timed=False), link).best(math.inf)
     return joint_cost(blocks, picks, link)
+
+
+def _possible(allowed: Sequence[Choice], link: OffloadLink | None) -> tuple[Choice, ...]:
+    some: list[Choice] = [c for c in CHOICES if c in allowed]
+    return tuple(some) if link is not None else tuple(c for c in some if c != "offload")
 
 
 def _check(blocks: Sequence[Block], chosen: Sequence[Choice]) -> None:
@@ -237,7 +242,8 @@ class _Chain:
             known: seconds of picks that are known already.
         """
         zeros = np.zeros(1)
-        state = _States(*[zeros] * 5, np.zeros(1, np.int16), *_nothing())
+        start, none = np.zeros(1, np.int16), np.zeros(1, np.intp)
+        state = _States(zeros, zeros, zeros, zeros, zeros, start, none, none)
         history, exact = list[_States](), all(plans.exact for plans in self._plans)
         for number in range(len(self._plans)):
             state = self._grown(number, state, budget, bound, known)
@@ -323,7 +329,3 @@ class _Chain:
             kept.append(group[some[0]])
             exact = exact and some[1]
         return np.concatenate(kept), exact
-
-
-def _nothing() -> tuple[Ints, Ints]:
-    return np.zeros(1, np.intp), np.zeros(1, np.intp)

@@ -60,15 +60,15 @@ def undominated(values: Floats) -> Ints:
     values = values[left]
     if len(left) <= PAIRS:
         beats = (values[:, None] <= values[None]).all(axis=2)
-        return left[~np.triu(beats, 1).any(axis=0)]
+        return left[np.flatnonzero(np.triu(beats, 1).any(axis=0) == 0)]
     kept: list[Ints] = []
     while len(left):
         # A few at once: each is only kept if none of them before it is as good.
         few = values[:AT_ONCE]
         beats = (few[:, None] <= values[None]).all(axis=2)
-        first = ~np.triu(beats[:, : len(few)], 1).any(axis=0)
+        first = np.flatnonzero(np.triu(beats[:, : len(few)], 1).any(axis=0) == 0)
         kept.append(left[: len(few)][first])
-        better = ~beats[first].any(axis=0)
+        better = np.flatnonzero(beats[first].any(axis=0) == 0)
         left, values = left[better], values[better]
     return np.concatenate(kept)
 
