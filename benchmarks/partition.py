@@ -57,6 +57,8 @@ class Options:
     rounds: int = 5
     measured: bool = True
     """Run the part that is measured."""
+    simulated: bool = True
+    """Run the part that is simulated: minutes."""
     keep: bool = False
     """Write benchmarks/results."""
 
@@ -239,7 +241,8 @@ def report(options: Options) -> Report:
     )
     if options.measured:
         measured_part(made, options)
-    simulated_part(made)
+    if options.simulated:
+        simulated_part(made)
     made.notes += [
         "Blocks sleep: a rank's time is its own, whatever the cores do. Each rank holds at most "
         f"{options.most} blocks, and each holds one.",

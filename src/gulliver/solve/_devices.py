@@ -86,8 +86,8 @@ class Fleet:
         self,
         seconds: Sequence[Sequence[float]] | Floats,
         links: Sequence[Sequence[Sequence[float]]] | Floats | None = None,
-        memory: Sequence[float] | None = None,
-        limits: Sequence[float] | None = None,
+        memory: Sequence[float] | Floats | None = None,
+        limits: Sequence[float] | Floats | None = None,
         every: bool = False,
     ) -> None:
         self.seconds = np.asarray(seconds, dtype=float)

@@ -69,7 +69,7 @@ class Relaxation:
         allowed: Sequence[Choice],
     ) -> None:
         self.blocks, self.budget, self.link = blocks, budget, link
-        self.choices = [c for c in allowed if c != "offload" or link is not None]
+        self.choices: list[Choice] = [c for c in allowed if c != "offload" or link is not None]
 
     def bound(self, at: tuple[int, int] | None = None) -> Bound:
         """The best bound for a moment.

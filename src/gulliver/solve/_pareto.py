@@ -59,13 +59,13 @@ def undominated(values: Floats) -> Ints:
     left = np.argsort(values.sum(axis=1), kind="stable")
     values = values[left]
     if len(left) <= PAIRS:
-        beats = (values[:, None] <= values[None]).all(axis=2)
+        beats = np.logical_and.reduce(values[:, None] <= values[None], axis=2)
         return left[np.flatnonzero(np.triu(beats, 1).any(axis=0) == 0)]
     kept: list[Ints] = []
     while len(left):
         # A few at once: each is only kept if none of them before it is as good.
         few = values[:AT_ONCE]
-        beats = (few[:, None] <= values[None]).all(axis=2)
+        beats = np.logical_and.reduce(few[:, None] <= values[None], axis=2)
         first = np.flatnonzero(np.triu(beats[:, : len(few)], 1).any(axis=0) == 0)
         kept.append(left[: len(few)][first])
         better = np.flatnonzero(beats[first].any(axis=0) == 0)
