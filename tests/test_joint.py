@@ -15,7 +15,7 @@ from gulliver.solve import (
     ENTRY,
     Block,
     Choice,
-    Conversion,
+    EdgeSeconds,
     OffloadLink,
     Operator,
     Pick,
@@ -28,14 +28,14 @@ from gulliver.solve import (
 ALL: tuple[Choice, ...] = ("keep", "recompute", "offload")
 
 
-def _conversion(draw: random.Random, rows: int, columns: int) -> Conversion | None:
+def _conversion(draw: random.Random, rows: int, columns: int) -> EdgeSeconds | None:
     if draw.random() < 0.4:
         return None
 
     def matrix(most: int) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(draw.randint(0, most) for _ in range(columns)) for _ in range(rows))
 
-    return Conversion(matrix(3), matrix(3), matrix(2) if draw.random() < 0.5 else None)
+    return EdgeSeconds(matrix(3), matrix(3), matrix(2) if draw.random() < 0.5 else None)
 
 
 def _strategy(draw: random.Random) -> Strategy:
@@ -193,7 +193,7 @@ def _layer(name: str, wide: float) -> Operator:
     """Two ways: whole on each device, or sharded, which communicates."""
     whole = Strategy("whole", 2.0, 4.0, state=8, saved=8, backward_bytes=2, movable=8)
     parts = Strategy("parts", 1.0, 2.0, wide, wide, state=4, saved=4, backward_bytes=2, movable=4)
-    dear = Conversion(((0.0, 0.1), (0.5, 0.0)), ((0.0, 0.5), (0.1, 0.0)))
+    dear = EdgeSeconds(((0.0, 0.1), (0.5, 0.0)), ((0.0, 0.5), (0.1, 0.0)))
     return Operator(name, (whole, parts), conversions=(dear,))
 
 
@@ -249,7 +249,7 @@ def test_what_contradicts_itself_is_refused() -> None:
         solve_joint([Block((Operator("none", ()),))], 1)
     with pytest.raises(GulliverError, match="do not come before"):
         solve_joint([Block((one, Operator("two", (Strategy(),), (1,))))], 1)
-    wrong = Operator("two", (Strategy(),), (0,), (Conversion(((1.0, 2.0),), ((1.0, 2.0),)),))
+    wrong = Operator("two", (Strategy(),), (0,), (EdgeSeconds(((1.0, 2.0),), ((1.0, 2.0),)),))
     with pytest.raises(GulliverError, match=r"has conversions \(1, 2\), and needs \(1, 1\)"):
         solve_joint([Block((one, wrong))], 1)
     with pytest.raises(GulliverError, match="allow 'keep'"):

@@ -37,7 +37,7 @@ from gulliver.solve._extents import PAGE, Extents, size_class
 from gulliver.solve._joint import (
     ENTRY,
     Block,
-    Conversion,
+    EdgeSeconds,
     JointCost,
     OffloadLink,
     Operator,
@@ -90,6 +90,7 @@ __all__ = [
     "Conversion",
     "ConversionStep",
     "Cycle",
+    "EdgeSeconds",
     "Event",
     "Extents",
     "Fleet",

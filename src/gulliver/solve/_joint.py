@@ -76,7 +76,7 @@ class Strategy:
 
 
 @dataclass(frozen=True)
-class Conversion:
+class EdgeSeconds:
     """Costs of an input, by the strategies of its producer (rows) and its consumer (columns).
 
     Attributes:
@@ -107,7 +107,7 @@ class Operator:
     name: str
     strategies: tuple[Strategy, ...]
     inputs: tuple[int, ...] = (ENTRY,)
-    conversions: tuple[Conversion | None, ...] = ()
+    conversions: tuple[EdgeSeconds | None, ...] = ()
     last_use: int | None = None
     recomputable: bool = True
 
