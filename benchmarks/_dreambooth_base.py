@@ -119,14 +119,15 @@ def write_base(folder: Path, divisor: int, side: int, width: int = 64) -> Path:
         pad_token_id=1,
     )
     values = {k: v for k, v in SCHEDULER.items() if k != "_class_name"}
+    coder: dict[str, Any] = {
+        "block_out_channels": (8, 8, 8, 8),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "latent_channels": 4,
+        "norm_num_groups": 4,
+    }
     parts: dict[str, Any] = {
-        "vae": AutoencoderKL(
-            block_out_channels=(8, 8, 8, 8),
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            latent_channels=4,
-            norm_num_groups=4,
-        ),
+        "vae": AutoencoderKL(**coder),
         "text_encoder": CLIPTextModel(text),
         "tokenizer": CLIPTokenizer(vocab=known, merges=[], model_max_length=77),
         "unet": UNet2DConditionModel(**narrow(divisor, width, side)),

@@ -8,7 +8,6 @@ the samples and the noise of ours, so that the losses can be laid beside one ano
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from itertools import pairwise
@@ -114,7 +113,9 @@ def main() -> None:
     torch.set_num_threads(1)
     config = config_of(Path(folder), name, **json.loads(options))
     found = {"ours": ours, "peer": peer}[who](config)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not of getrusage, which goes on counting from the process that has started this one.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (peak,) = (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     print(json.dumps({**found, "peak": peak}), flush=True)
 
 

@@ -99,7 +99,7 @@ def _unet(report: Report, folder: Path, options: Options) -> None:
         lines = [line for line in told.splitlines() if "Casting" not in line]
         report.notes += [f"Stable Diffusion 2, batch 16, 512 x 512, --method {method}:", *lines]
         if method == "full":
-            counted = f"{PARAMETERS:,} of {PARAMETERS:,} parameters" in told
+            counted = int(f"{PARAMETERS:,} of {PARAMETERS:,} parameters" in told)
             report.bars.append(at_least("the public UNet's parameters in the plan", counted, 1))
     base = write_base(folder / "narrow", divisor=4, side=32)
     config = config_of(base, "once", steps=1)
@@ -180,14 +180,15 @@ def _load(report: Report, folder: Path, options: Options) -> None:
         config = config_of(base, method, **told, **more)
         result = dreambooth(config).result
         assert result is not None, "it is over"
-        pipeline = DiffusionPipeline.from_pretrained(base / "base" if method == "lora" else result)
+        whole = base / "base" if method == "lora" else result
+        pipeline: Any = DiffusionPipeline.from_pretrained(whole)
         if method == "lora":
             pipeline.load_lora_weights(result)
             pipeline.load_textual_inversion(result / "learned_embeds.safetensors")
         pipeline.set_progress_bar_config(disable=True)
         samples = config.out / "samples"
         about = json.loads(max(samples.glob("*.json")).read_text())
-        ways = {"num_inference_steps": config.sampling_steps, "guidance_scale": config.guidance}
+        ways = {"num_inference_steps": config.sampling_steps, "guidance_scale": about["guidance"]}
         made = [
             pipeline(
                 about["prompts"][0],

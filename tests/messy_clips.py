@@ -104,16 +104,13 @@ class Mess:
 
     @property
     def table(self) -> Path:
-        """The table: columns path and text."""
         return self.folder / "table.csv"
 
     def of_kind(self, *kinds: str) -> list[Made]:
-        """The clips of some kinds."""
         return [clip for clip in self.clips if clip.kind in kinds]
 
     @property
     def whole(self) -> list[Made]:
-        """The clips that can be used."""
         return [clip for clip in self.clips if not clip.broken]
 
 
@@ -368,8 +365,9 @@ class Maker:
         if milliseconds is not None:
             times = [n / 1000 for n in milliseconds]
             times.append(times[-1] + float(1 / made.rate))
-        kind, size = name.split("-", 1)[1], made.pictures.shape[1:3]
-        return Made(path, kind, path, "", float(made.rate), *size, made.cuts, tuple(times))
+        kind, (height, width) = name.split("-", 1)[1], made.pictures.shape[1:3]
+        rate = float(made.rate)
+        return Made(path, kind, path, "", rate, height, width, made.cuts, tuple(times))
 
     def joined(self, draw: np.random.Generator, name: str) -> Made:
         """Scenes with cuts between them, in H.264."""

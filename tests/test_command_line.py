@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gulliver.cli._data import Caption, Dedup, Scan, Score, Show
+from gulliver.cli._data import Caption, Cut, Dedup, Scan, Score, Show
 from gulliver.cli._main import COMMANDS, _found, main
 from gulliver.cli._options import Convert, Diff, Ls, Memory, Verify
 from gulliver.errors import GulliverError
@@ -35,7 +35,7 @@ for arguments in {calls!r}:
 def test_help_and_version_import_no_torch() -> None:
     calls = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
     calls += [["checkpoint", name, "--help"] for name in ("ls", "verify", "diff", "convert")]
-    actions = ("scan", "score", "dedup", "filter", "caption", "show")
+    actions = ("scan", "cut", "score", "dedup", "filter", "caption", "show", "encode")
     calls += [["data", name, "--help"] for name in actions]
     calls += [["plan", name, "--help"] for name in ("memory", "show")]
     ended = subprocess.run(
@@ -50,7 +50,20 @@ def test_help_and_version_import_no_torch() -> None:
 
 
 OPTIONS = [_found(command.options) for command in COMMANDS.values()]
-OPTIONS += [Scan, Score, Dedup, Caption, Show, Ls, Verify, Diff, Convert, Memory, SamplingConfig]
+OPTIONS += [
+    Scan,
+    Cut,
+    Score,
+    Dedup,
+    Caption,
+    Show,
+    Ls,
+    Verify,
+    Diff,
+    Convert,
+    Memory,
+    SamplingConfig,
+]
 
 
 def _dataclasses(kind: type) -> Iterator[type]:

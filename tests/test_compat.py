@@ -154,6 +154,35 @@ def test_batch_norms_are_known() -> None:
     assert not _compat.is_batch_norm(torch.nn.LayerNorm(2))
 
 
+def test_nodes_are_numbered_as_they_are_made_and_hooks_are_told() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    number = _compat.newest_node()
+    assert y.grad_fn is not None
+    assert number == y.grad_fn._sequence_nr()
+    seen = list[int]()
+    y.register_hook(lambda _: seen.append(_compat.running_node()))
+    assert _compat.running_node() == -1
+    y.sum().backward()
+    assert seen[0] >= -1
+    assert _compat.saving_hooks() is None
+    pack, unpack = (lambda t: t), (lambda t: t)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert _compat.saving_hooks() == (pack, unpack)
+
+
+def test_fake_tensors_have_no_data_and_real_ones_are_computed_beside_them() -> None:
+    real = torch.arange(3)
+    with _compat.fake_mode():
+        fake = torch.empty(3)
+        with pytest.raises(RuntimeError) as raised:
+            fake.sum().item()
+        with _compat.without_modes():
+            assert real.sum().item() == 3
+    assert _compat.needs_data(raised.value)
+    assert not _compat.needs_data(ValueError("no"))
+
+
 def test_torch_has_a_search_for_redistributions_to_compare_with() -> None:
     _compat.clear_redistributions()
     with _compat.graph_redistribution(), _compat.meta_devices(3):

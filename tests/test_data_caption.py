@@ -1,4 +1,4 @@
-"""``gulliver data caption`` and ``show``: sentences of commands and models, a page with no links."""
+"""``gulliver data caption`` and ``show``: sentences of commands and models, a page of its own."""
 
 from __future__ import annotations
 

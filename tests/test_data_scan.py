@@ -129,7 +129,9 @@ def test_a_second_scan_keeps_what_is_known_and_looks_at_what_has_changed(tmp_pat
         write_film(tmp_path / f"{name}.mkv", moving(6), Fraction(10), LOSSLESS)
     (tmp_path / "b.txt").write_text("a wave\n that moves\n")
     out = tmp_path / "clips.csv"
-    first = scan(tmp_path, out).table
+    scanned = scan(tmp_path, out)
+    assert not scanned.ignored, "a caption beside its clip is no other file"
+    first = scanned.table
     assert first.column("text") == ["a wave that moves", "c", "one two"]
     first.with_columns({"text": ["x", "y", "z"], "mine": [1, 2, 3]}).write()
     write_film(tmp_path / "c.mkv", moving(9), Fraction(10), LOSSLESS)

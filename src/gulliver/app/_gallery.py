@@ -74,7 +74,9 @@ class Gallery:
 
     def place(self) -> Path:
         """Returns a path for a clip that is to be made; names sort by time."""
-        return self.folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}.mp4"
+        now = time.time()
+        moment = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now % 1 * 1000):03d}"
+        return self.folder / f"{moment}-{secrets.token_hex(3)}.mp4"
 
     def keep(self, made: Made, settings: Settings, source: Source) -> Entry:
         """Writes the settings beside a clip, which is in the gallery from then on.

@@ -36,7 +36,7 @@ from gulliver.errors import GulliverError
 from gulliver.options import whole_number
 
 REFRESH_S = 3.0
-CURVE = ["step", "loss", "of"]
+CURVE = ["step", "loss", "curve"]
 LAST_SEED = 2**31 - 1
 CSS = """
 #facts pre, #chosen pre { white-space: pre-wrap; font-size: 85%; }
@@ -97,6 +97,14 @@ def build(parts: Parts) -> gr.Blocks:
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
 """Of handlers that answer at once."""
 
+PICTURES: dict[str, Any] = {
+    "columns": 4,
+    "object_fit": "contain",
+    "interactive": False,
+    # Not the third: it would send a clip to a public server.
+    "buttons": ["download", "fullscreen"],
+}
+
 
 def _make_tab(parts: Parts) -> tuple[list[Any], Any]:
     """Builds the tab of the prompt; returns its fields and the event of a clip that is done."""
@@ -105,9 +113,9 @@ def _make_tab(parts: Parts) -> tuple[list[Any], Any]:
             fields = _fields(parts)
             seed = fields[7]
             with gr.Row():
-                make = gr.Button("Make the clip", variant="primary", elem_id="make")
-                stop = gr.Button("Stop", elem_id="stop")
-                another = gr.Button("Another seed", elem_id="another")
+                make = gr.Button("Make", variant="primary", elem_id="make", min_width=120)
+                stop = gr.Button("Stop", elem_id="stop", min_width=80)
+                another = gr.Button("New seed", elem_id="another", min_width=100)
         with gr.Column():
             told, frames = gr.HTML(elem_id="told"), gr.HTML(elem_id="frames")
             clip = gr.Video(
@@ -158,9 +166,7 @@ def _fields(parts: Parts) -> list[Any]:
 
 def _gallery_tab(parts: Parts, tabs: gr.Tabs, fields: list[Any]) -> list[Any]:
     """Builds the tab of the clips; returns what `_listed` fills."""
-    gallery = gr.Gallery(
-        label="Clips", columns=4, allow_preview=True, interactive=False, elem_id="gallery"
-    )
+    gallery = gr.Gallery(label="Clips", elem_id="gallery", **PICTURES)
     names, chosen = gr.State([]), gr.State("")
     facts = gr.HTML(elem_id="chosen")
     again = gr.Button("Use these settings again", elem_id="again")
@@ -189,9 +195,9 @@ def _gallery_tab(parts: Parts, tabs: gr.Tabs, fields: list[Any]) -> list[Any]:
 def _training_tab(page: gr.Blocks, run: Path) -> None:
     summary = gr.HTML(elem_id="summary")
     plot = gr.LinePlot(
-        _table([]), x="step", y="loss", color="of", height=320, label="Loss", elem_id="loss"
+        _table([]), x="step", y="loss", color="curve", height=320, label="Loss", elem_id="loss"
     )
-    samples = gr.Gallery(label="Samples of the training", columns=4, interactive=False)
+    samples = gr.Gallery(label="Samples of the training", elem_id="samples", **PICTURES)
 
     def refresh() -> tuple[Any, ...]:
         view = look(run)

@@ -53,6 +53,8 @@ def _within(module: nn.Module, path: str) -> list[str]:
 def _is_block(module: nn.Module) -> bool:
     if isinstance(module, nn.ModuleList | nn.ModuleDict):  # nobody calls it
         return False
+    if hasattr(module, "base_layer"):  # a layer with adapters beside it
+        return False
     single = type(module).__module__.startswith("torch.nn") and not list(module.children())
     return not single and any(True for _ in module.parameters())
 

@@ -6,7 +6,7 @@ Nothing here imports torch at its top: ``--help`` reads this module, and `filter
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ import tyro
 
 from gulliver.options import Range
 from gulliver.video import EncodeConfig
+from gulliver.video.preparation import CutSettings
 
 WORKERS = Range(0, 1024)
 SCORERS = ("sharpness", "brightness", "motion", "text_share", "phash")
@@ -36,6 +37,18 @@ class Scan:
     """Look at all files anew, also those that the table has."""
     workers: Annotated[int, WORKERS] = 0
     """Threads; 0: one for each core."""
+
+
+@dataclass(frozen=True)
+class Cut(CutSettings):
+    """Cuts videos into clips of one scene each, upright and of a constant rate, without sound."""
+
+    table: tyro.conf.Positional[Path]
+    """Table of videos, .parquet or .csv."""
+    out: Path = Path("cut.parquet")
+    """Table to write; its clips lie in a folder beside it, and what is in no clip is listed."""
+    workers: Annotated[int, WORKERS] = 0
+    """Processes; 0: one for each core."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,7 @@ class Filter:
 
 Action = (
     Annotated[Scan, tyro.conf.subcommand("scan", prefix_name=False)]
+    | Annotated[Cut, tyro.conf.subcommand("cut", prefix_name=False)]
     | Annotated[Score, tyro.conf.subcommand("score", prefix_name=False)]
     | Annotated[Dedup, tyro.conf.subcommand("dedup", prefix_name=False)]
     | Annotated[Filter, tyro.conf.subcommand("filter", prefix_name=False)]
@@ -161,6 +175,23 @@ def scan_folder(options: Scan) -> int:
     if found.ignored:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in found.ignored.most_common(8))
         print(f"{_many(found.ignored.total(), 'other file')} ignored: {kinds}")
+    return 0 if len(found.table) else 1
+
+
+def cut_scenes(options: Cut) -> int:
+    """Cuts; the exit code is 1 where there is no clip."""
+    from gulliver.video.preparation import Table, cut
+
+    settings = CutSettings(
+        **{each.name: getattr(options, each.name) for each in fields(CutSettings)}
+    )
+    found = cut(Table.read(options.table), options.out, settings, options.workers)
+    sources = _many(found.sources, "video")
+    print(f"{options.out}: {_many(len(found.table), 'clip')} of {sources}")
+    _list(
+        f"{_many(len(found.left_out), 'piece')} left out, listed in {found.listed}",
+        [(one.span, one.reason) for one in found.left_out],
+    )
     return 0 if len(found.table) else 1
 
 
@@ -273,6 +304,7 @@ def _many(count: int, name: str, several: str | None = None) -> str:
 
 _COMMANDS: dict[type, Callable[[Any], int]] = {
     Scan: scan_folder,
+    Cut: cut_scenes,
     Score: score_clips,
     Dedup: drop_copies,
     Filter: filter_rows,

@@ -38,6 +38,11 @@ class Turn(NamedTuple):
         """Whether rows become columns."""
         return abs(self.b) + abs(self.c) > abs(self.a) + abs(self.d)
 
+    @property
+    def is_upright(self) -> bool:
+        """Whether pixels are shown where they are stored."""
+        return not self.swaps and self.a >= 0 and self.d >= 0
+
     def applied(self, picture: np.ndarray) -> np.ndarray:
         """Turns a stored picture [H, W, 3] as it is to be shown; a view."""
         across, down = (self.c, self.b) if self.swaps else (self.a, self.d)

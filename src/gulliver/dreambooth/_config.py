@@ -77,6 +77,9 @@ class DreamboothConfig:
     """Steps on the pictures alone before that; by default a third of --steps."""
     motion_clips: Annotated[int, AT_LEAST_1] = 40
     """Number of such clips."""
+    motion_placed: bool = False
+    """Move each picture to where the base lets the subject of such a clip begin; for subjects on a
+    plain ground, whose edges are continued."""
     resolution: Annotated[int | None, Range(8, 8192)] = None
     """Side of the pictures in pixels; by default what the base was trained with."""
     on_broken: Literal["refuse", "skip"] = "refuse"
@@ -271,7 +274,9 @@ def _needs(config: DreamboothConfig) -> dict[str, tuple[bool, str]]:
         "initial": (config.learns_token, "it needs --learn-token, or --method token"),
         "token_rate": (config.learns_token, "it needs --learn-token, or --method token"),
         "motion": (lora, "the clips go on from adapters: add --method lora, or leave it out"),
-        **dict.fromkeys(("motion_after", "motion_clips"), (bool(config.motion), moved)),
+        **dict.fromkeys(
+            ("motion_after", "motion_clips", "motion_placed"), (bool(config.motion), moved)
+        ),
         "disk": (limited, "it needs --memory: what fits that stays in memory"),
         "plugin": (
             not limited,

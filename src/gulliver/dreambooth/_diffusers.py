@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gulliver.checkpoint import read_json
 from gulliver.dreambooth._base import Learnt, Picture, TokenHandle
 from gulliver.dreambooth._diffusers_files import read_lora, write_learnt
-from gulliver.dreambooth._kinds import KINDS, Conditions
+from gulliver.dreambooth._kinds import KINDS, T5_LENGTH, Conditions
 from gulliver.dreambooth._noise import Noise
 from gulliver.dreambooth._pictures import fitted
 from gulliver.dreambooth._tokens import add_token
@@ -119,7 +119,7 @@ class DiffusersBase:
                 f"--resolution {self.side} must be a multiple of {2 * self.factor} for this base"
             )
         self.trained = self._network(self.kind.network)
-        self.text: TextEncoders | None = None
+        self.text: nn.Module | None = None
         self.tokenizers: dict[str, Any] = {}
         self._told: dict[str, Conditions] = {}
 
@@ -173,7 +173,7 @@ class DiffusersBase:
             raise GulliverError(f"--model {self.folder}, {name}: {line}") from None
         return model.to(self.device)
 
-    def with_text(self) -> TextEncoders:
+    def with_text(self) -> nn.Module:
         """The text encoders, read when they are first asked for."""
         if self.text is None:
             self.text = TextEncoders({n: self._network(n) for n in self.kind.encoders})
@@ -257,10 +257,11 @@ class DiffusersBase:
     def _outline(self, count: int) -> Conditions:
         """Conditions of prompts without text encoders: their shapes."""
         encoders = [self._config(name) for name in self.kind.encoders]
-        length, config = encoders[0]["max_position_embeddings"], self.trained.config
+        length: int = encoders[0]["max_position_embeddings"]
+        config: Any = self.trained.config
         width = getattr(config, "cross_attention_dim", None)
         if width is None:  # of a joint transformer
-            width, length = config.joint_attention_dim, length + 256
+            width, length = config.joint_attention_dim, length + T5_LENGTH
         pooled = sum(one.get("projection_dim", 0) for one in encoders[-2:])
         pooled = getattr(
             config, "pooled_projection_dim", encoders[-1].get("projection_dim", pooled)

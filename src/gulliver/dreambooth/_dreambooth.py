@@ -108,7 +108,7 @@ def open_base(
             world.device,
             PRECISIONS[precision],
             config.sampling_steps,
-            config.guidance or GUIDANCE,
+            GUIDANCE if config.guidance is None else config.guidance,
             config.snr_gamma,
             on_meta,
             scratch if config.memory is not None and not on_meta else None,
@@ -258,7 +258,7 @@ class Teacher:
         # Seeded anew at each step, so that a resumed run needs no saved generator.
         torch.manual_seed(derive(self.config.seed, 6, self.step_number, self.place[0]))
         samples = self.order.samples(self.step_number)
-        totals = self._learn(shares(samples, *self.place, self.micro))
+        totals = self._learn(shares(samples, self.place[0], self.place[1], self.micro))
         wish = torch.tensor([float(stop_wanted)], dtype=torch.float64, device=totals.device)
         totals = torch.cat([totals, wish])
         all_reduce(totals, op="sum")
@@ -304,7 +304,9 @@ class Teacher:
         if not self.world.is_main:
             return
         moved = self.booster.moved
-        told = {} if moved is None else {"read": size_text(moved[0]), "wrote": size_text(moved[1])}
+        told: dict[str, Any] = (
+            {} if moved is None else {"read": size_text(moved[0]), "wrote": size_text(moved[1])}
+        )
         rate = f"{self.seconds / max(1, self.step_number):.2f}"
         memory = size_text(memory_in_use())
         display.advance(loss=f"{line['loss']:.4f}", s_per_step=rate, memory=memory, **told)
@@ -329,6 +331,9 @@ class Teacher:
         write_pixels(stem, grid(pictures, columns))
         about = {"step": self.step_number, "prompts": self.prompts, "seeds": seeds[:columns]}
         more = {name: getattr(config, name) for name in ("sampling_steps", "guidance", "seed")}
+        more["guidance"] = getattr(
+            self.base, "guidance", config.guidance
+        )  # where none is asked for
         write_json(stem.with_suffix(".json"), {**about, **more})
 
     def _save(self) -> None:

@@ -6,6 +6,8 @@ A base that was taught stills only shows the subject at first, and something tha
 the clip goes on. But it can go on from a picture: given one as the first frame, and the subject's
 word, it makes clips that keep the subject, with the motion that it has learnt itself. These clips
 are what it learns from then, beside the pictures. Nothing is told of motion but by the prompts.
+Where a clip that moves right begins, the base knows, too: it is asked for one without a picture,
+and the picture is moved to where it correlates most with the first frame (`placed_as`).
 
 Each of the two halves is a run of its own in the run folder, so that any of them resumes.
 
@@ -77,6 +79,7 @@ def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Out
         motion="",
         motion_after=None,
         motion_clips=DreamboothConfig.motion_clips,
+        motion_placed=False,
         prior_folder=prior_folder(config) if config.priors else None,
     )
     steps = config.still_steps
@@ -130,12 +133,13 @@ def _moved(config: DreamboothConfig, adapter: Path, world: World) -> Path:
         assert config.model is not None, "it is checked"
         base = open_video(config, world.device, torch.float32)
         load_adapter(base.maker, adapter)
+        placed = config.motion_placed
         with Display("setting pictures in motion", len(mine), 0, world.is_main) as display:
             for number in mine:
                 text = texts[number // len(pictures) % len(texts)]
                 still = pictures[number % len(pictures)].pixels
                 seed = derive(config.seed, 9, number) % 2**32
-                write_pixels(stems[number], base.continued(still, text, seed))
+                write_pixels(stems[number], base.continued(still, text, seed, placed))
                 write_text(stems[number].with_suffix(".txt"), text)
                 display.advance()
     barrier()

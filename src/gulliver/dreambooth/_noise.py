@@ -56,7 +56,7 @@ class Noise:
         if name in FLOWS:
             if snr_gamma is not None:
                 raise GulliverError("--snr-gamma weighs noise schedules: leave it out for a flow")
-            flow = FlowMatchEulerDiscreteScheduler.from_config(dict(values))
+            flow: Any = FlowMatchEulerDiscreteScheduler.from_config(dict(values))
             self.kind, self.levels = FLOW, flow.sigmas.double().tolist()
             self.times: list[float] = flow.timesteps.double().tolist()
             return

@@ -6,7 +6,7 @@ Seconds are not told: those of convolutions would be guessed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -158,7 +158,5 @@ def recompute_blocks(student: Any) -> None:
 def lines_of(planned: Planned, size: int, side: str) -> list[str]:
     """Lines for people: memory by kind and tier."""
     *found, _ = planned.lines(1)
-    return [f"micro-batches of {size} {side}", *found]
-
-
-Say = Callable[[str], Any]
+    again = ["  blocks are computed again in backward"] if planned.recompute else []
+    return [f"micro-batches of {size} {side}", *found, *again]

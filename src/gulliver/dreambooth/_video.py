@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -108,7 +109,7 @@ class VideoBase:
         guidance: float | None = None,
         on_meta: bool = False,
     ) -> None:
-        self.device, self.on_meta = device or torch.device("cpu"), on_meta
+        self.device, self.dtype, self.on_meta = device or torch.device("cpu"), dtype, on_meta
         self.maker = open_run(folder, self.device)
         self.config = read_json(folder / "config.json")
         shapes = parse_shapes(tuple(self.config["data"]["shapes"]))
@@ -146,7 +147,7 @@ class VideoBase:
         if known is not None and token in known:
             raise GulliverError(f"--token {token} is a word of the base already: choose another")
         row = torch.stack([words.vector(word) for word in words_of(initial or token)])
-        self.text = TaughtWords(words, token, row.mean(0, keepdim=True).to(self.device))
+        self.text = TaughtWords(words, token, row.mean(0, keepdim=True).to(self.device, self.dtype))
         cast(Any, self.maker).text = self.text
         if known is not None:
             cast(Any, self.maker).known_words = known | {token}
@@ -235,12 +236,14 @@ class VideoBase:
             drop.append(torch.rand(1, generator=generator) < share)
         vectors, mask = self._encoded(texts, latents)
         ones = latents.new_ones(len(latents))
+        # The model reads these numbers off, which it could not of tensors on meta.
+        real = torch.ones(len(latents), device=self.device)
         inputs: dict[str, Any] = {
             "y": vectors,
             "mask": mask,
             "fps": ones * getattr(self.maker, "fps", FPS),
-            "height": ones * bucket.height,
-            "width": ones * bucket.width,
+            "height": real * bucket.height,
+            "width": real * bucket.width,
             "drop_caption": torch.cat(drop).to(latents.device),
         }
         if "num_frames" in _taken(self.trained):
@@ -261,10 +264,27 @@ class VideoBase:
         requests = [Request(text, self.bucket, seed) for text, seed in asked]
         return [to_frames(clip) for clip in self.maker.generate(requests, self.sampling)]
 
-    def continued(self, still: np.ndarray, text: str, seed: int) -> np.ndarray:
-        """Makes a clip ``[T, H, W, 3]`` of a prompt that begins with a picture ``[H, W, 3]``."""
+    def continued(self, still: np.ndarray, text: str, seed: int, placed: bool) -> np.ndarray:
+        """Makes a clip of a prompt that begins with a picture.
+
+        Args:
+            still: picture ``[H, W, 3]``.
+            text: prompt of the clip.
+            seed: seed of its noise.
+            placed: whether the picture is moved to where the clip of the prompt alone begins.
+
+        Returns:
+            Clip ``[T, H, W, 3]``.
+        """
         first = torch.from_numpy(still)[None].permute(3, 0, 1, 2).float() / 127.5 - 1
-        (clip,) = self.maker.generate([Request(text, self.bucket, seed, first)], self.sampling)
+        first, request = (
+            fit(first, self.bucket.height, self.bucket.width),
+            Request(text, self.bucket, seed),
+        )
+        if placed:
+            (alone,) = self.maker.generate([request], self.sampling)
+            first = placed_as(first, alone[:, :1])
+        (clip,) = self.maker.generate([replace(request, given=first)], self.sampling)
         return to_frames(clip)
 
     def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
@@ -404,6 +424,28 @@ def fingerprint_of(maker: VideoModel | VideoPipeline) -> str:
             digest.update(f"{name} {tuple(value.shape)}".encode() + part.numpy().tobytes())
     digest.update(maker.text.fingerprint.encode())
     return digest.hexdigest()
+
+
+def placed_as(still: Tensor, other: Tensor) -> Tensor:
+    """Moves a picture to where it correlates most with another one; its edges are continued.
+
+    Args:
+        still: picture ``[3, 1, H, W]``.
+        other: picture of the same shape.
+    """
+    height, width = still.shape[2:]
+    one, two = (picture.mean((0, 1)) for picture in (still, other))
+    spectra = [torch.fft.rfft2(levels - levels.mean()) for levels in (one, two)]
+    fits = torch.fft.irfft2(spectra[0].conj() * spectra[1], s=(height, width))
+    best = int(fits.argmax())
+    # Beyond half of the picture a circular shift is one to the other side.
+    down, right = (
+        (place + size // 2) % size - size // 2
+        for place, size in ((best // width, height), (best % width, width))
+    )
+    rows = (torch.arange(height) - down).clamp(0, height - 1)
+    columns = (torch.arange(width) - right).clamp(0, width - 1)
+    return still[:, :, rows][..., columns]
 
 
 def _taken(network: nn.Module) -> frozenset[str]:

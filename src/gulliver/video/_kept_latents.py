@@ -16,7 +16,7 @@ cost as much as encoding them. Index and table of samples of a video lie at its 
 and every new encoding of it has others.
 
 Shards rather than a file for each clip: a million clips are files that no file system likes, and a
-rank that is killed loses a shard, a few seconds of work. They are read with `pread`, not mapped: a
+rank that is killed loses one shard at most. They are read with `pread`, not mapped: a
 window is one stretch of a file, and a shard that is cut off under a training run is an error of one
 clip, not a SIGBUS.
 

@@ -200,5 +200,6 @@ class _Step:
                 loss = (self.criterion or stand_in_loss)(output)
             recorder.backward = True
             if loss.requires_grad:
-                loss.backward()
+                # The method would leave the mode that chooses kernels, for what is computed again.
+                torch.autograd.backward(loss)
             del output, loss

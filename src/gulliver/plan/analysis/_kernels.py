@@ -8,8 +8,10 @@ that they would choose on CUDA (aten/src/ATen/native/transformers/cuda/sdp_utils
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from gulliver.errors import GulliverError, nearest
 
 KERNELS = ("cpu", "cuda")
 aten = torch.ops.aten
+ATTENTION = F.scaled_dot_product_attention
 HALF = (torch.float16, torch.bfloat16)
 WIDEST = 256
 """Dims of a head that flash attention takes at most."""
@@ -35,7 +38,14 @@ def kernels_of(name: str) -> AbstractContextManager[Any]:
     """
     if name not in KERNELS:
         raise GulliverError(f"unknown kernels {name!r}: {nearest(name, KERNELS)}")
-    return _CudaKernels() if name == "cuda" else nullcontext()
+    return _on_cuda() if name == "cuda" else nullcontext()
+
+
+@contextmanager
+def _on_cuda() -> Iterator[None]:
+    # A mode does not see what functions of torch call that it has seen itself.
+    with patch.object(F, "scaled_dot_product_attention", _attention), _CudaKernels():
+        yield
 
 
 class _CudaKernels(TorchFunctionMode):
@@ -43,7 +53,7 @@ class _CudaKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is ATTENTION:
             return _attention(*args, **kwargs)
         if func in (F.dropout, torch.dropout):
             return _dropout(func, *args, **kwargs)

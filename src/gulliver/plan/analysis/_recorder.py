@@ -276,7 +276,7 @@ class Recorder(StorageCounter):
         if self.quiet or not (given or _changed(func)):
             return
         if self.made is not None:
-            self.made += [weakref.ref(tensor) for tensor in given]
+            self.made += [weakref.ref(tensor) for tensor in given if not self.was_there(tensor)]
         node, phase = self._node_of()
         if phase == BACKWARD:
             # A repeated forward stops where nothing more is needed, without leaving its modules.

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -247,7 +248,8 @@ def calls_through(call: Any, modules: list[nn.Module]) -> Iterator[None]:
 
 def _through(call: Any, kind: type) -> Any:
     def through(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return call(self, kind.__call__.__get__(self), args, kwargs)
+        own = partial(kind.__call__, self)
+        return call(self, own, args, kwargs)
 
     return through
 

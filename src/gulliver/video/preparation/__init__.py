@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gulliver.video.preparation._caption import Captioned, caption
+    from gulliver.video.preparation._cut import CutReport, cut
+    from gulliver.video.preparation._cut_settings import CutSettings
     from gulliver.video.preparation._dedup import Deduplicated, Pair, deduplicate
     from gulliver.video.preparation._encode import Encoded, check_encode, encode
     from gulliver.video.preparation._filter import Filtered, filter_file, filter_table
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = [
     "IN_THE_BOX",
     "Captioned",
+    "CutReport",
+    "CutSettings",
     "Deduplicated",
     "Encoded",
     "Filtered",
@@ -35,6 +39,7 @@ __all__ = [
     "broken_path",
     "caption",
     "check_encode",
+    "cut",
     "deduplicate",
     "encode",
     "filter_file",
@@ -52,6 +57,8 @@ __all__ = [
 
 _MODULES = {
     "_caption": ("Captioned", "caption"),
+    "_cut": ("CutReport", "cut"),
+    "_cut_settings": ("CutSettings",),
     "_dedup": ("Deduplicated", "Pair", "deduplicate"),
     "_encode": ("Encoded", "check_encode", "encode"),
     "_filter": ("Filtered", "filter_file", "filter_table"),

@@ -109,20 +109,22 @@ def _row(name: str, before: dict[str, dict[str, Any]], fresh: dict[str, Outcome]
 
 def _files(folder: Path, out: Path) -> tuple[list[Path], Counter[str], list[tuple[str, str]]]:
     """Finds clips and pictures, counts others by suffix, lists names that no table holds."""
-    clips, ignored, broken = [], Counter[str](), []
+    clips, others, broken = [], [], []
     ours = {out.absolute(), broken_path(out).absolute()}
     for path in sorted(folder.absolute().rglob("*")):
         suffix = path.suffix.lower()
         if path in ours or path.name.startswith(f".{out.name}."):
             continue
         if suffix not in VIDEOS and suffix not in PICTURES:
-            ignored.update([] if path.is_dir() else [suffix or "no suffix"])
+            others += [] if path.is_dir() else [path]
         elif path.is_dir():
             broken.append((_relative(path, out.absolute().parent), "is a folder"))
         elif not path.name.isprintable():
             broken.append((repr(path.name), "has a name that tables cannot hold: rename it"))
         else:
             clips.append(path)
+    captions = {path.with_suffix(".txt") for path in clips}
+    ignored = Counter(path.suffix.lower() or "no suffix" for path in {*others} - captions)
     return clips, ignored, broken
 
 

@@ -158,5 +158,5 @@ def _card(row: dict[str, Any], outcome: Outcome) -> str:
 
 def _short(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}" if math.isfinite(value) else str(value)
+        return f"{value:,.0f}" if 1000 <= abs(value) < math.inf else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -12,7 +12,7 @@ import csv
 import io
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -112,7 +112,7 @@ class Table:
         """Returns of each row the name that the table has, and the path that it leads to."""
         return [(name or "", self.path.parent / (name or "")) for name in self.column("path")]
 
-    def with_columns(self, columns: dict[str, Sequence[Any]]) -> Table:
+    def with_columns(self, columns: Mapping[str, Sequence[Any]]) -> Table:
         """Adds columns, or replaces those of the same names."""
         data, pa = self.data, arrow()
         for name, values in columns.items():

@@ -38,6 +38,7 @@ class Outcome:
 
 Clips = Sequence[tuple[str, Path]]
 Work = Callable[[Path], dict[str, Any] | Outcome]
+Each = Callable[[Any, Iterable[tuple[str, Path]], int], Iterator[tuple[str, Outcome]]]
 
 
 @contextmanager
@@ -48,6 +49,7 @@ def work_on(
     step: str,
     settings: str = "",
     workers: int = 0,
+    each: Each | None = None,
 ) -> Iterator[list[Outcome]]:
     """Yields the outcome of each file; the block writes the table, after which the journal goes.
 
@@ -58,6 +60,7 @@ def work_on(
         step: name of what is done, which names the journal and is shown with the progress.
         settings: what the values depend on besides the file; a journal of others starts anew.
         workers: threads; 0 takes one for each core.
+        each: way to work on all files, which yields key and outcome of each; by default in threads.
 
     Raises:
         GulliverError: another process is at the same step of this table.
@@ -74,7 +77,7 @@ def work_on(
     try:
         remove_leftovers(path.parent)
         journal = _Journal(path, settings)
-        yield _worked(clips, work, journal, step, workers)
+        yield _worked(clips, work, journal, step, workers, each or _in_threads)
         path.unlink(missing_ok=True)
     finally:
         lock.__exit__(None, None, None)
@@ -86,6 +89,7 @@ def _worked(
     journal: _Journal,
     step: str,
     workers: int,
+    each: Each,
 ) -> list[Outcome]:
     keys = [_key(name, path) for name, path in clips]
     left = [place for place, key in enumerate(keys) if key not in journal.found]
@@ -94,7 +98,7 @@ def _worked(
     first = {keys[place]: place for place in reversed(left)}
     with Display(step, len(keys), done) as display, journal:
         jobs = ((key, clips[place][1]) for key, place in sorted(first.items(), key=lambda i: i[1]))
-        for key, outcome in _in_threads(work, jobs, workers or usable_cores()):
+        for key, outcome in each(work, jobs, workers or usable_cores()):
             journal.add(key, outcome)
             display.advance()
         display.advance(len(left) - len(first))
