@@ -76,6 +76,7 @@ from gulliver.hardware._step import (
     Message,
     StepCosts,
     layer_seconds,
+    pipeline_seconds,
     predict_step,
     update_seconds,
 )
@@ -136,6 +137,7 @@ __all__ = [
     "operator_flops",
     "operator_seconds",
     "pair_rounds",
+    "pipeline_seconds",
     "point_to_point_seconds",
     "predict_step",
     "probe_collectives",

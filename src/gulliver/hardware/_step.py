@@ -129,6 +129,37 @@ def predict_step(
     return StepCosts(compute_s, recompute_s, spent, sent, exposed, bubble_s, update_s)
 
 
+def pipeline_seconds(
+    schedule: str,
+    stages: Sequence[float],
+    backward: float,
+    micro_batches: int,
+    chunks: int = 1,
+    link_s: float = 0.0,
+) -> float:
+    """Seconds of a pipeline's step, in closed form.
+
+    Every micro-batch passes the slowest rank, and the first and the last the others besides: as a
+    whole (GPipe, 1F1B), a chunk of them (interleaved: Narayanan et al. 2021), or but for gradients
+    of weights, which are computed while ranks would wait (Qi et al. 2024: ZB-H1, and for schedules
+    that are folded ZB-V). A simulation of the schedule is exact, and costs seconds for large ones.
+
+    Args:
+        schedule: name of the schedule.
+        stages: seconds of a forward and backward of a micro-batch on each rank.
+        backward: share of the backward in those.
+        micro_batches: number of them.
+        chunks: stages on each rank.
+        link_s: seconds of a message between two ranks.
+    """
+    slowest = max(stages)
+    others = sum(stages) - slowest
+    folded = max(0.0, 1 - 1.5 * backward)
+    part = {"zero_bubble": 1 - backward, "zbv": folded, "dualpipev": folded}.get(schedule, 1.0)
+    hops = 2 * (len(stages) - 1) * link_s
+    return micro_batches * slowest + others * part / chunks + hops
+
+
 def _among_computing(link: Link) -> Link:
     busy = tuple(replace(a, collectives={**a.collectives, **a.busy}) for a in link.along)
     return replace(link, along=busy)

@@ -25,8 +25,15 @@ from gulliver.booster._predict import (
 )
 from gulliver.booster.search._facts import Facts, Shared
 from gulliver.booster.search._grids import Axes, Grid
-from gulliver.hardware import Cluster, Link, point_to_point_seconds, predict_step
-from gulliver.parallel.pipeline import predict as predict_pipeline
+from gulliver.errors import GulliverError
+from gulliver.hardware import (
+    Cluster,
+    Link,
+    pipeline_seconds,
+    point_to_point_seconds,
+    predict_step,
+)
+from gulliver.parallel.pipeline import STYLES
 from gulliver.parallel.sequence import Volume
 from gulliver.plan import (
     SHARED_BY_TENSOR,
@@ -93,12 +100,25 @@ class Scorer:
         self.device, self.free = device, free
         self._links = lru_cache(None)(self._links_of)
         self._dealt = lru_cache(None)(self._dealt_of)
-        self._ordered = lru_cache(None)(self._ordered_of)
         self._work = lru_cache(None)(self._work_of)
+        self._volume = lru_cache(None)(self._volume_of)
 
     def shared(self, axes: Axes) -> Shared | None:
         """What the tensor ranks of a mesh share; None where they cannot."""
         return self.facts.shared(axes.tensor)
+
+    def refuses(self, axes: Axes) -> str:
+        """Why a model cannot be laid over a mesh; empty where it can."""
+        if self.shared(axes) is None:
+            return self.facts.refused[axes.tensor]
+        degree = axes.sequence if axes.mode != "split_gather" else axes.tensor
+        if self.facts.tokens % degree:
+            return f"{self.facts.tokens} tokens of a sample do not divide over {degree} ranks"
+        try:
+            self._volume(axes, self.batch // axes.data)
+        except GulliverError as error:
+            return str(error)
+        return ""
 
     def bound(self, axes: Axes) -> float:
         """Seconds that no grid on a mesh is below: what is computed, and sent while nothing is."""
@@ -158,7 +178,7 @@ class Scorer:
         plan = self._plan(grid, self._work(grid.axes, samples))
         links, share = self._links(grid.axes), self._share(grid.axes, shared)
         blocks = len(facts.blocks)
-        volume = self._volume(plan)
+        volume = self._volume(grid.axes, samples)
         messages = [
             replace(m, count=m.count * times)
             for m in model_messages(plan, links, again, max(blocks, 1), 1.0, volume)
@@ -185,7 +205,7 @@ class Scorer:
         repeated = again * plan.work.share_blocks * forward
         bubble, own = self._waits(grid, forward, backward + repeated)
         blocks = max(len(self.facts.blocks), 1) * own
-        volume = self._volume(plan)
+        volume = self._volume(grid.axes, samples)
         messages = list(shared_messages(plan, links["replicas"]))
         for message in model_messages(plan, links, again, blocks, own, volume):
             along = message.axes == links.get("pipeline")
@@ -211,23 +231,15 @@ class Scorer:
             return 0.0, 1.0 / axes.pipeline
         sent = self.facts.hidden * (self.batch // axes.data) // micro
         link = point_to_point_seconds(self._links(axes)["pipeline"][0][1], sent)
-        # Schedules are alike where times are in proportion: to three digits.
-        ratios = (float(f"{backward / forward:.3g}"), float(f"{link / forward:.3g}"))
-        seconds, busy = self._ordered(
-            grid.schedule, axes.pipeline, micro, axes.pipeline * grid.chunks, ratios
-        )
-        return forward * (seconds - busy), busy / (1 + ratios[0])
-
-    def _ordered_of(
-        self, schedule: str, ranks: int, micro: int, stages: int, ratios: tuple[float, float]
-    ) -> tuple[float, float]:
-        """Seconds of a schedule, and those that the first rank computes, in forwards."""
-        _, shares = self._dealt(stages)
-        each = [share / micro for share in shares]
-        found = predict_pipeline(
-            schedule, ranks, micro, each, [ratios[0] * part for part in each], ratios[1]
-        )
-        return found.seconds, found.busy[0]
+        _, shares = self._dealt(axes.pipeline * grid.chunks)
+        whole = forward + backward
+        ranks = [
+            sum(shares[stage] for stage in stages_of(grid, rank)) * whole / micro
+            for rank in range(axes.pipeline)
+        ]
+        seconds = pipeline_seconds(grid.schedule, ranks, backward / whole, micro, grid.chunks, link)
+        slowest = micro * max(ranks)
+        return seconds - slowest, slowest / whole
 
     def _update(self, grid: Grid, own: float) -> float:
         axes = grid.axes
@@ -287,8 +299,8 @@ class Scorer:
             share_cut=shared.seconds,
         )
 
-    def _volume(self, plan: Plan) -> Volume:
-        return attention_volume(plan, self.facts.model)
+    def _volume_of(self, axes: Axes, samples: int) -> Volume:
+        return attention_volume(self._plan(Grid(axes), self._work(axes, samples)), self.facts.model)
 
     # Bytes.
 
@@ -320,9 +332,7 @@ class Scorer:
         sizes, _ = self._dealt(ranks * grid.chunks)
         starts = [sum(sizes[:n]) for n in range(len(sizes))]
         for rank in range(ranks):
-            mine = [rank + n * ranks for n in range(grid.chunks)]
-            if grid.schedule in ("zbv", "dualpipev"):
-                mine = [rank, 2 * ranks - 1 - rank]
+            mine = stages_of(grid, rank)
             blocks = tuple(
                 b for stage in mine for b in range(starts[stage], starts[stage] + sizes[stage])
             )
@@ -358,6 +368,14 @@ class Scorer:
             )
         memory = replace(state, activations=int(kept * flying))
         return memory, int(working)
+
+
+def stages_of(grid: Grid, rank: int) -> list[int]:
+    """Numbers of the stages on a rank of a pipeline."""
+    ranks = grid.axes.pipeline
+    if STYLES[grid.schedule].folded:
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank + n * ranks for n in range(grid.chunks)]
 
 
 def under_way(grid: Grid, rank: int, micro: int) -> float:

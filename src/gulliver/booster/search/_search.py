@@ -121,8 +121,9 @@ def search_grids(
     modes = modes_of(facts)
     blocks = len(facts.blocks) if facts.has_stack else 0
     meshes = axes_of(cluster.size, samples, blocks, modes)
-    possible = [axes for axes in meshes if scorer.shared(axes) is not None]
-    refused = {f"tensor size {size}": why for size, why in sorted(facts.refused.items())}
+    refusals = {axes: scorer.refuses(axes) for axes in meshes}
+    possible = [axes for axes, why in refusals.items() if not why]
+    refused = {axes_text(axes): why for axes, why in refusals.items() if why}
     if not possible:
         why = next(iter(refused.values()), f"{samples} samples cannot be dealt to them")
         raise GulliverError(f"no mesh of {cluster.size} ranks can run this model: {why}")
