@@ -12,7 +12,6 @@ grid the least number that fits is the best, and is found by halving.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -22,6 +21,14 @@ from gulliver.booster._predict import (
     by_kind,
     model_messages,
     shared_messages,
+)
+from gulliver.booster.search._bytes import (
+    CHUNK_BYTES,
+    Stage,
+    held_bytes,
+    stages_of,
+    summed,
+    under_way,
 )
 from gulliver.booster.search._facts import Facts, Shared
 from gulliver.booster.search._grids import Axes, Grid
@@ -36,7 +43,6 @@ from gulliver.hardware import (
 from gulliver.parallel.pipeline import STYLES
 from gulliver.parallel.sequence import Volume
 from gulliver.plan import (
-    SHARED_BY_TENSOR,
     ChunkPlan,
     MemoryPlan,
     Mesh,
@@ -49,11 +55,6 @@ from gulliver.plan import (
     ZeroPlan,
 )
 from gulliver.solve import partition_chain
-
-CHUNK_BYTES = 32 << 20
-"""Size of a chunk of ZeRO in the search; a plan that is made of a grid has its own."""
-WINDOW = 4
-"""Chunks that are whole at once at stage 3: in use, ahead of use, and being reduced."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Scorer:
         self._links = lru_cache(None)(self._links_of)
         self._dealt = lru_cache(None)(self._dealt_of)
         self._work = lru_cache(None)(self._work_of)
+        self._summed = lru_cache(None)(self._summed_of)
         self._volume = lru_cache(None)(self._volume_of)
 
     def shared(self, axes: Axes) -> Shared | None:
@@ -232,9 +234,11 @@ class Scorer:
         sent = self.facts.hidden * (self.batch // axes.data) // micro
         link = point_to_point_seconds(self._links(axes)["pipeline"][0][1], sent)
         _, shares = self._dealt(axes.pipeline * grid.chunks)
+        folded = STYLES[grid.schedule].folded
         whole = forward + backward
         ranks = [
-            sum(shares[stage] for stage in stages_of(grid, rank)) * whole / micro
+            sum(shares[n] for n in stages_of(rank, axes.pipeline, grid.chunks, folded))
+            * (whole / micro)
             for rank in range(axes.pipeline)
         ]
         seconds = pipeline_seconds(grid.schedule, ranks, backward / whole, micro, grid.chunks, link)
@@ -302,8 +306,6 @@ class Scorer:
     def _volume_of(self, axes: Axes, samples: int) -> Volume:
         return attention_volume(self._plan(Grid(axes), self._work(axes, samples)), self.facts.model)
 
-    # Bytes.
-
     def _dealt_of(self, stages: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Blocks and share of the work of each stage; the head and the loss are on the last."""
         parts, outside = self.facts.parts, self.facts.outside
@@ -318,108 +320,33 @@ class Scorer:
 
     def _held(self, grid: Grid, shared: Shared) -> tuple[MemoryPlan, int]:
         """Bytes of the rank that holds most, by kind, and what it works with."""
-        facts, axes = self.facts, grid.axes
-        if axes.pipeline == 1:
-            stages = [(tuple(range(len(facts.parts))), True, 1.0)]
-        else:
-            stages = list(self._stages(grid))
-        every = [self._of_stage(grid, shared, *stage) for stage in stages]
+        axes = grid.axes
+        folded = grid.axes.pipeline > 1 and STYLES[grid.schedule].folded
+        stages = self._summed(axes.pipeline, grid.chunks, folded)
+        ranks = {0, axes.pipeline - 1, max(range(len(stages)), key=lambda n: stages[n].count)}
+        every = [
+            held_bytes(self.facts, grid, shared, stages[rank], under_way(grid, rank), self.batch)
+            for rank in sorted(ranks)
+        ]
         return max(every, key=lambda found: sum(vars(found[0]).values()) + found[1])
 
-    def _stages(self, grid: Grid) -> Iterator[tuple[tuple[int, ...], bool, float]]:
-        """Blocks, whether the outside is there, and micro-batches under way, of each rank."""
-        ranks, micro = grid.axes.pipeline, grid.micro_batches
-        sizes, _ = self._dealt(ranks * grid.chunks)
+    def _summed_of(self, ranks: int, chunks: int, folded: bool) -> list[Stage]:
+        """Sums over the blocks of each rank of a pipeline."""
+        facts = self.facts
+        if ranks == 1:
+            return [summed(facts.parts, True)]
+        sizes, _ = self._dealt(ranks * chunks)
         starts = [sum(sizes[:n]) for n in range(len(sizes))]
+        found = []
         for rank in range(ranks):
-            mine = stages_of(grid, rank)
-            blocks = tuple(
-                b for stage in mine for b in range(starts[stage], starts[stage] + sizes[stage])
-            )
-            yield blocks, 0 in mine or ranks * grid.chunks - 1 in mine, under_way(grid, rank, micro)
-
-    def _of_stage(
-        self, grid: Grid, shared: Shared, blocks: Sequence[int], ends: bool, flying: float
-    ) -> tuple[MemoryPlan, int]:
-        facts, axes = self.facts, grid.axes
-        parts = [facts.parts[number] for number in blocks]
-        own = sum(part.parameters for part in parts) + (facts.outside.parameters if ends else 0)
-        own = int(own * (1 - shared.parameters * (1 - 1 / axes.tensor)))
-        state = state_bytes_of(facts, grid, own, axes.data * axes.sequence, axes.tensor)
-        samples = self.batch // axes.data // grid.micro_batches
-        divided = (1 - shared.saved * (1 - 1 / axes.tensor)) / axes.sequence
-        whole = 1 / axes.sequence
-        if axes.mode in SHARED_BY_TENSOR:
-            divided = whole = 1 / axes.tensor
-        kept = working = 0.0
-        spread = grid.recomputed / max(1, len(facts.blocks))
-        again = round(spread * len(parts))
-        for number, part in enumerate(parts):
-            if number < again:
-                kept += samples * part.output * whole
-                working = max(working, samples * (part.saved + part.working) * divided)
-            else:
-                kept += samples * part.saved * divided
-                working = max(working, samples * part.working * divided)
-        if ends:
-            kept += samples * facts.outside.saved * divided / flying
-            working = max(
-                working, samples * min(facts.outside.working, facts.outside.saved) * divided
-            )
-        memory = replace(state, activations=int(kept * flying))
-        return memory, int(working)
-
-
-def stages_of(grid: Grid, rank: int) -> list[int]:
-    """Numbers of the stages on a rank of a pipeline."""
-    ranks = grid.axes.pipeline
-    if STYLES[grid.schedule].folded:
-        return [rank, 2 * ranks - 1 - rank]
-    return [rank + n * ranks for n in range(grid.chunks)]
-
-
-def under_way(grid: Grid, rank: int, micro: int) -> float:
-    """Micro-batches whose forward has run on a rank and whose backward has not, at most.
-
-    In parts of all the rank's stages, by the definition of the schedules (Narayanan et al. 2021;
-    Qi et al. 2024).
-    """
-    ranks, chunks = grid.axes.pipeline, grid.chunks
-    if grid.schedule == "gpipe":
-        return micro
-    if grid.schedule in ("zbv", "dualpipev"):
-        return min(micro, ranks + (grid.schedule == "dualpipev") / 2)
-    if chunks > 1:
-        return min(micro, ((chunks - 1) * ranks + 2 * (ranks - rank - 1) + 1) / chunks)
-    return min(micro, ranks - rank)
-
-
-def state_bytes_of(facts: Facts, grid: Grid, own: int, replicas: int, tensor: int) -> MemoryPlan:
-    """Bytes of parameters, gradients and optimizer state (ZeRO, Rajbhandari et al. 2020).
-
-    Args:
-        facts: the model.
-        grid: its stage counts.
-        own: elements of the rank's parameters, before they are sharded.
-        replicas: number of ranks that share them.
-        tensor: number of ranks that share each.
-    """
-    learns = facts.trained / max(1, facts.parameters)
-    chunk = facts.item * max(CHUNK_BYTES // facts.item, facts.largest // tensor)
-    window = min(WINDOW * chunk, facts.item * own)
-    parts = replicas if grid.stage else 1
-    parameters = facts.item * own
-    if grid.stage == 3:
-        # Of 16 bits, the shards are the float32 copies.
-        parameters = window + (0 if facts.copied else facts.item * own // replicas)
-    gradients = facts.item * own * learns
-    if grid.stage >= 2:
-        gradients = min(gradients, window) + 4 * own * learns / replicas
-    elif facts.copied:
-        gradients += 4 * own * learns / parts
-    copies = 4 if facts.copied else 0
-    state = own * learns * (4 * facts.states + copies) / parts
-    return MemoryPlan(int(parameters), int(gradients), int(state))
+            mine = stages_of(rank, ranks, chunks, folded)
+            parts = [
+                facts.parts[block]
+                for stage in mine
+                for block in range(starts[stage], starts[stage] + sizes[stage])
+            ]
+            found.append(summed(parts, 0 in mine or ranks * chunks - 1 in mine))
+        return found
 
 
 def _chunks(count: int) -> tuple[ChunkPlan, ...]:
