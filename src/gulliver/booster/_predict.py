@@ -297,9 +297,10 @@ def model_messages(
     """
     work, sequence, degree = plan.work, plan.sequence, plan.mesh.of("sequence")
     if "tensor" in links:
-        passes = [(n, 1.0) for n in (*work.reduced_forward, *work.reduced_backward)]
-        passes += [(n, again) for n in work.reduced_again if again]
-        for count, times in passes:
+        passes = dict[int, float](Counter((*work.reduced_forward, *work.reduced_backward)))
+        for count, number in Counter(work.reduced_again).items():
+            passes[count] = passes.get(count, 0) + again * number
+        for count, times in passes.items():
             size = count // degree
             if sequence.mode in SHARED_BY_TENSOR:
                 yield Message("reduce_scatter", size, links["tensor"], times * own)
@@ -308,8 +309,8 @@ def model_messages(
                 yield Message("all_reduce", size, links["tensor"], times * own)
         if sequence.mode in SHARED_BY_TENSOR:
             # Gathered inputs are not kept for the gradients of the weights, but gathered again.
-            for size in work.reduced_backward:
-                yield Message("all_gather", size, links["tensor"], own)
+            for size, number in Counter(work.reduced_backward).items():
+                yield Message("all_gather", size, links["tensor"], number * own)
     if "sequence" in links:
         u, ring = sequence.ulysses, sequence.outer * sequence.inner
         passes = (attention.forward, attention.ulysses_forward, 1 + again)

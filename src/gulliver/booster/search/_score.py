@@ -54,7 +54,6 @@ from gulliver.plan import (
     Work,
     ZeroPlan,
 )
-from gulliver.solve import partition_chain
 
 
 @dataclass(frozen=True)
@@ -311,9 +310,7 @@ class Scorer:
         parts, outside = self.facts.parts, self.facts.outside
         costs = [part.forward_s + part.backward_s for part in parts]
         costs[-1] += outside.forward_s + outside.backward_s
-        found = partition_chain(costs, stages)
-        whole = sum(costs)
-        bounds = found.bounds
+        bounds, whole = quick_cut(costs, stages), sum(costs)
         sizes = tuple(b - a for a, b in itertools.pairwise(bounds))
         shares = tuple(sum(costs[a:b]) / whole for a, b in itertools.pairwise(bounds))
         return sizes, shares
@@ -358,3 +355,41 @@ def _chunks(count: int) -> tuple[ChunkPlan, ...]:
 
 
 NOBODY = Shared(1)
+
+
+def quick_cut(costs: Sequence[float], parts: int) -> list[int]:
+    """Bounds of consecutive parts whose largest is as small as can be, by halving of the limit.
+
+    `partition_chain` finds the most even of them too, in time that grows with the square of the
+    costs.
+
+    Args:
+        costs: costs in order, at least as many as parts.
+        parts: number of parts, none empty.
+    """
+    low, high = max(costs), sum(costs)
+    best = _filled(costs, parts, high)
+    for _ in range(40):
+        middle = (low + high) / 2
+        found = _filled(costs, parts, middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    assert best is not None, "one part takes all"
+    return best
+
+
+def _filled(costs: Sequence[float], parts: int, limit: float) -> list[int] | None:
+    """Bounds of parts that are filled up to a limit one by one; None where they do not take all."""
+    bounds, held = [0], 0.0
+    for number, cost in enumerate(costs):
+        left = len(costs) - number  # each part that is still empty needs one
+        full = held + cost > limit or left <= parts - len(bounds)
+        if number > bounds[-1] and full:
+            bounds.append(number)
+            held = 0.0
+            if len(bounds) > parts or cost > limit:
+                return None
+        held += cost
+    return [*bounds, len(costs)] if len(bounds) == parts else None
