@@ -12,6 +12,8 @@ grid the least number that fits is the best, and is found by halving.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -20,7 +22,6 @@ from gulliver.booster._predict import (
     axis_links,
     by_kind,
     model_messages,
-    shared_messages,
 )
 from gulliver.booster.search._bytes import (
     CHUNK_BYTES,
@@ -36,14 +37,15 @@ from gulliver.errors import GulliverError
 from gulliver.hardware import (
     Cluster,
     Link,
+    Message,
     pipeline_seconds,
     point_to_point_seconds,
     predict_step,
+    zero_collectives,
 )
 from gulliver.parallel.pipeline import STYLES
 from gulliver.parallel.sequence import Volume
 from gulliver.plan import (
-    ChunkPlan,
     MemoryPlan,
     Mesh,
     Model,
@@ -184,7 +186,7 @@ class Scorer:
             replace(m, count=m.count * times)
             for m in model_messages(plan, links, again, max(blocks, 1), 1.0, volume)
         ]
-        for message in shared_messages(plan, links["replicas"]):
+        for message in self._replicas(grid, links["replicas"]):
             gathers = grid.stage == 3 and message.kind == "all_gather"
             messages.append(replace(message, count=message.count * (times if gathers else 1)))
         forward, backward = plan.work.forward_s * share, plan.work.backward_s * share
@@ -207,7 +209,7 @@ class Scorer:
         bubble, own = self._waits(grid, forward, backward + repeated)
         blocks = max(len(self.facts.blocks), 1) * own
         volume = self._volume(grid.axes, samples)
-        messages = list(shared_messages(plan, links["replicas"]))
+        messages = list(self._replicas(grid, links["replicas"]))
         for message in model_messages(plan, links, again, blocks, own, volume):
             along = message.axes == links.get("pipeline")
             # The same bytes in more messages; those between stages are counted as such.
@@ -255,6 +257,25 @@ class Scorer:
     def _share(self, axes: Axes, shared: Shared) -> float:
         return (1 - shared.seconds * (1 - 1 / axes.tensor)) / axes.sequence
 
+    def _replicas(self, grid: Grid, line: Sequence[tuple[int, Link]]) -> Iterator[Message]:
+        """Messages of the replicas, of chunks of one size."""
+        axes, facts = grid.axes, self.facts
+        shared, shares = self.shared(axes), (1.0,)
+        assert shared is not None, "grids are priced whose tensors can be cut"
+        if axes.pipeline > 1:
+            shares = self._dealt(axes.pipeline * grid.chunks)[1]
+        own = facts.item * facts.trained * (1 - shared.parameters * (1 - 1 / axes.tensor))
+        own *= min(1.0, max(shares) * grid.chunks)
+        number = -(-int(own) // CHUNK_BYTES)
+        if not line or not number:
+            return
+        size = -(-int(own) // number)
+        # The last chunk may be spared a message: what one more adds is what each costs.
+        one, two = (Counter(zero_collectives(grid.stage, [size] * n)) for n in (1, 2))
+        for (kind, count), times in (one if number == 1 else two).items():
+            every = times + (number - 2) * (times - one[kind, count]) if number > 1 else times
+            yield Message(kind, count, line, every, hidden=True)
+
     def _links_of(self, axes: Axes) -> dict[str, list[tuple[int, Link]]]:
         return axis_links(Plan(mesh=self._mesh(axes)), self.cluster)
 
@@ -272,12 +293,10 @@ class Scorer:
             pipeline = PipelineLayout(
                 grid.schedule or "1f1b", grid.micro_batches, grid.chunks, stages, shares
             )
-        parts = 1 - (self.shared(axes) or NOBODY).parameters * (1 - 1 / axes.tensor)
-        own = int(facts.item * facts.trained * parts * max(pipeline.shares or (1.0,)) * grid.chunks)
         ulysses = axes.sequence if axes.mode == "all_to_all" else 1
         return Plan(
             mesh=self._mesh(axes),
-            zero=ZeroPlan(stage=grid.stage, chunks=_chunks(own)),
+            zero=ZeroPlan(stage=grid.stage),
             sequence=SequenceLayout(axes.mode or None, ulysses, 1, axes.sequence // ulysses),
             pipeline=pipeline,
             model=Model("", facts.parameters, facts.trained, ""),
@@ -344,17 +363,6 @@ class Scorer:
             ]
             found.append(summed(parts, 0 in mine or ranks * chunks - 1 in mine))
         return found
-
-
-def _chunks(count: int) -> tuple[ChunkPlan, ...]:
-    """Chunks of so many bytes in all."""
-    number = -(-count // CHUNK_BYTES)
-    if not number:
-        return ()
-    return (ChunkPlan((), -(-count // number), 0, ""),) * number
-
-
-NOBODY = Shared(1)
 
 
 def quick_cut(costs: Sequence[float], parts: int) -> list[int]:
