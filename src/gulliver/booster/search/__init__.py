@@ -1,4 +1,4 @@
-"""Which way to lay a model over a cluster: every grid that a plugin can run, priced and ranked.
+"""Every grid that a plugin can run on a cluster, priced and ranked for a model.
 
 Read `_grids.py` (what is searched), `_facts.py` (what a model is to the search), `_score.py` (what
 a grid takes) and `_search.py` (how the best are found).

@@ -1,4 +1,4 @@
-"""From the best grid to a plan that runs, and the one call that does all of it.
+"""Plans of the grids that a search found, and the one call that searches, plans and boosts.
 
 engine = auto_engine(model, optimizer, batch=example, samples=64)
 for inputs in loader:                    # of this rank: engine.samples of them

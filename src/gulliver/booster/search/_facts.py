@@ -237,7 +237,7 @@ class Facts:
             return Shared(1)
         cut = shared_paths(tensor)
         inside = _within(self.analysis, cut)
-        seconds = [(self._seconds(o), inside(o)) for o in self._of(FORWARD)]
+        seconds = [(self._time(o), inside(o)) for o in self._of(FORWARD)]
         kept = [(o.saved * o.count, inside(o)) for o in self._of(FORWARD)]
         forward = [p for p, placed in tensor.modules.items() if placed.how.kind in ADDED_UP]
         again = [p for p in forward if any(p.startswith(f"{block}.") for block in self.blocks)]
@@ -254,7 +254,7 @@ class Facts:
     def _of(self, phase: str) -> Iterable[Operator]:
         return (o for o in self.analysis.operators if o.phase == phase)
 
-    def _seconds(self, operator: Operator) -> float:
+    def _time(self, operator: Operator) -> float:
         return operator.count * operator.seconds_on(self.device)
 
     def _bytes(self, path: str, side: str) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from gulliver.booster._predict import (
-    attention_volume,
+    attention_sends,
     axis_links,
     by_kind,
     model_messages,
@@ -291,7 +291,7 @@ class Scorer:
         one, two = (Counter(zero_collectives(grid.stage, [size] * n)) for n in (1, 2))
         for (kind, count), times in (one if number == 1 else two).items():
             every = times + (number - 2) * (times - one[kind, count]) if number > 1 else times
-            yield Message(kind, count, line, every, hidden=True)
+            yield Message(kind, count, line, every, hidden=True)  # type: ignore[arg-type]
 
     def _links_of(self, axes: Axes) -> dict[str, list[tuple[int, Link]]]:
         return axis_links(Plan(mesh=self._mesh(axes)), self.cluster)
@@ -339,7 +339,7 @@ class Scorer:
         )
 
     def _volume_of(self, axes: Axes, samples: int) -> Volume:
-        return attention_volume(self._plan(Grid(axes), self._work(axes, samples)), self.facts.model)
+        return attention_sends(self._plan(Grid(axes), self._work(axes, samples)), self.facts.model)
 
     def _dealt_of(self, stages: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Blocks and share of the work of each stage; the head and the loss are on the last."""
