@@ -517,9 +517,9 @@ def clear_redistributions() -> None:
     """Forgets the ways between layouts that DTensor keeps, so that another search is asked."""
     from torch.distributed.tensor import _redistribute
 
-    kept = getattr(_redistribute, "_gen_transform_infos", None)
-    if hasattr(kept, "cache_clear"):
-        kept.cache_clear()
+    clear = getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None)
+    if clear is not None:
+        clear()
 
 
 @contextmanager
