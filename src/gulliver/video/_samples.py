@@ -162,9 +162,8 @@ def make_samples(
                     "samples do not have: leave the JSON out"
                 )
     else:
-        prompts = _captions(held_out or dataset, shape, samples.clips) or _captions(
-            dataset, shape, samples.clips
-        )
+        found = [_captions(of, shape, samples.clips) for of in (held_out, dataset) if of]
+        prompts = list(dict.fromkeys(text for some in found for text in some))[: samples.clips]
     if not config.model.public:  # Now, and not when the first samples are due.
         WordEncoder(config.model.text_channels, config.model.text_length).encode(prompts)
     requests = [Request(text, shape, samples.seed + n) for n, text in enumerate(prompts)]
