@@ -30,6 +30,7 @@ AREAS = {
     "tensor": "Tensor parallelism beside DTensor, DDP and FSDP2",
     "sequence": "Sequence parallelism beside torch's ring",
     "pipeline": "Pipeline parallelism beside torch's schedules",
+    "partition": "Layers over unequal devices",
     "tuner": "Sizes of ZeRO's chunks: tuned beside a sweep",
     "torus": "Collectives along a torus beside flat ones",
     "checkpoint": "Checkpoints beside torch.save and dcp.async_save",

@@ -5,7 +5,10 @@ cut a pipeline (`_chain.py`), how a tensor gets another layout (`_conversion.py`
 of several things (`_balance.py`), where a block of memory goes (`_extents.py`), what goes
 together into bins of one size (`_packing.py`), what a fast tier of memory keeps
 (`_replacement.py`; the plan for it: `_residency.py`), and one between two others (`_transit.py`),
-how long a step of ZeRO takes (`_timeline.py`), which sizes to try (`_unimodal.py`).
+how long a step of ZeRO takes (`_timeline.py`), which sizes to try (`_unimodal.py`), how operators
+are sharded, recomputed and moved jointly (`_joint.py`, then `_joint_search.py`), how a chain is
+recomputed with checkpoints inside checkpoints (`_rematerialize.py`), which of several unequal
+devices takes which layers (`_devices.py`).
 """
 
 from gulliver.solve._activations import (
@@ -29,9 +32,31 @@ from gulliver.solve._conversion import (
     moves_from,
 )
 from gulliver.solve._cycle import Cycle, Event
+from gulliver.solve._devices import Fleet, Placement, lower_bound, makespan, place_layers
 from gulliver.solve._extents import PAGE, Extents, size_class
+from gulliver.solve._joint import (
+    ENTRY,
+    Block,
+    EdgeSeconds,
+    JointCost,
+    OffloadLink,
+    Operator,
+    Pick,
+    Strategy,
+    joint_cost,
+)
+from gulliver.solve._joint_search import JointPlan, least_memory, solve_joint
 from gulliver.solve._moves import Action, Move, NoRoom
 from gulliver.solve._packing import Packing, pack
+from gulliver.solve._rematerialize import (
+    Schedule,
+    Stage,
+    Step,
+    least_budget,
+    recomputed_seconds,
+    rematerialize,
+    schedule_peak,
+)
 from gulliver.solve._replacement import Policy, Replacement
 from gulliver.solve._residency import STATES, Gap, Residency, plan_residency
 from gulliver.solve._schedule import (
@@ -49,6 +74,7 @@ from gulliver.solve._unimodal import geometric_sizes
 
 __all__ = [
     "BACKWARD",
+    "ENTRY",
     "FORWARD",
     "INPUTS",
     "PAGE",
@@ -57,27 +83,40 @@ __all__ = [
     "WEIGHTS",
     "Action",
     "ActivationChoice",
+    "Block",
     "BlockActivations",
     "ChainPartition",
     "Choice",
     "Conversion",
     "ConversionStep",
     "Cycle",
+    "EdgeSeconds",
     "Event",
     "Extents",
+    "Fleet",
     "Gap",
+    "JointCost",
+    "JointPlan",
     "MiddleReplacement",
     "Move",
     "Moved",
     "NoRoom",
+    "OffloadLink",
+    "Operator",
     "Packing",
     "PassCosts",
+    "Pick",
+    "Placement",
     "Policy",
     "Prediction",
     "Replacement",
     "Residency",
+    "Schedule",
     "Sharding",
+    "Stage",
+    "Step",
     "StepTimes",
+    "Strategy",
     "Transit",
     "activations_peak",
     "balanced_parts",
@@ -89,14 +128,24 @@ __all__ = [
     "extent",
     "gathers_in_backward",
     "geometric_sizes",
+    "joint_cost",
+    "least_budget",
+    "least_memory",
     "least_room",
+    "lower_bound",
+    "makespan",
     "moves_from",
     "pack",
     "partition_chain",
+    "place_layers",
     "plan_residency",
+    "recomputed_seconds",
+    "rematerialize",
     "replay",
+    "schedule_peak",
     "schedule_seconds",
     "simulate",
     "size_class",
+    "solve_joint",
     "step_seconds",
 ]

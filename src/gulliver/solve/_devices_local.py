@@ -1,0 +1,120 @@
+"""An order of many devices for a chain of layers, by local search.
+
+For a given order, in which devices may be skipped, the best cut is exact: dynamic programming over
+(last device, layers so far), O(devices x layers^2 + devices^2 x layers). Orders begin with the
+fastest first and its reverse, and go on with swaps of two devices and moves of one, kept where the
+makespan falls. The draws are seeded, so that the same question has the same answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from gulliver.solve import _devices as whole
+
+
+def local_search(
+    fleet: whole.Fleet, micro_batches: float, lower: float, tries: int
+) -> whole.Order | None:
+    """The best placement that was found.
+
+    Args:
+        fleet: layers, devices and links.
+        micro_batches: number of micro-batches.
+        lower: makespan that no placement can be below.
+        tries: number of orders to look at.
+    """
+    draws = np.random.default_rng(0)
+    pace = fleet.seconds.mean(axis=1)
+    fast = [int(device) for device in np.argsort(pace, kind="stable")]
+    spacious = [int(device) for device in np.argsort(-fleet.limits, kind="stable")]
+    best, value, order = None, math.inf, fast
+    starts = [fast, fast[::-1], spacious]
+    for number in range(max(tries, len(starts))):
+        if value <= lower * (1 + 1e-9):
+            break
+        tried = starts[number] if number < len(starts) else _neighbour(order, draws)
+        found = in_order(fleet, tried, micro_batches, lower)
+        reached = math.inf
+        if found is not None:
+            reached = whole.makespan(fleet.servers(*found), micro_batches)
+        if reached <= value and found is not None:
+            best, value, order = found, reached, tried
+    return best
+
+
+def _neighbour(order: Sequence[int], draws: np.random.Generator) -> list[int]:
+    """The order with two devices swapped, or one elsewhere."""
+    changed = list(order)
+    one, other = (int(v) for v in draws.integers(len(order), size=2))
+    if draws.random() < 0.5:
+        changed[one], changed[other] = changed[other], changed[one]
+    else:
+        changed.insert(other, changed.pop(one))
+    return changed
+
+
+def in_order(
+    fleet: whole.Fleet, order: Sequence[int], micro_batches: float, lower: float
+) -> whole.Order | None:
+    """The best placement with the devices in a given order; those that are of no use are skipped.
+
+    Args:
+        fleet: layers, devices and links.
+        order: numbers of the devices.
+        micro_batches: number of micro-batches.
+        lower: makespan that no placement can be below.
+    """
+    return whole.lowered(lambda limit: _cut(fleet, order, limit), fleet, micro_batches, lower)
+
+
+def _cut(fleet: whole.Fleet, order: Sequence[int], limit: float) -> whole.Order | None:
+    """The least sum of servers with none above a limit, in an order of devices."""
+    costs = np.where(fleet.costs <= limit, fleet.costs, np.inf)
+    links = np.where(fleet.crossings <= limit, fleet.crossings, np.inf)
+    count, layers = len(order), fleet.layers
+    least = np.full((count, layers + 1), np.inf)
+    for place, device in enumerate(order):
+        first = 0 if not place or not fleet.every else math.inf
+        before = np.full(layers + 1, np.inf)
+        before[0] = first
+        known = order[place - 1 : place] if fleet.every else order[:place]
+        if place:
+            rows = least[place - len(known) : place] + links[list(known), device]
+            before = np.minimum(before, rows.min(axis=0))
+        least[place] = (before[:, None] + costs[device]).min(axis=0)
+    ends = least[:, layers].copy()
+    if fleet.every:
+        ends[:-1] = np.inf
+    place = int(ends.argmin())
+    if ends[place] == np.inf:
+        return None
+    return _traced(fleet, order, least, costs, links, place)
+
+
+def _traced(
+    fleet: whole.Fleet,
+    order: Sequence[int],
+    least: np.ndarray,
+    costs: np.ndarray,
+    links: np.ndarray,
+    place: int,
+) -> whole.Order:
+    stop = fleet.layers
+    devices, bounds = [order[place]], [stop]
+    while True:
+        device, value = order[place], least[place, stop]
+        alone = costs[device, 0, stop] if not (fleet.every and place) else np.inf
+        start = max(0, place - 1) if fleet.every else 0
+        rows = least[start:place] + links[list(order[start:place]), device]
+        ways = rows + costs[device][None, :, stop]
+        if not ways.size or alone <= ways.min():
+            assert alone <= value * (1 + 1e-9) + 1e-300, "the way back ends at the beginning"
+            return tuple(reversed(devices)), (0, *reversed(bounds))
+        row, stop = (int(v) for v in np.unravel_index(int(ways.argmin()), ways.shape))
+        place = start + row
+        devices.append(order[place])
+        bounds.append(stop)

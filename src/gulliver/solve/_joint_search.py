@@ -1,0 +1,331 @@
+"""Picks a sharding for every operator and what becomes of what it saves, jointly, with least time.
+
+`solve_joint` knows the picks' seconds and bytes as `joint_cost` does (`_joint.py`; read that
+first). First it makes the undominated plans of each different block once (`_joint_block.py`);
+then it goes through the chain of blocks, and its states are, by the last operator's strategy:
+
+    seconds so far; state and what is left; state and the peak so far; bytes that are moving
+
+A state that another one beats in all of them is dropped, which is exact; so are those that end
+beyond the budget, and those that a lower bound (`_joint_bound.py`) shows to end above picks that
+are known already. Where more than `states` of a strategy are left it is exact no more; the bound
+says how far off the answer can be.
+
+Complexity: O(blocks x strategies x states x plans of a block), after one
+`block_plans` for each different block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gulliver.errors import GulliverError
+from gulliver.solve._activations import Choice
+from gulliver.solve._joint import Block, JointCost, OffloadLink, Pick, joint_cost
+from gulliver.solve._joint_block import (
+    BACKWARD,
+    CHOICES,
+    FORWARD,
+    LEFT,
+    MOVED,
+    PEAK,
+    STATE,
+    Bytes,
+    Plans,
+    Rules,
+    block_plans,
+)
+from gulliver.solve._joint_bound import Bound, Guide, Relaxation
+from gulliver.solve._pareto import Floats, Ints, front, groups_of, rounded
+
+QUICK, STATES = 24, 64
+HOPES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 0.1, math.inf)
+"""Shares above the bound that are tried, the least first: with less there is less to look at."""
+SAME = 1e-9
+"""Relative difference of seconds that counts as none."""
+
+
+@dataclass(frozen=True)
+class JointPlan:
+    """The picks that were found.
+
+    Attributes:
+        picks: picks of each block's operators.
+        cost: seconds and bytes that they take.
+        lower: seconds that no picks can be below.
+        exact: whether no picks take less.
+        price: seconds that a byte more would save, about.
+    """
+
+    picks: tuple[tuple[Pick, ...], ...]
+    cost: JointCost
+    lower: float
+    exact: bool
+    price: float
+
+    @property
+    def gap(self) -> float:
+        """Share by which better picks could at most be below these."""
+        return 0.0 if self.exact else max(0.0, 1 - self.lower / self.cost.seconds)
+
+
+def solve_joint(
+    blocks: Sequence[Block],
+    budget: int,
+    link: OffloadLink | None = None,
+    allowed: Sequence[Choice] = CHOICES,
+    states: int = STATES,
+    tolerance: float = 1e-3,
+) -> JointPlan:
+    """Finds the picks with the least seconds that keep within a budget.
+
+    Args:
+        blocks: blocks in the order of forward; equal ones are solved once.
+        budget: bytes of a device.
+        link: link to the slower tier; None: nothing is offloaded.
+        allowed: choices for what is saved.
+        states: number of states that are kept of one kind; more is closer to exact, and slower.
+        tolerance: gap that is good enough; 0 goes on as long as something may be won.
+
+    Raises:
+        GulliverError: the budget is below what any picks need; names the least that would do, and
+            the operator that needs it.
+    """
+    chosen = _possible(allowed, link)
+    _check(blocks, chosen)
+    lean, _ = _Chain(blocks, Rules(chosen, states, timed=False), link).best(math.inf)
+    least = joint_cost(blocks, lean, link)
+    if least.peak > budget:
+        raise GulliverError(_too_little(blocks, budget, least))
+    relaxation = Relaxation(blocks, budget, link, chosen)
+    bound = lower = relaxation.bound()
+    guides = relaxation.guides(bound)
+    picks, cost, exact = lean, least, False
+    for most, above in (*((QUICK, above) for above in HOPES), (states, 0.0)):
+        if exact or cost.seconds <= lower.seconds * (1 + max(SAME, tolerance)):
+            break
+        if above and cost is not least:
+            continue
+        # What is far above the bound is not looked at while nothing better is known.
+        hope = min(cost.seconds, bound.seconds * (1 + above)) if above else cost.seconds
+        chain = _Chain(blocks, Rules(chosen, most), link, guides, hope)
+        found, whole = chain.best(budget, bound, hope)
+        if found:
+            picks, cost = found, joint_cost(blocks, found, link)
+        exact = whole and (cost is not least or hope == cost.seconds)
+    lower = max(lower, relaxation.bound(cost.at), key=lambda b: b.seconds)
+    exact = exact or cost.seconds <= lower.seconds * (1 + SAME)
+    seconds = cost.seconds if exact else min(lower.seconds, cost.seconds)
+    return JointPlan(picks, cost, seconds, exact, lower.price)
+
+
+def least_memory(
+    blocks: Sequence[Block],
+    link: OffloadLink | None = None,
+    allowed: Sequence[Choice] = CHOICES,
+) -> JointCost:
+    """Finds the least budget with which some picks work, and the operator that needs it.
+
+    Args:
+        blocks: blocks in the order of forward.
+        link: link to the slower tier; None: nothing is offloaded.
+        allowed: choices for what is saved.
+    """
+    chosen = _possible(allowed, link)
+    _check(blocks, chosen)
+    picks, _ = _Chain(blocks, Rules(chosen, STATES, timed=False), link).best(math.inf)
+    return joint_cost(blocks, picks, link)
+
+
+def _possible(allowed: Sequence[Choice], link: OffloadLink | None) -> tuple[Choice, ...]:
+    some: list[Choice] = [c for c in CHOICES if c in allowed]
+    return tuple(some) if link is not None else tuple(c for c in some if c != "offload")
+
+
+def _check(blocks: Sequence[Block], chosen: Sequence[Choice]) -> None:
+    if "keep" not in chosen:
+        raise GulliverError("what is saved can always be kept: allow 'keep'")
+    if not blocks or not all(block.operators for block in blocks):
+        raise GulliverError("a network has at least one block, and a block one operator")
+    for number, block in enumerate(blocks):
+        before = len(blocks[number - 1].operators[-1].strategies) if number else 0
+        for place, operator in enumerate(block.operators):
+            where = f"operator {operator.name!r} of block {number}"
+            if not operator.strategies:
+                raise GulliverError(f"{where} has no strategy")
+            if any(not -1 <= source < place for source in operator.inputs):
+                raise GulliverError(f"{where} reads operators that do not come before it")
+            for source, costs in zip(operator.inputs, operator.conversions, strict=False):
+                rows = before if source < 0 else len(block.operators[source].strategies)
+                wanted = (rows, len(operator.strategies))
+                if costs and rows and np.shape(costs.forward_s) != wanted:
+                    found = np.shape(costs.forward_s)
+                    raise GulliverError(f"{where} has conversions {found}, and needs {wanted}")
+
+
+def _too_little(blocks: Sequence[Block], budget: int, least: JointCost) -> str:
+    number, place = least.at
+    name = blocks[number].operators[place].name
+    passes = least.peak - least.state - least.below
+    return (
+        f"a budget of {budget} bytes is too small: {least.peak} would do. Operator {name!r} of "
+        f"block {number} needs them: {least.state} bytes of state, {least.below} that are left "
+        f"below it, and {passes} for its own passes"
+    )
+
+
+@dataclass(frozen=True)
+class _States:
+    """States after a block: columns, and what they come from."""
+
+    seconds: Floats
+    held: Floats
+    """Bytes of state and of what is left."""
+    peak: Floats
+    """Bytes of state so far, and the most of all else."""
+    moving: Floats
+    hope: Floats
+    """Least seconds with which it may end."""
+    strategy: Bytes
+    parent: Ints
+    plan: Ints
+
+    def at(self, rows: Ints) -> _States:
+        """Some of them."""
+        return _States(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+
+class _Chain:
+    """The search through the blocks.
+
+    Args:
+        blocks: blocks in the order of forward.
+        rules: what may be chosen.
+        link: link to the slower tier.
+        guides: tells what cannot become better, by kind of block.
+        known: seconds of picks that are known already.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        rules: Rules,
+        link: OffloadLink | None,
+        guides: Mapping[tuple[Block, int, bool], Guide] | None = None,
+        known: float = math.inf,
+    ) -> None:
+        self._rules, self._link = rules, link or OffloadLink()
+        self._plans: list[Plans] = []
+        made: dict[tuple[Block, int, bool], Plans] = {}
+        for number, block in enumerate(blocks):
+            entries = len(blocks[number - 1].operators[-1].strategies) if number else 0
+            kind = (block, entries, guides is not None and number == len(blocks) - 1)
+            if kind not in made:
+                guide = guides[kind] if guides is not None else None
+                made[kind] = block_plans(block, entries, rules, guide, known * (1 + SAME))
+            self._plans.append(made[kind])
+        least = [float(p.values[:, STATE].min(initial=math.inf)) for p in self._plans]
+        self._rest = [sum(least[number + 1 :]) for number in range(len(least))]
+
+    def best(
+        self, budget: float, bound: Bound | None = None, known: float = math.inf
+    ) -> tuple[tuple[tuple[Pick, ...], ...], bool]:
+        """The best picks within a budget, none if none are better, and whether that is exact.
+
+        Args:
+            budget: bytes of a device.
+            bound: lower bound, whose parts show what cannot become better.
+            known: seconds of picks that are known already.
+        """
+        zeros = np.zeros(1)
+        start, none = np.zeros(1, np.int16), np.zeros(1, np.intp)
+        state = _States(zeros, zeros, zeros, zeros, zeros, start, none, none)
+        history, exact = list[_States](), all(plans.exact for plans in self._plans)
+        for number in range(len(self._plans)):
+            state = self._grown(number, state, budget, bound, known)
+            if not len(state.seconds):
+                return (), exact
+            kept, whole = self._kept(state)
+            state, exact = state.at(kept), exact and whole
+            history.append(state)
+        row = int(np.lexsort((state.peak, state.seconds))[0])
+        if not self._rules.timed:
+            row = int(np.argmin(state.peak))
+        picks = list[tuple[Pick, ...]]()
+        for plans, states in zip(reversed(self._plans), reversed(history), strict=True):
+            picks.append(plans.picks(int(states.plan[row])))
+            row = int(states.parent[row])
+        return tuple(reversed(picks)), exact
+
+    def _grown(
+        self, number: int, state: _States, budget: float, bound: Bound | None, known: float
+    ) -> _States:
+        """All states after one more block that may still end well."""
+        plans, parts = self._plans[number], list[_States]()
+        slack = 1.0 if number == len(self._plans) - 1 else 1 + SAME
+        for entry in np.unique(plans.entry):
+            rows = np.flatnonzero(state.strategy == entry)
+            some = np.flatnonzero(plans.entry == entry)
+            if len(rows) and len(some):
+                part = self._joined(number, state, rows, some)
+                fits = np.maximum(part.peak, part.held) + self._rest[number] <= budget
+                if bound is not None:
+                    part.hope[:] = self._hopes(number, part, budget, bound)
+                    fits &= part.hope < known * slack
+                parts.append(part.at(np.flatnonzero(fits)))
+        if not parts:
+            return state.at(np.zeros(0, np.intp))
+        columns = ([getattr(p, n) for p in parts] for n in _States.__dataclass_fields__)
+        return _States(*(np.concatenate(column) for column in columns))
+
+    def _joined(self, number: int, state: _States, rows: Ints, some: Ints) -> _States:
+        plans, link = self._plans[number], self._link
+        values = plans.values[some][None]
+        seconds, held, peak, moving = (
+            column[rows][:, None]
+            for column in (state.seconds, state.held, state.peak, state.moving)
+        )
+        spent = np.maximum(values[..., FORWARD], moving * link.write_s)
+        spent = spent + np.maximum(values[..., BACKWARD], moving * link.read_s)
+        if number == len(self._plans) - 1:
+            spent = spent + values[..., MOVED] * (link.write_s + link.read_s)
+        here = held + values[..., STATE] + moving + values[..., PEAK]
+        shape = (len(rows), len(some))
+        return _States(
+            (seconds + spent).ravel(),
+            (held + values[..., STATE] + values[..., LEFT]).ravel(),
+            np.maximum(peak + values[..., STATE], here).ravel(),
+            np.broadcast_to(values[..., MOVED], shape).ravel(),
+            (seconds + spent).ravel(),
+            np.broadcast_to(plans.exit[some], shape).ravel(),
+            np.broadcast_to(rows[:, None], shape).ravel(),
+            np.broadcast_to(some, shape).ravel(),
+        )
+
+    def _hopes(self, number: int, part: _States, budget: float, bound: Bound) -> Floats:
+        """Least seconds with which states may end."""
+        if number == len(self._plans) - 1:
+            return part.seconds
+        rest = bound.rest[number + 1]
+        ahead = rest[part.strategy] if len(rest) > 1 else rest[0]
+        link = bound.hidden * (self._link.write_s + self._link.read_s) * part.moving
+        return part.seconds + ahead + link + bound.price * (part.held - budget)
+
+    def _kept(self, state: _States) -> tuple[Ints, bool]:
+        kept, exact = list[Ints](), True
+        measures = [state.peak, state.held]
+        if "offload" in self._rules.allowed:
+            measures.append(state.moving)
+        if self._rules.timed:
+            measures.append(rounded(state.seconds))
+        values = np.stack(measures, axis=1)
+        for group in groups_of(state.strategy[:, None]):
+            seconds, memory = state.seconds[group], values[group, :2]
+            some = front(values[group], seconds, memory, self._rules.most, state.hope[group])
+            kept.append(group[some[0]])
+            exact = exact and some[1]
+        return np.concatenate(kept), exact
