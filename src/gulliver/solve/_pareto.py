@@ -88,8 +88,10 @@ def thinned(seconds: Floats, memory: Floats, most: int, hopes: Floats | None = N
     priced = (1 - shares) * columns[:, 0] + shares * columns[:, 1:].sum(axis=1)
     if hopes is not None:
         priced = np.concatenate([priced, np.broadcast_to(hopes, priced.shape)])
-    # The best of each order first, then the second of each.
-    places = np.argsort(priced, axis=1, kind="stable").T.ravel()
+    # The best of each order first, then the second of each; no order needs more than `most`.
+    few = np.argpartition(priced, min(most, len(columns)) - 1, axis=1)[:, :most]
+    ranks = np.argsort(np.take_along_axis(priced, few, axis=1), axis=1, kind="stable")
+    places = np.take_along_axis(few, ranks, axis=1).T.ravel()
     first = np.unique(places, return_index=True)[1]
     return places[np.sort(first)[:most]]
 
