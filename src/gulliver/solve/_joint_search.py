@@ -117,7 +117,8 @@ def solve_joint(
         if found:
             picks, cost = found, joint_cost(blocks, found, link)
         exact = whole and (cost is not least or hope == cost.seconds)
-    lower = max(lower, relaxation.bound(cost.at), key=lambda b: b.seconds)
+    if cost.at[0] < len(blocks) - 1 and not exact:
+        lower = max(lower, relaxation.bound(cost.at[0]), key=lambda b: b.seconds)
     exact = exact or cost.seconds <= lower.seconds * (1 + SAME)
     seconds = cost.seconds if exact else min(lower.seconds, cost.seconds)
     return JointPlan(picks, cost, seconds, exact, lower.price)
