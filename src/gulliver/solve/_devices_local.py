@@ -68,7 +68,7 @@ def in_order(
     lower: float,
     known: float = math.inf,
 ) -> whole.Order | None:
-    """The best placement, to `CLOSE`, with the devices in a given order; those that are of no use are skipped.
+    """The best placement, to `CLOSE`, with devices in a given order; useless ones are skipped.
 
     Args:
         fleet: layers, devices and links.

@@ -89,7 +89,7 @@ def solve_joint(
         link: link to the slower tier; None: nothing is offloaded.
         allowed: choices for what is saved.
         states: number of states that are kept of one kind; more is closer to exact, and slower.
-        tolerance: gap that is good enough; with 0 a last round keeps all `states`, and others a few.
+        tolerance: gap that is good enough; with 0 a last round keeps all `states`.
 
     Raises:
         GulliverError: the budget is below what any picks need; names the least that would do, and
