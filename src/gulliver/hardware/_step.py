@@ -154,10 +154,13 @@ def pipeline_seconds(
     """
     slowest = max(stages)
     others = sum(stages) - slowest
-    folded = max(0.0, 1 - 1.5 * backward)
+    # Folded schedules wait for nothing once each rank has micro-batches for both its stages.
+    folded = max(1 - backward, 1 - micro_batches / (3 * len(stages)))
     part = {"zero_bubble": 1 - backward, "zbv": folded, "dualpipev": folded}.get(schedule, 1.0)
     hops = 2 * (len(stages) - 1) * link_s
-    return micro_batches * slowest + others * part / chunks + hops
+    # One micro-batch passes all ranks; weights' gradients may come after it has.
+    alone = sum(stages) * (1 - backward / 2 * (part < 1)) + hops
+    return max(alone, micro_batches * slowest + others * part / chunks + hops)
 
 
 def _among_computing(link: Link) -> Link:

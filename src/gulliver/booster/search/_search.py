@@ -168,8 +168,10 @@ def search_grids(
     )
 
 
-def _order(scored: Scored) -> tuple[float, int]:
-    return scored.seconds.step, scored.bytes
+def _order(scored: Scored) -> tuple[float, int, int]:
+    """Faster first; of those alike to four digits the one with fewer parts, then fewer bytes."""
+    step = float(f"{scored.seconds.step:.4g}")
+    return step, scored.grid.micro_batches, scored.bytes
 
 
 def _smallest(scorer: Scorer, grid: Grid) -> Scored:
