@@ -12,15 +12,16 @@ grid the least number that fits is the best, and is found by halving.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from gulliver.booster._predict import (
-    attention_volume,
+    attention_sends,
     axis_links,
     by_kind,
     model_messages,
-    shared_messages,
 )
 from gulliver.booster.search._bytes import (
     CHUNK_BYTES,
@@ -36,14 +37,15 @@ from gulliver.errors import GulliverError
 from gulliver.hardware import (
     Cluster,
     Link,
+    Message,
     pipeline_seconds,
     point_to_point_seconds,
     predict_step,
+    zero_collectives,
 )
 from gulliver.parallel.pipeline import STYLES
 from gulliver.parallel.sequence import Volume
 from gulliver.plan import (
-    ChunkPlan,
     MemoryPlan,
     Mesh,
     Model,
@@ -102,6 +104,7 @@ class Scorer:
         self._dealt = lru_cache(None)(self._dealt_of)
         self._work = lru_cache(None)(self._work_of)
         self._summed = lru_cache(None)(self._summed_of)
+        self._floors = lru_cache(None)(facts.floors)
         self._volume = lru_cache(None)(self._volume_of)
 
     def shared(self, axes: Axes) -> Shared | None:
@@ -110,8 +113,11 @@ class Scorer:
 
     def refuses(self, axes: Axes) -> str:
         """Why a model cannot be laid over a mesh; empty where it can."""
-        if self.shared(axes) is None:
+        shared = self.shared(axes)
+        if shared is None:
             return self.facts.refused[axes.tensor]
+        if axes.tensor > 1 and not shared.seconds:
+            return "tensor ranks would share nothing that the model computes"
         degree = axes.sequence if axes.mode != "split_gather" else axes.tensor
         if self.facts.tokens % degree:
             return f"{self.facts.tokens} tokens of a sample do not divide over {degree} ranks"
@@ -135,6 +141,10 @@ class Scorer:
             if not m.hidden and m.kind != "all_to_all"
         )
         return compute + self.free * open_s / axes.pipeline
+
+    def work(self, axes: Axes) -> Work:
+        """What the batch of a replica costs one process."""
+        return self._work(axes, self.batch // axes.data)
 
     def score(self, grid: Grid) -> Scored:
         """Prices a grid."""
@@ -174,7 +184,7 @@ class Scorer:
     # Seconds.
 
     def _in_turn(self, grid: Grid, shared: Shared, samples: int, again: float) -> Seconds:
-        """Micro-batches one after the other; gradients are reduced behind the last."""
+        """Micro-batches one after the other."""
         facts, times = self.facts, grid.micro_batches
         plan = self._plan(grid, self._work(grid.axes, samples))
         links, share = self._links(grid.axes), self._share(grid.axes, shared)
@@ -184,10 +194,11 @@ class Scorer:
             replace(m, count=m.count * times)
             for m in model_messages(plan, links, again, max(blocks, 1), 1.0, volume)
         ]
-        for message in shared_messages(plan, links["replicas"]):
-            gathers = grid.stage == 3 and message.kind == "all_gather"
-            messages.append(replace(message, count=message.count * (times if gathers else 1)))
-        forward, backward = plan.work.forward_s * share, plan.work.backward_s * share
+        for message in self._replicas(grid, links["replicas"]):
+            # Stages that keep no whole gradients reduce them after every backward.
+            once = grid.stage < 2 or (grid.stage == 2 and message.kind == "all_gather")
+            messages.append(replace(message, count=message.count * (1 if once else times)))
+        forward, backward = self._passes(plan.work, share, grid, 1)
         repeated = again * plan.work.share_blocks * forward
         costs = predict_step(
             times * (forward + backward),
@@ -202,12 +213,12 @@ class Scorer:
     def _in_stages(self, grid: Grid, shared: Shared, samples: int, again: float) -> Seconds:
         plan = self._plan(grid, self._work(grid.axes, samples))
         links, share = self._links(grid.axes), self._share(grid.axes, shared)
-        forward, backward = plan.work.forward_s * share, plan.work.backward_s * share
+        forward, backward = self._passes(plan.work, share, grid, grid.micro_batches)
         repeated = again * plan.work.share_blocks * forward
         bubble, own = self._waits(grid, forward, backward + repeated)
         blocks = max(len(self.facts.blocks), 1) * own
         volume = self._volume(grid.axes, samples)
-        messages = list(shared_messages(plan, links["replicas"]))
+        messages = list(self._replicas(grid, links["replicas"]))
         for message in model_messages(plan, links, again, blocks, own, volume):
             along = message.axes == links.get("pipeline")
             # The same bytes in more messages; those between stages are counted as such.
@@ -244,6 +255,14 @@ class Scorer:
         slowest = micro * max(ranks)
         return seconds - slowest, slowest / whole
 
+    def _passes(self, work: Work, share: float, grid: Grid, parts: int) -> tuple[float, float]:
+        """Seconds of forward and backward of a batch in parts, all stages together."""
+        forward, backward = self._floors(grid.axes.tensor)
+        return (
+            max(work.forward_s * share, parts * forward),
+            max(work.backward_s * share, parts * backward),
+        )
+
     def _update(self, grid: Grid, own: float) -> float:
         axes = grid.axes
         parts = axes.data * axes.sequence if grid.stage else 1
@@ -254,6 +273,25 @@ class Scorer:
 
     def _share(self, axes: Axes, shared: Shared) -> float:
         return (1 - shared.seconds * (1 - 1 / axes.tensor)) / axes.sequence
+
+    def _replicas(self, grid: Grid, line: Sequence[tuple[int, Link]]) -> Iterator[Message]:
+        """Messages of the replicas, of chunks of one size."""
+        axes, facts = grid.axes, self.facts
+        shared, shares = self.shared(axes), (1.0,)
+        assert shared is not None, "grids are priced whose tensors can be cut"
+        if axes.pipeline > 1:
+            shares = self._dealt(axes.pipeline * grid.chunks)[1]
+        own = facts.item * facts.trained * (1 - shared.parameters * (1 - 1 / axes.tensor))
+        own *= min(1.0, max(shares) * grid.chunks)
+        number = -(-int(own) // CHUNK_BYTES)
+        if not line or not number:
+            return
+        size = -(-int(own) // number)
+        # The last chunk may be spared a message: what one more adds is what each costs.
+        one, two = (Counter(zero_collectives(grid.stage, [size] * n)) for n in (1, 2))
+        for (kind, count), times in (one if number == 1 else two).items():
+            every = times + (number - 2) * (times - one[kind, count]) if number > 1 else times
+            yield Message(kind, count, line, every, hidden=True)  # type: ignore[arg-type]
 
     def _links_of(self, axes: Axes) -> dict[str, list[tuple[int, Link]]]:
         return axis_links(Plan(mesh=self._mesh(axes)), self.cluster)
@@ -272,12 +310,10 @@ class Scorer:
             pipeline = PipelineLayout(
                 grid.schedule or "1f1b", grid.micro_batches, grid.chunks, stages, shares
             )
-        parts = 1 - (self.shared(axes) or NOBODY).parameters * (1 - 1 / axes.tensor)
-        own = int(facts.item * facts.trained * parts * max(pipeline.shares or (1.0,)) * grid.chunks)
         ulysses = axes.sequence if axes.mode == "all_to_all" else 1
         return Plan(
             mesh=self._mesh(axes),
-            zero=ZeroPlan(stage=grid.stage, chunks=_chunks(own)),
+            zero=ZeroPlan(stage=grid.stage),
             sequence=SequenceLayout(axes.mode or None, ulysses, 1, axes.sequence // ulysses),
             pipeline=pipeline,
             model=Model("", facts.parameters, facts.trained, ""),
@@ -303,7 +339,7 @@ class Scorer:
         )
 
     def _volume_of(self, axes: Axes, samples: int) -> Volume:
-        return attention_volume(self._plan(Grid(axes), self._work(axes, samples)), self.facts.model)
+        return attention_sends(self._plan(Grid(axes), self._work(axes, samples)), self.facts.model)
 
     def _dealt_of(self, stages: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Blocks and share of the work of each stage; the head and the loss are on the last."""
@@ -344,17 +380,6 @@ class Scorer:
             ]
             found.append(summed(parts, 0 in mine or ranks * chunks - 1 in mine))
         return found
-
-
-def _chunks(count: int) -> tuple[ChunkPlan, ...]:
-    """Chunks of so many bytes in all."""
-    number = -(-count // CHUNK_BYTES)
-    if not number:
-        return ()
-    return (ChunkPlan((), -(-count // number), 0, ""),) * number
-
-
-NOBODY = Shared(1)
 
 
 def quick_cut(costs: Sequence[float], parts: int) -> list[int]:

@@ -130,7 +130,8 @@ class _Planner:
         replicated = [path for path in replicated if not self._tied(path, cut)]
         self._check_ties(placed)
         sites = self._sites(placed, stacks)
-        self._check_sites([s for s in sites if self._is_local(s, placed)], replicated)
+        own = self._local_sites(placed)
+        self._check_sites([s for s in sites if s in own], replicated)
         # What is known of a model was held against one process; what a person says is looked at.
         if self.size > 1 and (self.rules or not self._automatic):
             near = self._known_of, self._by_heads, self._attention_of
@@ -201,7 +202,8 @@ class _Planner:
         weights and products are shared all the same, and everything between is what one process
         has. So are linear layers of blocks that no rule names.
         """
-        sites = [s for s in self._sites(placed, stacks) if self._is_local(s, placed)]
+        own = self._local_sites(placed)
+        sites = [s for s in self._sites(placed, stacks) if s in own]
         for site in sites:
             inside = [path for path in placed if path.startswith(f"{site}.")]
             whole = [
@@ -218,7 +220,8 @@ class _Planner:
             self.opaque.append(site)
             for path in [*inside, *([site] if site in placed else [])]:
                 self._gather(placed, path, replicated)
-        local = [s for s in self._sites(placed, stacks) if self._is_local(s, placed)]
+        own = self._local_sites(placed)
+        local = [s for s in self._sites(placed, stacks) if s in own]
         lists = [p for p, m in self.modules.items() if isinstance(m, nn.ModuleList)]
         for path in list(replicated):
             inside = any(path.startswith(f"{stack}.") for stack in lists)
@@ -431,12 +434,14 @@ class _Planner:
         }
         return tuple(p for p in parents if p.rpartition(".")[0] not in stacks)
 
-    def _is_local(self, site: str, placed: dict[str, Placed]) -> bool:
-        """Whether tensors inside are each rank's own: not all of its columns are gathered."""
-        inside = [
-            one for path, one in placed.items() if layer_of(path)[0].rpartition(".")[0] == site
-        ]
-        return any(one.how.kind == "column" and not one.how.gather for one in inside)
+    @staticmethod
+    def _local_sites(placed: dict[str, Placed]) -> set[str]:
+        """Parents whose tensors are each rank's own: not all of their columns are gathered."""
+        return {
+            layer_of(path)[0].rpartition(".")[0]
+            for path, one in placed.items()
+            if one.how.kind == "column" and not one.how.gather
+        }
 
     def _check_sites(self, sites: list[str], replicated: list[str]) -> None:
         """Inside, tensors are each rank's own: what is whole there would get partial gradients."""
