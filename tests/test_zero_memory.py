@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from benchmarks._models import Task, gpt, stdit
@@ -9,6 +11,7 @@ from torch import nn
 
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import World
+from gulliver.memory import Presence
 from gulliver.parallel import ZeroOptimizer
 from tests.pool import Pool
 
@@ -113,6 +116,39 @@ def test_the_plan_knows_that_norms_are_used_before_the_layers_they_stand_behind(
     for planned, recorded, held in pool.run(_late, 2):
         assert recorded == held
         assert planned == pytest.approx(held, rel=0.03)
+
+
+def _by_step(world: World) -> tuple[list[int], int, bool]:
+    """Most bytes of parameters that are whole at once in each of three steps, and those of all."""
+    torch.manual_seed(0)
+    model = Blocks()
+    inner = torch.optim.AdamW(model.parameters())
+    plugin = LowLevelZeroPlugin(3, chunk_mb=0.01, verbose=False)  # each matrix has its own chunk
+    plan, empty = plugin.make_plan(model, inner), Blocks().to("meta")
+    same = plugin.make_plan(empty, torch.optim.AdamW(empty.parameters())).memory == plan.memory
+    model, optimizer, *_ = Booster(plan=plan, verbose=False).boost(model, inner)
+    assert isinstance(optimizer, ZeroOptimizer)
+    gatherer, steps = optimizer.gatherer, list[int]()
+    start = gatherer.start
+
+    def started(sharded: Any) -> None:
+        start(sharded)
+        whole = [c.chunk for c in gatherer.chunks if c.presence is not Presence.ABSENT]
+        steps[-1] = max(steps[-1], sum(chunk.data.nbytes for chunk in whole))
+
+    gatherer.start = started
+    for _ in range(3):
+        steps.append(0)
+        optimizer.backward(model(torch.ones(2, 64)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps, sum(p.nbytes for p in empty.parameters()), same
+
+
+def test_the_first_step_gathers_no_more_at_once_than_the_others(pool: Pool) -> None:
+    for steps, whole, same in pool.run(_by_step, 2):
+        assert steps[0] == max(steps) < whole / 2, (steps, whole)
+        assert same, "a model on meta is planned alike"
 
 
 def _placed(world: World) -> None:

@@ -73,13 +73,15 @@ def rank_state(
 
 
 def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
-    """Names of a cut model's parameters as a forward reads them, where chunks are to lie so.
+    """Names of a model's parameters as a forward reads them, where chunks are to lie so.
 
-    A tied one is there at each of its names. That is under a limit, where they are gathered from
-    several ranks: these come in one order, and a chunk that is used again behind others would have
-    to stay.
+    A tied one is there at each of its names. That is where several ranks gather them, which they do
+    in one order: a chunk that is used before others that precede it brings those along, so the
+    first step, of whose order nothing is known, would hold nearly the whole model.
     """
-    if not (plan.limited and plan.mesh.names_model):
+    if plan.limited and not plan.mesh.names_model:
+        return []
+    if not plan.limited and (plan.stage != 3 or plan.mesh.replicas == 1):
         return []
     if plan.mesh.replicas == 1:
         return [name for name, _ in model.named_parameters(remove_duplicate=False)]

@@ -31,7 +31,8 @@ class Stage:
         output: bytes of what they hand on, all together.
         largest: most bytes that one of them keeps.
         working: most bytes that one of them works with.
-        ends: whether embeddings, or head and loss, are there too.
+        first: whether what runs before all blocks, such as embeddings, is there too.
+        last: whether head and loss are.
     """
 
     count: int
@@ -40,11 +41,12 @@ class Stage:
     output: int
     largest: int
     working: int
-    ends: bool
+    first: bool
+    last: bool
 
 
-def summed(parts: Sequence[Part], ends: bool) -> Stage:
-    """Sums up blocks."""
+def summed(parts: Sequence[Part], first: bool, last: bool) -> Stage:
+    """Sums up blocks; arguments as of `Stage`."""
     return Stage(
         len(parts),
         sum(part.parameters for part in parts),
@@ -52,7 +54,8 @@ def summed(parts: Sequence[Part], ends: bool) -> Stage:
         sum(part.output for part in parts),
         max((part.saved + part.working for part in parts), default=0),
         max((part.working for part in parts), default=0),
-        ends,
+        first,
+        last,
     )
 
 
@@ -70,7 +73,10 @@ def held_bytes(
         batch: samples of a step.
     """
     axes = grid.axes
-    own = stage.parameters + (facts.outside.parameters if stage.ends else 0)
+    before, after = facts.ends
+    # What both ends use, such as a tied embedding, a rank with both has once.
+    outside = min(stage.first * before + stage.last * after, facts.outside.parameters)
+    own = stage.parameters + outside
     own = int(own * (1 - shared.parameters * (1 - 1 / axes.tensor)))
     state = state_bytes_of(facts, grid, own, axes.data * axes.sequence, axes.tensor)
     samples = batch // axes.data // grid.micro_batches
@@ -80,7 +86,7 @@ def held_bytes(
     again = grid.recomputed / max(1, len(facts.blocks))
     kept = samples * (stage.saved * (1 - again) * divided + stage.output * again * whole)
     working = samples * (stage.largest if again else stage.working) * divided
-    if stage.ends:
+    if stage.last:
         # Of head and loss only one micro-batch is under way.
         kept += samples * facts.outside.saved * divided / flying
         most = min(facts.outside.working, facts.outside.saved)
@@ -124,8 +130,10 @@ def state_bytes_of(facts: Facts, grid: Grid, own: int, replicas: int, tensor: in
         tensor: number of ranks that share each.
     """
     learns = facts.trained / max(1, facts.parameters)
-    chunk = facts.item * max(CHUNK_BYTES // facts.item, facts.largest // tensor)
-    window = min(WINDOW * chunk, facts.item * own)
+    chunk = max(CHUNK_BYTES, facts.item * facts.largest_in_blocks // tensor)
+    # An embedding is a chunk of its own, of which one is whole at a time.
+    widest = max(chunk, facts.item * facts.largest // tensor)
+    window = min(widest + (WINDOW - 1) * chunk, facts.item * own)
     parts = replicas if grid.stage else 1
     parameters = facts.item * own
     if grid.stage == 3:

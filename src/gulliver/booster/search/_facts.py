@@ -21,7 +21,7 @@ from gulliver.booster._measure import ADDED_UP, entries_of, shared_paths
 from gulliver.errors import GulliverError
 from gulliver.hardware import Device, memory_seconds, update_seconds
 from gulliver.parallel import state_sizes
-from gulliver.parallel.pipeline import stack_of
+from gulliver.parallel.pipeline import cut, names_held, stack_of
 from gulliver.parallel.tensor import TensorPlan, plan_tensor
 from gulliver.plan import Analysis, analyse
 from gulliver.plan.analysis import BACKWARD, FORWARD, Operator
@@ -156,6 +156,25 @@ class Facts:
             int(rest(self.parameters, "parameters")),
         )
 
+    @cached_property
+    def ends(self) -> tuple[int, int]:
+        """Elements of the parameters that the first and the last rank of a pipeline have besides.
+
+        Those of modules that every rank keeps are in both.
+        """
+        if not self.has_stack or len(self.blocks) < 2:
+            return self.outside.parameters, self.outside.parameters
+        stack = stack_of(self.model, None)
+        first = len(self.blocks) // 2
+        halves = cut(self.model, stack, 2, at=(first, len(self.blocks) - first))
+        held = [names_held(self.model, stack, halves, ((0,), (1,)), place) for place in (0, 1)]
+        blocks = [self.parts[:first], self.parts[first:]]
+        before, after = (
+            max(0, sum(p.numel() for p in names.values()) - sum(p.parameters for p in parts))
+            for names, parts in zip(held, blocks, strict=True)
+        )
+        return before, after
+
     def _part(self, path: str) -> Part:
         analysis, n = self.analysis, self.samples
         costs = analysis.module(path)
@@ -222,6 +241,13 @@ class Facts:
     def largest(self) -> int:
         """Elements of the largest parameter."""
         return max((p.numel() for p in self.model.parameters()), default=0)
+
+    @cached_property
+    def largest_in_blocks(self) -> int:
+        """Elements of the largest parameter of a block."""
+        blocks = {self.analysis.followed(path): path for path in self.blocks}.values()
+        own = (p.numel() for b in blocks for p in self.model.get_submodule(b).parameters())
+        return max(own, default=self.largest)
 
     def shared(self, size: int) -> Shared | None:
         """What `size` tensor ranks share; None where the model cannot be cut so: see `refused`."""

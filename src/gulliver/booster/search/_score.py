@@ -367,7 +367,7 @@ class Scorer:
         """Sums over the blocks of each rank of a pipeline."""
         facts = self.facts
         if ranks == 1:
-            return [summed(facts.parts, True)]
+            return [summed(facts.parts, True, True)]
         sizes, _ = self._dealt(ranks * chunks)
         starts = [sum(sizes[:n]) for n in range(len(sizes))]
         found = []
@@ -378,7 +378,7 @@ class Scorer:
                 for stage in mine
                 for block in range(starts[stage], starts[stage] + sizes[stage])
             ]
-            found.append(summed(parts, 0 in mine or ranks * chunks - 1 in mine))
+            found.append(summed(parts, 0 in mine, ranks * chunks - 1 in mine))
         return found
 
 

@@ -1,0 +1,129 @@
+"""The search over grids beside all grids, and its bytes beside those of the plans that run."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from gulliver.booster import HybridParallelPlugin, LowLevelZeroPlugin
+from gulliver.booster.search import Axes, Grid, Scored, Scorer, axes_of, grids_of, search_grids
+from gulliver.booster.search._search import modes_of
+from gulliver.hardware import Cluster, named_cluster
+
+SAMPLES, LENGTH, RANKS = 8, 64, 8
+STAGES = (0, 1, 2, 3)
+
+
+@cache
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=LENGTH,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def adam(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+@cache
+def cluster() -> Cluster:
+    return named_cluster(f"h100x{RANKS}")
+
+
+@cache
+def scorer() -> Scorer:
+    found = search_grids(llama(), adam(llama()), batch(), cluster(), SAMPLES)
+    return Scorer(found.facts, cluster(), SAMPLES, "cuda", 1.0)
+
+
+@cache
+def every_grid() -> dict[Axes, list[Scored]]:
+    """All grids of all meshes with nothing recomputed."""
+    own = scorer()
+    meshes = axes_of(RANKS, SAMPLES, len(own.facts.blocks), modes_of(own.facts))
+    return {
+        axes: [own.score(grid) for grid in grids_of(axes, SAMPLES, len(own.facts.blocks))]
+        for axes in meshes
+        if not own.refuses(axes)
+    }
+
+
+def searched(limit: int) -> list[float]:
+    found = search_grids(
+        llama(), adam(llama()), batch(), cluster(), SAMPLES, memory=limit, facts=scorer().facts
+    )
+    return [scored.seconds.step for scored in found.best]
+
+
+def test_no_grid_is_faster_than_the_bound_of_its_mesh() -> None:
+    for axes, found in every_grid().items():
+        bound = scorer().bound(axes)
+        for scored in found:
+            assert bound <= scored.seconds.step * (1 + 1e-9), scored.grid
+
+
+@pytest.mark.parametrize("share", [0.3, 1.1])
+def test_the_search_finds_what_all_grids_have(share: float) -> None:
+    held = sorted(scored.bytes for found in every_grid().values() for scored in found)
+    limit = int(held[len(held) // 2] * share)
+    of_meshes = []
+    for found in every_grid().values():
+        fitting = (scorer().least(scored.grid, limit) for scored in found)
+        of_meshes += [min((s.seconds.step for s in fitting if s is not None), default=None)]
+    best = sorted(seconds for seconds in of_meshes if seconds is not None)[:10]
+    assert searched(limit) == pytest.approx(best)
+
+
+PLANNED = {
+    **{f"ZeRO {stage}": Grid(Axes(data=RANKS), stage) for stage in STAGES},
+    **{f"tensor 2, ZeRO {stage}": Grid(Axes(RANKS // 2, tensor=2), stage) for stage in range(3)},
+    "tensor 8": Grid(Axes(tensor=8)),
+    "pipeline 2": Grid(Axes(RANKS // 2, pipeline=2), 1, 4, "1f1b"),
+    "pipeline 4, tensor 2": Grid(Axes(tensor=2, pipeline=4), 0, 4, "1f1b"),
+}
+
+
+def plan_of(grid: Grid) -> Any:
+    """The plan of a grid, with the search's size of a chunk."""
+    axes, shared = grid.axes, {"chunk_mb": 32.0, "precision": "bf16", "verbose": False}
+    if axes.size == axes.data:
+        plugin: Any = LowLevelZeroPlugin(grid.stage, **shared)
+    else:
+        plugin = HybridParallelPlugin(
+            tp_size=axes.tensor,
+            pp_size=axes.pipeline,
+            zero_stage=grid.stage,
+            num_microbatches=grid.micro_batches if axes.pipeline > 1 else None,
+            **shared,
+        )
+    return plugin.make_plan(llama(), adam(llama()), cluster())
+
+
+def state_of(memory: Any) -> int:
+    return memory.parameters + memory.gradients + memory.optimizer_state
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_grid_has_the_bytes_of_its_plan(name: str) -> None:
+    grid = PLANNED[name]
+    scored, planned = scorer().score(grid).memory, plan_of(grid).memory
+    assert state_of(scored) == pytest.approx(state_of(planned), rel=0.05), (scored, planned)
