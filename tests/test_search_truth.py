@@ -9,8 +9,16 @@ import pytest
 import torch
 
 from gulliver.booster import HybridParallelPlugin, LowLevelZeroPlugin
-from gulliver.booster.search import Axes, Grid, Scored, Scorer, axes_of, grids_of, search_grids
-from gulliver.booster.search._search import modes_of
+from gulliver.booster.search import (
+    Axes,
+    Grid,
+    Scored,
+    Scorer,
+    axes_of,
+    grids_of,
+    modes_of,
+    search_grids,
+)
 from gulliver.hardware import Cluster, named_cluster
 
 SAMPLES, LENGTH, RANKS = 8, 64, 8

@@ -8,7 +8,7 @@ from gulliver.booster.search._auto import Engine, auto_engine, plan_of, plugin_o
 from gulliver.booster.search._facts import Facts, Part, Shared, facts_of
 from gulliver.booster.search._grids import Axes, Grid, axes_of, grids_of
 from gulliver.booster.search._score import Scored, Scorer
-from gulliver.booster.search._search import Found, search_grids
+from gulliver.booster.search._search import Found, modes_of, search_grids
 
 __all__ = [
     "Axes",
@@ -24,6 +24,7 @@ __all__ = [
     "axes_of",
     "facts_of",
     "grids_of",
+    "modes_of",
     "plan_of",
     "plugin_of",
     "search_grids",
