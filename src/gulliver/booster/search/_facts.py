@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -98,6 +98,10 @@ class Facts:
     trained: int
     refused: dict[int, str] = field(default_factory=dict)
     _shared: dict[int, Shared | None] = field(default_factory=dict)
+
+    def on(self, device: Device) -> Facts:
+        """The same model on another device."""
+        return replace(self, device=device, refused={}, _shared={})
 
     @cached_property
     def parameters(self) -> int:
