@@ -32,7 +32,7 @@ from benchmarks._sequence_shared import (
 from benchmarks._sequence_wire import PLANS, RANKS, TWIN
 from benchmarks.netlab import Net, run
 from benchmarks.netlab._ranks import wire_bytes
-from gulliver import _compat
+from gulliver import _compat, _compat_attention
 from gulliver.comm import init_world
 from gulliver.parallel.sequence import (
     SequencePlan,
@@ -73,9 +73,11 @@ class TorchRing(torch.autograd.Function):
         """The output."""
 
         def op(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-            return _compat.cpu_flash_forward(query, key, value, _scale(query), False, None)
+            return _compat_attention.cpu_flash_forward(
+                query, key, value, _scale(query), False, None
+            )
 
-        ring, _ = _compat.context_parallel_ring(rotate)
+        ring, _ = _compat_attention.context_parallel_ring(rotate)
         out, lse = ring(dist.group.WORLD, 2, op, q, k, v)[:2]
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rotate = rotate
@@ -95,9 +97,9 @@ class TorchRing(torch.autograd.Function):
             **_: Any,
         ) -> tuple[Tensor, ...]:
             given = grad_out, query, key, value, out, logsumexp
-            return _compat.cpu_flash_backward(*given, _scale(query), False, None)
+            return _compat_attention.cpu_flash_backward(*given, _scale(query), False, None)
 
-        _, ring = _compat.context_parallel_ring(ctx.rotate)
+        _, ring = _compat_attention.context_parallel_ring(ctx.rotate)
         names = ("query", "key", "value", "out", "logsumexp")
         saved = dict(zip(names, ctx.saved_tensors, strict=True))
         given = {"grad_out": grad, "grad_out_name": "grad_out", "is_causal": False, **saved}

@@ -1,4 +1,4 @@
-"""One test per name of `gulliver._compat`."""
+"""One test per name of `gulliver._compat` and `_compat_attention`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from gulliver import _compat
+from gulliver import _compat, _compat_attention
 from gulliver.comm import World
 from tests.pool import Pool
 from tests.worlds import run_threads
@@ -55,10 +55,10 @@ ATTENTION_OPS = {
 
 def test_torch_has_the_attention_operators_with_the_arguments_that_are_passed() -> None:
     for name, arguments in ATTENTION_OPS.items():
-        op = _compat.attention_op(name)
+        op = _compat_attention.attention_op(name)
         assert op is not None
         assert len(op._schema.arguments) == arguments, op._schema  # type: ignore[attr-defined]
-    assert _compat.attention_op("_no_such_operator") is None
+    assert _compat_attention.attention_op("_no_such_operator") is None
 
 
 def _parts_of_attention(device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -79,8 +79,8 @@ def _by_hand(q, k, v, grad, scale: float, causal: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_cpu_kernel_gives_output_log_sum_exp_and_gradients(causal: bool) -> None:
     q, k, v, grad = _parts_of_attention("cpu", torch.float64)
-    out, lse = _compat.cpu_flash_forward(q, k, v, 0.3, causal, None)
-    grads = _compat.cpu_flash_backward(grad, q, k, v, out, lse, 0.3, causal, None)
+    out, lse = _compat_attention.cpu_flash_forward(q, k, v, 0.3, causal, None)
+    grads = _compat_attention.cpu_flash_backward(grad, q, k, v, out, lse, 0.3, causal, None)
     for found, expected in zip(
         (out, lse, *grads), _by_hand(q, k, v, grad, 0.3, causal), strict=True
     ):
@@ -93,8 +93,8 @@ def test_the_cpu_kernel_gives_output_log_sum_exp_and_gradients(causal: bool) -> 
 def test_the_gpu_kernels_give_output_log_sum_exp_and_gradients(name: str, causal: bool) -> None:
     q, k, v, grad = _parts_of_attention("cuda", torch.bfloat16)
     rest = (0.3, causal, None) if name == "efficient" else (0.3, causal)
-    out, lse = getattr(_compat, f"cuda_{name}_forward")(q, k, v, *rest)
-    grads = getattr(_compat, f"cuda_{name}_backward")(grad, q, k, v, out, lse, *rest)
+    out, lse = getattr(_compat_attention, f"cuda_{name}_forward")(q, k, v, *rest)
+    grads = getattr(_compat_attention, f"cuda_{name}_backward")(grad, q, k, v, out, lse, *rest)
     for found, expected in zip(
         (out, lse, *grads), _by_hand(q, k, v, grad, 0.3, causal), strict=True
     ):
@@ -107,13 +107,13 @@ def _torch_ring(world: World, rotate: str) -> float:
     q, k, v, grad = (t.chunk(world.size, 2)[world.rank].contiguous() for t in whole)
 
     def op(query, key, value, **_):
-        return _compat.cpu_flash_forward(query, key, value, 0.3, False, None)
+        return _compat_attention.cpu_flash_forward(query, key, value, 0.3, False, None)
 
     def op_backward(grad_out, query, key, value, out, logsumexp, **_):
         given = grad_out, query, key, value, out, logsumexp
-        return _compat.cpu_flash_backward(*given, 0.3, False, None)
+        return _compat_attention.cpu_flash_backward(*given, 0.3, False, None)
 
-    forward, backward = _compat.context_parallel_ring(rotate)
+    forward, backward = _compat_attention.context_parallel_ring(rotate)
     group = torch.distributed.group.WORLD
     out, lse = forward(group, 2, op, q, k, v)[:2]
     named = {"query": q, "key": k, "value": v, "out": out, "logsumexp": lse, "is_causal": False}

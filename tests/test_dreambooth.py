@@ -37,7 +37,7 @@ from gulliver.jobs import derive
 from tests.pool import Pool
 from tests.tiny_pipelines import SIDE, save_sd, save_sd3, save_sdxl
 
-STEPS, RATE, ROWS_RATE, GAMMA = 5, 1e-3, 1e-2, 2.0
+STEPS, RATE, ROWS_RATE, GAMMA = 4, 1e-3, 1e-2, 2.0
 UNET = ["to_k", "to_q", "to_v", "to_out.0"]
 CLIP = ["q_proj", "k_proj", "v_proj", "out_proj"]
 Log = list[dict[str, Any]]

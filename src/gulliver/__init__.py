@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         LowLevelZeroPlugin,
         Plugin,
         TorchDDPPlugin,
+        auto_engine,
         keep_logits,
         lazy_parameters,
     )
@@ -42,6 +43,7 @@ __all__ = [
     "Plugin",
     "TorchDDPPlugin",
     "World",
+    "auto_engine",
     "current_cluster",
     "current_world",
     "guard",
@@ -55,7 +57,7 @@ __all__ = [
 _PACKAGES = {
     "booster": (
         *("Booster", "GeminiPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin"),
-        *("TorchDDPPlugin", "keep_logits", "lazy_parameters"),
+        *("TorchDDPPlugin", "auto_engine", "keep_logits", "lazy_parameters"),
     ),
     "checkpoint": ("AsyncCheckpointer",),
     "comm": ("World", "current_world", "guard", "init_world", "launch", "shutdown"),
@@ -63,7 +65,9 @@ _PACKAGES = {
     "errors": ("GulliverError",),
     "hardware": ("Cluster", "current_cluster"),
     "plan": ("Plan",),
-    **dict.fromkeys(("families", "io", "memory", "models", "parallel", "solve", "video"), ()),
+    **dict.fromkeys(
+        ("families", "io", "layout", "memory", "models", "parallel", "solve", "video"), ()
+    ),
 }
 """Public packages, and the names that this module hands on from each."""
 

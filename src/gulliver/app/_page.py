@@ -95,7 +95,7 @@ def build(parts: Parts) -> gr.Blocks:
 
 
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
-"""Of handlers that answer at once."""
+"""Options of handlers that answer at once."""
 
 PICTURES: dict[str, Any] = {
     "columns": 4,

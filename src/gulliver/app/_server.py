@@ -83,7 +83,7 @@ class Page:
     """A page that is being served.
 
     Attributes:
-        url: its address.
+        url: address of the page.
         service: service behind it.
     """
 

@@ -7,6 +7,7 @@ from gulliver.booster._gemini import GeminiPlugin
 from gulliver.booster._hybrid_plugin import HybridParallelPlugin
 from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from gulliver.booster.hybrid import keep_logits, lazy_parameters, sequence_degree
+from gulliver.booster.search import auto_engine, search_grids
 
 __all__ = [
     "Booster",
@@ -15,9 +16,11 @@ __all__ = [
     "LowLevelZeroPlugin",
     "Plugin",
     "TorchDDPPlugin",
+    "auto_engine",
     "estimate_work",
     "keep_logits",
     "lazy_parameters",
     "recomputable_blocks",
+    "search_grids",
     "sequence_degree",
 ]

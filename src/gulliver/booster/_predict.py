@@ -63,7 +63,7 @@ def predict(
     links = axis_links(plan, cluster)
     share = 1.0 if tensor is None else 1 - tensor.share_of(model) * (1 - 1 / tensor.size)
     share /= plan.mesh.of("sequence")
-    sent = attention_volume(plan, model)
+    sent = attention_sends(plan, model)
     costs = _costs(plan, links, _computed(plan, share), len(blocks), _free(plan), sent)
     reasons = dict(plan.reasons)
     if plan.work.samples:
@@ -196,7 +196,7 @@ def _computed(plan: Plan, share: float) -> float:
     return (1 - measured * (1 - 1 / tensor)) / plan.mesh.of("sequence")
 
 
-def attention_volume(plan: Plan, model: nn.Module) -> Volume:
+def attention_sends(plan: Plan, model: nn.Module) -> Volume:
     """Bytes that a rank sends in one attention of the whole batch."""
     work, degree = plan.work, plan.mesh.of("sequence")
     if degree == 1 or not work.samples:

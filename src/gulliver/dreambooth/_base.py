@@ -42,8 +42,8 @@ class TokenHandle:
     Attributes:
         token: word as it is written in prompts.
         ids: ids that the word is replaced by, in order.
-        rows: its rows of the table of embeddings ``[len(ids), width]``: a parameter of its own
-            inside of `Base.text`, so that no other row can change.
+        rows: embeddings of the word ``[len(ids), width]``: a parameter of its own inside of
+            `Base.text`, so that no other row can change.
     """
 
     token: str

@@ -73,7 +73,7 @@ class DiffusersBase:
         GulliverError: the folder holds no such pipeline, or one that is not supported.
     """
 
-    text_targets = CLIP_TARGETS
+    text_targets: tuple[str, ...] = CLIP_TARGETS
 
     def __init__(
         self,

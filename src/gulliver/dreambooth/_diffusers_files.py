@@ -11,25 +11,41 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gulliver.checkpoint import read_json, read_metadata, read_tensors, write_tensors
 from gulliver.dreambooth._base import Learnt
+from gulliver.dreambooth._kinds import Kind
 from gulliver.errors import GulliverError
 from gulliver.finetune import adapter_name
 from gulliver.io import named_errors, write_text
-
-if TYPE_CHECKING:
-    from gulliver.dreambooth._diffusers import DiffusersBase
 
 LORA, EMBEDDINGS = "pytorch_lora_weights.safetensors", "learned_embeds{}.safetensors"
 METADATA = "lora_adapter_metadata"
 """Key of diffusers for PEFT's configurations beside the tensors."""
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 ROWS = ".rows"
+
+
+class PipelineFolder(Protocol):
+    """What is asked of a base, so that its files can be read and written.
+
+    Attributes:
+        folder: folder of the pipeline that it was read from.
+        kind: networks of the pipeline.
+        tokenizers: tokenizers by their names in the pipeline, with the words that were added.
+    """
+
+    folder: Path
+    kind: Kind
+    tokenizers: dict[str, Any]
+
+    def read_encoder(self, name: str) -> Any:
+        """Reads a text encoder as the folder has it."""
+        ...
 
 
 def lora_name(network: str, name: str) -> str:
@@ -44,7 +60,7 @@ def lora_name(network: str, name: str) -> str:
 
 
 def read_lora(
-    base: DiffusersBase, path: Path
+    base: PipelineFolder, path: Path
 ) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
     """Reads LoRA weights of diffusers' form, and PEFT's configurations beside them.
 
@@ -67,7 +83,7 @@ def read_lora(
     return found, {side: values for side, values in given.items() if values}
 
 
-def write_learnt(base: DiffusersBase, folder: Path, learnt: Learnt) -> None:
+def write_learnt(base: PipelineFolder, folder: Path, learnt: Learnt) -> None:
     """Writes what a base has learnt into a folder."""
     network = base.kind.network
     adapters = {lora_name(network, n): n for n in learnt.tensors if ".lora_" in n}
@@ -84,7 +100,7 @@ def write_learnt(base: DiffusersBase, folder: Path, learnt: Learnt) -> None:
         _write_pipeline(base, folder, learnt, rows)
 
 
-def _metadata(base: DiffusersBase, adapters: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
+def _metadata(base: PipelineFolder, adapters: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
     """PEFT's configurations by the names of the networks that they are of."""
     about: dict[str, Any] = {}
     for side, values in adapters.items():
@@ -93,7 +109,7 @@ def _metadata(base: DiffusersBase, adapters: Mapping[str, Mapping[str, object]])
     return about
 
 
-def _rows(base: DiffusersBase, learnt: Learnt) -> dict[str, str]:
+def _rows(base: PipelineFolder, learnt: Learnt) -> dict[str, str]:
     """Names of the new words' rows among the tensors, by text encoder in order."""
     found = [name for name in learnt.tensors if name.endswith(ROWS)]
     by_encoder = {name.split(".")[1]: name for name in found}
@@ -101,7 +117,7 @@ def _rows(base: DiffusersBase, learnt: Learnt) -> dict[str, str]:
 
 
 def _write_pipeline(
-    base: DiffusersBase, folder: Path, learnt: Learnt, rows: Mapping[str, str]
+    base: PipelineFolder, folder: Path, learnt: Learnt, rows: Mapping[str, str]
 ) -> None:
     """Writes the whole pipeline: what has learnt anew, all else as it was."""
     network = base.kind.network
@@ -129,7 +145,7 @@ def _copy(part: Path, target: Path) -> None:
             shutil.copyfile(part, target)
 
 
-def _write_encoder(base: DiffusersBase, folder: Path, learnt: Learnt, name: str) -> None:
+def _write_encoder(base: PipelineFolder, folder: Path, learnt: Learnt, name: str) -> None:
     """Writes a text encoder, with new words among its embeddings."""
     prefix, encoder = f"text.{name}.", base.read_encoder(name)
     values = {

@@ -95,7 +95,7 @@ def _joint(model: nn.Module, noisy: Tensor, times: Tensor, told: Conditions, sid
 
 
 def _last_of_first(layers: int) -> tuple[str, ...]:
-    """Of the first encoder's states those before its last layer are taken, and nothing else."""
+    """Names what no condition needs where the first encoder stops before its last layer."""
     first, layer = "text_encoder.", f"encoder.layers.{layers - 1}."
     return tuple(f"{first}{inner}{part}" for inner in ("", "text_model.") for part in (
         layer, "final_layer_norm."

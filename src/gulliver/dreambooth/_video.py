@@ -97,7 +97,7 @@ class VideoBase:
         GulliverError: the folder holds no run, or no clip fits the resolution.
     """
 
-    text_targets = ()
+    text_targets: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from gulliver.memory._bytes import (
     ByteCounter,
 )
 from gulliver.memory._chunk import Chunk
+from gulliver.memory._fakes import FakeTensors, without_traces
 from gulliver.memory._footprint import CudaGauge, Footprint, Gauge, ProcessGauge, StepFootprint
 from gulliver.memory._host import Copier, Copy, HostStore
 from gulliver.memory._host_disk import HostDiskStore
@@ -54,7 +55,6 @@ from gulliver.memory._reduced import ADVICE, ReducedGradient, reduced_gradient
 from gulliver.memory._stores import DiskStore, Store, Transfer, check_disk_folder, whole_pages
 from gulliver.memory._symbolic import (
     ActivationPeak,
-    FakeTensors,
     Kept,
     MemoryPoint,
     StorageCounter,
@@ -62,7 +62,6 @@ from gulliver.memory._symbolic import (
     block_activations,
     follow_step,
     stand_in_loss,
-    without_traces,
 )
 from gulliver.memory._traffic import StillSeen
 

@@ -33,7 +33,7 @@ class AroundCall:
         around: function that is called instead, with `call` and the arguments.
 
     Attributes:
-        around: that function.
+        around: function that runs around it, as given.
     """
 
     def __init__(self, call: Callable[..., Any], around: Around) -> None:

@@ -13,14 +13,12 @@ Where activations are off-loaded, the very code that does it runs with a manager
 from __future__ import annotations
 
 import math
-import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,9 +28,10 @@ from torch.nn.modules.module import (
 )
 from torch.utils import _pytree as pytree
 
-from gulliver._compat import DispatchMode, fake_kind, fake_mode, private_tables, replace_tensors
+from gulliver._compat import DispatchMode, fake_kind, fake_mode, replace_tensors
 from gulliver.errors import GulliverError
 from gulliver.memory._activations import ActivationOffload
+from gulliver.memory._fakes import FakeTensors, without_traces
 from gulliver.memory._placed import Placed
 from gulliver.solve import BlockActivations
 
@@ -408,56 +407,6 @@ class _Watch:
     def _accumulated(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self._counter.drop_tensor(parameter.grad)
-
-
-@contextmanager
-def without_traces(model: nn.Module, hooks: bool) -> Iterator[None]:
-    """Puts back attributes of modules, their hooks and random states.
-
-    Args:
-        model: model whose modules may be changed inside.
-        hooks: whether their hooks are in force inside.
-    """
-    gradients = [(p, p.grad) for p in model.parameters()]
-    numbers, arrays = random.getstate(), np.random.get_state()
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng())
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for module in list(model.modules()):
-                stack.enter_context(private_tables(module, hooks))
-            yield
-    finally:
-        random.setstate(numbers)
-        np.random.set_state(arrays)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-class FakeTensors:
-    """Tensors of the same form as given ones, made under a fake mode; what is tied stays tied.
-
-    Args:
-        device: device of all of them; None takes each tensor's.
-    """
-
-    def __init__(self, device: str | None = None) -> None:
-        self._made: dict[Tensor, Tensor] = {}
-        self._device = device
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The fake of a tensor; of one on meta, on the CPU."""
-        made = self._made.get(tensor)
-        if made is not None:
-            return made
-        device = self._device or ("cpu" if tensor.is_meta else tensor.device)
-        # A parameter whose shard is elsewhere is one element, stretched: its shape is what counts.
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        self._made[tensor] = made.requires_grad_(tensor.requires_grad)
-        return made
 
 
 def _leaves(tree: Any) -> list[Tensor]:

@@ -38,7 +38,7 @@ DUAL_STEPS = 400
 
 @dataclass(frozen=True)
 class Placement:
-    """Which device has which layers.
+    """An assignment of layers to devices.
 
     Attributes:
         devices: numbers of the devices, in the order of the chain.

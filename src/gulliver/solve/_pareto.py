@@ -19,7 +19,7 @@ DIGITS = 1e12
 PRICES = 16
 PAIRS, AT_ONCE = 128, 16
 CROWD = 8
-"""Of more than so many times the rows that are kept, some are dropped before any comparison."""
+"""Rows for each one kept; of more than these, some are dropped before any comparison."""
 
 
 def rounded(values: Floats) -> Floats:

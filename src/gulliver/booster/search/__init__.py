@@ -1,4 +1,4 @@
-"""Which way to lay a model over a cluster: every grid that a plugin can run, priced and ranked.
+"""Every grid that a plugin can run on a cluster, priced and ranked for a model.
 
 Read `_grids.py` (what is searched), `_facts.py` (what a model is to the search), `_score.py` (what
 a grid takes) and `_search.py` (how the best are found).
@@ -13,6 +13,7 @@ from gulliver.booster.search._answers import (
     saved_by_a_gib,
     searched_again,
 )
+from gulliver.booster.search._auto import Engine, auto_engine, plan_of, plugin_of
 from gulliver.booster.search._facts import Facts, Part, Shared, facts_of
 from gulliver.booster.search._grids import Axes, Grid, axes_of, grids_of
 from gulliver.booster.search._report import kinds_of_bytes, kinds_of_seconds, report
@@ -21,6 +22,7 @@ from gulliver.booster.search._search import Found, search_grids
 
 __all__ = [
     "Axes",
+    "Engine",
     "Enough",
     "Facts",
     "Found",
@@ -30,6 +32,7 @@ __all__ = [
     "Scored",
     "Scorer",
     "Shared",
+    "auto_engine",
     "axes_of",
     "enough",
     "facts_of",
@@ -37,6 +40,8 @@ __all__ = [
     "kinds_of_bytes",
     "kinds_of_seconds",
     "least_bytes",
+    "plan_of",
+    "plugin_of",
     "prices_of_memory",
     "report",
     "saved_by_a_gib",

@@ -118,7 +118,7 @@ def state_bytes_of(facts: Facts, grid: Grid, own: int, replicas: int, tensor: in
 
     Args:
         facts: the model.
-        grid: its stage counts.
+        grid: grid, whose stage of ZeRO counts.
         own: elements of the rank's parameters, before they are sharded.
         replicas: number of ranks that share them.
         tensor: number of ranks that share each.

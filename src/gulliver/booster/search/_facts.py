@@ -19,7 +19,7 @@ from torch import nn
 from gulliver.booster._blocks import recomputable_blocks
 from gulliver.booster._measure import ADDED_UP, entries_of, shared_paths
 from gulliver.errors import GulliverError
-from gulliver.hardware import Device, update_seconds
+from gulliver.hardware import Device, memory_seconds, update_seconds
 from gulliver.parallel import state_sizes
 from gulliver.parallel.pipeline import stack_of
 from gulliver.parallel.tensor import TensorPlan, plan_tensor
@@ -38,6 +38,7 @@ class Part:
         output: bytes of what it hands on.
         working: most bytes of its forward or backward beyond what it keeps.
         parameters: elements of its parameters.
+        operators: number of operators of its forward and of its backward.
     """
 
     forward_s: float = 0.0
@@ -46,6 +47,7 @@ class Part:
     output: int = 0
     working: int = 0
     parameters: int = 0
+    operators: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class Facts:
             costs.output // n,
             max(0, working) // n,
             elements,
+            (costs.forward.operators, costs.backward.operators),
         )
 
     @cached_property
@@ -181,6 +184,28 @@ class Facts:
     def backward_s(self) -> float:
         """Seconds of a backward of one sample on one device."""
         return self.outside.backward_s + sum(part.backward_s for part in self.parts)
+
+    def floors(self, tensor: int) -> tuple[float, float]:
+        """Seconds that forward and backward of all blocks take however few tokens there are.
+
+        Each operator is launched, and the weights are read: once, and for the backward twice.
+
+        Args:
+            tensor: number of ranks that share the weights.
+        """
+        found = []
+        for backward in (False, True):
+            times = sum(
+                max(
+                    self.device.launch_s * part.operators[backward],
+                    memory_seconds(
+                        self.device, (1 + backward) * self.item * part.parameters // tensor
+                    ),
+                )
+                for part in self.parts
+            )
+            found.append(times)
+        return found[0], found[1]
 
     @cached_property
     def saved(self) -> int:
@@ -216,7 +241,7 @@ class Facts:
             return Shared(1)
         cut = shared_paths(tensor)
         inside = _within(self.analysis, cut)
-        seconds = [(self._seconds(o), inside(o)) for o in self._of(FORWARD)]
+        seconds = [(self._time(o), inside(o)) for o in self._of(FORWARD)]
         kept = [(o.saved * o.count, inside(o)) for o in self._of(FORWARD)]
         forward = [p for p, placed in tensor.modules.items() if placed.how.kind in ADDED_UP]
         again = [p for p in forward if any(p.startswith(f"{block}.") for block in self.blocks)]
@@ -233,7 +258,7 @@ class Facts:
     def _of(self, phase: str) -> Iterable[Operator]:
         return (o for o in self.analysis.operators if o.phase == phase)
 
-    def _seconds(self, operator: Operator) -> float:
+    def _time(self, operator: Operator) -> float:
         return operator.count * operator.seconds_on(self.device)
 
     def _bytes(self, path: str, side: str) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from gulliver.booster._predict import (
-    attention_volume,
+    attention_sends,
     axis_links,
     by_kind,
     model_messages,
@@ -104,6 +104,7 @@ class Scorer:
         self._dealt = lru_cache(None)(self._dealt_of)
         self._work = lru_cache(None)(self._work_of)
         self._summed = lru_cache(None)(self._summed_of)
+        self._floors = lru_cache(None)(facts.floors)
         self._volume = lru_cache(None)(self._volume_of)
 
     def shared(self, axes: Axes) -> Shared | None:
@@ -112,8 +113,11 @@ class Scorer:
 
     def refuses(self, axes: Axes) -> str:
         """Why a model cannot be laid over a mesh; empty where it can."""
-        if self.shared(axes) is None:
+        shared = self.shared(axes)
+        if shared is None:
             return self.facts.refused[axes.tensor]
+        if axes.tensor > 1 and not shared.seconds:
+            return "tensor ranks would share nothing that the model computes"
         degree = axes.sequence if axes.mode != "split_gather" else axes.tensor
         if self.facts.tokens % degree:
             return f"{self.facts.tokens} tokens of a sample do not divide over {degree} ranks"
@@ -137,6 +141,10 @@ class Scorer:
             if not m.hidden and m.kind != "all_to_all"
         )
         return compute + self.free * open_s / axes.pipeline
+
+    def work(self, axes: Axes) -> Work:
+        """What the batch of a replica costs one process."""
+        return self._work(axes, self.batch // axes.data)
 
     def score(self, grid: Grid) -> Scored:
         """Prices a grid."""
@@ -176,7 +184,7 @@ class Scorer:
     # Seconds.
 
     def _in_turn(self, grid: Grid, shared: Shared, samples: int, again: float) -> Seconds:
-        """Micro-batches one after the other; gradients are reduced behind the last."""
+        """Micro-batches one after the other."""
         facts, times = self.facts, grid.micro_batches
         plan = self._plan(grid, self._work(grid.axes, samples))
         links, share = self._links(grid.axes), self._share(grid.axes, shared)
@@ -187,9 +195,10 @@ class Scorer:
             for m in model_messages(plan, links, again, max(blocks, 1), 1.0, volume)
         ]
         for message in self._replicas(grid, links["replicas"]):
-            gathers = grid.stage == 3 and message.kind == "all_gather"
-            messages.append(replace(message, count=message.count * (times if gathers else 1)))
-        forward, backward = plan.work.forward_s * share, plan.work.backward_s * share
+            # Stages that keep no whole gradients reduce them after every backward.
+            once = grid.stage < 2 or (grid.stage == 2 and message.kind == "all_gather")
+            messages.append(replace(message, count=message.count * (1 if once else times)))
+        forward, backward = self._passes(plan.work, share, grid, 1)
         repeated = again * plan.work.share_blocks * forward
         costs = predict_step(
             times * (forward + backward),
@@ -204,7 +213,7 @@ class Scorer:
     def _in_stages(self, grid: Grid, shared: Shared, samples: int, again: float) -> Seconds:
         plan = self._plan(grid, self._work(grid.axes, samples))
         links, share = self._links(grid.axes), self._share(grid.axes, shared)
-        forward, backward = plan.work.forward_s * share, plan.work.backward_s * share
+        forward, backward = self._passes(plan.work, share, grid, grid.micro_batches)
         repeated = again * plan.work.share_blocks * forward
         bubble, own = self._waits(grid, forward, backward + repeated)
         blocks = max(len(self.facts.blocks), 1) * own
@@ -246,6 +255,14 @@ class Scorer:
         slowest = micro * max(ranks)
         return seconds - slowest, slowest / whole
 
+    def _passes(self, work: Work, share: float, grid: Grid, parts: int) -> tuple[float, float]:
+        """Seconds of forward and backward of a batch in parts, all stages together."""
+        forward, backward = self._floors(grid.axes.tensor)
+        return (
+            max(work.forward_s * share, parts * forward),
+            max(work.backward_s * share, parts * backward),
+        )
+
     def _update(self, grid: Grid, own: float) -> float:
         axes = grid.axes
         parts = axes.data * axes.sequence if grid.stage else 1
@@ -274,7 +291,7 @@ class Scorer:
         one, two = (Counter(zero_collectives(grid.stage, [size] * n)) for n in (1, 2))
         for (kind, count), times in (one if number == 1 else two).items():
             every = times + (number - 2) * (times - one[kind, count]) if number > 1 else times
-            yield Message(kind, count, line, every, hidden=True)
+            yield Message(kind, count, line, every, hidden=True)  # type: ignore[arg-type]
 
     def _links_of(self, axes: Axes) -> dict[str, list[tuple[int, Link]]]:
         return axis_links(Plan(mesh=self._mesh(axes)), self.cluster)
@@ -322,7 +339,7 @@ class Scorer:
         )
 
     def _volume_of(self, axes: Axes, samples: int) -> Volume:
-        return attention_volume(self._plan(Grid(axes), self._work(axes, samples)), self.facts.model)
+        return attention_sends(self._plan(Grid(axes), self._work(axes, samples)), self.facts.model)
 
     def _dealt_of(self, stages: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Blocks and share of the work of each stage; the head and the loss are on the last."""

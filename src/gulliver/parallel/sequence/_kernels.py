@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gulliver import _compat
+from gulliver import _compat_attention
 from gulliver.errors import GulliverError, nearest
 from gulliver.parallel.sequence._tiles import Kind
 
@@ -182,7 +182,7 @@ def _logits(q: Tensor, k: Tensor, block: Block) -> Tensor:
 
 
 def _cpu_forward(block: Block) -> tuple[Tensor, Tensor]:
-    return _compat.cpu_flash_forward(
+    return _compat_attention.cpu_flash_forward(
         block.q, block.k, block.v, block.scale, block.causal, block.bias
     )
 
@@ -190,13 +190,15 @@ def _cpu_forward(block: Block) -> tuple[Tensor, Tensor]:
 def _cpu_backward(
     grad: Tensor, block: Block, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _compat.cpu_flash_backward(
+    return _compat_attention.cpu_flash_backward(
         *(grad, block.q, block.k, block.v, out, lse, block.scale, block.causal, block.bias)
     )
 
 
 def _flash_forward(block: Block) -> tuple[Tensor, Tensor]:
-    return _compat.cuda_flash_forward(block.q, block.k, block.v, block.scale, block.causal)
+    return _compat_attention.cuda_flash_forward(
+        block.q, block.k, block.v, block.scale, block.causal
+    )
 
 
 def _flash_backward(
@@ -207,7 +209,7 @@ def _flash_backward(
     # The kernel asks torch's switch how it may add up the gradient of the queries.
     torch.use_deterministic_algorithms(block.deterministic or before, warn_only=True)
     try:
-        return _compat.cuda_flash_backward(
+        return _compat_attention.cuda_flash_backward(
             *(grad.contiguous(), block.q, block.k, block.v),
             *(out.contiguous(), lse.contiguous(), block.scale, block.causal),
         )
@@ -217,14 +219,16 @@ def _flash_backward(
 
 def _efficient_forward(block: Block) -> tuple[Tensor, Tensor]:
     k, v = _repeated(block)
-    return _compat.cuda_efficient_forward(block.q, k, v, block.scale, block.causal, _aligned(block))
+    return _compat_attention.cuda_efficient_forward(
+        block.q, k, v, block.scale, block.causal, _aligned(block)
+    )
 
 
 def _efficient_backward(
     grad: Tensor, block: Block, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     k, v = _repeated(block)
-    dq, dk, dv = _compat.cuda_efficient_backward(
+    dq, dk, dv = _compat_attention.cuda_efficient_backward(
         *(grad.contiguous(), block.q, k, v, out.contiguous(), lse.contiguous()),
         *(block.scale, block.causal, _aligned(block)),
     )
@@ -250,13 +254,15 @@ def _aligned(block: Block) -> Tensor | None:
 
 
 def _cudnn_forward(block: Block) -> tuple[Tensor, Tensor]:
-    return _compat.cuda_cudnn_forward(block.q, block.k, block.v, block.scale, block.causal)
+    return _compat_attention.cuda_cudnn_forward(
+        block.q, block.k, block.v, block.scale, block.causal
+    )
 
 
 def _cudnn_backward(
     grad: Tensor, block: Block, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _compat.cuda_cudnn_backward(
+    return _compat_attention.cuda_cudnn_backward(
         *(grad.contiguous(), block.q, block.k, block.v),
         *(out.contiguous(), lse.contiguous(), block.scale, block.causal),
     )
@@ -280,7 +286,7 @@ def _cuda_lacks(
     """Returns what keeps a CUDA kernel from meeting requirements; None if nothing does."""
     if asked.device != "cuda":
         return f"it is for CUDA, not for {asked.device}"
-    if _compat.attention_op(op) is None:
+    if _compat_attention.attention_op(op) is None:
         return "this torch does not have it"
     if asked.dtype not in dtypes:
         return f"it does not do {str(asked.dtype).removeprefix('torch.')}"

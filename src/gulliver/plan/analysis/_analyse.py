@@ -91,7 +91,7 @@ class _NotContiguous(Exception):
 
 
 class _Ran:
-    """Which module ran when a step failed."""
+    """Finds the module that ran when a step failed."""
 
     recorder: Recorder | None = None
 

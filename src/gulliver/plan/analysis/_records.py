@@ -32,8 +32,8 @@ class Value:
     """A tensor that an operator takes or gives.
 
     Attributes:
-        shape: its shape.
-        dtype: its dtype, such as ``bfloat16``.
+        shape: sizes of its dimensions.
+        dtype: name of its element type, such as ``bfloat16``.
         storage: number of its memory, which views share.
         producer: index of the operator that wrote it last; -1 for what was there before.
         name: path of a parameter or buffer, ``input`` for the batch; empty for what is computed.

@@ -1,4 +1,4 @@
-"""From what was written down of a step to an `Analysis`.
+"""An `Analysis` made from what was written down of a step.
 
 [Note: peaks of what was not run] A replayed call has the bytes of the call that stands for it
 before and after, so its peak lies as far above what was there as that call's did, in forward and in

@@ -1,0 +1,169 @@
+"""The search over grids: its best is the best of all, bounds hold, and what it chooses runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gulliver.booster.search import (
+    Scorer,
+    auto_engine,
+    axes_of,
+    facts_of,
+    grids_of,
+    plan_of,
+    search_grids,
+)
+from gulliver.comm import World
+from gulliver.errors import GulliverError
+from gulliver.hardware import described, named_cluster
+from tests.pool import Pool
+
+transformers = pytest.importorskip("transformers")
+
+
+def llama(layers: int = 6, width: int = 256) -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=512,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def on_meta(layers: int = 6, width: int = 256) -> nn.Module:
+    with torch.device("meta"):
+        return llama(layers, width)
+
+
+def batch(samples: int = 1, length: int = 64, device: str = "meta") -> dict[str, torch.Tensor]:
+    ids = torch.zeros(samples, length, dtype=torch.long, device=device)
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture(scope="module")
+def small():
+    model = on_meta()
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer, facts_of(model, optimizer, batch(), named_cluster("h100").device)
+
+
+def test_the_best_is_the_best_of_all_grids(small) -> None:
+    model, optimizer, facts = small
+    cluster = named_cluster("h100x16")
+    for limit in (None, 60 << 20, 24 << 20):
+        found = search_grids(model, optimizer, None, cluster, 32, limit, facts=facts)
+        scorer = Scorer(facts, cluster, 32, "cuda", 1.0)
+        every = []
+        for axes in axes_of(16, 32, 6, ["split_gather", "all_to_all", "ring_attn"]):
+            if scorer.refuses(axes):
+                continue
+            for grid in grids_of(axes, 32, 6):
+                whole = scorer.score(grid)
+                assert scorer.bound(axes) <= whole.seconds.step * (1 + 1e-9)
+                fitting = scorer.least(grid, found.limit)
+                if fitting is not None:
+                    assert fitting.bytes <= found.limit
+                    every.append(fitting.seconds.step)
+        assert len(every) > 100
+        assert found.best[0].seconds.step == min(every)
+        steps = [scored.seconds.step for scored in found.best]
+        assert steps == sorted(steps)
+
+
+def test_more_memory_is_never_slower_and_too_little_is_told_with_what_would_do(small) -> None:
+    model, optimizer, facts = small
+    cluster = named_cluster("h100x8")
+    found = search_grids(model, optimizer, None, cluster, 16, 1 << 20, facts=facts)
+    assert not found.best
+    assert "nothing fits 1.0 MiB" in str(found)
+    least = found.least.bytes
+    steps = [
+        search_grids(model, optimizer, None, cluster, 16, limit, facts=facts).best[0].seconds.step
+        for limit in (least, 2 * least, 4 * least, 64 * least)
+    ]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_fewest_blocks_are_recomputed(small) -> None:
+    _, _, facts = small
+    scorer = Scorer(facts, named_cluster("h100x2"), 8, "cuda", 1.0)
+    grid = next(g for axes in axes_of(2, 8, 6, []) if axes.data == 2 for g in grids_of(axes, 8, 6))
+    sizes = [scorer.bytes_of(replace(grid, recomputed=n)) for n in range(7)]
+    # One recomputed block works with all that it keeps, which none does otherwise.
+    assert sizes[1:] == sorted(sizes[1:], reverse=True)
+    assert sizes[6] < sizes[0]
+    for number in range(1, 7):
+        found = scorer.least(grid, sizes[number])
+        assert found is not None
+        assert found.grid.recomputed <= number
+        assert scorer.bytes_of(found.grid) <= sizes[number]
+
+
+def test_plans_of_the_best_have_their_axes_and_state(small) -> None:
+    model, optimizer, facts = small
+    cluster = named_cluster("h100x8")
+    found = search_grids(model, optimizer, None, cluster, 16, facts=facts)
+    made = 0
+    for scored in found.best:
+        try:
+            plan = plan_of(scored, found, model, optimizer, "bf16")
+        except GulliverError:
+            continue
+        made += 1
+        axes = scored.grid.axes
+        assert plan.mesh.of("tensor") == axes.tensor
+        assert plan.mesh.of("pipeline") == axes.pipeline
+        assert plan.stage == scored.grid.stage
+    assert made >= 5
+
+
+def test_impossible_batches_are_refused() -> None:
+    with pytest.raises(GulliverError, match="no mesh of 8 ranks"):
+        search_grids(nn.Linear(4, 4), None, torch.zeros(1, 4), named_cluster("h100x8"), 3)
+
+
+def _trained(world: World, memory: int | None) -> tuple[list[float], str, int]:
+    torch.manual_seed(0)
+    model = llama(4, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = torch.randint(0, 512, (12, 16), generator=torch.Generator().manual_seed(1))
+    cluster = described("cpu-loopback").resized(world.size)
+    engine = auto_engine(
+        *(model, optimizer, cluster), batch=batch(1, 16), samples=4, memory=memory, verbose=False
+    )
+    losses = []
+    place, count = engine.booster.plugin.data_place()
+    for step in range(3):
+        rows = data[4 * step : 4 * step + 4].chunk(count)[place]
+        losses.append(engine.run({"input_ids": rows, "labels": rows}))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    return losses, str(engine.grid), engine.samples
+
+
+def test_what_is_chosen_trains_as_one_process_does(pool: Pool) -> None:
+    torch.manual_seed(0)
+    model = llama(4, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = torch.randint(0, 512, (12, 16), generator=torch.Generator().manual_seed(1))
+    expected = []
+    for rows in data.split(4):
+        loss = model(input_ids=rows, labels=rows).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    for memory in (None, 3 << 20):
+        found = pool.run(_trained, 2, memory)
+        grids = {grid for _, grid, _ in found}
+        assert len(grids) == 1
+        mean = [sum(pair) / 2 for pair in zip(*(losses for losses, _, _ in found), strict=True)]
+        assert mean == pytest.approx(expected, abs=2e-5), grids
