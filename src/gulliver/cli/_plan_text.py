@@ -50,17 +50,20 @@ def show_answer(answer: Answer, options: Search) -> None:
         console.print(_memory(best))
         for line in timeline(best):
             console.print(line)
-    for mesh, why in list(found.refused.items())[:REFUSALS]:
-        console.print(f"refused: {mesh}: {why}")
-    if len(found.refused) > REFUSALS:
-        console.print(f"refused: {len(found.refused) - REFUSALS} more, all with --json")
+    for line in _refusals(found):
+        console.print(line)
     for line in [*_prices(answer.prices, found), *_after(answer, options)]:
         console.print(line)
     if answer.why is not None:
         _show_why(console, answer.why)
 
 
-REFUSALS = 4
+def _refusals(found: Found) -> list[str]:
+    """Why meshes were left out, each reason once, with the first of its meshes."""
+    first: dict[str, str] = {}
+    for mesh, why in found.refused.items():
+        first.setdefault(why, mesh)
+    return [f"refused: {mesh}: {why}" for why, mesh in first.items()]
 
 
 def lines_of(answer: Answer, options: Search) -> list[str]:
@@ -154,9 +157,8 @@ def _prices(prices: Sequence[Price], found: Found) -> list[str]:
         return []
     best = found.best[0]
     saved = saved_by_a_gib(prices, found.limit)
-    lines = [f"price of memory: 1 GiB more saves {seconds_text(saved)}"]
-    if saved <= 0:
-        lines = [f"price of memory: more saves nothing; the best needs {size_text(best.bytes)}"]
+    told = f"saves {seconds_text(saved)}" if saved > 0 else "saves nothing"
+    lines = [f"price of memory: 1 GiB more {told}; the best holds {size_text(best.bytes)}"]
     for price in prices:
         told = "nothing fits"
         if price.scored is not None:
