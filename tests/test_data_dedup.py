@@ -129,7 +129,7 @@ def test_the_command_names_copies_and_hashes_once(
     said = capsys.readouterr()
     assert "unique.csv: 1 clip\n" in said.out
     assert "b.mp4: copy of a.mp4" in said.out
-    assert "hash 0/0" in said.err, "hashes of the table are taken"
+    assert "hash" not in said.err, "hashes of the table are taken"
     Table.read(table.path).with_columns({"phash": ["x", "y"]}).write()
     assert run(table.path, "--out", tmp_path / "unique.csv") == 1
     assert "column phash of clips.csv holds no hashes of 8 moments" in capsys.readouterr().err

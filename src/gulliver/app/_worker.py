@@ -32,7 +32,6 @@ from gulliver.video import (
     Request,
     Run,
     SamplingConfig,
-    VideoModel,
     VideoPipeline,
     open_run,
     read_frames,
@@ -111,7 +110,7 @@ class Maker:
         notes = tuple(model.remarks(request))
         watch = _Watch(self._preview(request), tell, stop_asked)
         video = model.generate([request], sampling, preview=watch)[0]
-        fps = FPS if isinstance(model, VideoModel) else model.fps
+        fps = model.fps
         scale = max(1, SHOWN_SIDE // max(request.bucket.height, request.bucket.width))
         write_clip(job.path, video, fps, scale)
         seconds = round(time.monotonic() - started, 2)

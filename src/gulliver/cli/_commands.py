@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gulliver.checkpoint import write_json
+from gulliver.cli._hints import after_train, hint
 from gulliver.cli._options import (
     CapabilitiesConfig,
     DoctorConfig,
@@ -19,7 +20,7 @@ from gulliver.cli._options import (
     ProbeConfig,
 )
 from gulliver.comm import default_ranks, guard, init_world, launch, under_launcher
-from gulliver.data import Bucket, read_utf8
+from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.video import (
     Counts,
@@ -47,6 +48,7 @@ from gulliver.video import (
     psnr,
     read_frames,
     read_prompt,
+    read_prompts,
     read_strategy,
     run_autoencoder,
     split_ranks,
@@ -68,10 +70,13 @@ def train_command(config: TrainConfig, arguments: list[str]) -> int:
     if not under_launcher():
         check_ranks(config, ranks)
     if not under_launcher() and ranks > 1:
-        return launch("gulliver.cli", ["train", *arguments], ranks)
-    outcome = train(config)
-    # Stopped by a signal: what was asked for is not there yet.
-    return 0 if outcome.finished else 143
+        code = launch("gulliver.cli", ["train", *arguments], ranks)
+    else:
+        # Stopped by a signal: what was asked for is not there yet.
+        code = 0 if train(config).finished else 143
+    if code == 0 and not under_launcher():
+        after_train(config)
+    return code
 
 
 def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[str]) -> int:
@@ -83,8 +88,16 @@ def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[st
             f"--ranks is {ranks}: it must be a multiple of --share-ranks {config.share_ranks}"
         )
     if not under_launcher() and ranks > 1:
-        return launch("gulliver.cli", ["train-autoencoder", *arguments], ranks)
-    return 0 if run_autoencoder(config).finished else 143
+        code = launch("gulliver.cli", ["train-autoencoder", *arguments], ranks)
+    else:
+        code = 0 if run_autoencoder(config).finished else 143
+    if code == 0 and not under_launcher() and config.data.table is not None:
+        shapes = ("--shapes", *config.data.shapes) if config.data.buckets is None else ()
+        made = config.out / "autoencoder.safetensors"
+        hint(
+            "data", "encode", config.data.table, "--autoencoder", made, "--out", "latents", *shapes
+        )
+    return code
 
 
 def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
@@ -146,7 +159,9 @@ def _loaded(
 
             load_adapter(model, config.adapter)
         if isinstance(model, VideoModel):
-            return config, model
+            fps = config.fps if _asked(config, arguments, "fps") else model.fps
+            check_output(config.out, config.frames, fps)
+            return replace(config, fps=fps), model
         return _with_own(config, arguments, model), model
     if config.adapter is not None:
         raise GulliverError(f"--adapter {config.adapter} is of a --run: leave --model out")
@@ -290,9 +305,7 @@ def _extended(
 def _prompts(config: GenerateConfig) -> list[str]:
     prompts = list(config.prompt)
     if config.prompts is not None:
-        if not config.prompts.is_file():
-            raise GulliverError(f"{config.prompts} does not exist: --prompts names a text file")
-        prompts += [line for line in read_utf8(config.prompts).splitlines() if line.strip()]
+        prompts += read_prompts(config.prompts)
     if not prompts:
         raise GulliverError(
             "nothing to show: give --prompt 'the digit 3 moving left', or --prompts FILE"

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from gulliver.cli._hints import after_scan, after_show, hint
 from gulliver.options import Range
 from gulliver.video import EncodeConfig
 from gulliver.video.preparation import CutSettings
@@ -175,6 +176,8 @@ def scan_folder(options: Scan) -> int:
     if found.ignored:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in found.ignored.most_common(8))
         print(f"{_many(found.ignored.total(), 'other file')} ignored: {kinds}")
+    if len(found.table):
+        after_scan(out)
     return 0 if len(found.table) else 1
 
 
@@ -192,6 +195,8 @@ def cut_scenes(options: Cut) -> int:
         f"{_many(len(found.left_out), 'piece')} left out, listed in {found.listed}",
         [(one.span, one.reason) for one in found.left_out],
     )
+    if len(found.table):
+        hint("data", "score", options.out)
     return 0 if len(found.table) else 1
 
 
@@ -202,6 +207,7 @@ def filter_rows(options: Filter) -> int:
     found = filter_file(options.table, options.condition, options.out)
     unknown = f", {found.unknown:,} unknown (a cell is empty)" if found.unknown else ""
     print(f"{options.out}: {_many(len(found.table), 'row')}; {found.dropped:,} dropped{unknown}")
+    hint("data", "show", options.out)
     return 0
 
 
@@ -213,6 +219,7 @@ def score_clips(options: Score) -> int:
     found = score(table, options.scorers, out, options.again, options.workers)
     _told_fresh(out, found.fresh, len(found.table), "scored")
     list_broken(out, "score", found.broken)
+    hint("data", "dedup", out, "--out", out.with_stem("unique"))
     return 0
 
 
@@ -228,6 +235,7 @@ def drop_copies(options: Dedup) -> int:
         [(pair.dropped, f"copy of {pair.kept}") for pair in found.pairs],
     )
     list_broken(options.out, "dedup", found.broken)
+    hint("data", "filter", options.out, "fps >= 12 and motion > 2")
     return 0
 
 
@@ -249,6 +257,7 @@ def caption_clips(options: Caption) -> int:
     )
     _told_fresh(out, found.fresh, len(found.table), "captioned")
     list_broken(out, "caption", found.broken)
+    hint("data", "show", out)
     return 0
 
 
@@ -259,6 +268,7 @@ def show_clips(options: Show) -> int:
     table = Table.read(options.table)
     shown = show(table, options.out, options.most, options.workers)
     print(f"{options.out}: {shown:,} of {_many(len(table), 'clip')}, open it in a browser")
+    after_show(options.table)
     return 0
 
 
@@ -275,9 +285,13 @@ def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
     check_encode(options)
     ranks = options.ranks or default_ranks()
     if not under_launcher() and ranks > 1:
-        return launch("gulliver.cli", ["data", *arguments], ranks)
-    # Stopped by a signal: what was asked for is not there yet.
-    return 0 if encode(options).finished else 143
+        code = launch("gulliver.cli", ["data", *arguments], ranks)
+    else:
+        # Stopped by a signal: what was asked for is not there yet.
+        code = 0 if encode(options).finished else 143
+    if code == 0 and not under_launcher():
+        hint("train", "--data.encoded", options.out, "--out", "runs/mine")
+    return code
 
 
 def list_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> None:

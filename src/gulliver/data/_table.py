@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -218,6 +219,16 @@ class ClipTable:
     def bucket_of(self, index: int) -> Bucket | None:
         """The bucket of a usable row in the first epoch; None where it is left out of it."""
         return self.rows[index].bucket
+
+    def caption(self, index: int) -> str:
+        """The caption of a usable row."""
+        return self.rows[index].text
+
+    @property
+    def fps(self) -> float:
+        """Median frame rate of the clips of several frames; that of stills where there is none."""
+        clips = [row for row in self.rows if row.probe.frames > 1]
+        return median(row.probe.fps / self.frame_interval for row in clips) if clips else STILL_FPS
 
     def __getitem__(self, index: int) -> Clip | BrokenClip:
         """Reads a clip from its first frames."""

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -108,9 +109,34 @@ class Display:
             self.console.print(f"{self.title} {self.done}/{self.total}  done in {seconds:.0f} s")
 
 
+@dataclass(frozen=True)
+class Scalars:
+    """A function that writes a named number of a step, and beside it one for pictures.
+
+    Args:
+        folder: folder of the log.
+        writer: writer of TensorBoard, or None, which writes nothing.
+    """
+
+    folder: Path
+    writer: Any
+
+    def __call__(self, name: str, value: float, step: int) -> None:
+        """Writes a number."""
+        if self.writer is not None:
+            with named_errors(self.folder):
+                self.writer.add_scalar(name, value, step)
+
+    def picture(self, name: str, pixels: Any, step: int) -> None:
+        """Writes a picture, uint8 [H, W, 3]."""
+        if self.writer is not None:
+            with named_errors(self.folder):
+                self.writer.add_image(name, pixels, step, dataformats="HWC")
+
+
 @contextmanager
-def tensorboard(folder: Path, step: int, enabled: bool) -> Iterator[Any]:
-    """Yields a function that writes a scalar to TensorBoard, where that is installed.
+def tensorboard(folder: Path, step: int, enabled: bool) -> Iterator[Scalars]:
+    """Yields what writes scalars and pictures to TensorBoard, where that is installed.
 
     Args:
         folder: folder of the log.
@@ -118,22 +144,18 @@ def tensorboard(folder: Path, step: int, enabled: bool) -> Iterator[Any]:
         enabled: whether this rank writes.
     """
     if not enabled:
-        yield lambda name, value, step: None
+        yield Scalars(folder, None)
         return
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         console().print("no TensorBoard log: install gulliver[train] to have one")
-        yield lambda name, value, step: None
+        yield Scalars(folder, None)
         return
     writer = SummaryWriter(str(folder), purge_step=step + 1)
 
-    def scalar(name: str, value: float, step: int) -> None:
-        with named_errors(folder):
-            writer.add_scalar(name, value, step)
-
     try:
-        yield scalar
+        yield Scalars(folder, writer)
     finally:
         # On a full disk its thread ends at a value, and closing would wait for that one forever.
         with suppress(GulliverError):

@@ -40,11 +40,13 @@ class Rules:
         allowed: choices for what is saved.
         most: number of states that are kept of one frontier.
         timed: whether seconds matter; without, memory alone is looked at.
+        price: seconds that a byte is worth, about; 0: unknown.
     """
 
     allowed: tuple[Choice, ...]
     most: int
     timed: bool = True
+    price: float = 0.0
 
     def measures(self, values: Floats) -> Floats:
         """What states are compared by.
@@ -69,20 +71,19 @@ class Rules:
             columns += [values[:, RUN], values[:, REPLAYED]]
         return np.stack(columns, axis=1)
 
-    def best(self, values: Floats, keys: NDArray[Any], hopes: Floats | None) -> tuple[Ints, bool]:
+    def best(self, values: Floats, keys: NDArray[Any]) -> tuple[Ints, bool]:
         """Numbers of the states to go on with, and whether that is exact.
 
         Args:
             values: columns of the states.
             keys: what makes states of one kind [states, parts].
-            hopes: least priced seconds with which each state may end.
         """
         kept, exact = list[Ints](), True
         measures = self.measures(values)
         for group in groups_of(keys):
             seconds = values[group, FORWARD] + values[group, BACKWARD]
-            hope = hopes[group] if hopes is not None else None
-            found, whole = front(measures[group], seconds, measures[group, 1:3], self.most, hope)
+            memory = measures[group, 1:3]
+            found, whole = front(measures[group], seconds, memory, self.most, self.price)
             kept.append(group[found])
             exact = exact and whole
         return np.concatenate(kept) if kept else np.zeros(0, np.intp), exact
@@ -147,15 +148,14 @@ def block_plans(
             for pick in _picks(block, number, rules.allowed)
         ]
         values, until, strategies, choices = (np.concatenate(p) for p in zip(*grown, strict=True))
-        hopes = None
         if guide is not None:
             hopes = guide.seconds(number, _priced(values), strategies)
             hopeful = np.flatnonzero(hopes <= known)
-            values, until, hopes = values[hopeful], until[hopeful], hopes[hopeful]
+            values, until = values[hopeful], until[hopeful]
             strategies, choices = strategies[hopeful], choices[hopeful]
         open_ = [0, *(1 + n for n in _frontier(block, number))]
         keys = np.concatenate([strategies[:, open_], until[:, None]], axis=1)
-        kept, whole = rules.best(values, keys, hopes)
+        kept, whole = rules.best(values, keys)
         values, until, exact = values[kept], until[kept], exact and whole
         strategies, choices = strategies[kept], choices[kept]
     return Plans(values[:, :RUN], strategies, choices, exact)

@@ -1,23 +1,26 @@
 """Seconds that no picks can be below, and the price of memory: Lagrangian relaxation.
 
-Of all that has to fit, one moment is kept: the passes of one operator, at which state, what is left
-below and the operator's own bytes have to be within the budget. Bytes then have a price, `price`
-seconds each, and what is over the budget is paid for instead of forbidden:
+Of all that has to fit, the moments of one block are kept: the passes of each of its operators, at
+which state, what is left below and the operator's own bytes have to be within the budget. Bytes
+then have a price, `price` seconds each, shared by the moments, and what is over the budget is paid
+for instead of forbidden:
 
-    bound(price) = min over picks of (seconds + price x bytes at that moment) - price x budget
+    bound(prices) = min over picks of (seconds + sum of price_t x bytes at t) - price x budget
 
-That is a shortest path through the operators (states are the strategies that are still to be read,
-no memory among them), so it is exact and quick, and every price gives a bound. The best price is
-what a byte more would save, about. Source: Everett 1963, "Generalized Lagrange multiplier method".
+That is a shortest path through the operators, so it is exact and quick, and all prices give a
+bound. States are the strategies that are still to be read and, in the block whose moments count,
+the end of the open run: with it the bytes of a run are known as it grows. The best price is what a
+byte more would save, about. Source: Everett 1963, "Generalized Lagrange multiplier method".
 
 The longer of two times is at least any mean of both: `hidden` is the share of the link in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +30,13 @@ from gulliver.solve._joint import ENTRY, Block, OffloadLink
 from gulliver.solve._pareto import Floats
 
 STEPS = 40
-"""Prices that are tried for one moment."""
+"""Prices that are tried for the same shares of the moments."""
+SHARES = 16
+"""Times that the moments' shares of the price are changed."""
+BUMP = 1e-3
 GOLDEN = (5**0.5 - 1) / 2
 NOTHING = 1e-6
 """Relative gain for which no higher price is tried: the sums of higher ones are inexact."""
-BELOW, AT, ABOVE = "below", "at", "above"
 
 
 @dataclass(frozen=True)
@@ -70,19 +75,60 @@ class Relaxation:
     ) -> None:
         self.blocks, self.budget, self.link = blocks, budget, link
         self.choices: list[Choice] = [c for c in allowed if c != "offload" or link is not None]
+        self._known: dict[tuple[object, ...], Floats] = {}
+        self._known_for: tuple[float, float] | None = None
 
-    def bound(self, at: tuple[int, int] | None = None) -> Bound:
-        """The best bound for a moment.
+    def bound(self, at: int | None = None) -> Bound:
+        """The best bound for the moments of a block.
 
         Args:
-            at: block and operator whose passes have to fit; None: the last of the last block.
+            at: number of the block; None: the last one.
         """
-        at = at or (len(self.blocks) - 1, len(self.blocks[-1].operators) - 1)
+        at = len(self.blocks) - 1 if at is None else at
         shares = (0.0, 0.5, 1.0) if "offload" in self.choices else (0.0,)
-        found = [self._best(partial(self._priced, at, hidden)) for hidden in shares]
+        found = [self._best(at, hidden) for hidden in shares]
         return max(found, key=lambda bound: bound.seconds)
 
-    def _best(self, priced: partial[Bound]) -> Bound:
+    def _best(self, at: int, hidden: float) -> Bound:
+        """Looks for the price first, for the moments' shares of it, and for the price again."""
+        shares = np.zeros(len(self.blocks[at].operators))
+        shares[-1] = 1.0
+        top = self._best_price(partial(self._priced, at, hidden, shares))
+        if not top.price:
+            return top
+        top, shares = self._best_shares(top, partial(self._priced, at, hidden), shares)
+        for factor in (0.9, 0.96, 1.04, 1.1):
+            again = self._priced(at, hidden, shares, factor * top.price)
+            top = max((top, again), key=lambda bound: bound.seconds)
+        return top
+
+    def _best_shares(
+        self, top: Bound, priced: Callable[[Floats, float], Bound], shares: Floats
+    ) -> tuple[Bound, Floats]:
+        """Moves shares of the price to the moments that gain by it, in smaller and smaller steps.
+
+        Args:
+            top: the best bound with the given shares.
+            priced: makes the bound of shares and a price.
+            shares: the moments' shares of the price, which sum to 1.
+        """
+        size, price, best = 0.5, top.price, shares
+        for _ in range(SHARES):
+            bumped = [priced((1 - BUMP) * best + BUMP * one, price) for one in np.eye(len(best))]
+            gains = np.array([bound.seconds for bound in bumped]) - top.seconds
+            if gains.max() <= 0:
+                break
+            aim = np.maximum(gains, 0.0) / np.maximum(gains, 0.0).sum()
+            while size > BUMP:
+                moved = (1 - size) * best + size * aim
+                tried = priced(moved, price)
+                if tried.seconds > top.seconds:
+                    top, best = tried, moved
+                    break
+                size /= 2
+        return top, best
+
+    def _best_price(self, priced: Callable[[float], Bound]) -> Bound:
         """Looks for the price with the highest bound; it rises up to there and falls beyond."""
         free = priced(0.0)
         high = free.seconds / self.budget if self.budget and free.seconds else 1.0
@@ -106,25 +152,35 @@ class Relaxation:
                 break
         return best
 
-    def _priced(self, at: tuple[int, int], hidden: float, price: float) -> Bound:
+    def _priced(self, at: int, hidden: float, shares: Floats, price: float) -> Bound:
         rest = [np.zeros(len(self.blocks[-1].operators[-1].strategies))]
-        known: dict[tuple[Block, int, int, bool], Floats] = {}
+        moments = tuple(float(share) for share in price * shares)
         for number in range(len(self.blocks) - 1, -1, -1):
-            cost, entries = self._cost(number, at, hidden, price), self._entries(number)
-            key = (cost.block, cost.place, entries, cost.last)
-            if key not in known:
-                known[key] = cost.matrix(entries)
-            rest.append((known[key] + rest[-1]).min(axis=1))
+            entries = self._entries(number)
+            cost = self._cost(number, at, hidden, price, moments)
+            rest.append((self._matrix(cost, entries) + rest[-1]).min(axis=1))
         seconds = float(rest[-1].min()) - price * self.budget
         return Bound(seconds, price, hidden, tuple(reversed(rest)))
+
+    def _matrix(self, cost: _Cost, entries: int) -> Floats:
+        """Priced seconds of a block, made once for as long as the price stays."""
+        key = (id(cost.block), entries, cost.last, cost.later, cost.moments)
+        if (cost.price, cost.hidden) != self._known_for:
+            self._known, self._known_for = {}, (cost.price, cost.hidden)
+        if key not in self._known:
+            self._known[key] = cost.matrix(entries)
+        return self._known[key]
 
     def _entries(self, number: int) -> int:
         return len(self.blocks[number - 1].operators[-1].strategies) if number else 0
 
-    def _cost(self, number: int, at: tuple[int, int], hidden: float, price: float) -> _Cost:
+    def _cost(
+        self, number: int, at: int, hidden: float, price: float, moments: tuple[float, ...]
+    ) -> _Cost:
         block, last = self.blocks[number], number == len(self.blocks) - 1
-        place = at[1] if number == at[0] else len(block.operators) if number < at[0] else -1
-        return _Cost(block, place, last, hidden, price, self.link, self.choices)
+        here = moments if number == at else (0.0,) * len(block.operators)
+        later = price if number < at else 0.0
+        return _Cost(block, here, later, last, hidden, price, self.link, self.choices)
 
     def guides(self, bound: Bound) -> dict[tuple[Block, int, bool], Guide]:
         """Least priced seconds of the whole network, by block, with any beginning of it.
@@ -132,12 +188,14 @@ class Relaxation:
         Args:
             bound: bound for the last moment.
         """
-        at = (len(self.blocks) - 1, len(self.blocks[-1].operators) - 1)
+        at = len(self.blocks) - 1
+        # Guides know nothing of runs: in the last block only its last moment has a price for them.
+        moments = (*(0.0 for _ in self.blocks[-1].operators[1:]), bound.price)
         around: dict[tuple[Block, int, bool], tuple[_Cost, Floats]] = {}
         known: dict[tuple[Block, int, bool], Floats] = {}
         before = np.zeros(1)
         for number in range(len(self.blocks)):
-            cost = self._cost(number, at, bound.hidden, bound.price)
+            cost = self._cost(number, at, bound.hidden, bound.price, moments)
             entries = self._entries(number)
             key = (cost.block, entries, cost.last)
             if key not in known:
@@ -202,17 +260,18 @@ class _Cost:
 
     Attributes:
         block: block.
-        place: number of the operator whose passes have to fit; the count for those of a later
-            block, -1 for those of an earlier one.
+        moments: price of a byte in the passes of each operator.
+        later: price of a byte in all passes of later blocks.
         last: whether it is the last of all.
         hidden: share of the link in the longer of compute and moves.
-        price: seconds for a byte.
+        price: price of a byte of state.
         link: link to the slower tier.
         choices: choices for what is saved.
     """
 
     block: Block
-    place: int
+    moments: tuple[float, ...]
+    later: float
     last: bool
     hidden: float
     price: float
@@ -221,15 +280,27 @@ class _Cost:
 
     def matrix(self, entries: int) -> Floats:
         """Least priced seconds by the strategy of the entry (rows) and of the last operator."""
-        operators = self.block.operators
-        axes, table = [ENTRY], np.zeros(max(1, entries))
+        operators, runs = self.block.operators, any(self.moments)
+        axes, tables = [ENTRY], [np.zeros(max(1, entries))]
+        # The first table is of states with no open run, the others of those with one, by its end.
+        tables += [np.full(max(1, entries), np.inf) for _ in operators] if runs else []
         for number in range(len(operators)):
             axes.append(number)
-            table = table[..., None] + self.operator(number, axes, entries)
+            parts = self._parts(number, axes, entries)
+            tables = [table[..., None] for table in tables]
+            grown = [table + parts.stays for table in tables]
+            for end, again in enumerate(parts.again[: len(grown) - 1], number):
+                begun = np.minimum(tables[0], tables[1 + end]) + again
+                grown[1 + end] = np.minimum(grown[1 + end], begun)
+            if runs:
+                grown[0] = np.minimum(grown[0], grown[1 + number])
+                grown[1 + number] = np.full_like(grown[0], np.inf)
+            else:
+                grown[0] = np.minimum(grown[0], tables[0] + parts.least)
             left = self.frontier(number, axes)
-            table = table.min(axis=tuple(n for n, a in enumerate(axes) if a not in left))
-            axes = left
-        return table
+            gone = tuple(n for n, a in enumerate(axes) if a not in left)
+            tables, axes = [table.min(axis=gone) for table in grown], left
+        return tables[0]
 
     def frontier(self, number: int, axes: Sequence[int]) -> list[int]:
         """Operators up to one that later ones read, and the entry and the last one in any case."""
@@ -240,6 +311,9 @@ class _Cost:
 
     def operator(self, number: int, axes: list[int], entries: int) -> Floats:
         """Priced seconds of an operator, by the strategies of its inputs and its own."""
+        return self._parts(number, axes, entries).least
+
+    def _parts(self, number: int, axes: list[int], entries: int) -> _Parts:
         operator = self.block.operators[number]
         taken = operator.strategies
         forward = np.array([s.forward_s + s.forward_comm_s for s in taken])
@@ -255,36 +329,52 @@ class _Cost:
             backward = backward + np.reshape(conversion.backward_s, shape)
             if conversion.saved is not None:
                 saved = saved + np.reshape(conversion.saved, shape)
-        found = [self._choice(number, c, forward, backward, saved) for c in self.choices]
-        return np.minimum.reduce([f for f in found if f is not None])
-
-    def _choice(
-        self, number: int, choice: Choice, forward: Floats, backward: Floats, saved: Floats
-    ) -> Floats | None:
-        operator, count = self.block.operators[number], len(self.block.operators)
-        if choice == "recompute" and not operator.recomputable:
-            return None
-        until = [self.block.used_until(number, s) for s in range(len(operator.strategies))]
-        shown = 1 - self.hidden
-        seconds = shown * forward + shown * backward
-        if choice == "recompute":
-            seconds = seconds + shown * forward
-            seconds = seconds + np.where(np.array(until) < count, 0.0, np.inf)
-        moved = np.array([s.movable for s in operator.strategies]) * (choice == "offload")
-        if choice == "offload":
-            assert self.link is not None, "what is offloaded has a link"
+        shown, ahead = 1 - self.hidden, self.later + sum(self.moments[number:])
+        output, state, moved = (
+            np.array([float(getattr(s, name)) for s in taken])
+            for name in ("output", "state", "movable")
+        )
+        working = np.array([float(max(s.forward_bytes, s.backward_bytes)) for s in taken])
+        seconds = shown * (forward + backward) + self.price * state + ahead * output
+        seconds = seconds + self.moments[number] * working
+        stays = seconds + ahead * saved
+        if "offload" in self.choices and self.link is not None:
             share = 1.0 if self.last else self.hidden
-            seconds = seconds + share * moved * (self.link.write_s + self.link.read_s)
-        nbytes = np.array([float(s.state) for s in operator.strategies])
-        if number <= self.place:
-            nbytes = nbytes + np.array([s.output for s in operator.strategies])
-            there = saved
-            if choice == "recompute" and number < self.place:
-                # It is there while its run is open, and that is at least until its last use.
-                opened = np.array([self.place < count and u >= self.place for u in until])
-                there = saved * opened
-            nbytes = nbytes + there - (moved if self.place == count else 0)
-        if number == self.place:
-            working = [max(s.forward_bytes, s.backward_bytes) for s in operator.strategies]
-            nbytes = nbytes + np.array(working)
-        return seconds + self.price * nbytes
+            link = share * (self.link.write_s + self.link.read_s)
+            stays = np.minimum(stays, stays + (link - self.later) * moved)
+        return self._with_runs(number, stays, seconds + shown * forward, saved)
+
+    def _with_runs(self, number: int, stays: Floats, again: Floats, saved: Floats) -> _Parts:
+        """Adds what becomes of it in a run, by the end of that.
+
+        Args:
+            number: number of the operator.
+            stays: priced seconds if what is saved is kept or moved.
+            again: priced seconds if it is recomputed, what is saved aside.
+            saved: bytes that are saved.
+        """
+        operator, count = self.block.operators[number], len(self.block.operators)
+        if "recompute" not in self.choices or not operator.recomputable:
+            return _Parts(stays, stays, [])
+        until = np.array(
+            [self.block.used_until(number, s) for s in range(len(operator.strategies))]
+        )
+        ends = list[Floats]()
+        for end in range(number, count):
+            while_open = again + sum(self.moments[number : end + 1]) * saved
+            ends.append(np.where(until <= end, while_open, np.inf))
+        return _Parts(stays, np.minimum.reduce([stays, *ends]), ends)
+
+
+class _Parts(NamedTuple):
+    """Priced seconds of an operator, by the strategies of its inputs and its own.
+
+    Attributes:
+        stays: seconds if what it saves is kept or moved.
+        least: least seconds of all choices, in a run that is as short as it can be.
+        again: seconds if it is recomputed, by the end of the run, from its own number on.
+    """
+
+    stays: Floats
+    least: Floats
+    again: list[Floats]

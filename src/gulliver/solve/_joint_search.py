@@ -43,7 +43,7 @@ from gulliver.solve._joint_bound import Bound, Guide, Relaxation
 from gulliver.solve._pareto import Floats, Ints, front, groups_of, rounded
 
 QUICK, STATES = 24, 64
-HOPES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 0.1, math.inf)
+HOPES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, math.inf)
 """Shares above the bound that are tried, the least first: with less there is less to look at."""
 SAME = 1e-9
 """Relative difference of seconds that counts as none."""
@@ -89,7 +89,7 @@ def solve_joint(
         link: link to the slower tier; None: nothing is offloaded.
         allowed: choices for what is saved.
         states: number of states that are kept of one kind; more is closer to exact, and slower.
-        tolerance: gap that is good enough; 0 goes on as long as something may be won.
+        tolerance: gap that is good enough; with 0 a last round keeps all `states`.
 
     Raises:
         GulliverError: the budget is below what any picks need; names the least that would do, and
@@ -105,19 +105,23 @@ def solve_joint(
     bound = lower = relaxation.bound()
     guides = relaxation.guides(bound)
     picks, cost, exact = lean, least, False
-    for most, above in (*((QUICK, above) for above in HOPES), (states, 0.0)):
+    rounds = [(min(QUICK, states), above) for above in HOPES]
+    # The wide round takes longer than all others, and wins little where a gap is good enough.
+    for most, above in rounds if tolerance else [*rounds, (states, 0.0)]:
         if exact or cost.seconds <= lower.seconds * (1 + max(SAME, tolerance)):
             break
         if above and cost is not least:
             continue
         # What is far above the bound is not looked at while nothing better is known.
         hope = min(cost.seconds, bound.seconds * (1 + above)) if above else cost.seconds
-        chain = _Chain(blocks, Rules(chosen, most), link, guides, hope)
+        rules = Rules(chosen, most, price=bound.price)
+        chain = _Chain(blocks, rules, link, guides, hope)
         found, whole = chain.best(budget, bound, hope)
         if found:
             picks, cost = found, joint_cost(blocks, found, link)
         exact = whole and (cost is not least or hope == cost.seconds)
-    lower = max(lower, relaxation.bound(cost.at), key=lambda b: b.seconds)
+    if cost.at[0] < len(blocks) - 1 and not exact:
+        lower = max(lower, relaxation.bound(cost.at[0]), key=lambda b: b.seconds)
     exact = exact or cost.seconds <= lower.seconds * (1 + SAME)
     seconds = cost.seconds if exact else min(lower.seconds, cost.seconds)
     return JointPlan(picks, cost, seconds, exact, lower.price)
@@ -325,7 +329,7 @@ class _Chain:
         values = np.stack(measures, axis=1)
         for group in groups_of(state.strategy[:, None]):
             seconds, memory = state.seconds[group], values[group, :2]
-            some = front(values[group], seconds, memory, self._rules.most, state.hope[group])
+            some = front(values[group], seconds, memory, self._rules.most, self._rules.price)
             kept.append(group[some[0]])
             exact = exact and some[1]
         return np.concatenate(kept), exact

@@ -17,6 +17,9 @@ Ints = NDArray[np.intp]
 DIGITS = 1e12
 """Sums of the same seconds in another order are equal to so many parts of the largest."""
 PRICES = 16
+AROUND = np.array([1.0, 0.8, 1.25, 0.6, 1.7, 3.0])
+"""Prices that are tried, as multiples of the one that is about right."""
+SHARES_OF_FIRST = np.array([0.0, 0.1, 0.3, 1.0])
 PAIRS, AT_ONCE = 128, 16
 CROWD = 8
 """Rows for each one kept; of more than these, some are dropped before any comparison."""
@@ -73,29 +76,37 @@ def undominated(values: Floats) -> Ints:
     return np.concatenate(kept)
 
 
-def thinned(seconds: Floats, memory: Floats, most: int, hopes: Floats | None = None) -> Ints:
+def thinned(seconds: Floats, memory: Floats, most: int, price: float = 0.0) -> Ints:
     """Numbers of at most so many rows: the best at each of several prices of memory.
 
     Args:
         seconds: seconds of each row.
         memory: measures of memory [rows, columns].
         most: number of rows to keep.
-        hopes: least seconds with which each row may end; half of what is kept is best in these.
+        price: seconds that a byte is worth, about; 0: unknown, prices of all sizes are tried.
     """
-    columns = np.column_stack([seconds, memory])
-    columns = (columns - columns.min(axis=0)) / np.maximum(np.ptp(columns, axis=0), 1e-300)
-    shares = np.linspace(0.0, 1.0, PRICES)[:, None]
-    priced = (1 - shares) * columns[:, 0] + shares * columns[:, 1:].sum(axis=1)
-    if hopes is not None:
-        priced = np.concatenate([priced, np.broadcast_to(hopes, priced.shape)])
-    # The best of each order first, then the second of each.
-    places = np.argsort(priced, axis=1, kind="stable").T.ravel()
+    if price:
+        # All columns together cost about that much; which of them counts is not known.
+        first = np.repeat(SHARES_OF_FIRST, len(AROUND)) * np.tile(AROUND, len(SHARES_OF_FIRST))
+        rest = np.tile(AROUND, len(SHARES_OF_FIRST)) - first
+        priced = seconds + price * (
+            first[:, None] * memory[:, 0] + rest[:, None] * memory[:, 1:].sum(axis=1)
+        )
+    else:
+        columns = np.column_stack([seconds, memory])
+        columns = (columns - columns.min(axis=0)) / np.maximum(np.ptp(columns, axis=0), 1e-300)
+        shares = np.linspace(0.0, 1.0, PRICES)[:, None]
+        priced = (1 - shares) * columns[:, 0] + shares * columns[:, 1:].sum(axis=1)
+    # The best of each order first, then the second of each; no order needs more than `most`.
+    few = np.argpartition(priced, min(most, len(seconds)) - 1, axis=1)[:, :most]
+    ranks = np.argsort(np.take_along_axis(priced, few, axis=1), axis=1, kind="stable")
+    places = np.take_along_axis(few, ranks, axis=1).T.ravel()
     first = np.unique(places, return_index=True)[1]
     return places[np.sort(first)[:most]]
 
 
 def front(
-    values: Floats, seconds: Floats, memory: Floats, most: int, hopes: Floats | None
+    values: Floats, seconds: Floats, memory: Floats, most: int, price: float = 0.0
 ) -> tuple[Ints, bool]:
     """Numbers of at most so many undominated rows, and whether none was dropped.
 
@@ -104,13 +115,12 @@ def front(
         seconds: seconds of each row.
         memory: measures of memory [rows, columns].
         most: number of rows to keep.
-        hopes: least seconds with which each row may end.
+        price: seconds that a byte is worth, about.
     """
     some, exact = np.arange(len(values)), True
     for limit, compared in ((CROWD * most, False), (most, True)):
         if compared:
             some = some[undominated(values[some])]
         if len(some) > limit:
-            hope = hopes[some] if hopes is not None else None
-            some, exact = some[thinned(seconds[some], memory[some], limit, hope)], False
+            some, exact = some[thinned(seconds[some], memory[some], limit, price)], False
     return some, exact

@@ -7,7 +7,7 @@ its resumption, is told apart by `differences`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -155,6 +155,26 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True)
+class SamplesConfig:
+    """Clips that the averaged weights make while they learn, kept in the run's folder samples."""
+
+    every: Annotated[int, AT_LEAST_0] = 0
+    """Steps between samples, with a checkpoint each; some are made at the end too; 0: none."""
+    prompts: Path | None = None
+    """A text file with a prompt on each line; by default captions of (held-out) clips."""
+    clips: Annotated[int, Range(1, 64)] = 4
+    """Number of captions that are taken where no --samples.prompts are named."""
+    shape: str | None = None
+    """Shape that is trained, frames x height x width; by default the first, or the most usual."""
+    seed: Annotated[int, SEED] = 0
+    """Noise of the first clip; the next clips take the next seeds."""
+    steps: Annotated[int | None, Range(1, 100_000)] = None
+    """Sampling steps; by default those of `gulliver generate`."""
+    guidance: Annotated[float | None, GUIDANCE] = None
+    """Weight of the sentence; by default that of `gulliver generate`."""
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW with linear warm-up, cosine decay, clipping and an average of the weights."""
 
@@ -219,6 +239,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     @property
@@ -278,6 +299,7 @@ MAY_CHANGE = frozenset(
     | {"async_save"}
     | {"autoencoder.path", "autoencoder.share", "data.unreadable_limit", "data.encoded"}
     | {"validation.every", "validation.clips", "validation.levels"}
+    | {f"samples.{field.name}" for field in fields(SamplesConfig)}
     | {"model.weights", "model.text_encoder"}
 )
 """Options that may differ between a run and its resumption: where and how, not what."""
@@ -295,6 +317,14 @@ def check_config(config: TrainConfig) -> TrainConfig:
             f"--model.text-channels is {config.model.text_channels}: it must be even"
         )
     check_needs(config, table_needs(config.data, "buckets", "scores") | _needs(config))
+    alone = config.samples.prompts is None, "leave it out, --samples.prompts names all of them"
+    check_needs(config, {"samples.clips": alone})
+    weighted = [shape for shape in config.data.shapes if ":" in shape]
+    if not config.data.made and weighted and config.data.shapes != DataConfig().shapes:
+        raise GulliverError(
+            f"--data.shapes {weighted[0]}: weights are for the moving digits, each clip of a table "
+            "goes to the shape that it fills: leave the colon and what follows out"
+        )
     share, every = config.validation.share, config.validation.every
     if not config.data.made and every and not share:
         raise GulliverError(
@@ -321,10 +351,19 @@ def table_needs(data: DataConfig, *more: str) -> dict[str, tuple[bool, str]]:
     return {f"data.{name}": need for name in ("frame_interval", "windows", *more)}
 
 
+OF_DIGITS = "it is for the moving digits, leave it out with a table or latents"
+SAMPLED = "add --samples.every, such as 200"
+
+
 def _needs(config: TrainConfig) -> dict[str, tuple[bool, str]]:
     """Lists what the other options need to have an effect."""
     return {
+        "data.clips": (config.data.made, OF_DIGITS),
+        "data.held_out": (config.data.made, OF_DIGITS),
         "data.bucket_ranks": (config.data.buckets is not None, "add --data.buckets"),
+        "data.shapes": (config.data.buckets is None, "leave it out, --data.buckets has its own"),
+        "data.batch_size": (config.data.buckets is None, "leave it out, --data.buckets has them"),
+        **{f"samples.{f.name}": (config.samples.every > 0, SAMPLED) for f in fields(SamplesConfig)},
         "flow.shift_rule": (config.flow.shift_by_size, "add --flow.shift-by-size, which it is for"),
         "validation.share": (
             not config.data.made,

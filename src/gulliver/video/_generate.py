@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gulliver.checkpoint import StepReader, load
-from gulliver.data import Bucket
+from gulliver.checkpoint import StepReader, load, read_json
+from gulliver.data import STILL_FPS, Bucket
 from gulliver.errors import GulliverError
 from gulliver.jobs import derive
 from gulliver.models import STDiT3
@@ -33,6 +33,7 @@ from gulliver.video._config import (
     from_plain,
     parse_shapes,
 )
+from gulliver.video._digits import FPS
 from gulliver.video._guidance import check_oscillation, guidance_of
 from gulliver.video._media import check_pixels, fit
 from gulliver.video._prompts import loop_prompts
@@ -52,8 +53,6 @@ from gulliver.video._shared import Shared, ranks_alike, share, share_coding, spl
 from gulliver.video._sources import make_flow, vocabulary
 from gulliver.video._words import WordEncoder
 
-FPS = 8.0
-
 
 class ClipMaker(Protocol):
     """A model that makes clips: a trained run's, or public parts."""
@@ -72,12 +71,20 @@ class ClipMaker(Protocol):
 class VideoModel:
     """A trained text-to-video model: text encoder, transformer (averaged weights), autoencoder.
 
+    Args:
+        config: configuration of the run.
+        model: transformer.
+        autoencoder: autoencoder of its latents.
+        fps: frame rate of the clips that it has learnt from, which it is told.
+
     Attributes:
         counts: numbers of calls that caches have saved in the last `generate`.
     """
 
-    def __init__(self, config: TrainConfig, model: STDiT3, autoencoder: Any) -> None:
-        self.config = config
+    def __init__(
+        self, config: TrainConfig, model: STDiT3, autoencoder: Any, fps: float = FPS
+    ) -> None:
+        self.config, self.fps = config, fps
         self.model = model.eval()
         self.autoencoder = autoencoder.eval()
         self.text = WordEncoder(config.model.text_channels, config.model.text_length)
@@ -112,7 +119,9 @@ class VideoModel:
         model = build_model(from_plain(trained), autoencoder)
         load(checkpoint, {"ema": model})
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return cls(config, model.to(device), autoencoder.to(device))
+        # Runs on the digits, and those of before there was such a file, have none.
+        told = read_json(run.clips_path)["fps"] if run.clips_path.is_file() else FPS
+        return cls(config, model.to(device), autoencoder.to(device), told)
 
     def share(
         self,
@@ -180,6 +189,10 @@ class VideoModel:
         check_frames(request, self.autoencoder)
         texts = loop_prompts(request.prompt, request.loops)
         self.text.encode([*texts, request.negative_prompt] if request.negative_prompt else texts)
+
+    def fps_of(self, bucket: Bucket) -> float:
+        """Returns the frame rate that the model is told of clips of a shape."""
+        return self.fps if bucket.frames > 1 or self.config.data.made else STILL_FPS
 
     def remarks(self, request: Request) -> list[str]:
         """Lists what a user should know of a request that is fulfilled all the same."""
@@ -249,7 +262,7 @@ class VideoModel:
         conditions = {
             "y": y.to(device),
             "mask": mask.to(device),
-            "fps": torch.full((count,), FPS, device=device),
+            "fps": torch.full((count,), self.fps_of(bucket), device=device),
             "height": torch.full((count,), float(bucket.height), device=device),
             "width": torch.full((count,), float(bucket.width), device=device),
         }

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gulliver.checkpoint import load
+from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.jobs import derive
 from gulliver.models import MMDiT, STDiT
@@ -230,6 +231,8 @@ class VideoPipeline:
     def _fill(self, device: torch.device) -> Filled:
         model = self._load(device)
         denoiser = denoiser_of(model)
+        if self._ranks == (1, 1):  # Whatever the world is: training samples on one of its ranks.
+            return Filled(denoiser, Shared(denoiser))
         return Filled(denoiser, share(model, *self._ranks, call=denoiser, show=self._show))
 
     def check(self, request: Request, sampling: SamplingConfig | None = None) -> None:
@@ -273,6 +276,11 @@ class VideoPipeline:
                 f"{self.release.name} takes given frames as they are, with ratio 0"
             )
         check_frames(request, self.autoencoder)
+
+    def fps_of(self, bucket: Bucket) -> float:
+        """Returns the frame rate that the model is told of clips of a shape."""
+        del bucket
+        return self.fps
 
     def remarks(self, request: Request) -> list[str]:
         """Lists what a user should know of a request that is fulfilled all the same."""

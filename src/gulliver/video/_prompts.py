@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from gulliver.data import read_utf8
 from gulliver.errors import GulliverError, nearest
 from gulliver.video._mask_strings import numbered
 
@@ -28,6 +29,20 @@ class Prompt:
     text: str
     references: tuple[Path, ...] = ()
     mask_strategy: str = ""
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Reads a text file with a prompt on each line.
+
+    Raises:
+        GulliverError: there is no such file, or no prompt in it.
+    """
+    if not path.is_file():
+        raise GulliverError(f"{path} does not exist: name a text file with a prompt on each line")
+    prompts = [line for line in read_utf8(path).splitlines() if line.strip()]
+    if not prompts:
+        raise GulliverError(f"{path} holds no prompt: write one on each line")
+    return prompts
 
 
 def read_prompt(text: str) -> Prompt:

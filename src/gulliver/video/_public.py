@@ -28,6 +28,7 @@ from gulliver.video._config import (
     FlowConfig,
     ModelConfig,
     OptimizerConfig,
+    SamplesConfig,
     SamplingConfig,
     TrainConfig,
     ValidationConfig,
@@ -55,7 +56,7 @@ from gulliver.video._media import (
     write_gif,
 )
 from gulliver.video._pipeline import VideoPipeline, open_run
-from gulliver.video._prompts import loop_prompts, read_prompt
+from gulliver.video._prompts import loop_prompts, read_prompt, read_prompts
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._public_models import check_kind, load_model
 from gulliver.video._rectified_flow import Preview, RectifiedFlow
@@ -108,6 +109,7 @@ __all__ = [
     "RectifiedFlow",
     "Request",
     "Run",
+    "SamplesConfig",
     "SamplingConfig",
     "Scores",
     "T5TextEncoder",
@@ -149,6 +151,7 @@ __all__ = [
     "psnr",
     "read_frames",
     "read_prompt",
+    "read_prompts",
     "read_strategy",
     "resolved",
     "run_autoencoder",

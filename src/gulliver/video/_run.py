@@ -8,6 +8,9 @@ run/
   texts/                   what captions say, where a text encoder reads them
   log.jsonl                a line per logged step
   validation.jsonl         a line per validation: losses of held-out clips by bucket
+  clips.json               frame rate of the clips of a table
+  samples.jsonl            a line for each time that samples were made
+  samples/step-*/          clips of a step, and a contact sheet of them
   tensorboard/
   checkpoints/step-*/      model, optimizer, schedule, average of the weights, position in the data
 """
@@ -63,6 +66,16 @@ class Run:
     def validation(self) -> Log:
         """The losses of held-out clips, one JSON object per line."""
         return Log(self.folder / "validation.jsonl")
+
+    @property
+    def samples(self) -> Log:
+        """What samples were made of which steps, one JSON object per line."""
+        return Log(self.folder / "samples.jsonl")
+
+    @property
+    def clips_path(self) -> Path:
+        """The file that says what the clips of a table are like."""
+        return self.folder / "clips.json"
 
     @property
     def checkpoints(self) -> CheckpointFolder:
@@ -136,6 +149,7 @@ class Run:
         """Drops log lines after `step`: a resumed run writes them again."""
         Log(self.log_path).cut(step)
         self.validation.cut(step)
+        self.samples.cut(step)
 
     def append_log(self, line: dict[str, Any]) -> None:
         """Adds a line to the log."""

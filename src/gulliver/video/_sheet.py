@@ -13,6 +13,8 @@ from gulliver.video._media import to_frames, write_gif
 
 BACKGROUND, INK, FAINT = (16, 18, 24), (236, 238, 242), (140, 146, 158)
 GAP, LABEL, HEADING = 12, 18, 30
+REST = 3
+"""Frames of rest at the end of a sheet, so that the eye sees where a clip begins."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +32,45 @@ def contact_sheet(path: Path, rows: list[Row], fps: float, scale: int = 4) -> Pa
     Shorter clips hold their last frame until the longest ends. A still of the middle frame is left
     beside it, with the suffix .png.
     """
+    frames = _drawn(rows, scale)
+    with atomic_file(path) as partial:
+        write_gif(partial, frames, fps)
+    _write_still(path.with_suffix(".png"), frames[(len(frames) - REST) // 2])
+    return path
+
+
+def still_sheet(path: Path, rows: list[Row], scale: int = 4) -> tuple[Path, np.ndarray]:
+    """Draws rows of pictures with their captions as one PNG; returns its pixels [H, W, 3], too."""
+    pixels = _drawn(rows, scale)[0]
+    _write_still(path, pixels)
+    return path, pixels
+
+
+def _write_still(path: Path, pixels: np.ndarray) -> None:
     from PIL import Image
 
+    with atomic_file(path) as partial:
+        Image.fromarray(pixels).save(partial, format="PNG")
+
+
+def _drawn(rows: list[Row], scale: int) -> np.ndarray:
+    """Draws the frames of the sheet [T, H, W, 3], the last of which rest."""
     length = max(clip.shape[1] for row in rows for clip in row.clips)
     width = max(_row_width(row, scale) for row in rows)
     height = sum(HEADING + row.clips[0].shape[2] * scale + LABEL + GAP for row in rows) + GAP
     canvas = _lettering(rows, width, height, scale)
-    frames = np.repeat(np.asarray(canvas)[None], length + 3, axis=0)
+    frames = np.repeat(np.asarray(canvas)[None], length + REST, axis=0)
     top = GAP
     for row in rows:
         left = GAP
         for clip in row.clips:
             pixels = to_frames(clip, scale)
-            # Three frames of rest at the end, so that the eye sees where a clip begins.
-            hold = np.minimum(np.arange(length + 3), len(pixels) - 1)
+            hold = np.minimum(np.arange(length + REST), len(pixels) - 1)
             h, w = pixels.shape[1:3]
             frames[:, top + HEADING : top + HEADING + h, left : left + w] = pixels[hold]
             left += w + GAP
         top += HEADING + row.clips[0].shape[2] * scale + LABEL + GAP
-    with atomic_file(path) as partial:
-        write_gif(partial, frames, fps)
-    with atomic_file(path.with_suffix(".png")) as partial:
-        Image.fromarray(frames[length // 2]).save(partial, format="PNG")
-    return path
+    return frames
 
 
 def _row_width(row: Row, scale: int) -> int:

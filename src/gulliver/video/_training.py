@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gulliver.booster import (
     Booster,
@@ -27,7 +27,7 @@ from gulliver.booster import (
     TorchDDPPlugin,
 )
 from gulliver.booster.hybrid import HybridOptimizer, size_axes
-from gulliver.checkpoint import Mismatch, load
+from gulliver.checkpoint import Mismatch, load, write_json
 from gulliver.comm import (
     ALONE,
     RankGroup,
@@ -55,9 +55,11 @@ from gulliver.video._build import build_model, check_start, describe_start, flow
 from gulliver.video._config import TrainConfig, check_config
 from gulliver.video._ema import ExponentialAverage
 from gulliver.video._encoded import refuse_other_autoencoder, with_encoded
+from gulliver.video._optimizing import make_optimizer
 from gulliver.video._public_autoencoders import load_autoencoder
 from gulliver.video._rectified_flow import RectifiedFlow
 from gulliver.video._run import Run
+from gulliver.video._samples import Samples, make_samples
 from gulliver.video._shared import ranks_alike, share_coding
 from gulliver.video._skipped import SkippedClips, common_samples, listing
 from gulliver.video._sources import (
@@ -111,7 +113,10 @@ def train(config: TrainConfig) -> Outcome:
         dataset = make_dataset(config.data, words, world.is_main, config.seed, given)
         held_out = make_held_out(config, dataset)
         autoencoder = ready_autoencoder(config, run, dataset, world)
-        trainer = Trainer(config, run, dataset, autoencoder, world, held_out)
+        samples = make_samples(config, run, world, dataset, held_out)
+        trainer = Trainer(config, run, dataset, autoencoder, world, held_out, samples)
+        if world.is_main and isinstance(dataset, ClipTable):
+            write_json(run.clips_path, {"fps": dataset.fps})
         if checkpoint is not None:
             trainer.restore(checkpoint)
         with StopRequest().listening() as stop:
@@ -146,26 +151,6 @@ def make_plugin(config: TrainConfig) -> Plugin:
     return TorchDDPPlugin()
 
 
-def schedule(config: TrainConfig, step: int) -> float:
-    """Returns the learning rate of `step` over its peak: linear warm-up, then cosine."""
-    optimizer = config.optimizer
-    if step < optimizer.warmup:
-        return (step + 1) / optimizer.warmup
-    progress = (step - optimizer.warmup) / max(1, config.steps - optimizer.warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-    return optimizer.final_fraction + (1 - optimizer.final_fraction) * cosine
-
-
-def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; biases, norms and tables do not."""
-    decayed = [p for p in model.parameters() if p.ndim >= 2 and p.shape[0] > 6]
-    others = [p for p in model.parameters() if not (p.ndim >= 2 and p.shape[0] > 6)]
-    return [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-
-
 class Trainer:
     """A model, its optimizer and its data, and the loop over them."""
 
@@ -177,8 +162,9 @@ class Trainer:
         autoencoder: Autoencoder,
         world: World,
         held_out: Any = None,
+        samples: Samples | None = None,
     ) -> None:
-        self.config, self.run, self.world = config, run, world
+        self.config, self.run, self.world, self.samples = config, run, world, samples
         self.step_number, self.saved_step, self.seconds = 0, 0, 0.0
         begin = run.checkpoints.latest() is None
         model = build_model(config, autoencoder, run, begin).to(world.device).train()
@@ -212,12 +198,7 @@ class Trainer:
             self.validation = Validation(held_out, self.maker, *told)
         precision = None if config.mixed_precision == "none" else config.mixed_precision
         self.booster = Booster(plugin=plugin, mixed_precision=precision)
-        optimizer = torch.optim.AdamW(
-            _parameter_groups(model, config.optimizer.weight_decay),
-            lr=config.optimizer.learning_rate,
-            betas=(0.9, config.optimizer.beta2),
-        )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: schedule(config, k))
+        optimizer, scheduler = make_optimizer(config, model)
         self.plain_model = model
         self.model, self.optimizer, _, _, self.scheduler = self.booster.boost(
             model, optimizer, lr_scheduler=scheduler
@@ -231,16 +212,18 @@ class Trainer:
 
     def run_to_end(self, stop: StopRequest) -> Outcome:
         """Steps until the last, or until a signal; the last state is always saved."""
-        if self.step_number >= self.config.steps:
+        stopping, last = False, self.step_number >= self.config.steps
+        if last and self.samples is None:
             return Outcome(self.step_number, True, self.seconds)
-        stopping = last = False
         title = f"training {self.config.model.size}"
         main = self.world.is_main
         with (
             tensorboard(self.run.folder / "tensorboard", self.step_number, main) as scalars,
             Display(title, self.config.steps, self.step_number, main) as display,
         ):
-            for batch in self.maker.batches():
+            if self.step_number:  # A run that was killed has not shown its last checkpoint yet.
+                stopping = not self._show_samples(stop, display, scalars)
+            for batch in () if stopping or last else self.maker.batches():
                 started = time.monotonic()
                 figures = self.step(batch, stop.wanted)
                 self.seconds += time.monotonic() - started
@@ -253,6 +236,8 @@ class Trainer:
                 due = figures["samples"] and self.step_number % self.config.save_every == 0
                 if stopping or last or due:
                     self.save()
+                if figures["samples"] and not stopping:
+                    stopping = not self._show_samples(stop, display, scalars)
                 if stopping or last:
                     break
                 if self.skipped.problem is not None:
@@ -405,6 +390,15 @@ class Trainer:
             found = validation.losses(self._loss_sum, self.config.ranks_of_a_model)
             if self.world.is_main and found:
                 validation.tell(found, step, self.run, display, scalars)
+
+    def _show_samples(self, stop: StopRequest, display: Display, scalars: Any) -> bool:
+        """Makes samples where they are due; False where a signal ended it. Every rank calls it."""
+        samples, step = self.samples, self.step_number
+        if samples is None or not samples.due(step, step >= self.config.steps):
+            return True
+        self.save()
+        self.booster.wait()
+        return samples.make(step, lambda: stop.wanted, display, scalars)
 
     def _refuse_divergence(self, loss: float, norm: float) -> None:
         self.booster.wait()  # one may be under way

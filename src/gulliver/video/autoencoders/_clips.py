@@ -221,10 +221,11 @@ def split_table(
         held_out += [Window(number, at, 1) for at in range(cut, frames - span + 1, span)]
     if not training or not held_out:
         what = "held out" if training else "left to train on"
+        right = "--data.held-out-clips 0.1, which holds whole clips out" if training else "less"
         raise GulliverError(
             f"nothing is {what}: {len(table)} clips, of which --data.held-out-clips "
-            f"{config.held_out_clips:g} and of the frames --data.held-out-frames "
-            f"{config.held_out_frames:g} are held out; change one of them, or give longer clips"
+            f"{config.held_out_clips:g} and of the frames of each --data.held-out-frames "
+            f"{config.held_out_frames:g} are held out, where that is a whole sample: give {right}"
         )
     kept: dict[int, Tensor | BrokenClip] | None = {} if config.in_memory else None
     return ClipWindows(table, training, kept), ClipWindows(table, held_out, kept)

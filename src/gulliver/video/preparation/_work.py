@@ -96,7 +96,7 @@ def _worked(
     done = len(keys) - len(left)
     # A file that several rows name is looked at once.
     first = {keys[place]: place for place in reversed(left)}
-    with Display(step, len(keys), done) as display, journal:
+    with Display(step, len(keys), done, enabled=bool(keys)) as display, journal:
         jobs = ((key, clips[place][1]) for key, place in sorted(first.items(), key=lambda i: i[1]))
         for key, outcome in each(work, jobs, workers or usable_cores()):
             journal.add(key, outcome)

@@ -1,0 +1,199 @@
+"""Samples during training: a few prompts, shown now and then by the averaged weights.
+
+[Note: samples are those of the checkpoint] When samples are due, the step's checkpoint is made and
+waited for, and rank 0 opens it as `gulliver generate` does: the clips are those that this command
+makes of the same step, however the ranks share the model, and what is learnt does not change. The
+other ranks hear of every step of the sampler, so that they never wait longer than one takes, and
+end when rank 0 does. A run that is killed in between makes the samples when it is resumed.
+
+What it does not know: how a checkpoint is written (`_training.py`), how clips are sampled
+(`_generate.py`, `_pipeline.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Literal
+
+import numpy as np
+
+from gulliver.comm import World, broadcast_object
+from gulliver.data import Bucket
+from gulliver.errors import GulliverError, nearest
+from gulliver.jobs import Display
+from gulliver.video._config import SamplesConfig, SamplingConfig, TrainConfig, parse_shapes
+from gulliver.video._media import write_clip
+from gulliver.video._pipeline import VideoPipeline, open_run
+from gulliver.video._prompts import read_prompt, read_prompts
+from gulliver.video._requests import Request
+from gulliver.video._run import Run
+from gulliver.video._sheet import Row, still_sheet
+from gulliver.video._words import WordEncoder
+
+State = Literal["going", "made", "stopped"]
+"""What rank 0 tells the others while it samples."""
+LOOKED_AT = 10_000
+"""Most clips whose captions are looked at, where no prompts are named."""
+STILLS = 6
+"""Most frames of a clip on a contact sheet."""
+SIDE = 128
+"""Least height in pixels that a clip is shown at, where repeating its pixels makes it so."""
+
+
+class _StoppedError(Exception):
+    """A signal has ended sampling."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Clips that a run makes of its averaged weights, step after step.
+
+    Args:
+        config: how often, and how.
+        run: folder of the run.
+        world: ranks of the training.
+        requests: clips to make.
+    """
+
+    config: SamplesConfig
+    run: Run
+    world: World
+    requests: list[Request]
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether samples of a step are to be made and are not there; every rank calls it."""
+        if not last and step % self.config.every:
+            return False
+        made = self.world.is_main and any(line["step"] == step for line in self.run.samples.read())
+        return not broadcast_object(made)
+
+    def make(self, step: int, stop: Callable[[], bool], display: Display, scalars: Any) -> bool:
+        """Makes the samples of a step whose checkpoint is the newest; every rank calls it.
+
+        Args:
+            step: step of the checkpoint.
+            stop: function that says whether a signal has come: sampling ends early then.
+            display: display of the training.
+            scalars: log of TensorBoard.
+
+        Returns:
+            Whether they were made.
+        """
+        told: State = "going"
+        if not self.world.is_main:
+            while told == "going":
+                told = broadcast_object(None)
+            return told == "made"
+
+        def going(done: int, steps: int, latents: Any) -> None:
+            if stop():
+                raise _StoppedError
+            broadcast_object("going")
+
+        try:
+            self._make(step, going, display, scalars)
+            told = "made"
+        except _StoppedError:
+            display.console.print(f"step {step}: its samples are made when the run is resumed")
+            told = "stopped"
+        return broadcast_object(told) == "made"
+
+    def _make(self, step: int, going: Any, display: Display, scalars: Any) -> None:
+        started, shape = time.monotonic(), self.requests[0].bucket
+        model = open_run(self.run.folder, self.world.device)
+        sampling = model.sampling if isinstance(model, VideoPipeline) else SamplingConfig()
+        told = {"steps": self.config.steps, "guidance": self.config.guidance}
+        sampling = replace(sampling, **{n: v for n, v in told.items() if v is not None})
+        clips = model.generate(self.requests, sampling, preview=going)
+        scale = max(1, SIDE // shape.height)
+        folder = self.run.folder / "samples" / f"step-{step:08d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        suffix = ".png" if shape.frames == 1 else ".mp4"
+        for number, clip in enumerate(clips):
+            write_clip(folder / f"{number:03d}{suffix}", clip, model.fps_of(shape), scale)
+        rows = [_row(r.prompt, clip) for r, clip in zip(self.requests, clips, strict=True)]
+        sheet, pixels = still_sheet(folder / "sheet.png", rows, scale)
+        scalars.picture("samples", pixels, step)
+        seconds = round(time.monotonic() - started, 3)
+        prompts = [request.prompt for request in self.requests]
+        self.run.samples.append(
+            {"step": step, "folder": folder.name, "prompts": prompts, "seconds": seconds}
+        )
+        count = f"{len(clips)} sample{'s' if len(clips) > 1 else ''}"
+        display.console.print(f"step {step}: {count} in {seconds:.0f} s, {sheet}")
+
+
+def _row(prompt: str, clip: Any) -> Row:
+    """Lays frames of a clip, evenly spread over its time, in a row."""
+    length = clip.shape[1]
+    shown = np.linspace(0, length - 1, min(length, STILLS)).round().astype(int).tolist()
+    frames = [f"frame {n}" for n in shown] if length > 1 else [""]
+    return Row(prompt, [clip[:, n : n + 1] for n in shown], frames)
+
+
+def make_samples(
+    config: TrainConfig, run: Run, world: World, dataset: Any, held_out: Any
+) -> Samples | None:
+    """Decides what a run shows of itself; None where that is nothing.
+
+    Args:
+        config: configuration of the run.
+        run: folder of the run.
+        world: ranks of the training.
+        dataset: data set that is learnt from.
+        held_out: data set of held-out clips, or None; its captions are asked for, if there is one.
+
+    Raises:
+        GulliverError: a shape that is not trained; prompts that cannot be read, or are too long.
+    """
+    samples = config.samples
+    if not samples.every:
+        return None
+    shape = _shape(config, dataset)
+    if samples.prompts is not None:
+        prompts = read_prompts(samples.prompts)
+        for prompt in prompts:
+            if read_prompt(prompt).text != prompt:
+                raise GulliverError(
+                    f"--samples.prompts {samples.prompts}: {prompt[:60]!r} names references, which "
+                    "samples do not have: leave the JSON out"
+                )
+    else:
+        found = [_captions(of, shape, samples.clips) for of in (held_out, dataset) if of]
+        prompts = list(dict.fromkeys(text for some in found for text in some))[: samples.clips]
+    if not config.model.public:  # Now, and not when the first samples are due.
+        WordEncoder(config.model.text_channels, config.model.text_length).encode(prompts)
+    requests = [Request(text, shape, samples.seed + n) for n, text in enumerate(prompts)]
+    return Samples(samples, run, world, requests)
+
+
+def _shape(config: TrainConfig, dataset: Any) -> Bucket:
+    """Chooses the shape of the samples: the one that is named, else the first, or a usual one."""
+    if config.data.buckets is None:
+        shapes = list(parse_shapes(config.data.shapes))
+    else:
+        found = [dataset.bucket_of(index) for index in range(len(dataset))]
+        shapes = sorted({b for b in found if b is not None}, key=lambda b: (-found.count(b), b))
+    names = {str(shape): shape for shape in shapes}
+    asked = config.samples.shape
+    if asked is not None and asked not in names:
+        raise GulliverError(
+            f"--samples.shape {asked} is not one that is trained: {nearest(asked, names)}"
+        )
+    return shapes[0] if asked is None else names[asked]
+
+
+def _captions(dataset: Any, shape: Bucket, count: int) -> list[str]:
+    """Takes captions of clips of a shape, or else of any, evenly out of all there are."""
+
+    def distinct(only: Bucket | None) -> list[str]:
+        some = range(min(len(dataset), LOOKED_AT))
+        of_shape = (n for n in some if only is None or dataset.bucket_of(n) == only)
+        return list(dict.fromkeys(dataset.caption(n) for n in islice(of_shape, LOOKED_AT)))
+
+    texts = distinct(shape) or distinct(None)
+    chosen = np.linspace(0, len(texts) - 1, min(count, len(texts))).round().astype(int)
+    return [texts[n] for n in chosen]
