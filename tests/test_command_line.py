@@ -14,7 +14,7 @@ import pytest
 
 from gulliver.cli._data import Caption, Cut, Dedup, Scan, Score, Show
 from gulliver.cli._main import COMMANDS, _found, main
-from gulliver.cli._options import Convert, Diff, Ls, Memory, Verify
+from gulliver.cli._options import Convert, Diff, Ls, Memory, Search, Verify
 from gulliver.errors import GulliverError
 from gulliver.options import Range, check_options, ranges_of
 from gulliver.video import SamplingConfig, TrainConfig, check_config, write_clip
@@ -37,7 +37,7 @@ def test_help_and_version_import_no_torch() -> None:
     calls += [["checkpoint", name, "--help"] for name in ("ls", "verify", "diff", "convert")]
     actions = ("scan", "cut", "score", "dedup", "filter", "caption", "show", "encode")
     calls += [["data", name, "--help"] for name in actions]
-    calls += [["plan", name, "--help"] for name in ("memory", "show")]
+    calls += [["plan", name, "--help"] for name in ("memory", "show", "search")]
     ended = subprocess.run(
         [sys.executable, "-c", HELP.format(calls=calls)],
         capture_output=True,
@@ -62,6 +62,7 @@ OPTIONS += [
     Diff,
     Convert,
     Memory,
+    Search,
     SamplingConfig,
 ]
 

@@ -75,7 +75,13 @@ COMMANDS = {
             "_commands",
             "say which I/O engine runs and how fast the disk is",
         ),
-        ("plan", OPTIONS, "PlanConfig", "_plan", "say what fits a memory limit, and what it takes"),
+        (
+            "plan",
+            OPTIONS,
+            "PlanConfig",
+            "_plan",
+            "find the fastest plan of a model on a cluster, or what fits",
+        ),
         (
             "models",
             OPTIONS,
@@ -125,6 +131,8 @@ def _options(name: str, arguments: list[str]) -> Any:
         raise GulliverError("--out is empty: name a place, . is the folder you are in")
     kind = _found(COMMANDS[name].options)
     default, options = _from_file(kind, arguments)
+    if name == "plan":
+        options = _with_action(options)
     config = tyro.cli(
         kind,
         args=options,
@@ -135,6 +143,14 @@ def _options(name: str, arguments: list[str]) -> Any:
     # Of a command with commands of its own, those of the one that is asked for.
     check_options(getattr(config, "action", config))
     return config
+
+
+def _with_action(arguments: list[str]) -> list[str]:
+    """``gulliver plan MODEL ...`` is ``gulliver plan search MODEL ...``."""
+    from gulliver.cli._options import PLAN_ACTIONS
+
+    bare = arguments and arguments[0] not in (*PLAN_ACTIONS, "-h", "--help")
+    return ["search", *arguments] if bare else arguments
 
 
 def _found(place: tuple[str, str]) -> Any:

@@ -111,7 +111,7 @@ def needs(name: str, clip: tuple[int, int, int], config: ModelsConfig) -> Needs:
     count = sum(p.numel() for p in model.parameters())
     return Needs(
         parameters=count,
-        tokens=_tokens(name, clip),
+        tokens=tokens_of(name, clip),
         train=states + peak(config.batch, train=True),
         train_recomputed=states + peak(config.batch, train=True, again=True),
         sample=count * DTYPES[config.precision].itemsize + peak(2, train=False),
@@ -190,7 +190,7 @@ def inputs_of(
         }
         taken = type(model).forward.__annotations__
         return {key: value for key, value in inputs.items() if key in taken}
-    count = _tokens(name, clip)
+    count = tokens_of(name, clip)
     places = places_of(batch, (count, 1, 1), 1, torch.device("meta"))
     inputs = {
         "img": empty(count, model.in_channels),
@@ -207,7 +207,8 @@ def inputs_of(
     return inputs
 
 
-def _tokens(name: str, clip: tuple[int, int, int]) -> int:
+def tokens_of(name: str, clip: tuple[int, int, int]) -> int:
+    """Video tokens of a clip."""
     configuration = CONFIGURATIONS[name]
     frames, height, width = configuration.latent(*clip)
     patch = configuration.fields.get("patch_size", 2)

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from gulliver.options import AT_LEAST_0, GUIDANCE, RANKS, SEED, SHARE, Range
+from gulliver.options import AT_LEAST_0, GUIDANCE, POSITIVE, RANKS, SEED, SHARE, Range
 from gulliver.video import SamplingConfig
 
 
@@ -305,14 +305,60 @@ class Show:
     """A plan.yaml, such as a run keeps beside its checkpoints."""
 
 
+@dataclass(frozen=True)
+class Search:
+    """Finds the fastest ways to run a model on a cluster, before anything is loaded or rented."""
+
+    model: tyro.conf.Positional[str]
+    """Hugging Face folder or config.json, a public model's name such as llama-3-70b or STDiT3-XL/2,
+    or module:function, which returns a model and an example batch."""
+    cluster: str = "here"
+    """Machines: h100x64, a described name, a file of gulliver probe's form, or here."""
+    batch: Annotated[int, Range(1, 2**24)] = 64
+    """Samples of a step, of all ranks together."""
+    seq: Annotated[int, Range(1, 2**24)] = 2048
+    """Tokens of a sample, of models of language."""
+    frames: Annotated[int | None, Range(1, 65535)] = None
+    """Frames of a clip, of models of video; by default the model's usual ones."""
+    size: str | None = None
+    """Rows x columns of a picture or clip in pixels, such as 720x1280."""
+    memory: str | None = None
+    """Memory of each rank, such as 70GiB; by default the device's, less what libraries take."""
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Dtype of the parameters; 16 bits have float32 copies in training."""
+    optimizer: Literal["adamw", "adam", "sgd", "sgd-momentum", "rmsprop", "adagrad"] = "adamw"
+    """Optimizer, of torch."""
+    lora: Annotated[int | None, Range(1, 2**16)] = None
+    """Rank of LoRA adapters of all linear layers: they alone are trained."""
+    inference: bool = False
+    """Plan forwards alone: nothing is trained."""
+    estimates: bool = False
+    """Tell the memory of training, of LoRA and of inference too: three searches."""
+    why: str | None = None
+    """Path of a module: what is done with it, what else could be and at what price."""
+    what_if: tuple[str, ...] = ()
+    """Changes of the cluster to compare with, such as link=400Gb inner=900GB memory=141GiB
+    flops=x1.5."""
+    price_per_hour: Annotated[float | None, POSITIVE] = None
+    """Price of a device for an hour: the cost of a trillion tokens is told."""
+    watts: Annotated[float | None, POSITIVE] = None
+    """Power of a device with its share of the machine: the energy of a trillion tokens is told."""
+    html: Path | None = None
+    """File to write a report with pictures to."""
+    json: bool = False
+    """Print JSON, in seconds and bytes."""
+
+
 PlanAction = (
     Annotated[Memory, tyro.conf.subcommand("memory", prefix_name=False)]
     | Annotated[Show, tyro.conf.subcommand("show", prefix_name=False)]
+    | Annotated[Search, tyro.conf.subcommand("search", prefix_name=False)]
 )
+PLAN_ACTIONS = ("memory", "show", "search")
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Plans a run before anything is loaded."""
+    """Plans a run before anything is loaded; ``gulliver plan MODEL ...`` means search."""
 
     action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[PlanAction]] = tyro.MISSING

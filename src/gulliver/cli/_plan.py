@@ -1,31 +1,23 @@
-"""``gulliver plan memory``: where a model's state would lie, told before anything is loaded."""
+"""``gulliver plan memory``: where a model's state would lie, told before anything is loaded.
+
+The search, ``gulliver plan MODEL``, is in `_plan_search.py`.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import nn
 
 from gulliver.booster import GeminiPlugin, HybridParallelPlugin, Plugin, estimate_work
-from gulliver.checkpoint import open_weights, read_json
-from gulliver.cli._options import Memory, PlanConfig, Show
+from gulliver.cli._options import Memory, PlanConfig, Search, Show
+from gulliver.cli._plan_models import OPTIMIZERS, model_of
+from gulliver.cli._plan_search import search_command
 from gulliver.errors import GulliverError
 from gulliver.hardware import current_cluster, seconds_text
 from gulliver.options import size_at_least, size_text
 from gulliver.plan import MemoryPlan, Plan
 
-OPTIMIZERS = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
-}
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 COLORS = ("cyan", "yellow", "green", "magenta")
 WIDTH = 60
@@ -38,6 +30,8 @@ def plan_command(config: PlanConfig, arguments: list[str]) -> int:
     if isinstance(options, Show):
         print(Plan.load(options.file).summary())
         return 0
+    if isinstance(options, Search):
+        return search_command(options)
     model = model_of(options.model)
     optimizer = OPTIMIZERS[options.optimizer](model.parameters())
     cluster = current_cluster(max(options.ranks, options.tp * options.sp * options.pp))
@@ -87,52 +81,6 @@ def plugin_of(options: Memory) -> Plugin:
         disk=limits[2],
         verbose=False,
     )
-
-
-def model_of(folder: Path) -> nn.Module:
-    """A model of a folder, on meta: as transformers builds it, or as its files name its tensors.
-
-    Raises:
-        GulliverError: there is no such folder, or neither a configuration nor weights in it.
-    """
-    if not folder.is_dir():
-        raise GulliverError(f"--model {folder} is no folder: name one with a config.json")
-    model = _built(folder) if (folder / "config.json").is_file() else None
-    if model is None:
-        model = _named(folder)
-    return model.float()
-
-
-def _built(folder: Path) -> nn.Module | None:
-    """The model that its configuration describes; None where transformers cannot build it."""
-    values = read_json(folder / "config.json")
-    try:
-        import transformers
-
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        (name,) = values.get("architectures") or ["AutoModelForCausalLM"]
-        kind = getattr(transformers, name)
-        with torch.device("meta"):
-            return kind.from_config(config) if name.startswith("Auto") else kind(config)
-    except (ImportError, AttributeError, ValueError, KeyError):
-        return None
-
-
-def _named(folder: Path) -> nn.Module:
-    """Modules with a parameter on meta for each tensor of the folder's files."""
-    model = nn.Module()
-    with open_weights(folder) as weights:
-        for name, info in weights.infos.items():
-            module, *_ = path = [model]
-            *parents, own = name.split(".")
-            for part in parents:
-                module = path[-1]
-                if part not in module._modules:
-                    module.add_module(part, nn.Module())
-                path.append(module.get_submodule(part))
-            value = torch.empty(info.shape, dtype=info.dtype, device="meta")
-            path[-1].register_parameter(own, nn.Parameter(value, info.dtype.is_floating_point))
-    return model
 
 
 def show(plan: Plan, options: Memory) -> None:

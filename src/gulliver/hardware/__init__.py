@@ -10,6 +10,7 @@ from gulliver.hardware._attention import (
     split_attention_seconds,
     two_ring_bytes,
 )
+from gulliver.hardware._changed import changed_cluster
 from gulliver.hardware._cluster import (
     Along,
     Axis,
@@ -111,6 +112,7 @@ __all__ = [
     "all_to_all_seconds",
     "attention_seconds",
     "broadcast_seconds",
+    "changed_cluster",
     "collective_seconds",
     "conversion_seconds",
     "copy_seconds",

@@ -4,28 +4,51 @@ Read `_grids.py` (what is searched), `_facts.py` (what a model is to the search)
 a grid takes) and `_search.py` (how the best are found).
 """
 
+from gulliver.booster.search._answers import (
+    Enough,
+    Price,
+    enough,
+    least_bytes,
+    prices_of_memory,
+    saved_by_a_gib,
+    searched_again,
+)
 from gulliver.booster.search._auto import Engine, auto_engine, plan_of, plugin_of
 from gulliver.booster.search._facts import Facts, Part, Shared, facts_of
 from gulliver.booster.search._grids import Axes, Grid, axes_of, grids_of
+from gulliver.booster.search._report import kinds_of_bytes, kinds_of_seconds, report
 from gulliver.booster.search._score import Scored, Scorer
 from gulliver.booster.search._search import Found, modes_of, search_grids
 
 __all__ = [
     "Axes",
     "Engine",
+    "Enough",
     "Facts",
     "Found",
     "Grid",
     "Part",
+    "Price",
     "Scored",
     "Scorer",
     "Shared",
     "auto_engine",
     "axes_of",
+    "enough",
     "facts_of",
     "grids_of",
+<<<<<<< HEAD
     "modes_of",
+=======
+    "kinds_of_bytes",
+    "kinds_of_seconds",
+    "least_bytes",
+>>>>>>> plancli
     "plan_of",
     "plugin_of",
+    "prices_of_memory",
+    "report",
+    "saved_by_a_gib",
     "search_grids",
+    "searched_again",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -101,6 +101,10 @@ class Facts:
     refused: dict[int, str] = field(default_factory=dict)
     _shared: dict[int, Shared | None] = field(default_factory=dict)
 
+    def on(self, device: Device) -> Facts:
+        """The same model on another device."""
+        return replace(self, device=device, refused={}, _shared={})
+
     @cached_property
     def parameters(self) -> int:
         """Elements of all parameters."""
@@ -116,11 +120,13 @@ class Facts:
 
     @cached_property
     def has_stack(self) -> bool:
-        """Whether the blocks are a chain that a pipeline can cut."""
+        """Whether the blocks are a chain that a pipeline can cut: most of the model is in them."""
         try:
-            return bool(stack_of(self.model, None).blocks)
+            blocks = stack_of(self.model, None).blocks
         except GulliverError:
             return False
+        inside = sum(part.parameters for part in self.parts)
+        return bool(blocks) and inside >= self.parameters / 2
 
     @cached_property
     def recomputable(self) -> frozenset[str]:

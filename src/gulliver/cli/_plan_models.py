@@ -1,0 +1,319 @@
+"""Models by what people call them: a folder, a file, a public name, or a function of a module.
+
+All are made on meta: nothing of a model's size is allocated, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gulliver.checkpoint import open_weights, read_json
+from gulliver.cli._models import inputs_of, tokens_of
+from gulliver.cli._options import Search
+from gulliver.errors import GulliverError, nearest
+from gulliver.models import CONFIGURATIONS, build
+
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
+    return {
+        **LLAMA,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        **others,
+    }
+
+
+PUBLIC: dict[str, dict[str, Any]] = {
+    "llama-3-8b": _llama(4096, 14336, 32, 32),
+    "llama-3-70b": _llama(8192, 28672, 80, 64),
+    "llama-3-405b": _llama(16384, 53248, 126, 128, max_position_embeddings=131072),
+    "mixtral-8x7b": {
+        **_llama(4096, 14336, 32, 32, max_position_embeddings=32768, rope_theta=1e6),
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "vocab_size": 32000,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "bloom-176b": {
+        "model_type": "bloom",
+        "architectures": ["BloomForCausalLM"],
+        "vocab_size": 250880,
+        "hidden_size": 14336,
+        "n_layer": 70,
+        "n_head": 112,
+    },
+    "sdxl-unet": {
+        "_class_name": "UNet2DConditionModel",
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "attention_head_dim": [5, 10, 20],
+        "block_out_channels": [320, 640, 1280],
+        "cross_attention_dim": 2048,
+        "down_block_types": ["DownBlock2D", *["CrossAttnDownBlock2D"] * 2],
+        "projection_class_embeddings_input_dim": 2816,
+        "sample_size": 128,
+        "transformer_layers_per_block": [1, 2, 10],
+        "up_block_types": [*["CrossAttnUpBlock2D"] * 2, "UpBlock2D"],
+        "use_linear_projection": True,
+    },
+}
+"""Public models by name, as their config.json has them."""
+TEXT_LENGTH = 77
+"""Tokens of a caption of Stable Diffusion."""
+LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a search is of.
+
+    Attributes:
+        model: whole model, on meta.
+        batch: one sample or a few, as the model takes them.
+        name: what it is called.
+        sample: what a sample is, in a few words.
+        tokens: tokens of a sample; 0 where it has none.
+        notes: what is worth knowing of it.
+    """
+
+    model: nn.Module
+    batch: Any
+    name: str
+    sample: str
+    tokens: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def subject_of(options: Search) -> Subject:
+    """Makes the model that is asked for, and a sample of it.
+
+    Raises:
+        GulliverError: nothing of that name, or it cannot be made.
+    """
+    name = options.model
+    if name in CONFIGURATIONS:
+        return _video(options)
+    if name.lower() in PUBLIC:
+        return _configured(PUBLIC[name.lower()], name.lower(), options)
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".json":
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise GulliverError(f"there is no {file}: name a folder with a config.json")
+        return _configured(read_json(file), path.name, options)
+    if re.fullmatch(r"[\w.]+:\w+", name):
+        return _made(name, options)
+    raise GulliverError(
+        f"there is no model {name!r}: {nearest(name, [*PUBLIC, *CONFIGURATIONS])}; or name a "
+        "Hugging Face folder, a config.json, or module:function"
+    )
+
+
+def _video(options: Search) -> Subject:
+    """A public video model of ours, and a clip of it."""
+    name = options.model
+    frames, height, width = CONFIGURATIONS[name].clip
+    clip = (options.frames or frames, *(_size(options.size) or (height, width)))
+    fixed = CONFIGURATIONS[name].fields.get("input_size")
+    if fixed is not None and CONFIGURATIONS[name].latent(*clip) != fixed:
+        raise GulliverError(f"{name} takes clips of {frames} x {height} x {width} alone")
+    with torch.device("meta"):
+        model = build(name)
+    batch = inputs_of(name, clip, 1, DTYPES[options.precision])
+    return Subject(
+        model, batch, name, f"a clip of {' x '.join(map(str, clip))}", tokens_of(name, clip)
+    )
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if found is None or not all(8 <= int(side) < 65536 for side in found.groups()):
+        raise GulliverError(f"--size {text} is no size: give rows x columns, such as 720x1280")
+    rows, columns = found.groups()
+    return int(rows), int(columns)
+
+
+def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subject:
+    """A model of a configuration of transformers or diffusers, and a sample of it."""
+    if "_class_name" in values:
+        return _unet(values, name, options)
+    model = built(values)
+    if model is None:
+        kind = values.get("model_type", "no model_type")
+        raise GulliverError(f"transformers makes no model of {name} ({kind}): is it installed?")
+    config: Any = model.config
+    config.use_cache = False
+    if getattr(config, "image_size", None) and not getattr(config, "vocab_size", None):
+        side = config.image_size
+        rows, columns = (side, side) if isinstance(side, int) else side
+        shape = (1, config.num_channels, rows, columns)
+        pixels = torch.empty(shape, dtype=DTYPES[options.precision], device="meta")
+        return Subject(model, {"pixel_values": pixels}, name, f"a picture of {rows} x {columns}")
+    ids = torch.zeros(1, options.seq, dtype=torch.long, device="meta")
+    batch = {"input_ids": ids}
+    if type(model).__name__.endswith(LANGUAGE) and not options.inference:
+        batch["labels"] = ids
+    elif config.is_encoder_decoder:
+        batch["decoder_input_ids"] = ids
+    most = getattr(config, "max_position_embeddings", None) or options.seq
+    notes = (f"the model is made for {most} tokens, not {options.seq}",) * (options.seq > most)
+    return Subject(model, batch, name, f"{options.seq} tokens", options.seq, notes)
+
+
+def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
+    """A UNet of diffusers, and a latent picture with its caption."""
+    if values["_class_name"] != "UNet2DConditionModel":
+        raise GulliverError(f"{name} is a {values['_class_name']}: of diffusers, UNets are planned")
+    try:
+        from diffusers import UNet2DConditionModel
+    except ImportError:
+        raise GulliverError(f"{name} needs diffusers: install gulliver[dreambooth]") from None
+    with torch.device("meta"):
+        model = UNet2DConditionModel.from_config(dict(values))
+    config: Any = model.config
+    side = config.sample_size
+    rows, columns = (n // 8 for n in _size(options.size) or (8 * side, 8 * side))
+    dtype = DTYPES[options.precision]
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(1, *shape, dtype=dtype, device="meta")
+
+    batch: dict[str, Any] = {
+        "sample": empty(config.in_channels, rows, columns),
+        "timestep": torch.empty(1, dtype=torch.long, device="meta"),
+        "encoder_hidden_states": empty(TEXT_LENGTH, config.cross_attention_dim),
+    }
+    if config.addition_embed_type == "text_time":
+        numbers = 6 * config.addition_time_embed_dim
+        pooled = config.projection_class_embeddings_input_dim - numbers
+        batch["added_cond_kwargs"] = {"text_embeds": empty(pooled), "time_ids": empty(6)}
+    return Subject(model, batch, name, f"a picture of {8 * rows} x {8 * columns}")
+
+
+def _made(place: str, options: Search) -> Subject:
+    """What a function of a module returns: a model and an example batch."""
+    module, function = place.split(":")
+    sys.path.insert(0, "")
+    try:
+        make = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise GulliverError(f"{place} cannot be imported: {error}") from error
+    finally:
+        sys.path.remove("")
+    with torch.device("meta"):
+        found = make()
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], nn.Module):
+        raise GulliverError(f"{place} must return a model and an example batch")
+    model, batch = found
+    return Subject(model, batch, place, "a sample of its batch")
+
+
+def trained_part(subject: Subject, options: Search) -> torch.optim.Optimizer | None:
+    """Readies the model for its use, and makes the optimizer of what is trained.
+
+    Raises:
+        GulliverError: LoRA without PEFT, of an unknown model, or together with inference.
+    """
+    model = subject.model
+    if options.inference:
+        if options.lora:
+            raise GulliverError("--lora trains, and --inference does not: leave one out")
+        model.eval().requires_grad_(False)
+        return None
+    if options.lora:
+        adapt(model, options.lora)
+    return OPTIMIZERS[options.optimizer]([p for p in model.parameters() if p.requires_grad])
+
+
+def adapt(model: nn.Module, rank: int) -> None:
+    """Puts adapters of a rank beside all linear layers but the head, in place; they alone learn."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise GulliverError("--lora needs PEFT: install gulliver[finetune]") from None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    if not names:
+        raise GulliverError("--lora: the model has no linear layers")
+    model.requires_grad_(False)
+    with torch.device("meta"):
+        inject_adapter_in_model(LoraConfig(r=rank, target_modules=names), model)
+
+
+def model_of(folder: Path) -> nn.Module:
+    """A model of a folder, on meta: as transformers builds it, or as its files name its tensors.
+
+    Raises:
+        GulliverError: there is no such folder, or neither a configuration nor weights in it.
+    """
+    if not folder.is_dir():
+        raise GulliverError(f"--model {folder} is no folder: name one with a config.json")
+    file = folder / "config.json"
+    model = built(read_json(file)) if file.is_file() else None
+    if model is None:
+        model = _named(folder)
+    return model.float()
+
+
+def built(values: Mapping[str, Any]) -> nn.Module | None:
+    """The model that a configuration describes; None where transformers cannot build it."""
+    try:
+        import transformers
+
+        config: Any = transformers.AutoConfig.for_model(**values)
+        (name,) = values.get("architectures") or ["AutoModelForCausalLM"]
+        kind = getattr(transformers, name)
+        with torch.device("meta"):
+            return kind.from_config(config) if name.startswith("Auto") else kind(config)
+    except (ImportError, AttributeError, TypeError, ValueError, KeyError):
+        return None
+
+
+def _named(folder: Path) -> nn.Module:
+    """Modules with a parameter on meta for each tensor of the folder's files."""
+    model = nn.Module()
+    with open_weights(folder) as weights:
+        for name, info in weights.infos.items():
+            module, *_ = path = [model]
+            *parents, own = name.split(".")
+            for part in parents:
+                module = path[-1]
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                path.append(module.get_submodule(part))
+            value = torch.empty(info.shape, dtype=info.dtype, device="meta")
+            path[-1].register_parameter(own, nn.Parameter(value, info.dtype.is_floating_point))
+    return model

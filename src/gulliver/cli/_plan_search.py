@@ -1,0 +1,172 @@
+"""``gulliver plan MODEL``: the fastest grids of a model on a cluster, explained.
+
+What is searched is in `gulliver.booster.search`; models by their names are in `_plan_models.py`,
+what is printed in `_plan_text.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gulliver.booster.search import (
+    Enough,
+    Found,
+    Price,
+    Scored,
+    enough,
+    prices_of_memory,
+    report,
+    search_grids,
+    searched_again,
+)
+from gulliver.cli._options import Search
+from gulliver.cli._plan_models import Subject, subject_of, trained_part
+from gulliver.cli._plan_text import lines_of, show_answer
+from gulliver.cli._plan_why import Why, why_module
+from gulliver.errors import GulliverError
+from gulliver.hardware import Cluster, changed_cluster, named_cluster
+from gulliver.io import write_text
+from gulliver.options import byte_size
+
+RANK = 16
+"""Rank of the adapters of an estimate where none is asked for."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that is told of a search.
+
+    Attributes:
+        subject: model and batch.
+        found: what was found.
+        prices: fastest grids under other limits of memory.
+        enough: what would be enough.
+        changed: what was found on the changed cluster; None where nothing was changed.
+        estimates: what was found for training, LoRA and inference, by name.
+        why: what is done with a module; None where none was asked for.
+    """
+
+    subject: Subject
+    found: Found
+    prices: tuple[Price, ...]
+    enough: Enough
+    changed: Found | None = None
+    estimates: dict[str, Found] | None = None
+    why: Why | None = None
+
+
+def search_command(options: Search) -> int:
+    """Searches, and prints what was found; the exit code is 1 where nothing fits."""
+    answer = answer_of(options)
+    if options.html is not None:
+        title = f"{answer.subject.name} on {options.cluster}"
+        page = report(title, lines_of(answer, options), answer.found, answer.prices)
+        write_text(options.html, page)
+    if options.json:
+        print(json.dumps(plain(answer), indent=1))
+    else:
+        show_answer(answer, options)
+        if options.html is not None:
+            print(f"report: {options.html}")
+    if not answer.found.best and not options.json:
+        raise GulliverError(answer.found.why_none())
+    return 0 if answer.found.best else 1
+
+
+def answer_of(options: Search) -> Answer:
+    """Searches for what the options ask.
+
+    Raises:
+        GulliverError: an unknown model, cluster, module or change; or no mesh that can run it.
+    """
+    cluster = named_cluster(options.cluster)
+    other = changed_cluster(cluster, options.what_if) if options.what_if else None
+    subject, found = _searched(options, cluster)
+    samples = options.batch
+    changed = None
+    if other is not None:
+        limit = byte_size("--memory", options.memory) if options.memory else None
+        changed = searched_again(found, samples, other, memory=limit)
+    estimates = None
+    if options.estimates:
+        uses = {
+            "training": replace(options, lora=None, inference=False),
+            f"LoRA of rank {options.lora or RANK}": replace(
+                options, lora=options.lora or RANK, inference=False
+            ),
+            "inference": replace(options, lora=None, inference=True),
+        }
+        estimates = {
+            use: found if asked == options else _searched(asked, cluster, 1)[1]
+            for use, asked in uses.items()
+        }
+    why = why_module(found, options.why, samples) if options.why else None
+    prices = prices_of_memory(found, samples)
+    return Answer(subject, found, prices, enough(found, samples), changed, estimates, why)
+
+
+def _searched(options: Search, cluster: Cluster, best: int = 10) -> tuple[Subject, Found]:
+    subject = subject_of(options)
+    optimizer = trained_part(subject, options)
+    limit = None if options.memory is None else byte_size("--memory", options.memory)
+    found = search_grids(
+        subject.model,
+        optimizer,
+        subject.batch,
+        cluster,
+        options.batch,
+        limit,
+        options.precision,
+        best,
+    )
+    return subject, found
+
+
+def plain(answer: Answer) -> dict[str, Any]:
+    """An answer in plain values, seconds and bytes."""
+    found = answer.found
+    analysis = found.facts.analysis
+    return {
+        "model": answer.subject.name,
+        "parameters": found.facts.parameters,
+        "trained": found.facts.trained,
+        "flops_of_a_sample": analysis.flops // found.facts.samples,
+        "kept_by_a_sample": found.facts.saved,
+        "cluster": {
+            "name": found.cluster.name,
+            "ranks": found.cluster.size,
+            "measured": found.cluster.measured,
+            "source": found.cluster.source,
+        },
+        "limit": found.limit,
+        "best": [_plain(scored) for scored in found.best],
+        "why_none": "" if found.best else found.why_none(),
+        "refused": found.refused,
+        "prices": [
+            {"limit": p.limit, "step": p.scored and p.scored.seconds.step} for p in answer.prices
+        ],
+        "enough": {
+            "bytes": answer.enough.bytes,
+            "grid": str(answer.enough.grid),
+            "ranks": answer.enough.ranks,
+        },
+        "what_if": answer.changed and [_plain(scored) for scored in answer.changed.best],
+        "estimates": answer.estimates
+        and {
+            use: _plain(one.best[0]) if one.best else None for use, one in answer.estimates.items()
+        },
+        "why": answer.why and asdict(answer.why),
+        "not_counted": list(analysis.notes),
+    }
+
+
+def _plain(scored: Scored) -> dict[str, Any]:
+    return {
+        "text": str(scored.grid),
+        "grid": asdict(scored.grid),
+        "seconds": asdict(scored.seconds),
+        "bytes": {**vars(scored.memory), "working": scored.working, "all": scored.bytes},
+        "samples_per_second": scored.samples / scored.seconds.step,
+    }

@@ -1,0 +1,239 @@
+"""What `gulliver plan MODEL` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from gulliver.booster.search import (
+    Found,
+    Price,
+    Scored,
+    kinds_of_bytes,
+    kinds_of_seconds,
+    saved_by_a_gib,
+)
+from gulliver.cli._options import Search
+from gulliver.cli._plan_why import Why
+from gulliver.hardware import seconds_text
+from gulliver.options import size_at_least, size_text
+from gulliver.plan.analysis import BACKWARD, FORWARD
+
+if TYPE_CHECKING:
+    from gulliver.cli._plan_search import Answer
+
+WIDTH = 50
+"""Characters of a step's timeline."""
+COLUMNS = 120
+NOT_COUNTED = (
+    "not counted: input, what kernels work with inside, fragments of the allocator, text encoders "
+    "and autoencoders"
+)
+CACHE = ", and the cache of keys and values that generating keeps: this is one forward"
+HOUR, TRILLION = 3600.0, 1e12
+
+
+def show_answer(answer: Answer, options: Search) -> None:
+    """Prints an answer."""
+    console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = COLUMNS
+    found = answer.found
+    for line in lines_of(answer, options):
+        console.print(line)
+    if found.best:
+        console.print(_grids(found.best))
+        best = found.best[0]
+        console.print(_memory(best))
+        for line in timeline(best):
+            console.print(line)
+    for line in _refusals(found):
+        console.print(line)
+    for line in [*_prices(answer.prices, found), *_after(answer, options)]:
+        console.print(line)
+    if answer.why is not None:
+        _show_why(console, answer.why)
+
+
+def _refusals(found: Found) -> list[str]:
+    """Why meshes were left out, each reason once, with the first of its meshes."""
+    first: dict[str, str] = {}
+    for mesh, why in found.refused.items():
+        first.setdefault(why, mesh)
+    return [f"refused: {mesh}: {why}" for why, mesh in first.items()]
+
+
+def lines_of(answer: Answer, options: Search) -> list[str]:
+    """What the model is, what a step takes, and what the figures are."""
+    found, subject = answer.found, answer.subject
+    facts, cluster = found.facts, found.cluster
+    flops = facts.analysis.flops / facts.samples
+    seconds = [facts.analysis.seconds(facts.device, p) / facts.samples for p in (FORWARD, BACKWARD)]
+    trained = "" if facts.trained == facts.parameters else f", {facts.trained:,} trained"
+    lines = [
+        f"{subject.name}: {type(facts.model).__name__}, {facts.parameters:,} parameters{trained}, "
+        f"{len(facts.blocks)} blocks, {options.precision}",
+        f"a sample ({subject.sample}): {flops / 1e12:,.2f} TFLOP, forward "
+        f"{seconds_text(seconds[0])} and backward {seconds_text(seconds[1])} on one "
+        f"{facts.device.name}; keeps {size_text(facts.saved)} for the backward",
+        f"{options.batch} samples a step on {cluster.size} ranks, {cluster.name}",
+        _honest(found),
+        NOT_COUNTED + (CACHE if options.inference else ""),
+    ]
+    lines += [*subject.notes, *facts.analysis.notes, *map(str, facts.analysis.opaque)]
+    meshes, left = found.meshes
+    lines.append(
+        f"{found.looked:,} grids of {meshes - left} of {meshes} meshes in "
+        f"{seconds_text(sum(found.seconds))}, at most {size_text(found.limit)} on a rank"
+    )
+    if found.best:
+        best = found.best[0]
+        step = best.seconds.step
+        rate = max(facts.device.matmul.values())
+        name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[options.precision]
+        rate = facts.device.matmul.get(name, rate)
+        share = flops * options.batch / (step * cluster.size * rate)
+        lines.append(
+            f"best: {best.grid}: {seconds_text(step)} a step, {best.samples / step:,.4g} samples/s"
+            + (f", {best.samples * subject.tokens / step:,.0f} tokens/s" if subject.tokens else "")
+            + f", {100 * share:.0f} % of the rate of {name}"
+        )
+    return lines
+
+
+def _honest(found: Found) -> str:
+    if found.cluster.measured:
+        return f"seconds at measured rates ({found.cluster.date or 'no date'})"
+    return f"seconds at data-sheet rates: a floor ({found.cluster.source})"
+
+
+def _grids(best: Sequence[Scored]) -> Table:
+    table = Table()
+    for name in ("", "step", "samples/s", "memory", "grid"):
+        table.add_column(name, justify="left" if name == "grid" else "right", overflow="fold")
+    for number, scored in enumerate(best, 1):
+        step = scored.seconds.step
+        table.add_row(
+            str(number),
+            seconds_text(step),
+            f"{scored.samples / step:.4g}",
+            size_text(scored.bytes),
+            str(scored.grid),
+        )
+    return table
+
+
+def _memory(best: Scored) -> str:
+    parts = ", ".join(
+        f"{kind.replace('_', ' ')} {size_text(count)}"
+        for kind, count in kinds_of_bytes(best).items()
+        if count
+    )
+    return f"memory of the fullest rank: {size_text(best.bytes)} = {parts}"
+
+
+def timeline(best: Scored) -> list[str]:
+    """A step of the best grid, a bar for each kind of seconds, one after the other."""
+    lines, begun, step = [], 0.0, best.seconds.step or 1.0
+    for kind, seconds in kinds_of_seconds(best).items():
+        start, end = round(WIDTH * begun / step), round(WIDTH * (begun + seconds) / step)
+        begun += seconds
+        bar = (" " * start + "\u2588" * (end - start)).ljust(WIDTH)
+        named = "messages" if kind == "exposed" else kind
+        lines.append(f"{named:>10} |{bar}| {seconds_text(seconds)}, {100 * seconds / step:.1f} %")
+    hidden = sum(
+        getattr(best.seconds, kind)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sends")
+    )
+    told = seconds_text(max(0.0, hidden - best.seconds.exposed))
+    return [*lines, f"{'':>10}  of messages {told} more are hidden behind compute"]
+
+
+def _prices(prices: Sequence[Price], found: Found) -> list[str]:
+    if not prices:
+        return []
+    best = found.best[0]
+    saved = saved_by_a_gib(prices, found.limit)
+    told = f"saves {seconds_text(saved)}" if saved > 0 else "saves nothing"
+    lines = [f"price of memory: 1 GiB more {told}; the best holds {size_text(best.bytes)}"]
+    for price in prices:
+        told = "nothing fits"
+        if price.scored is not None:
+            told = f"{seconds_text(price.scored.seconds.step)}, {price.scored.grid}"
+        lines.append(f"  {size_text(price.limit):>10}: {told}")
+    return lines
+
+
+def _after(answer: Answer, options: Search) -> list[str]:
+    found, need = answer.found, answer.enough
+    lines = [
+        f"least memory on these ranks: {size_at_least(need.bytes)} ({need.grid})",
+        f"fewest of such ranks that fit it: {need.ranks or 'more than were looked at'}",
+    ]
+    if answer.changed is not None:
+        lines += _changes(found, answer.changed)
+    if found.best:
+        lines += _costs(found.best[0], found.cluster.size, answer.subject.tokens, options)
+    for use, one in (answer.estimates or {}).items():
+        if not one.best:
+            lines.append(f"{use}: {one.why_none()}")
+            continue
+        best = one.best[0]
+        lines.append(
+            f"{use}: {size_text(best.bytes)} of a rank, {seconds_text(best.seconds.step)} a step, "
+            f"{best.grid}"
+        )
+    return lines
+
+
+def _changes(found: Found, changed: Found) -> list[str]:
+    told = changed.cluster.source.rpartition("changed: ")[2]
+    if not changed.best:
+        return [f"with {told}: {changed.why_none()}"]
+    after = changed.best[0]
+    line = f"with {told}: {seconds_text(after.seconds.step)} a step, {after.grid}"
+    if found.best:
+        ratio = found.best[0].seconds.step / after.seconds.step
+        line += f": {ratio:.2f} x as fast"
+    return [line]
+
+
+def _costs(best: Scored, ranks: int, tokens: int, options: Search) -> list[str]:
+    """Cost and energy of a trillion tokens, or of a million samples of what has none."""
+    each, unit = (tokens, "trillion tokens") if tokens else (1, "million samples")
+    number = TRILLION / each if tokens else 1e6
+    hours = best.seconds.step * number / best.samples * ranks / HOUR
+    lines = []
+    if options.price_per_hour is not None:
+        lines.append(
+            f"a {unit}: {hours:,.0f} device hours, {hours * options.price_per_hour:,.0f} at "
+            f"{options.price_per_hour:g} an hour"
+        )
+    if options.watts is not None:
+        lines.append(f"a {unit}: {hours * options.watts / 1e6:,.2f} MWh at {options.watts:g} W")
+    return lines
+
+
+def _show_why(console: Console, why: Why) -> None:
+    again, blocks = why.recomputed
+    console.print(
+        f"why {why.path}: {why.kind}, {why.parameters:,} parameters, {why.flops / 1e9:,.2f} GFLOP "
+        f"and {size_text(why.saved)} kept for a sample; {again} of {blocks} blocks are recomputed"
+    )
+    table = Table()
+    for name in ("tp", "what is done with it", "compute", "its sums", "whole step"):
+        table.add_column(name, justify="left" if name[0] == "w" else "right", overflow="fold")
+    for choice in why.choices:
+        mark = " *" if choice.tensor == why.chosen else ""
+        table.add_row(
+            f"{choice.tensor}{mark}",
+            choice.how or choice.refused,
+            seconds_text(choice.compute_s) if choice.how else "",
+            seconds_text(choice.message_s) if choice.how else "",
+            seconds_text(choice.step_s) if choice.step_s else choice.refused and "none fits",
+        )
+    console.print(table)
+    console.print(f"  constants: {why.source}")
