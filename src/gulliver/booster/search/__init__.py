@@ -37,13 +37,10 @@ __all__ = [
     "enough",
     "facts_of",
     "grids_of",
-<<<<<<< HEAD
-    "modes_of",
-=======
     "kinds_of_bytes",
     "kinds_of_seconds",
     "least_bytes",
->>>>>>> plancli
+    "modes_of",
     "plan_of",
     "plugin_of",
     "prices_of_memory",
