@@ -176,7 +176,7 @@ def test_lengths_stay_between_least_and_most_and_no_frame_is_lost() -> None:
             assert all(start <= scene or start >= clip.end for start in starts)
             covered[clip.first : clip.end] = True
         for first, end, reason in plan.left:
-            assert "frames" in reason
+            assert "frame" in reason
             covered[first:end] = True
         assert covered.all()
 

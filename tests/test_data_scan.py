@@ -236,9 +236,11 @@ def test_the_command_says_what_is_there_and_what_is_not(
 def test_two_scans_of_a_table_at_once_are_refused(tmp_path: Path) -> None:
     fcntl = pytest.importorskip("fcntl")
     write_film(tmp_path / "a.mkv", moving(3), Fraction(10), LOSSLESS)
-    with (tmp_path / ".clips.csv.scan.jsonl").open("w") as other:
+    with (tmp_path / ".clips.csv.lock").open("w") as other:
+        other.write("caption (process 7)")
+        other.flush()
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(GulliverError, match="another process is at scan of"):
+        with pytest.raises(GulliverError, match=r"is at caption \(process 7\) of"):
             scan(tmp_path, tmp_path / "clips.csv")
     assert len(scan(tmp_path, tmp_path / "clips.csv").table) == 1
 

@@ -217,7 +217,7 @@ def score_clips(options: Score) -> int:
 
     table, out = Table.read(options.table), options.out or options.table
     found = score(table, options.scorers, out, options.again, options.workers)
-    _told_fresh(out, found.fresh, len(found.table), "scored")
+    _told_fresh(out, found.fresh, found.whole, len(found.table), "scored")
     list_broken(out, "score", found.broken)
     hint("data", "dedup", out, "--out", out.with_stem("unique"))
     return 0
@@ -255,7 +255,8 @@ def caption_clips(options: Caption) -> int:
         options.again,
         options.workers,
     )
-    _told_fresh(out, found.fresh, len(found.table), "captioned")
+    done = found.fresh - len(found.broken)
+    _told_fresh(out, found.fresh, done, len(found.table), "captioned")
     list_broken(out, "caption", found.broken)
     hint("data", "show", out)
     return 0
@@ -272,9 +273,9 @@ def show_clips(options: Show) -> int:
     return 0
 
 
-def _told_fresh(out: Path, fresh: int, rows: int, done: str) -> None:
+def _told_fresh(out: Path, fresh: int, whole: int, rows: int, done: str) -> None:
     before = f" ({rows - fresh:,} had it before: --again replaces)" if fresh < rows else ""
-    print(f"{out}: {fresh:,} of {_many(rows, 'clip')} {done}{before}")
+    print(f"{out}: {whole:,} of {_many(rows, 'clip')} {done}{before}")
 
 
 def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:

@@ -29,6 +29,7 @@ import copy
 import hashlib
 import json
 import struct
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -166,12 +167,16 @@ class KeptText:
 
 
 class Shard(NamedTuple):
-    """A shard: its file, bucket, shape of its tensor, and clip and first frame of each row."""
+    """A shard: its file, bucket, shape of its tensor, and clip and first frame of each row.
+
+    `sums` is the CRC-32 of the bytes of each row; shards of older versions have none.
+    """
 
     file: str
     bucket: str
     shape: list[int]
     members: list[list[Any]]
+    sums: list[int] | None = None
 
 
 class KeptLatents:
@@ -218,7 +223,7 @@ class KeptLatents:
         """Reads the latents of a window, [C, t, h, w] in float32.
 
         Raises:
-            GulliverError: they are not kept, or their shard is gone or cut off.
+            GulliverError: they are not kept, or their shard is gone, cut off or damaged.
         """
         if sample not in self._places:
             raise GulliverError(self.broken.get(sample, f"no latents are kept in {self.folder}"))
@@ -233,6 +238,10 @@ class KeptLatents:
                 raise GulliverError(f"{path} is cut off, or another file: {AGAIN}")
             file.seek(8 + header + row * size)
             found = bytearray(file.read(size))
+        if shard.sums is not None and zlib.crc32(found) != shard.sums[row]:
+            raise GulliverError(
+                f"{path} is damaged (window {row} has another checksum): remove it and {AGAIN}"
+            )
         return torch.frombuffer(found, dtype=dtype).view(shard.shape[1:]).float()
 
     def refuse_differences(self, asked: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 from gulliver.checkpoint import read_json
 from gulliver.errors import GulliverError, nearest
 from gulliver.video.preparation._samples import take_samples
-from gulliver.video.preparation._table import Table, write_broken
+from gulliver.video.preparation._table import Table, check_suffix, write_broken
 from gulliver.video.preparation._work import work_on
 
 PLACE = "{path}"
@@ -69,6 +69,7 @@ def caption(
     if (command is None) == (model is None):
         raise GulliverError("name either --command, a program, or --model, a folder")
     out = Path(out or table.path)
+    check_suffix(out)
     if model is not None:
         work, workers = model_captioner(model, prompt, tokens), 1
     else:
@@ -117,7 +118,10 @@ def command_captioner(command: str, seconds: float) -> Captioner:
         if ended.returncode:
             said = ended.stderr.decode(errors="replace").strip().splitlines() or [""]
             raise GulliverError(f"{words[0]} ended with code {ended.returncode}: {said[-1][:200]}")
-        return _sentence(words[0], ended.stdout.decode(errors="replace"))
+        try:
+            return _sentence(words[0], ended.stdout.decode())
+        except UnicodeDecodeError:
+            raise GulliverError(f"{words[0]} has printed what is not UTF-8") from None
 
     return captioned
 

@@ -22,6 +22,7 @@ import io
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
@@ -38,16 +39,16 @@ from gulliver.io import atomic_file, remove_leftovers, write_text
 from gulliver.video.preparation._cut_settings import CutSettings
 from gulliver.video.preparation._processes import in_processes
 from gulliver.video.preparation._reencode import SUFFIXES, ClipWriter, clip_size, rate_of, slots
-from gulliver.video.preparation._scan import FACTS
+from gulliver.video.preparation._scan import FACTS, FPS
 from gulliver.video.preparation._scenes import Footage, SourceError, source_frames, survey
 from gulliver.video.preparation._score import GROUP
 from gulliver.video.preparation._scorers import IN_THE_BOX
-from gulliver.video.preparation._table import COLUMNS, Table
+from gulliver.video.preparation._table import COLUMNS, Table, check_suffix
 from gulliver.video.preparation._work import Outcome, usable_cores, work_on
 
 SOURCE = ("source", "source_first", "source_end")
 """Columns of a clip: path of its source, its first frame there, and the frame after its last."""
-VERSION = 1
+VERSION = 2
 """Number that changes when the same settings give other clips."""
 
 
@@ -161,7 +162,8 @@ def cut(
             cells["source"] = os.path.relpath(path.absolute(), out.absolute().parent)
             rows += [cells | row for row in _rows(found[row], folder)]
             left += _left(name, found[row], record)
-        names = dict.fromkeys((*COLUMNS, *SOURCE, *kept))
+        noted = ("note",) if any("note" in row for row in rows) else ()
+        names = dict.fromkeys((*COLUMNS, *SOURCE, *kept, *noted))
         made = Table.of_rows(rows, out, list(names)).write()
         listed = write_left_out(out, left)
     sources = len({row["source"] for row in rows})
@@ -174,6 +176,7 @@ def clips_folder(out: Path) -> Path:
 
 
 def _check(table: Table, out: Path, settings: CutSettings) -> None:
+    check_suffix(out)
     if out.absolute() == table.path.absolute():
         raise GulliverError(f"--out {out} is the table itself: name another, the sources stay")
     if settings.max_seconds < settings.min_seconds:
@@ -277,6 +280,7 @@ def make_plan(footage: Footage, stem: str, settings: CutSettings) -> Plan:
     rate = rate_of(footage, settings)
     least = max(1, int(np.ceil(round(settings.min_seconds * float(rate), 6))))
     most = max(least, int(round(settings.max_seconds * float(rate), 6)))
+    slow = float(rate) * settings.max_seconds < 1
     clips: list[PlannedClip] = []
     left: list[tuple[int, int, str]] = []
     for first, end, size in footage.scenes:
@@ -287,6 +291,10 @@ def make_plan(footage: Footage, stem: str, settings: CutSettings) -> Plan:
         places[0] = first
         for number, (at, until) in enumerate(pairwise(bounds)):
             begin, stop = places[number], max(places[number + 1], int(shown[until - 1]) + 1)
+            if slow:
+                reason = f"each frame stays for {1 / float(rate):g} s, longer than --max-seconds"
+                left.append((begin, stop, f"{reason} {settings.max_seconds:g}"))
+                continue
             if until - at < least:
                 reason = f"lasts {until - at} frames at {float(rate):g} per second, of {least}"
                 left.append((begin, stop, f"{reason} that a clip has at least"))
@@ -342,6 +350,7 @@ def write_clips(path: Path, plan: Plan, folder: Path, settings: CutSettings) -> 
             continue
         try:
             with (
+                _told_what_stays(folder),
                 atomic_file(final) as partial_path,
                 ClipWriter(partial_path, final.suffix, clip.size, plan.rate, settings) as writer,
             ):
@@ -350,6 +359,20 @@ def write_clips(path: Path, plan: Plan, folder: Path, settings: CutSettings) -> 
         except av.FFmpegError as error:
             failed[clip.name] = f"cannot be encoded: {error}"
     return failed
+
+
+@contextmanager
+def _told_what_stays(folder: Path) -> Iterator[None]:
+    """Adds to an error of writing what becomes of the clips that are written."""
+    try:
+        yield
+    except SourceError:
+        raise
+    except GulliverError as error:
+        raise GulliverError(
+            f"{error}; clips that are complete stay in {folder}, there is no table of them yet: "
+            "the same command goes on"
+        ) from error
 
 
 class _Frames:
@@ -384,7 +407,7 @@ def _is_inherited(name: str) -> bool:
 
 def _rows(outcome: Outcome, folder: Path) -> list[dict[str, Any]]:
     """Makes the cells of the clips of a source that it has not got from it."""
-    return [
+    rows: list[dict[str, Any]] = [
         {
             "path": f"{folder.name}/{name}",
             "num_frames": frames,
@@ -398,6 +421,11 @@ def _rows(outcome: Outcome, folder: Path) -> list[dict[str, Any]]:
         }
         for name, first, end, frames, height, width, fps in outcome.values.get("cuts", ())
     ]
+    for row in rows:
+        if not FPS[0] <= row["fps"] <= FPS[1]:
+            # As in a scan: training takes no such rate.
+            row |= {"note": f"has {row['fps']:g} frames per second", "fps": None}
+    return rows
 
 
 def _left(name: str, outcome: Outcome, record: dict[str, Any]) -> list[Left]:

@@ -26,7 +26,7 @@ from gulliver.io import write_text
 from gulliver.video.preparation._samples import MOMENTS, averaged, take_samples
 from gulliver.video.preparation._score import find_scorers, score_file
 from gulliver.video.preparation._scorers import BITS, hash_bits
-from gulliver.video.preparation._table import Table, write_broken
+from gulliver.video.preparation._table import Table, check_suffix, write_broken
 from gulliver.video.preparation._work import work_on
 
 FEW_BITS = 0.25
@@ -86,6 +86,7 @@ def deduplicate(table: Table, out: Path, alike: float = ALIKE, workers: int = 0)
     out = Path(out)
     if out.absolute() == table.path.absolute():
         raise GulliverError(f"--out {out} is the table itself: name another, rows would be lost")
+    check_suffix(out)
     hashes = _known_hashes(table)
     clips, unknown = table.clips(), [row for row, known in enumerate(hashes) if not known]
     work = partial(score_file, scorers=find_scorers(("phash",)))
@@ -130,7 +131,9 @@ def _without_copies(
     bits = dict(zip(rows, hash_bits([column[row] for row in rows]), strict=True))
     near = [(rows[one], rows[other]) for one, other in near_pairs(np.array([*bits.values()]))]
     seen = sorted({row for pair in near for row in pair})
-    with work_on([clips[row] for row in seen], _thumbs, out, "dedup", "", workers) as outcomes:
+    with work_on(
+        [clips[row] for row in seen], _thumbs, out, "dedup", "", workers, None, True
+    ) as outcomes:
         thumbs = {
             row: _unpacked(outcome.values["thumbs"])
             for row, outcome in zip(seen, outcomes, strict=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -304,8 +305,9 @@ class _Job:
             rows.append(latents[0].to(dtype).cpu())
             members.append([sample.clip, sample.start])
         bucket = shard.windows[0][1].bucket
-        told = {"bucket": str(bucket), "members": members, "broken": broken}
         latents = torch.stack(rows) if rows else torch.zeros(0, dtype=dtype)
+        sums = [zlib.crc32(row.contiguous().view(torch.uint8).numpy()) for row in rows]
+        told = {"bucket": str(bucket), "members": members, "broken": broken, "sums": sums}
         write_tensors(self._file(shard.file), {"latents": latents}, {KEY: json.dumps(told)})
 
     def _read(self, item: tuple[Sample, Window]) -> Any:
@@ -340,7 +342,9 @@ class _Job:
             assert told is not None, "a rank has written it"
             if told["members"]:
                 shape = [len(told["members"]), *self._latent_shape(plan.windows[0][1].bucket)]
-                shards.append(Shard(plan.file, told["bucket"], shape, told["members"]))
+                shards.append(
+                    Shard(plan.file, told["bucket"], shape, told["members"], told.get("sums"))
+                )
             broken += [[clip, told["bucket"], start, why] for clip, start, why in told["broken"]]
         out, rows = self.config.out, self.table.rows
         buckets = self.config.buckets

@@ -10,15 +10,19 @@ a file have no place in it. It then runs in a database in memory that may not to
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.video.preparation._table import Table
+from gulliver.video.preparation._table import TEXTS, Table, check_suffix, without_nan
+from gulliver.video.preparation._work import held_table
 
-_PARTS = "BETWEEN CASE CAST COLLATE COLUMN_REF COMPARISON CONJUNCTION CONSTANT FUNCTION OPERATOR"
+_PARTS = (
+    "BETWEEN CASE CAST COLLATE COLUMN_REF COMPARISON CONJUNCTION CONSTANT FUNCTION OPERATOR TYPE"
+)
 ALLOWED = frozenset(_PARTS.split())
 """Kinds of parts of a condition, in DuckDB's words."""
 SHAPE = "a condition over columns, such as 'fps >= 12 and motion > 2'"
@@ -56,12 +60,15 @@ def filter_table(table: Table, condition: str) -> Filtered:
         tree = _parsed(database, condition)
         used = {_column(path, table, condition) for path in _parts(tree, condition)}
         # At least one column, or nobody knows how many rows there are.
-        data = table.data.select(sorted(used) or table.names[:1])
+        data = _compared(table, sorted(used) or table.names[:1])
         database.register("clips", data)
         try:
-            found = database.execute(_query(condition)).fetchnumpy()["kept"]
+            query = _Guard(database).query(condition)
+            found = database.execute(query).fetchnumpy()["kept"]
         except duckdb.Error as error:
-            raise GulliverError(f"{condition!r} cannot be worked out: {_first(error)}") from None
+            raise GulliverError(
+                f"{condition!r} cannot be worked out: {_first(error)}{_texts_of(data)}"
+            ) from None
     if len(found) != len(table):
         raise GulliverError(f"{condition!r} is not of each row by itself: give {SHAPE}")
     if found.dtype != bool:
@@ -74,6 +81,120 @@ def filter_table(table: Table, condition: str) -> Filtered:
 def _query(condition: str) -> str:
     # The line's end ends a comment in the condition.
     return f"SELECT ({condition}\n) AS kept FROM clips"
+
+
+def _compared(table: Table, names: list[str]) -> Any:
+    """Takes columns as they are compared.
+
+    Text of a CSV file is compared as numbers where each cell is spelt as Python spells its number:
+    then no two of them are one, and no text means a number that it does not say.
+    """
+    import pyarrow as pa
+
+    data = without_nan(table.data.select(names))
+    for place, (name, column) in enumerate(zip(names, data.columns, strict=True)):
+        if table.path.suffix == ".csv" and name not in TEXTS and pa.types.is_string(column.type):
+            numbers = _numbers(column.to_pylist())
+            if numbers is not None:
+                data = data.set_column(place, name, pa.array(numbers, pa.float64()))
+    return data
+
+
+def _numbers(cells: list[str | None]) -> list[float | None] | None:
+    """Returns the numbers that cells are; None where one is spelt in another way."""
+    found: list[float | None] = []
+    for cell in cells:
+        try:
+            number = None if cell is None else float(cell)
+        except ValueError:
+            return None
+        if number is not None and (repr(number) != cell or not math.isfinite(number)):
+            return None
+        found.append(number)
+    return found
+
+
+def _texts_of(data: Any) -> str:
+    """Says which columns are text, where that may be why a condition fails."""
+    texts = [field.name for field in data.schema if str(field.type) in ("string", "large_string")]
+    if not texts:
+        return ""
+    name = texts[0]
+    return f" ({', '.join(texts)} is text, as numbers it is cast({name} as double))"
+
+
+class _Guard:
+    """Rewrites a condition so that a number that is none, as of 0 / 0, is unknown.
+
+    [Note: NaN in a condition]
+    To DuckDB NaN is larger than all numbers, so `0 / 0 > 2` holds. Each outermost expression of
+    floating point is put into `CASE WHEN isnan(x) THEN NULL ELSE x END`: within arithmetic NaN
+    stays NaN, and to wrap each part would double the length of the condition with each level.
+    """
+
+    TESTS = ("isnan", "isinf", "isfinite")
+
+    def __init__(self, database: Any) -> None:
+        self._database = database
+        self._template = self._tree("SELECT CASE WHEN isnan(hole) THEN NULL ELSE hole END")
+
+    def query(self, condition: str) -> str:
+        """Returns the query of a condition."""
+        tree = self._tree(_query(condition))
+        (node,) = (statement["node"] for statement in tree["statements"])
+        self._whole = json.dumps(tree)
+        node["select_list"] = [self._guarded(node["select_list"][0], False)]
+        return self._text(tree)
+
+    def _guarded(self, part: Any, within: bool) -> Any:
+        """Guards what is below a part; `within` an expression that is guarded already."""
+        if isinstance(part, list):
+            return [self._guarded(one, within) for one in part]
+        if not isinstance(part, dict):
+            return part
+        made = part.get("class") in ("FUNCTION", "CAST", "CASE", "OPERATOR")
+        floating = made and self._is_floating(part)
+        tests = part.get("class") == "FUNCTION" and part.get("function_name") in self.TESTS
+        if "class" in part:
+            inside = floating or tests or (within and not self._decides(part))
+        else:
+            inside = within
+        found = {key: self._guarded(value, inside) for key, value in part.items()}
+        return self._wrapped(found) if floating and not within else found
+
+    @staticmethod
+    def _decides(part: dict[str, Any]) -> bool:
+        return part["class"] in ("COMPARISON", "BETWEEN", "CONJUNCTION")
+
+    def _is_floating(self, part: dict[str, Any]) -> bool:
+        tree = json.loads(self._whole)
+        tree["statements"][0]["node"]["select_list"] = [{**part, "alias": "kept"}]
+        ((_, kind, *_),) = self._database.execute(f"DESCRIBE {self._text(tree)}").fetchall()
+        return kind in ("DOUBLE", "FLOAT")
+
+    def _wrapped(self, part: dict[str, Any]) -> dict[str, Any]:
+        case = _filled(self._template["statements"][0]["node"]["select_list"][0], part)
+        return {**case, "alias": part.get("alias", "")}
+
+    def _tree(self, query: str) -> Any:
+        ((text,),) = self._database.execute("SELECT json_serialize_sql(?)", [query]).fetchall()
+        return json.loads(text)
+
+    def _text(self, tree: Any) -> str:
+        asked = "SELECT json_deserialize_sql(?::JSON)"
+        ((text,),) = self._database.execute(asked, [json.dumps(tree)]).fetchall()
+        return text
+
+
+def _filled(tree: Any, part: dict[str, Any]) -> Any:
+    """Puts a part where a tree has the column `hole`."""
+    if isinstance(tree, list):
+        return [_filled(one, part) for one in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if tree.get("column_names") == ["hole"]:
+        return part
+    return {key: _filled(value, part) for key, value in tree.items()}
 
 
 def _parsed(database: Any, condition: str) -> dict[str, Any]:
@@ -166,5 +287,7 @@ def filter_file(path: Path, condition: str, out: Path) -> Filtered:
     """
     if out.absolute() == path.absolute():
         raise GulliverError(f"--out {out} is the table itself: name another, rows would be lost")
-    found = filter_table(Table.read(path), condition)
-    return Filtered(found.table.write(out), found.dropped, found.unknown)
+    check_suffix(out)
+    with held_table(out, "filter"):
+        found = filter_table(Table.read(path), condition)
+        return Filtered(found.table.write(out), found.dropped, found.unknown)

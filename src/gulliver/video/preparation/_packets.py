@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from gulliver.data import open_video
 
+JOINED = ("mpegts", "mpeg")
+"""Formats that are joined by appending files, so that anything may change midway."""
+FEW = 3
+"""Frames that may be missing at the end of a file without a word."""
 HIDING = frozenset(("vp8", "mpeg4", "msmpeg4v3", "cavs"))
 """Codecs that have packets without a frame of their own."""
 
@@ -18,7 +25,9 @@ class Packets:
     """Packets of a file's video and what its header says.
 
     `times` are those at which frames are shown, in seconds, in order; `stated` is the header's
-    number of frames, 0 where it has none, and `seconds` its duration.
+    number of frames, 0 where it has none, and `seconds` its duration. `restarts` is how often times
+    begin anew: `times` go on there. `missing` are the seconds between the last packet and the end
+    that a header of Matroska states.
     """
 
     codec: str
@@ -29,11 +38,32 @@ class Packets:
     stated: int
     seconds: float
     rate: float
+    format: str = ""
+    restarts: int = 0
+    missing: float = 0.0
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with the file as a whole."""
+        found = []
+        if self.restarts:
+            found.append(f"its times begin anew {self.restarts}x, as of files that were joined")
+        if self.breaks_off:
+            there = float(self.times[-1]) if len(self.times) else 0.0
+            found.append(f"breaks off: ends {self.missing:.2f} s early, after {there:.2f} s")
+        return found
+
+    @property
+    def breaks_off(self) -> bool:
+        """Whether more than a few frames are missing at its end."""
+        steps = np.diff(self.times)
+        longest = float(steps.max()) if len(steps) else 0.0
+        return self.missing > FEW * max(longest, 1 / self.rate if self.rate else 0.04)
 
     @property
     def in_doubt(self) -> bool:
         """Whether the packets may not be the frames."""
-        if self.damaged or not self.packets or self.codec in HIDING:
+        if self.damaged or not self.packets or self.codec in HIDING or self.format in JOINED:
             return True
         expected = self.seconds * self.rate
         late = expected and abs(expected - self.packets) > max(2.0, 0.05 * self.packets)
@@ -42,7 +72,7 @@ class Packets:
     @property
     def has_times(self) -> bool:
         """Whether it is known of each packet when its frame is shown."""
-        return len(self.times) == self.packets > 0
+        return len(self.times) == self.packets > 0 and not self.restarts
 
     def moments(self, count: int) -> np.ndarray:
         """Middles of as many equal parts of the clip: in seconds, or in frames without times."""
@@ -75,7 +105,7 @@ def read_packets(path: Path) -> Packets:
     Raises:
         GulliverError: it is missing, empty or unreadable, or holds no video.
     """
-    times, packets, damaged = [], 0, False
+    times, coded, packets, damaged, end = [], [], 0, False, 0.0
     with open_video(path) as (container, stream):
         try:
             for packet in container.demux(stream):
@@ -85,21 +115,73 @@ def read_packets(path: Path) -> Packets:
                 damaged = damaged or packet.is_corrupt
                 if packet.pts is not None and packet.time_base:
                     times.append(float(packet.pts * packet.time_base))
+                    sent = packet.pts if packet.dts is None else packet.dts
+                    coded.append(float(sent * packet.time_base))
+                    end = max(end, times[-1] + float((packet.duration or 0) * packet.time_base))
         except (_ffmpeg_error(), OSError, ValueError):
             # What was read before counts.
             damaged = True
         clock = float(stream.time_base or 0)
         seconds = stream.duration * clock if stream.duration else (container.duration or 0) / 1e6
+        shown, restarts = _unrolled(np.array(times), np.array(coded))
+        missing = 0.0 if damaged else _stated_end(container, stream) - end
         return Packets(
-            codec=stream.codec_context.name,
+            codec=stream.codec_context.codec.canonical_name,
             audio=bool(container.streams.audio),
             packets=packets,
-            times=np.sort(np.array(times)),
+            times=shown,
             damaged=damaged,
             stated=stream.frames,
             seconds=float(seconds),
-            rate=float(stream.average_rate or stream.guessed_rate or 0),
+            # Of times that begin anew FFmpeg makes a rate that no part has.
+            rate=_usual(shown) if restarts else _said_rate(stream),
+            format=container.format.name,
+            restarts=restarts,
+            missing=max(0.0, missing),
         )
+
+
+def _said_rate(stream: Any) -> float:
+    return float(stream.average_rate or stream.guessed_rate or 0)
+
+
+def _usual(times: np.ndarray) -> float:
+    """Frames per second of the usual distance of frames."""
+    steps = np.diff(times)
+    return float(1 / np.median(steps[steps > 0])) if (steps > 0).any() else 0.0
+
+
+def _unrolled(times: np.ndarray, coded: np.ndarray) -> tuple[np.ndarray, int]:
+    """Puts the times of packets in order; parts that begin anew follow each other.
+
+    Args:
+        times: seconds at which packets are shown, in the order of the file.
+        coded: seconds at which they are decoded, which never go back within a part.
+
+    Returns:
+        The times in order, and how often they begin anew.
+    """
+    places = np.flatnonzero(np.diff(coded) < 0) + 1
+    if not len(places):
+        return np.sort(times), 0
+    parts = [np.sort(part) for part in np.split(times, places)]
+    step = 1 / (_usual(max(parts, key=len)) or 25.0)
+    for before, part in pairwise(parts):
+        part += before[-1] + step - part[0]
+    return np.concatenate(parts), len(places)
+
+
+def _stated_end(container: Any, stream: Any) -> float:
+    """Returns when the video of a Matroska file ends by its header; 0 where that is not said."""
+    if "matroska" not in container.format.name:
+        return 0.0
+    said = stream.metadata.get("DURATION")
+    if said:
+        with suppress(ValueError):
+            hours, minutes, seconds = map(float, said.split(":"))
+            return 3600 * hours + 60 * minutes + seconds
+    # The file's duration is that of its longest stream.
+    return (container.duration or 0) / 1e6 if len(container.streams) == 1 else 0.0
 
 
 def _ffmpeg_error() -> type[Exception]:

@@ -34,11 +34,13 @@ class Samples:
         path: file of the clip.
         pictures: frames shown at the moments, uint8 [N, H, W, 3].
         neighbours: frame after each of them, or before the last; a still is its own neighbour.
+        problem: reason why only a part of the clip was seen, if so.
     """
 
     path: Path
     pictures: np.ndarray
     neighbours: np.ndarray
+    problem: str | None = None
 
     @cached_property
     def grey(self) -> np.ndarray:
@@ -54,7 +56,7 @@ class Samples:
 def take_samples(path: Path, moments: int = MOMENTS, side: int = SIDE) -> Samples:
     """Decodes a clip up to its last moment.
 
-    Where it breaks off the last frame stands for what is missing.
+    Where it breaks off the last frame stands for what is missing, and `problem` says so.
 
     Args:
         path: clip or picture.
@@ -67,6 +69,7 @@ def take_samples(path: Path, moments: int = MOMENTS, side: int = SIDE) -> Sample
     packets = read_packets(path)
     wanted = packets.moments(moments)
     taken: list[tuple[np.ndarray, np.ndarray]] = []
+    problem = "; ".join(packets.problems) if packets.breaks_off else None
     before: Frame | None = None
     shown: Frame | None = None
     try:
@@ -80,9 +83,10 @@ def take_samples(path: Path, moments: int = MOMENTS, side: int = SIDE) -> Sample
             if len(taken) == moments:
                 break
             before, shown = shown, frame
-    except GulliverError:
+    except GulliverError as error:
         if shown is None:
             raise
+        problem = f"breaks off: {error}"
     if shown is None:
         raise GulliverError("has no frames")
     if len(taken) < moments:
@@ -93,7 +97,7 @@ def take_samples(path: Path, moments: int = MOMENTS, side: int = SIDE) -> Sample
         pictures, neighbours = (np.stack(every) for every in zip(*taken, strict=True))
     except ValueError:
         raise GulliverError("changes its size between frames") from None
-    return Samples(path, pictures, neighbours)
+    return Samples(path, pictures, neighbours, problem)
 
 
 def _small(frame: Frame, side: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,16 @@ from typing import Any
 
 from gulliver.data import STILL_FPS, Frame, upright_frames
 from gulliver.errors import GulliverError
+from gulliver.io import named_errors
 from gulliver.video.preparation._packets import Packets, read_packets
-from gulliver.video.preparation._table import COLUMNS, Table, broken_path, write_broken
+from gulliver.video.preparation._table import (
+    COLUMNS,
+    Table,
+    broken_path,
+    check_suffix,
+    stamp_of,
+    write_broken,
+)
 from gulliver.video.preparation._work import Outcome, work_on
 
 _VIDEOS = (
@@ -72,7 +80,8 @@ def scan(
     """
     if not folder.is_dir():
         raise GulliverError(f"{folder} is no folder: name the folder of the clips")
-    root = out.absolute().parent
+    check_suffix(out)
+    root, stamp = out.absolute().parent, stamp_of(out)
     before = {} if again or not out.is_file() else _rows_of(Table.read(out))
     clips, ignored, broken = _files(folder, out)
     if not clips and not broken:
@@ -90,7 +99,7 @@ def scan(
         rows = [_row(name, before, fresh) for name in names.values()]
         broken += [(name, found.problem) for name, found in fresh.items() if found.problem]
         columns = list(dict.fromkeys((*COLUMNS, *FACTS, *(name for row in rows for name in row))))
-        table = Table.of_rows([row for row in rows if row], out, columns).write()
+        table = Table.of_rows([row for row in rows if row], out, columns, stamp).write()
         write_broken(out, "scan", broken)
     return Scanned(table, broken, ignored)
 
@@ -109,23 +118,56 @@ def _row(name: str, before: dict[str, dict[str, Any]], fresh: dict[str, Outcome]
 
 def _files(folder: Path, out: Path) -> tuple[list[Path], Counter[str], list[tuple[str, str]]]:
     """Finds clips and pictures, counts others by suffix, lists names that no table holds."""
+    folder, root = folder.absolute(), out.absolute().parent
     clips, others, broken = [], [], []
+    paths, again = _walk(folder)
     ours = {out.absolute(), broken_path(out).absolute()}
-    for path in sorted(folder.absolute().rglob("*")):
-        suffix = path.suffix.lower()
+    for path in paths:
+        suffix, name = path.suffix.lower(), _relative(path, root)
         if path in ours or path.name.startswith(f".{out.name}."):
             continue
         if suffix not in VIDEOS and suffix not in PICTURES:
             others += [] if path.is_dir() else [path]
         elif path.is_dir():
-            broken.append((_relative(path, out.absolute().parent), "is a folder"))
-        elif not path.name.isprintable():
-            broken.append((repr(path.name), "has a name that tables cannot hold: rename it"))
+            broken.append((name, "is a folder"))
+        elif path.exists() and not path.is_file():
+            broken.append((name, "is no regular file"))
+        elif not name.isprintable():
+            broken.append((repr(name), "has a name that tables cannot hold: rename it"))
         else:
             clips.append(path)
     captions = {path.with_suffix(".txt") for path in clips}
     ignored = Counter(path.suffix.lower() or "no suffix" for path in {*others} - captions)
+    ignored += Counter({"link to a folder that is scanned already": again} if again else {})
     return clips, ignored, broken
+
+
+def _walk(folder: Path) -> tuple[list[Path], int]:
+    """Lists what is below a folder, in order, also behind links to folders.
+
+    Each folder is looked into once, under its own name rather than that of a link: so links that
+    lead back end, and no clip is there twice.
+
+    Returns:
+        Files and folders, and the number of links to folders that are looked into already.
+    """
+    found, again = [], 0
+    seen: set[str] = set()
+    left = deque([folder])
+    while left:
+        top = left.popleft()
+        if os.path.realpath(top) in seen:
+            again += 1
+            continue
+        for name, folders, files in os.walk(top):
+            here, real = Path(name), os.path.realpath(name)
+            if real in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            left += sorted(here / each for each in folders if (here / each).is_symlink())
+            found += [here / each for each in (*folders, *files)]
+    return sorted(found), again
 
 
 def _relative(path: Path, root: Path) -> str:
@@ -133,10 +175,21 @@ def _relative(path: Path, root: Path) -> str:
 
 
 def caption_of(path: Path) -> str:
-    """Reads the text beside a clip, or says the words of its name."""
+    """Reads the text beside a clip, or says the words of its name.
+
+    Raises:
+        GulliverError: the text cannot be read, or is not in UTF-8.
+    """
     beside = path.with_suffix(".txt")
     if beside.is_file():
-        text = " ".join(beside.read_text(encoding="utf-8-sig", errors="replace").split())
+        with named_errors(beside, "read"):
+            content = beside.read_bytes()
+        try:
+            text = " ".join(content.decode("utf-8-sig").split())
+        except UnicodeDecodeError as error:
+            raise GulliverError(
+                f"caption {beside.name} is not in UTF-8 (byte {error.start + 1}): save it as UTF-8"
+            ) from None
         if text:
             return text
     return re.sub("[_-]+", " ", path.stem)
@@ -156,18 +209,26 @@ def read_facts(path: Path, decode: bool = False) -> dict[str, Any]:
     if first is None:
         raise GulliverError("has no frames")
     counted = read_packets(path)
-    frames, notes = counted.packets, []
+    frames, notes, sizes = counted.packets, counted.problems, {}
     if path.suffix.lower() in PICTURES and frames <= 1:
         frames = 1
     elif decode or counted.in_doubt:
-        frames, problem = _count_frames(path)
+        frames, problem, sizes = _count_frames(path)
         notes += [problem] if problem else []
         stated = counted.stated or counted.packets
         if abs(stated - frames) > 1:
             notes.append(f"is said to have {stated} frames, {frames} are there")
+    if len(sizes) > 1:
+        _, (height, width) = [*sizes.values()][:2]
+        at = [*sizes][1]
+        notes.append(f"changes its size to {width}x{height} at frame {at}")
     fps = _rate(counted, frames, first)
     seconds = 0.0 if frames == 1 else counted.duration(frames, fps)
-    if frames > 1 and abs(counted.seconds - seconds) > max(1.0, 0.2 * seconds):
+    if (
+        frames > 1
+        and not counted.problems
+        and abs(counted.seconds - seconds) > max(1.0, 0.2 * seconds)
+    ):
         notes.append(f"is said to last {counted.seconds:.1f} s, {seconds:.1f} are there")
     if not FPS[0] <= fps <= FPS[1]:
         notes.append(f"says {fps:g} frames per second")
@@ -189,15 +250,18 @@ def read_facts(path: Path, decode: bool = False) -> dict[str, Any]:
     }
 
 
-def _count_frames(path: Path) -> tuple[int, str | None]:
-    """Decodes a file; returns its frames and, where it breaks off, why."""
-    frames = 0
+def _count_frames(path: Path) -> tuple[int, str | None, dict[int, tuple[int, int]]]:
+    """Decodes a file; returns its frames, why it breaks off, and each new size by first frame."""
+    frames, size = 0, None
+    sizes: dict[int, tuple[int, int]] = {}
     try:
-        for _ in upright_frames(path):
+        for frame in upright_frames(path):
+            if (frame.height, frame.width) != size:
+                size = sizes[frames] = frame.height, frame.width
             frames += 1
     except GulliverError as error:
-        return frames, f"breaks off after {frames} frames: {error}"
-    return frames, None
+        return frames, f"breaks off after {frames} frames: {error}", sizes
+    return frames, None, sizes
 
 
 def _rate(counted: Packets, frames: int, first: Frame) -> float:

@@ -17,6 +17,7 @@ import numpy as np
 from gulliver.data import Frame, upright_frames
 from gulliver.errors import GulliverError
 from gulliver.video.preparation._cut_settings import THRESHOLDS, CutSettings
+from gulliver.video.preparation._packets import read_packets
 
 SMALL = 96
 """Pixels of the shorter side of the pictures that detectors see."""
@@ -68,6 +69,12 @@ def survey(path: Path, settings: CutSettings) -> Footage:
         SourceError: it cannot be read to its end.
         GulliverError: PySceneDetect is not installed.
     """
+    try:
+        packets = read_packets(path)
+    except GulliverError as error:
+        raise SourceError(str(error)) from error
+    if packets.breaks_off:
+        raise SourceError("; ".join(packets.problems))
     detector = None if settings.detector == "none" else Detector(settings)
     clock, starts = _Clock(), set[int]()
     sizes: dict[int, tuple[int, int]] = {}

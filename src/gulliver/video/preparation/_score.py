@@ -18,7 +18,7 @@ from typing import Any
 from gulliver.errors import GulliverError, nearest
 from gulliver.video.preparation._samples import Samples, take_samples
 from gulliver.video.preparation._scorers import IN_THE_BOX
-from gulliver.video.preparation._table import Table, write_broken
+from gulliver.video.preparation._table import Table, check_suffix, write_broken
 from gulliver.video.preparation._work import Outcome, work_on
 
 GROUP = "gulliver.scorers"
@@ -32,13 +32,15 @@ class Scored:
 
     Attributes:
         table: the table; scores that could not be had are null.
-        broken: name and reason of each file without some score.
-        fresh: number of rows that were scored now.
+        broken: name and reason of each file without some score, or of which a part was scored.
+        fresh: number of rows that were looked at now.
+        whole: number of those that have every score that was asked for.
     """
 
     table: Table
     broken: list[tuple[str, str]]
     fresh: int
+    whole: int
 
 
 def find_scorers(names: Sequence[str]) -> dict[str, Scorer]:
@@ -97,6 +99,7 @@ def score(
         GulliverError: an unknown scorer.
     """
     scorers, out = find_scorers(names), Path(out or table.path)
+    check_suffix(out)
     have = {name: _column(table, name, again) for name in scorers}
     clips = table.clips()
     left = [row for row in range(len(table)) if any(have[name][row] is None for name in scorers)]
@@ -111,9 +114,10 @@ def score(
             for row, outcome in zip(left, outcomes, strict=True)
             if outcome.problem
         ]
+        whole = sum(all(have[name][row] is not None for name in scorers) for row in left)
         scored = table.with_columns(have).write(out)
         write_broken(out, "score", broken)
-    return Scored(scored, broken, len(left))
+    return Scored(scored, broken, len(left), whole)
 
 
 def _column(table: Table, name: str, again: bool) -> list[Any]:
@@ -124,7 +128,8 @@ def _column(table: Table, name: str, again: bool) -> list[Any]:
 def score_file(path: Path, scorers: dict[str, Scorer]) -> Outcome:
     """Scores a clip; what a scorer raises is the clip's problem, and the others are kept."""
     samples = take_samples(path)
-    values, problems = {}, []
+    values: dict[str, Any] = {}
+    problems = [] if samples.problem is None else [f"only a part was scored: {samples.problem}"]
     for name, scorer in scorers.items():
         try:
             values[name] = _plain(name, scorer(samples))

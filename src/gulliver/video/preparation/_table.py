@@ -1,8 +1,9 @@
 """Tables of clips: Parquet or CSV, with the columns of Open-Sora's tools, in PyArrow's memory.
 
-A `Table` is read and written whole. Columns that nobody here knows are kept as they are; cells that
-are empty, or NaN, are null. Paths of clips are relative to the table's folder, as in training, and
-are written anew where a table is written elsewhere.
+A `Table` is read and written whole. Columns that nobody here knows are kept as they are: of a CSV
+file they have a type only where their text comes back letter by letter. Empty cells are null, and
+so is NaN in columns of numbers. Paths of clips are relative to the table's folder, as in training,
+and are written anew where a table is written elsewhere.
 What this does not know: what is in the files. It imports no torch.
 """
 
@@ -13,7 +14,7 @@ import io
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,13 @@ from gulliver.io import atomic_file, named_errors, write_text
 WHOLE = ("num_frames", "height", "width", "resolution")
 REAL = ("aspect_ratio", "fps", "aes", "flow", "match")
 TEXTS = ("path", "text", "cmotion")
+OURS = ("duration", "rotation", "bytes", "sharpness", "brightness", "motion", "text_share")
+"""Numbers that other steps write: typed however they are spelt, where all of them are numbers."""
 COLUMNS = ("path", "text", *WHOLE[:3], "aspect_ratio", "resolution", "fps", *REAL[2:], "cmotion")
 """Columns of Open-Sora's tables; aspect_ratio is height / width, resolution is height x width."""
+
+
+Stamp = tuple[int, int, int]
 
 
 def arrow() -> Any:
@@ -49,10 +55,12 @@ class Table:
     Attributes:
         data: the columns, a `pyarrow.Table`.
         path: file that they were read from or written to; clips lie relative to its folder.
+        stamp: the file's state when it was read or written; None where there was none.
     """
 
     data: Any
     path: Path
+    stamp: Stamp | None = None
 
     @classmethod
     def read(cls, path: Path) -> Table:
@@ -70,18 +78,25 @@ class Table:
         if not path.is_file():
             raise GulliverError(f"table {path} does not exist")
         check_suffix(path)
+        stamp = stamp_of(path)
         data = _read_csv(path) if path.suffix == ".csv" else _read_parquet(path)
-        table = cls(_without_nan(data), path)
+        table = cls(without_nan(data), path, stamp)
         table.require("path")
         return table
 
     @classmethod
-    def of_rows(cls, rows: Iterable[dict[str, Any]], path: Path, names: Sequence[str]) -> Table:
+    def of_rows(
+        cls,
+        rows: Iterable[dict[str, Any]],
+        path: Path,
+        names: Sequence[str],
+        stamp: Stamp | None = None,
+    ) -> Table:
         """Makes a table of rows, which may lack cells; `names` are the columns, in their order."""
         pa, rows = arrow(), list(rows)
         cells = {name: [row.get(name) for row in rows] for name in names}
         data = {name: pa.array(values, _kind_of(name, values)) for name, values in cells.items()}
-        return cls(pa.table(data), Path(path))
+        return cls(pa.table(data), Path(path), stamp)
 
     @property
     def names(self) -> list[str]:
@@ -116,21 +131,30 @@ class Table:
         """Adds columns, or replaces those of the same names."""
         data, pa = self.data, arrow()
         for name, values in columns.items():
-            array = pa.array(values, _kind_of(name, values))
+            try:
+                array = pa.array(values, _kind_of(name, values))
+            except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+                raise GulliverError(
+                    f"column {name!r} of {self.path.name} would hold values of several types: "
+                    f"{_line(error)}; with --again all are made anew"
+                ) from error
             place = self.names.index(name) if name in self.names else None
             data = (
                 data.append_column(name, array)
                 if place is None
                 else data.set_column(place, name, array)
             )
-        return Table(data, self.path)
+        return replace(self, data=data)
 
     def rows(self, which: Any) -> Table:
         """Takes rows, by a mask of booleans or by indices, in their order."""
         pa = arrow()
+        if not len(which):
+            # An empty list has no type by which one could take.
+            return replace(self, data=self.data.slice(0, 0))
         array = pa.array(which)
         data = self.data.filter(array) if pa.types.is_boolean(array.type) else self.data.take(array)
-        return Table(data, self.path)
+        return replace(self, data=data)
 
     def write(self, path: Path | None = None) -> Table:
         """Writes the table, whole or not at all, in the format of the suffix.
@@ -142,10 +166,12 @@ class Table:
             The table as it lies there: in another folder the relative paths are others.
 
         Raises:
-            GulliverError: another suffix, a full disk, or cells that the format cannot hold.
+            GulliverError: another suffix, a full disk, cells that the format cannot hold, or the
+                file is to be replaced and is no longer the one that was read.
         """
         path = Path(path or self.path)
         check_suffix(path)
+        self._refuse_changed(path)
         moved = self._moved(path)
         pa = arrow()
         with atomic_file(path) as partial:
@@ -153,17 +179,34 @@ class Table:
                 _write(moved.data, partial, path.suffix)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
                 raise GulliverError(f"{path} cannot hold the table: {_line(error)}") from error
-        return moved
+        return replace(moved, stamp=stamp_of(path))
+
+    def _refuse_changed(self, path: Path) -> None:
+        same = path.absolute() == self.path.absolute()
+        if same and self.stamp is not None and stamp_of(path) not in (None, self.stamp):
+            raise GulliverError(
+                f"{path} has changed since it was read, by hand or by another step: it stays as it "
+                "is; what was found out of its clips is kept, the same command takes it up"
+            )
 
     def _moved(self, path: Path) -> Table:
         here, there = self.path.absolute().parent, path.absolute().parent
         if here == there:
-            return Table(self.data, path)
+            return replace(self, path=path)
         names = [
             name if not name or os.path.isabs(name) else os.path.relpath(here / name, there)
             for name in self.column("path")
         ]
-        return Table(self.with_columns({"path": names}).data, path)
+        return replace(self.with_columns({"path": names}), path=path)
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """Returns what changes with a file: its number, size and time of change; None without one."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def check_suffix(path: Path) -> None:
@@ -240,7 +283,7 @@ def _write(data: Any, path: Path, suffix: str) -> None:
     arrow_csv.write_csv(data, path, arrow_csv.WriteOptions(quoting_style="needed"))
 
 
-def _without_nan(data: Any) -> Any:
+def without_nan(data: Any) -> Any:
     """Makes NaN null, which pandas does not tell apart: NaN is above all numbers to DuckDB."""
     pa = arrow()
     for place, (name, column) in enumerate(zip(data.column_names, data.columns, strict=True)):
@@ -315,15 +358,24 @@ def _typed(path: Path, name: str, column: Any) -> Any:
     known = name in WHOLE or name in REAL
     if name in TEXTS or (column.null_count == len(column) and not known):
         return column
-    trimmed = pa.compute.utf8_trim_whitespace(column)
-    # 007 is a name, not the number 7.
-    named = pa.compute.any(pa.compute.match_substring_regex(trimmed, r"^[+-]?0\d")).as_py()
-    for kind in (pa.int64(), pa.float64(), pa.bool_()) if known or not named else ():
+    trimmed = pa.compute.utf8_trim_whitespace(column) if known else column
+    for kind in (pa.int64(), pa.float64(), pa.bool_()):
         try:
-            return trimmed.cast(kind)
+            cast = trimmed.cast(kind)
         except pa.ArrowInvalid:
             continue
+        # 007, 1e5, 1.10 and TRUE are names as far as anyone here knows: they would come back as
+        # something else.
+        if known or name in OURS or _comes_back(cast, column):
+            return cast
     return _fractions(path, name, column) if known else column
+
+
+def _comes_back(cast: Any, text: Any) -> bool:
+    """Whether a typed column is written as the text that it was read from: nan is a word, too."""
+    pa = arrow()
+    finite = pa.types.is_boolean(cast.type) or pa.compute.all(pa.compute.is_finite(cast)).as_py()
+    return finite is not False and cast.cast(pa.string()).equals(text)
 
 
 def _fractions(path: Path, name: str, column: Any) -> Any:

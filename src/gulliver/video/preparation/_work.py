@@ -1,5 +1,10 @@
 """One piece of work for each file of many: by threads, with progress, taken up where it was left.
 
+[Note: one step at a time]
+Steps read a table at their beginning and replace it at their end, so of two at once one would lose
+what the other has done. Whoever writes a table holds the file `.NAME.lock` beside it, in which he
+says what he does. A table that was read before the lock was had is noticed by `Table.write`.
+
 [Note: work that can be killed]
 A step over a table may take hours, and its table is written whole, at its end. Until then each
 result is a line of JSON in a journal beside the table, appended as soon as it is known: a process
@@ -15,7 +20,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +55,7 @@ def work_on(
     settings: str = "",
     workers: int = 0,
     each: Each | None = None,
+    within: bool = False,
 ) -> Iterator[list[Outcome]]:
     """Yields the outcome of each file; the block writes the table, after which the journal goes.
 
@@ -61,26 +67,51 @@ def work_on(
         settings: what the values depend on besides the file; a journal of others starts anew.
         workers: threads; 0 takes one for each core.
         each: way to work on all files, which yields key and outcome of each; by default in threads.
+        within: whether the caller holds the table already.
 
     Raises:
-        GulliverError: another process is at the same step of this table.
+        GulliverError: another process is at a step of this table.
     """
     path = table.with_name(f".{table.name}.{step}.jsonl")
-    with named_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    try:
-        lock = hold(path)
-        lock.__enter__()
-    except BlockingIOError:
-        raise GulliverError(f"another process is at {step} of {table}: wait for it") from None
-    try:
+    with nullcontext() if within else held_table(table, step):
         remove_leftovers(path.parent)
+        with named_errors(path):
+            path.touch()
         journal = _Journal(path, settings)
         yield _worked(clips, work, journal, step, workers, each or _in_threads)
         path.unlink(missing_ok=True)
-    finally:
-        lock.__exit__(None, None, None)
+
+
+@contextmanager
+def held_table(table: Path, step: str) -> Iterator[None]:
+    """Keeps a table for one step, from before it is worked on until it is written.
+
+    Raises:
+        GulliverError: another process has it; it says which step of it.
+    """
+    path = table.with_name(f".{table.name}.lock")
+    with ExitStack() as stack:
+        while True:
+            with named_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+                before = path.stat().st_ino
+            try:
+                stack.enter_context(hold(path))
+            except FileNotFoundError:
+                continue
+            except BlockingIOError:
+                with suppress(OSError):
+                    step = path.read_text(encoding="utf-8") or step
+                told = f"another process is at {step} of {table}"
+                raise GulliverError(f"{told}: wait for it") from None
+            # Who had it before may have removed the file that is locked now.
+            if path.exists() and path.stat().st_ino == before:
+                break
+            stack.close()
+        path.write_text(f"{step} (process {os.getpid()})", encoding="utf-8")
+        stack.callback(path.unlink, missing_ok=True)
+        yield
 
 
 def _worked(
