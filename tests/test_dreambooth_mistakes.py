@@ -61,7 +61,7 @@ def test_a_broken_picture_is_named_and_refused_or_skipped(tmp_path: Path, base: 
     assert not (tmp_path / "out").exists()
     found, told = _read(replace(config, on_broken="skip"))
     assert [one.path.name for one in found] == ["0.png", "2.png"]
-    assert [line.split()[1] for line in told] == ["1.png", "3.jpg"]
+    assert [line.split()[1] for line in told] == ["1.png", "3.jpg", "out:"]
 
 
 def test_a_folder_without_pictures_is_refused(tmp_path: Path, base: Path) -> None:

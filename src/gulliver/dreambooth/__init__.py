@@ -2,8 +2,9 @@
 
 The names are those of `_public.py`; they are imported when the first of them is asked for, so that
 the options in `_config.py` can be read without torch. Read `_base.py` (what is asked of a model),
-`_dreambooth.py` (the recipe), `_order.py` (samples and their weights), `_student.py` (what learns);
-`_diffusers.py` with `_kinds.py` and `_noise.py` are the bases of diffusers.
+`_dreambooth.py` (the recipe), `_words.py` (what prompts say), `_order.py` (samples and their
+weights), `_student.py` (what learns); `_diffusers.py` with `_kinds.py` and `_noise.py` are the
+bases of diffusers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,3 +19,9 @@ def __getattr__(name: str) -> Any:
     from gulliver.dreambooth import _public
 
     return getattr(_public, name)
+
+
+def __dir__() -> list[str]:
+    from gulliver.dreambooth import _public
+
+    return [*globals(), *_public.__all__]

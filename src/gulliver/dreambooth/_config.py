@@ -185,6 +185,31 @@ def alternatives(prompt: str) -> list[str]:
     return [" ".join("".join(one).split()) for one in product(*choices)]
 
 
+def check_filled(config: DreamboothConfig, prompt: str, where: str, turns: bool = False) -> str:
+    """A prompt with the token and the class in it.
+
+    Args:
+        config: options of the run.
+        prompt: prompt or caption as it is written.
+        where: option or file that is named where it is wrong.
+        turns: whether alternatives take turns there.
+
+    Raises:
+        GulliverError: braces are left in it, or it names a class and there is none.
+    """
+    if "{class}" in prompt and not config.class_word and prompt != DreamboothConfig.prompt:
+        raise GulliverError(f"{where} has {{class}} in it: give --class-word, such as dog")
+    text = config.filled(prompt)
+    for one in alternatives(text) if turns else [text]:
+        left = re.search(r"\{[^{}]*\}?|\}", one.replace(config.token, ""))
+        if left:
+            more = ", and alternatives" if turns else "; alternatives are for other prompts"
+            raise GulliverError(
+                f"{where} has {left[0]} in it: {{token}} and {{class}} are filled in{more}"
+            )
+    return text
+
+
 MAY_CHANGE = frozenset(
     {"out", "model", "subject", "adapter", "prior_folder"}  # told apart by fingerprint
     | {"plugin", "memory", "disk", "ranks", "tp", "activations", "micro_batch", "resume", "plan"}
@@ -238,8 +263,12 @@ def _check_words(config: DreamboothConfig) -> None:
             "is one of"
         )
     for option, text in (("--prompt", config.prompt), ("--prior-prompt", config.prior_prompt)):
+        if option == "--prompt" or config.priors:
+            check_filled(config, text, option, option != "--prompt")
         if not config.filled(text):
             raise GulliverError(f"{option} is empty: write a sentence such as 'a photo of a dog'")
+    for text in config.validation_prompt:
+        check_filled(config, text, "--validation-prompt")
     if config.token not in config.filled(config.prompt).split():
         raise GulliverError(
             f"--prompt {config.prompt!r} does not name the subject: put {{token}} into it"
@@ -247,6 +276,7 @@ def _check_words(config: DreamboothConfig) -> None:
 
 
 def _check_motion(config: DreamboothConfig) -> None:
+    check_filled(config, config.motion, "--motion", True)
     for text in alternatives(config.filled(config.motion)) if config.motion else ():
         if config.token not in text.split():
             raise GulliverError(f"--motion {text!r} does not name the subject: put {{token}} in")

@@ -177,11 +177,19 @@ class DiffusersBase:
         """The text encoders, read when they are first asked for."""
         if self.text is None:
             self.text = TextEncoders({n: self._network(n) for n in self.kind.encoders})
-            for name in self.kind.encoders:
-                key = name.replace("text_encoder", "tokenizer")
-                kind = _class(*self.index[key])
-                self.tokenizers[key] = kind.from_pretrained(self.folder / key)
+            self.tokenizers = self.read_tokenizers()
         return self.text
+
+    def read_tokenizers(self) -> dict[str, Any]:
+        """The tokenizers by their names in the pipeline, as the folder has them."""
+        keys = [name.replace("text_encoder", "tokenizer") for name in self.kind.encoders]
+        return {k: _class(*self.index[k]).from_pretrained(self.folder / k) for k in keys}
+
+    @property
+    def wordless(self) -> str:
+        """Name of the pipeline where diffusers loads no embedding of a new word into it."""
+        name: str = self.index["_class_name"]
+        return "" if hasattr(_class("diffusers", name), "load_textual_inversion") else name
 
     @property
     def fingerprint(self) -> str:

@@ -32,6 +32,7 @@ from gulliver.comm import World, all_reduce, barrier, default_ranks, guard, init
 from gulliver.dreambooth._base import Base, Picture
 from gulliver.dreambooth._config import MAY_CHANGE, DreamboothConfig, check_dreambooth
 from gulliver.dreambooth._diffusers import INDEX, DiffusersBase
+from gulliver.dreambooth._diffusers_files import EMBEDDINGS
 from gulliver.dreambooth._motion import Outcome, in_motion, open_video
 from gulliver.dreambooth._order import Order, Sample, shares
 from gulliver.dreambooth._pictures import fingerprint, grid, read_pictures
@@ -45,10 +46,11 @@ from gulliver.dreambooth._planning import (
     recompute_blocks,
     refuse_cut,
 )
-from gulliver.dreambooth._prior import prior_pictures, write_pixels
+from gulliver.dreambooth._prior import prior_pictures, prior_texts, write_pixels
 from gulliver.dreambooth._result import check_adapter, write_result
 from gulliver.dreambooth._student import make_optimizer, make_student
 from gulliver.dreambooth._video import VideoBase
+from gulliver.dreambooth._words import check_texts
 from gulliver.errors import GulliverError
 from gulliver.finetune import Planned, Run
 from gulliver.jobs import Display, StopRequest, console, derive, memory_in_use, tensorboard
@@ -167,6 +169,7 @@ class Teacher:
             raise GulliverError(f"--subject {config.subject} has clips: this base makes pictures")
         if self.planned_late(planned):
             refuse_cut(config, plugin, base)
+        self._check_prompts(subject)
         facts = {"base": base.fingerprint}
         self.run.open(config, {**facts, "data": self._data_known(subject)})
         prior = prior_pictures(base, config, world, self.say)
@@ -182,12 +185,29 @@ class Teacher:
         student, self.tokens = make_student(base, config, list(dict.fromkeys(shown)))
         if config.adapter is not None:
             check_adapter(config.adapter, base.fingerprint)
+            taken = config.learns_token and isinstance(base, VideoBase)
+            if not taken and (config.adapter / EMBEDDINGS.format("")).is_file():
+                self.say(f"--adapter {config.adapter}: the embedding of its word is not taken up")
         self._boost(student, plugin, planned)
         if checkpoint is not None:
             self._restore(checkpoint)
         if world.is_main:
             self._begin()
         barrier()
+
+    def _check_prompts(self, subject: Sequence[Picture]) -> None:
+        """Refuses prompts that are not read as they were written, before anything is made."""
+        config = self.config
+        if not isinstance(self.base, DiffusersBase):
+            return
+        texts = {f"the caption of {one.path.name}": one.text for one in subject if one.text}
+        texts |= {f"--validation-prompt {n!r}": config.filled(n) for n in config.validation_prompt}
+        if len([one for one in subject if one.text]) < len(subject) or not texts:
+            texts["--prompt"] = config.filled(config.prompt)
+        texts |= {f"--prior-prompt {text!r}": text for text in prior_texts(config)}
+        added = config.learns_token and config.method != "full"
+        tokenizers = self.base.read_tokenizers().values()
+        check_texts(tokenizers, config.token, added, texts, self.say)
 
     @staticmethod
     def planned_late(planned: Planned | None) -> bool:

@@ -12,7 +12,8 @@ import numpy as np
 
 from gulliver.data import read_utf8
 from gulliver.dreambooth._base import Picture
-from gulliver.dreambooth._config import DreamboothConfig
+from gulliver.dreambooth._config import DreamboothConfig, check_filled
+from gulliver.dreambooth._words import place_of
 from gulliver.errors import GulliverError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
@@ -58,7 +59,22 @@ def read_pictures(config: DreamboothConfig, say: Callable[[str], Any]) -> list[P
         )
     for one in broken:
         say(f"skipped: {one}")
+    _tell_others(folder, files, say)
     return found
+
+
+def _tell_others(folder: Path, files: Sequence[Path], say: Callable[[str], Any]) -> None:
+    """Tells what a folder has besides pictures and their captions, and of captions of several."""
+    captions = [path.with_suffix(".txt") for path in files]
+    known = {*files, *captions}
+    others = [p for p in sorted(folder.iterdir()) if p not in known and p.name[0] != "."]
+    if others:
+        names = ", ".join(p.name + "/" * p.is_dir() for p in others)
+        say(f"left out: {names} (no picture that is read here, nor the caption of one)")
+    for caption in dict.fromkeys(captions):
+        sharing = [path.name for path in files if path.with_suffix(".txt") == caption]
+        if len(sharing) > 1 and caption.is_file():
+            say(f"{caption.name} is the caption of {' and '.join(sharing)}")
 
 
 def read_picture(path: Path, behind: int = 255) -> np.ndarray:
@@ -98,9 +114,19 @@ def _read_clip(path: Path) -> np.ndarray:
 
 
 def _eight_bits(picture: Any, Image: Any) -> Any:
-    """Pictures of 16 bits and more: Pillow would cut them off at 255."""
+    """Pictures of 16 bits and more, or of floats: Pillow would cut them off at 255.
+
+    Raises:
+        GulliverError: floats are neither shares of white nor whole levels.
+    """
     values = np.asarray(picture).astype(np.float64)
-    most = 65535 if values.max() > 255 else 255
+    low, high = values.min(), values.max()
+    shares = picture.mode.startswith("F") and low >= 0 and high <= 1
+    if picture.mode.startswith("F") and not shares and not (low >= 0 and (values % 1 == 0).all()):
+        raise GulliverError(
+            f"has floats from {low:g} to {high:g}: save it with 8 or 16 bits, or from 0 to 1"
+        )
+    most = 1 if shares else 65535 if high > 255 else 255
     return Image.fromarray((values * (255 / most)).clip(0, 255).round().astype(np.uint8))
 
 
@@ -138,8 +164,8 @@ def _caption(config: DreamboothConfig, path: Path, say: Callable[[str], Any]) ->
     beside = path.with_suffix(".txt")
     if not beside.is_file():
         return None
-    text = config.filled(read_utf8(beside))
-    if text and config.token not in text:
+    text = check_filled(config, read_utf8(beside), beside.name)
+    if text and not place_of(config.token, text):
         say(f"{beside.name} does not name {config.token}: what it says is learnt without it")
     return text or None
 

@@ -86,6 +86,12 @@ def make_student(
     """
     train_text, tokens = config.text_encoder or config.learns_token, ()
     if config.learns_token:
+        if config.method != "full" and (name := getattr(base, "wordless", "")):
+            option = "--method token" if config.method == "token" else "--learn-token"
+            raise GulliverError(
+                f"{option}: diffusers loads no embedding of a word into a {name}: take a rare word "
+                "and leave it out, or take --method full, which writes the whole pipeline"
+            )
         tokens = (base.add_token(config.token, config.initial or config.class_word or None),)
     base.settle(texts, train_text)
     if train_text and base.text is None:
@@ -159,7 +165,20 @@ def _adapt(base: Base, config: DreamboothConfig, networks: Mapping[str, Any]) ->
             for path, parameter in network.named_parameters()
             if ".lora_" in path
         }
+        _check_sides(config, tensors, networks)
         fill_adapters(own, tensors, config.adapter)
+
+
+def _check_sides(
+    config: DreamboothConfig, tensors: Mapping[str, Tensor], networks: Mapping[str, Any]
+) -> None:
+    """Refuses an adapter of a text encoder that does not learn, or of none where it does."""
+    has = any(name.startswith("text.") for name in tensors)
+    if has != ("text" in networks):
+        wrong = (
+            "adapters of the text encoder: add" if has else "none of the text encoder: leave out"
+        )
+        raise GulliverError(f"--adapter {config.adapter} has {wrong} --text-encoder")
 
 
 def _check_targets(network: nn.Module, targets: Sequence[str]) -> None:

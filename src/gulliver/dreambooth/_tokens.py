@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.dreambooth._base import TokenHandle
+from gulliver.dreambooth._words import add_word, is_known
 from gulliver.errors import GulliverError
 
 
@@ -55,7 +56,7 @@ def add_token(tokenizer: Any, encoder: Any, token: str, initial: str | None) -> 
     Raises:
         GulliverError: the tokenizer knows the word, or does not know the initial one.
     """
-    if token in tokenizer.get_vocab():
+    if is_known(tokenizer, token):
         raise GulliverError(
             f"--token {token} is a word of the base already: choose another one, such as <{token}>"
         )
@@ -77,6 +78,6 @@ def add_token(tokenizer: Any, encoder: Any, token: str, initial: str | None) -> 
                 )
             row = table.weight[torch.tensor(ids, device=table.weight.device)].mean(0, keepdim=True)
         wrapped = TokenEmbedding(table, row.clone())
-    tokenizer.add_tokens(token)
+    add_word(tokenizer, token)
     encoder.set_input_embeddings(wrapped)
     return TokenHandle(token, (known,), wrapped.rows)
