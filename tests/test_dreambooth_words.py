@@ -79,9 +79,10 @@ def test_words_that_would_not_be_learnt_as_written_are_refused(base: Path, tmp_p
     config = _config(base, tmp_path, learn_token=True, initial="dog")
     told = _refused(replace(config, token="ho"))
     assert "--token ho is inside of 'photo' (--prompt), which diffusers would cut" in told
-    inside = replace(config, token="ho", prompt="a {token}", validation_prompt=("a shop",))
-    assert "is inside of 'shop' (--validation-prompt 'a shop')" in _refused(inside)
-    assert "--token dog is a word of the base already" in _refused(replace(config, token="dog"))
+    with pytest.raises(GulliverError, match=r"--token ho is inside of 'shop' \(there\)"):
+        check_texts([make_tokenizer()], "ho", True, {"here": "a ho", "there": "a shop"}, print)
+    with pytest.raises(GulliverError, match="--token dog is a word of the base already"):
+        DiffusersBase(base).add_token("dog", None)
     flow = save_sd3(tmp_path / "sd3")
     told = _refused(replace(config, model=flow, token="<it>"))
     assert "--learn-token: diffusers loads no embedding" in told
