@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.references import FOLDER, computed_once
+from tests.references import FOLDER, computed_once, whole_folder
 
 SHOTS = {
     "bigbuckbunny": (0, 132),
@@ -482,16 +482,16 @@ def make_mess(folder: Path, count: int = 200, seed: int = 0) -> Mess:
         count: number of clips, at least 20.
         seed: seed of everything.
     """
-    folder.mkdir(parents=True)
-    others = list(kinds_of(count))
-    maker = Maker(folder, seed)
-    for kind in ["joined"] * (count - len(others)) + others:
-        maker.make(kind)
-    with (folder / "table.csv").open("w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow(("path", "text"))
-        rows.writerows((clip.path, f"clip {clip.path[:3]}, {clip.kind}") for clip in maker.clips)
-    return Mess(folder, tuple(maker.clips))
+    with whole_folder(folder):
+        others = list(kinds_of(count))
+        maker = Maker(folder, seed)
+        for kind in ["joined"] * (count - len(others)) + others:
+            maker.make(kind)
+        with (folder / "table.csv").open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(("path", "text"))
+            rows.writerows((c.path, f"clip {c.path[:3]}, {c.kind}") for c in maker.clips)
+        return Mess(folder, tuple(maker.clips))
 
 
 @computed_once

@@ -13,7 +13,8 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -38,6 +39,17 @@ def folder_of_this_process(variable: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder and removes it when its filling fails, so that the next attempt may begin."""
+    folder.mkdir(parents=True)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def computed_once(function: Callable[P, R]) -> Callable[P, R]:
