@@ -7,13 +7,11 @@ what is printed in `_plan_text.py`.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from gulliver.booster.search import (
-    Enough,
     Found,
-    Price,
     Scored,
     enough,
     prices_of_memory,
@@ -22,9 +20,10 @@ from gulliver.booster.search import (
     searched_again,
 )
 from gulliver.cli._options import Search
+from gulliver.cli._plan_answer import Answer
 from gulliver.cli._plan_models import Subject, subject_of, trained_part
 from gulliver.cli._plan_text import lines_of, show_answer
-from gulliver.cli._plan_why import Why, why_module
+from gulliver.cli._plan_why import why_module
 from gulliver.errors import GulliverError
 from gulliver.hardware import Cluster, changed_cluster, named_cluster
 from gulliver.io import write_text
@@ -32,29 +31,6 @@ from gulliver.options import byte_size
 
 RANK = 16
 """Rank of the adapters of an estimate where none is asked for."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """All that is told of a search.
-
-    Attributes:
-        subject: model and batch.
-        found: what was found.
-        prices: fastest grids under other limits of memory.
-        enough: what would be enough.
-        changed: what was found on the changed cluster; None where nothing was changed.
-        estimates: what was found for training, LoRA and inference, by name.
-        why: what is done with a module; None where none was asked for.
-    """
-
-    subject: Subject
-    found: Found
-    prices: tuple[Price, ...]
-    enough: Enough
-    changed: Found | None = None
-    estimates: dict[str, Found] | None = None
-    why: Why | None = None
 
 
 def search_command(options: Search) -> int:

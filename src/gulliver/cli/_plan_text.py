@@ -13,7 +13,7 @@ from gulliver.booster.search import (
     Price,
     Scored,
     kinds_of_bytes,
-    kinds_of_seconds,
+    kinds_of_time,
     saved_by_a_gib,
 )
 from gulliver.cli._options import Search
@@ -23,7 +23,7 @@ from gulliver.options import size_at_least, size_text
 from gulliver.plan.analysis import BACKWARD, FORWARD
 
 if TYPE_CHECKING:
-    from gulliver.cli._plan_search import Answer
+    from gulliver.cli._plan_answer import Answer
 
 WIDTH = 50
 """Characters of a step's timeline."""
@@ -138,7 +138,7 @@ def _memory(best: Scored) -> str:
 def timeline(best: Scored) -> list[str]:
     """A step of the best grid, a bar for each kind of seconds, one after the other."""
     lines, begun, step = [], 0.0, best.seconds.step or 1.0
-    for kind, seconds in kinds_of_seconds(best).items():
+    for kind, seconds in kinds_of_time(best).items():
         start, end = round(WIDTH * begun / step), round(WIDTH * (begun + seconds) / step)
         begun += seconds
         bar = (" " * start + "\u2588" * (end - start)).ljust(WIDTH)

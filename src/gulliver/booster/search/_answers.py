@@ -44,7 +44,7 @@ class Enough:
 
     Attributes:
         bytes: least bytes of a rank that a grid on this cluster holds.
-        grid: that grid.
+        grid: grid that holds so few.
         ranks: fewest ranks that the model fits, of halves and doubles of the cluster; 0: none.
     """
 

@@ -32,7 +32,7 @@ table{border-collapse:collapse}td,th{padding:.2em .7em;text-align:left;border-bo
 td.n{text-align:right}svg{display:block;margin:1em 0}pre{white-space:pre-wrap}"""
 
 
-def kinds_of_seconds(scored: Scored) -> dict[str, float]:
+def kinds_of_time(scored: Scored) -> dict[str, float]:
     """Seconds of a step by kind; they add up to the step."""
     return {kind: getattr(scored.seconds, kind) for kind in SECONDS}
 
@@ -78,7 +78,7 @@ def _pictures(found: Found, prices: Sequence[Price]) -> list[str]:
         )
         for s in best
     ]
-    seconds = [kinds_of_seconds(scored) for scored in best]
+    seconds = [kinds_of_time(scored) for scored in best]
     held = [kinds_of_bytes(scored) for scored in best]
     parts = [
         "<h2>The fastest grids</h2>",
