@@ -188,7 +188,9 @@ def probed(device: Device) -> Cluster:
         busy = probe_collectives(made, torus.size, busy=True)
         return Along(torus.size, probe_collectives(made, torus.size), busy)
 
-    found = {name: (along(named.torus(name), named.rank_group(name)),) for name in NAMES}
+    found: dict[str, tuple[Along, ...]] = {
+        name: (along(named.torus(name), named.rank_group(name)),) for name in NAMES
+    }
     flat = named.torus(choose=lambda collective, count: Choice(collective, count, "flat", 0.0, 0.0))
     found["outer"] += (along(flat, make_axes({"all": flat.size}).rank_group("all")),)
     axes = tuple(Axis(name, 2, replace(links[name], along=found[name])) for name in NAMES)

@@ -202,7 +202,7 @@ def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
     except ImportError:
         raise GulliverError(f"{name} needs diffusers: install gulliver[dreambooth]") from None
     with torch.device("meta"):
-        model = UNet2DConditionModel.from_config(dict(values))
+        model: Any = UNet2DConditionModel.from_config(dict(values))
     config: Any = model.config
     side = config.sample_size
     rows, columns = (n // 8 for n in _size(options.size) or (8 * side, 8 * side))

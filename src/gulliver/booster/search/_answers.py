@@ -54,7 +54,7 @@ class Enough:
 
 
 def searched_again(
-    found: Found, samples: int, cluster: Cluster | None = None, **others: int
+    found: Found, samples: int, cluster: Cluster | None = None, **others: int | None
 ) -> Found:
     """Searches once more for what a search was of, for the fastest grid alone.
 
