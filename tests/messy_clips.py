@@ -494,7 +494,11 @@ def make_mess(folder: Path, count: int = 200, seed: int = 0) -> Mess:
         return Mess(folder, tuple(maker.clips))
 
 
-@computed_once
 def messy_clips(count: int = 40, seed: int = 0) -> Mess:
     """Makes a mess once in a test session; nobody may write into its folder."""
+    return _made_once(count, seed)  # results are kept by what was passed
+
+
+@computed_once
+def _made_once(count: int, seed: int) -> Mess:
     return make_mess(Path(os.environ[FOLDER]) / f"mess-{count}-{seed}", count, seed)
