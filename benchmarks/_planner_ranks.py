@@ -132,7 +132,7 @@ class Row:
 
 @dataclass
 class Truth:
-    """What was found on one network with one model.
+    """Measurements and predictions on one network with one model.
 
     Attributes:
         rows: grids that were run.

@@ -153,7 +153,7 @@ def _alone(options: Options) -> float:
 
 
 def _even(fleet: Fleet, count: float) -> Placement:
-    """As many layers for each device, in their order."""
+    """Deals the layers evenly to the devices, in their order."""
     bounds = tuple(fleet.layers * n // fleet.devices for n in range(fleet.devices + 1))
     servers = fleet.servers(range(fleet.devices), bounds)
     seconds = makespan(servers, count)

@@ -49,7 +49,7 @@ CSS = """
 
 @dataclass(frozen=True)
 class Parts:
-    """What the page shows and calls.
+    """Parts of the page, and the functions that they call.
 
     Attributes:
         service: service that makes clips.

@@ -136,7 +136,7 @@ class Service:
 
     @property
     def notice(self) -> str:
-        """What all users should know, in a line; empty: nothing."""
+        """Notice to all users, in a line; empty: none."""
         return self._notice
 
     @property

@@ -23,7 +23,7 @@ SUFFIXES = {".png", ".gif", ".mp4", ".jpg", ".webp"}
 
 @dataclass(frozen=True)
 class View:
-    """What is seen of a run.
+    """Figures and samples of a run, as the page shows them.
 
     Attributes:
         summary: how far it is, in a line.

@@ -40,7 +40,7 @@ class Price:
 
 @dataclass(frozen=True)
 class Enough:
-    """What would be enough.
+    """Memory and ranks that would be enough.
 
     Attributes:
         bytes: least bytes of a rank that a grid on this cluster holds.
@@ -73,7 +73,7 @@ def searched_again(
 
 
 def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
-    """What a step takes under smaller and larger limits, and with one GiB more."""
+    """Finds what a step takes under smaller and larger limits, and with one GiB more."""
     if not found.best:
         return ()
     limit, best = found.limit, found.best[0]
