@@ -66,7 +66,8 @@ _PACKAGES = {
     "hardware": ("Cluster", "current_cluster"),
     "plan": ("Plan",),
     **dict.fromkeys(
-        ("families", "io", "layout", "memory", "models", "parallel", "solve", "video"), ()
+        ("families", "io", "layout", "memory", "models", "parallel", "precision", "solve", "video"),
+        (),
     ),
 }
 """Public packages, and the names that this module hands on from each."""

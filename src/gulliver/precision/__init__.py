@@ -1,0 +1,1 @@
+"""Number formats: what travels between ranks, FP8 linears, int8 inference."""

@@ -1,0 +1,1 @@
+"""FP8 training: scaled casts, linears, and where they pay."""

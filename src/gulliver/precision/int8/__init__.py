@@ -1,0 +1,1 @@
+"""Inference with int8 and int4 weights."""

@@ -1,0 +1,1 @@
+"""Formats in which numbers travel between ranks."""
