@@ -217,14 +217,14 @@ def test_pictures_in_motion_resume_and_are_loaded_by_the_command(
     run: Path, subject: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    motion = {"motion": "the {class} {token} moving {left|up}", "motion_clips": 3}
-    more: dict[str, Any] = {**motion, "motion_after": 1, "motion_placed": True}
+    motion = {"motion": "the {class} {token} moving {left|up}", "motion_clips": 2}
+    more: dict[str, Any] = {**motion, "motion_after": 1, "motion_placed": True, "steps": 2}
     config = config_for(run, subject, out, **more)
     outcome = dreambooth(config)
     assert outcome.finished
     assert outcome.result == out / "result"
     captions = [path.read_text() for path in sorted((out / "motion").glob("clip*.txt"))]
-    assert captions == ["the digit sks moving left"] * 3
+    assert captions == ["the digit sks moving left"] * 2
     clip = np.load(out / "motion" / "clip-00000.npy")
     assert clip.shape == (5, 16, 16, 3)
     weights = (out / "result" / "adapter_model.safetensors").read_bytes()
