@@ -156,8 +156,10 @@ def glyph_scores(model: VideoModel, judges: Judges, samples: int, sheet: Path) -
     ]
     clips = model.generate([Request(text, CLIP, seed) for text, _, seed in asked], SamplingConfig())
     found = {"glyph": judges.score(clips, [GLYPH] * samples, [None] * samples).digit}
-    # The judge of a clip reads the mean of its frames, which a subject that frays on the way passes.
-    each = [judges.score(clips, [GLYPH] * samples, [None] * samples, [t]) for t in range(CLIP.frames)]
+    # A clip is judged by the mean of its frames, which a subject that frays on the way passes.
+    each = [
+        judges.score(clips, [GLYPH] * samples, [None] * samples, [t]) for t in range(CLIP.frames)
+    ]
     found[WORST] = min(frame.digit for frame in each)
     write_clip(sheet, shown(clips), 8, scale=3)
     for way, name in enumerate(DIRECTIONS):

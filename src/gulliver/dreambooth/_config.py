@@ -78,8 +78,8 @@ class DreamboothConfig:
     motion_clips: Annotated[int, AT_LEAST_1] = 40
     """Number of such clips."""
     motion_placed: bool = False
-    """Move each picture as the subject of the base's own clip moves, instead of letting the base go on
-    from it; for subjects on a plain ground, whose edges are continued."""
+    """Move each picture itself as the subject of the base's own clip moves; for subjects on a plain
+    ground, whose edges are continued. Otherwise the base goes on from the picture."""
     resolution: Annotated[int | None, Range(8, 8192)] = None
     """Side of the pictures in pixels; by default what the base was trained with."""
     on_broken: Literal["refuse", "skip"] = "refuse"
