@@ -199,6 +199,7 @@ def add_memory(report: Report) -> None:
     facts = facts_of(model, optimizer, tokens(1024), cluster.device, "bf16")
     scorer, errors = Scorer(facts, cluster, 32, "cuda", 1.0), []
     for grid in STATED:
+        grid = scorer.settled(grid)
         scored = replace(scorer.score(grid).memory, activations=0).total
         planned = plugin_of(grid, "bf16").make_plan(model, optimizer, cluster).memory
         told = replace(planned, activations=0).total
