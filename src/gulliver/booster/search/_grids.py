@@ -15,7 +15,7 @@ from gulliver.parallel.pipeline import STYLES, check_counts
 from gulliver.plan import SHARED_BY_SEQUENCE
 
 STAGES = (0, 1, 2, 3)
-CHUNKS_MB = (4, 16, 64)
+CHUNKS_MB = (4, 8, 16, 32)
 """Sizes of a chunk of ZeRO: the first is what a plugin takes unasked."""
 
 
