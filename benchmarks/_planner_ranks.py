@@ -14,7 +14,9 @@ both. Nothing is fitted to a step of several ranks.
 from __future__ import annotations
 
 import math
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -46,6 +48,7 @@ from gulliver.comm import (
     Torus,
     all_gather,
     all_reduce,
+    backend_all_reduce,
     barrier,
     broadcast_object,
     exchange,
@@ -61,6 +64,7 @@ from gulliver.hardware import (
     Axis,
     Cluster,
     Device,
+    kept_path,
     operator_flops,
     probe_collectives,
     probe_device,
@@ -182,6 +186,7 @@ def measure(models: dict[str, Sizes], rate: float, steps: int) -> dict[str, Trut
     device = replace(device, matmul={"float32": rate}, matmul_curves={}, overlap=1.0)
     with Slowed(rate):  # ranks sleep before a collective, as they do in a step
         cluster = broadcast_object(probed(device))
+    keep(cluster)
     tell("links probed")
     found = {}
     for name, sizes in models.items():
@@ -189,6 +194,16 @@ def measure(models: dict[str, Sizes], rate: float, steps: int) -> dict[str, Trut
             found[name] = _of_model(sizes, cluster, steps)
     barrier()
     return found
+
+
+def keep(cluster: Cluster) -> None:
+    """Keeps what was probed where plugins look for it, for this run alone; all ranks call it."""
+    os.environ["GULLIVER_CACHE"] = broadcast_object(tempfile.mkdtemp(prefix="gulliver-truth-"))
+    path = kept_path(cluster.size)
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cluster.save(path)
+    barrier()
 
 
 def tell(what: str) -> None:
@@ -241,7 +256,13 @@ def _collectives(torus: Torus, group: RankGroup) -> dict[str, Any]:
         out, into = torch.zeros(count // 4), torch.empty(count // 4)
         return lambda: shift(group, out, into, 7).wait()
 
+    def ringing(count: int) -> Any:
+        whole = torch.zeros(count // 4)
+        return lambda: backend_all_reduce(whole, group=group.process_group)
+
     made = {"all_reduce": reducing, "all_gather": gathering, "reduce_scatter": scattering}
+    # Among more than two ranks tensor parallelism takes the faster of the two.
+    made |= {"ring_all_reduce": ringing} if size > 2 else {}
     return made | {"all_to_all": exchanging, "sends": sending}
 
 

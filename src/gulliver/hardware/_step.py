@@ -24,6 +24,7 @@ from typing import Literal
 from gulliver.hardware._cluster import Device, Link
 from gulliver.hardware._costs import (
     Axes,
+    all_reduce_ways,
     collective_seconds,
     linear_flops,
     memory_seconds,
@@ -73,6 +74,12 @@ class Message:
         # ring go hop by hop: however hidden, each waits for a neighbour.
         waits = not self.hidden or self.kind == "sends"
         axes = [(n, _among_computing(link) if waits else link) for n, link in self.axes]
+        if self.kind == "all_reduce" and waits and len(axes) == 1:
+            # Ranks that stop for a sum take the faster way, where both were measured.
+            size, link = axes[0]
+            ways = all_reduce_ways(link, size, self.bytes)
+            if ways:
+                return min(ways.values())
         if self.kind != "sends":
             return collective_seconds(axes, self.kind, self.bytes)
         size, link = axes[-1]
