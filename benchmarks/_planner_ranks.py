@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -193,14 +194,18 @@ def measure(models: dict[str, Sizes], rate: float, steps: int) -> dict[str, Trut
         with Slowed(rate):
             found[name] = _of_model(sizes, cluster, steps)
     barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(os.environ["GULLIVER_CACHE"])
     return found
 
 
 def keep(cluster: Cluster) -> None:
     """Keeps what was probed where plugins look for it, for this run alone; all ranks call it."""
-    os.environ["GULLIVER_CACHE"] = broadcast_object(tempfile.mkdtemp(prefix="gulliver-truth-"))
+    first = dist.get_rank() == 0
+    folder = tempfile.mkdtemp(prefix="gulliver-truth-") if first else None
+    os.environ["GULLIVER_CACHE"] = broadcast_object(folder)
     path = kept_path(cluster.size)
-    if dist.get_rank() == 0:
+    if first:
         path.parent.mkdir(parents=True, exist_ok=True)
         cluster.save(path)
     barrier()
