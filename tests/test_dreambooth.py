@@ -335,7 +335,7 @@ def test_a_run_stays_within_the_least_limit_that_its_plan_states(
     tmp_path: Path, bases: dict[str, Path], subject: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Libraries take more than a model of a few hundred KiB, at its first steps and save."""
-    disk = {"disk": f"{tmp_path}:1GiB", "save_every": 1}
+    disk = {"disk": f"{tmp_path}:1GiB", "save_every": 1, "micro_batch": 4}
     config = taught(bases["sd"], subject, tmp_path / "run", precision="fp32", steps=2, **disk)
     with pytest.raises(GulliverError, match=r"limit that works is 37MiB, 16.0 MiB of it for lib"):
         dreambooth(replace(config, memory="8MiB"))
