@@ -74,7 +74,7 @@ from gulliver.hardware import (
 from gulliver.plan import Work
 
 TURNS = 3
-PROBED = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
+PROBED = (1 << 12, 1 << 18, 1 << 22)
 """Turns and bytes of each collective that is probed: fewer than `gulliver probe` takes."""
 OWED_S = 1e-3
 """Seconds that are slept at once, at least: shorter sleeps are inexact."""
@@ -84,7 +84,7 @@ GRIDS = (
     Grid(Axes(data=4), 0),
     Grid(Axes(data=4), 1),
     Grid(Axes(data=4), 3),
-    Grid(Axes(data=4), 1, recomputed=8),
+    Grid(Axes(data=4), 1, recomputed=4),
     Grid(Axes(2, tensor=2), 1),
     Grid(Axes(2, tensor=2, mode="split_gather"), 1),
     Grid(Axes(tensor=4)),
