@@ -32,7 +32,7 @@ from benchmarks.netlab import Net, run
 from gulliver.booster.search import Axes, Grid, Scorer, facts_of, plugin_of, search_grids
 from gulliver.hardware import named_cluster
 
-RATE, UPLINK, DELAY_US = "2gbit", "400mbit", 300
+RATE, UPLINK, DELAY_US = "2gbit", "300mbit", 300
 NETWORKS: dict[str, dict[str, Any]] = {
     "fast inside": {"nodes": 2, "uplink": UPLINK, "delay_us": DELAY_US},
     "swapped": {"nodes": 2, "uplink": UPLINK, "delay_us": DELAY_US, "order": "round-robin"},
