@@ -32,14 +32,14 @@ from benchmarks.netlab import Net, run
 from gulliver.booster.search import Axes, Grid, Scorer, facts_of, plugin_of, search_grids
 from gulliver.hardware import named_cluster
 
-RATE, UPLINK, DELAY_US = "2gbit", "500mbit", 300
+RATE, UPLINK, DELAY_US = "2gbit", "300mbit", 300
 NETWORKS: dict[str, dict[str, Any]] = {
     "fast inside": {"nodes": 2, "uplink": UPLINK, "delay_us": DELAY_US},
     "swapped": {"nodes": 2, "uplink": UPLINK, "delay_us": DELAY_US, "order": "round-robin"},
-    "equal": {"rate": "600mbit"},
+    "equal": {"rate": "500mbit"},
 }
 MODELS = {
-    "long": Sizes(256, 512, 8, 256, 8, 64),
+    "long": Sizes(256, 1024, 4, 256, 8, 64),
     "wide": Sizes(512, 512, 4, 256, 16, 16),
 }
 LARGE = {
@@ -66,9 +66,9 @@ class Options:
     parts: tuple[str, ...] = PARTS
     networks: tuple[str, ...] = tuple(NETWORKS)
     models: tuple[str, ...] = tuple(MODELS)
-    steps: int = 3
+    steps: int = 2
     """Measured steps of each grid."""
-    rate: float = 1e10
+    rate: float = 6e9
     """FLOP/s of the device that is slept."""
     keep: bool = False
     """Write benchmarks/results."""
