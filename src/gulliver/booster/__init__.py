@@ -3,6 +3,7 @@
 from gulliver.booster._blocks import recomputable_blocks
 from gulliver.booster._booster import Booster
 from gulliver.booster._estimate import estimate_work
+from gulliver.booster._fp8 import gate_fp8
 from gulliver.booster._gemini import GeminiPlugin
 from gulliver.booster._hybrid_plugin import HybridParallelPlugin
 from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin, TorchDDPPlugin
@@ -18,6 +19,7 @@ __all__ = [
     "TorchDDPPlugin",
     "auto_engine",
     "estimate_work",
+    "gate_fp8",
     "keep_logits",
     "lazy_parameters",
     "recomputable_blocks",
