@@ -77,6 +77,7 @@ from gulliver.hardware._probe import FP8_CAPABILITY, probe_device, probe_disk
 from gulliver.hardware._step import (
     Message,
     StepCosts,
+    exposed_seconds,
     layer_seconds,
     pipeline_seconds,
     predict_step,
@@ -124,6 +125,7 @@ __all__ = [
     "described_names",
     "disk_rates",
     "disk_seconds",
+    "exposed_seconds",
     "fit_line",
     "flop_formulas",
     "forget_seconds",

@@ -326,6 +326,14 @@ class Work:
         reduced_again: sizes of those outputs that a recomputed block adds up again, of all blocks.
         share_blocks: share of the forward's seconds that its blocks take; 0 where not measured.
         share_cut: share of the forward's seconds in modules that tensor ranks divide.
+        backwards: number of backwards that the batch is cut into, one after the other.
+        launch_forward_s: seconds of each forward beside those of the batch, whatever its size and
+            however many ranks share it: operations are launched; likewise the next.
+        launch_backward_s: seconds of each backward beside those of the batch.
+        weights_s: seconds for reading all weights, below which no forward of a part comes.
+        attention_forward_s: seconds of the forward in attention itself, behind which the messages
+            of a ring hide; 0 where it is not known.
+        attention_backward_s: the same of the backward.
     """
 
     samples: int = choice(0, least=0)
@@ -346,6 +354,12 @@ class Work:
     reduced_again: tuple[int, ...] = ()
     share_blocks: float = choice(0.0, least=0)
     share_cut: float = choice(0.0, least=0)
+    backwards: int = choice(1, least=1)
+    launch_forward_s: float = choice(0.0, least=0)
+    launch_backward_s: float = choice(0.0, least=0)
+    weights_s: float = choice(0.0, least=0)
+    attention_forward_s: float = choice(0.0, least=0)
+    attention_backward_s: float = choice(0.0, least=0)
 
 
 @dataclass(frozen=True)
