@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, dataclass, field
-from typing import Any
+
+from gulliver.plan._formats import Fp8Plan, choice
 
 AXES = ("pipeline", "data", "sequence", "tensor")
 """Axes of a mesh, outer to inner: the tensor axis sends most and often, so neighbours have it."""
@@ -18,21 +19,6 @@ SHARED_BY_TENSOR = ("split_gather", "ring")
 """Sequence modes in which the tensor axis shares the sequences, too."""
 SHARED_BY_SEQUENCE = ("all_to_all", "ring_attn")
 """Sequence modes with ranks of their own."""
-
-
-def choice(
-    default: Any,
-    *known: Any,
-    least: float | None = None,
-    most: float | None = None,
-    size: bool = False,
-) -> Any:
-    """A field with the values that it may have, or the least and most of them.
-
-    With `size` it counts bytes, and a file may say ``6GiB``.
-    """
-    limits = {"known": known, "least": least, "most": most, "size": size}
-    return field(default=default, metadata=limits)
 
 
 @dataclass(frozen=True)
@@ -268,11 +254,13 @@ class Precision:
         autocast: dtype of autocast, or none: parameters keep their own.
         parameters: dtype that parameters are turned to, with float32 copies in the shards; or none.
         kept: paths of modules that keep their own dtype.
+        fp8: linear layers that compute in FP8; None for none.
     """
 
     autocast: str = choice("none", "none", "bf16")
     parameters: str = choice("none", "none", "bf16", "fp16")
     kept: tuple[str, ...] = ()
+    fp8: Fp8Plan | None = None
 
 
 @dataclass(frozen=True)

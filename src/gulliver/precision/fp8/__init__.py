@@ -33,6 +33,7 @@ from gulliver.precision.fp8._select import (
     takes_fp8,
 )
 from gulliver.precision.fp8._state import (
+    COPIES,
     NOT_SHARED,
     SCALINGS,
     LayerState,
@@ -41,6 +42,7 @@ from gulliver.precision.fp8._state import (
 )
 
 __all__ = [
+    "COPIES",
     "FORWARD",
     "GRADIENT",
     "MULTIPLE",

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError, nearest
+from gulliver.hardware import FP8_CAPABILITY
 from gulliver.precision.fp8._linear import linear
 from gulliver.precision.fp8._select import Selection, is_transposed, linear_layers, select_layers
 from gulliver.precision.fp8._state import NOT_SHARED, LayerState, Recipe, Shared
-
-CAPABILITY = (8, 9)
-"""Least compute capability of a GPU with FP8 units: Ada, Hopper and later."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ def check_hardware(model: nn.Module, recipe: Recipe) -> None:
 
 def has_units(device: torch.device) -> bool:
     """Whether a device has FP8 units that torch uses."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 class _Forward:

@@ -7,6 +7,7 @@ The model may be on meta: only shapes are looked at.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -77,12 +78,14 @@ class Selection:
 @dataclass
 class _Rules:
     exclude: Sequence[str]
-    cuts: Mapping[str, tuple[int, int]]
+    parts: Mapping[str, Sequence[tuple[int, int]]]
+    others: Mapping[str, str]
     heads: Collection[nn.Module]
-    tied: Collection[nn.Parameter]
+    tied: Sequence[nn.Parameter]
     matched: set[str] = field(default_factory=set)
 
-    def reason(self, path: str, module: Any, inputs: int, outputs: int) -> str:
+    def reason(self, path: str, module: Any, sizes: Sequence[tuple[int, int]]) -> str:
+        """Why a layer stays in high precision; `sizes` are its inputs and outputs on each rank."""
         weight: Tensor = module.weight
         for pattern in self.exclude:
             if fits(path, pattern):
@@ -90,7 +93,9 @@ class _Rules:
                 return f"excluded by {pattern!r}"
         if module in self.heads or any(fits(path, name) for name in HEADS):
             return "an output head"
-        if weight in self.tied:
+        if ".lora_" in path:
+            return "a factor of an adapter"
+        if any(weight is parameter for parameter in self.tied):
             return "its weights are tied to others"
         if weight.dtype not in FLOATS:
             return f"its weights are {str(weight.dtype).removeprefix('torch.')}"
@@ -98,34 +103,35 @@ class _Rules:
             return f"a {type(module).__name__} computes in its own way"
         if "forward" in vars(module) and not hasattr(module, "fp8"):
             return "its forward was replaced"
-        for name, size in (("inputs", inputs), ("outputs", outputs)):
-            if size % MULTIPLE:
-                return f"{size} {name} are no multiple of {MULTIPLE}"
-        return ""
+        for pair in sizes:
+            for name, size in zip(("inputs", "outputs"), pair, strict=True):
+                if size % MULTIPLE:
+                    return f"{size} {name} are no multiple of {MULTIPLE}"
+        return self.others.get(path, "")
 
 
 def select_layers(
     model: nn.Module,
     exclude: Sequence[str] = (),
-    cuts: Mapping[str, tuple[int, int]] | None = None,
+    parts: Mapping[str, Sequence[tuple[int, int]]] | None = None,
+    others: Mapping[str, str] | None = None,
 ) -> Selection:
     """Returns a model's linear layers, with those that FP8 can take.
 
     Args:
         model: model, perhaps on meta.
         exclude: patterns of paths that are kept: ``blocks.0.*``, or the last parts of a path.
-        cuts: number of ranks that share the inputs and the outputs of a layer, by path.
+        parts: inputs and outputs of each rank's part of a layer, by path; whole where not named.
+        others: further reasons to keep layers, by path.
 
     Raises:
         GulliverError: a pattern that no linear layer fits.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    seen: dict[int, int] = {}
-    for _, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            seen[id(parameter)] = seen.get(id(parameter), 0) + 1
-    tied = {p for p in model.parameters() if seen[id(p)] > 1}
-    rules = _Rules(exclude, cuts or {}, () if head is None else (head,), tied)
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    tied = [p for p in model.parameters() if uses[id(p)] > 1]
+    heads = () if head is None else (head,)
+    rules = _Rules(exclude, parts or {}, others or {}, heads, tied)
     found = [_layer(rules, path, module) for path, module in linear_layers(model)]
     for pattern in exclude:
         if pattern not in rules.matched:
@@ -140,13 +146,8 @@ def _layer(rules: _Rules, path: str, module: Any) -> Layer:
     outputs, inputs = module.weight.shape
     if is_transposed(module) or getattr(module, "transposed", False):
         outputs, inputs = inputs, outputs
-    by_inputs, by_outputs = rules.cuts.get(path, (1, 1))
-    # Of an uneven cut every rank's part has to suit: a part of a multiple does.
-    uneven = inputs % by_inputs or outputs % by_outputs
-    reason = rules.reason(path, module, inputs // by_inputs, outputs // by_outputs)
-    if uneven and not reason:
-        reason = f"{inputs} x {outputs} do not divide over {by_inputs * by_outputs} ranks"
-    return Layer(path, inputs // by_inputs, outputs // by_outputs, reason)
+    sizes = rules.parts.get(path, [(inputs, outputs)])
+    return Layer(path, *max(sizes), rules.reason(path, module, sizes))
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -34,6 +34,8 @@ from gulliver.precision.fp8._cast import FORWARD, GRADIENT, Scaled, encode, magn
 Scaling = Literal["tensorwise", "rowwise", "delayed"]
 SCALINGS: tuple[str, ...] = get_args(Scaling)
 Role = Literal["input", "weight", "gradient"]
+COPIES = {"tensorwise": 1, "rowwise": 2, "delayed": 1}
+"""FP8 copies of the weights that are kept: row-wise scales are of rows, and of columns."""
 HISTORY = 16
 """Steps that delayed scaling looks back."""
 Agree = Callable[[Tensor], Any]
