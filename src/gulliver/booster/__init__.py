@@ -3,6 +3,7 @@
 from gulliver.booster._blocks import recomputable_blocks
 from gulliver.booster._booster import Booster
 from gulliver.booster._estimate import estimate_sample, estimate_work
+from gulliver.booster._fp8 import gate_fp8
 from gulliver.booster._gemini import GeminiPlugin
 from gulliver.booster._hybrid_plugin import HybridParallelPlugin
 from gulliver.booster._measure import with_peaks
@@ -20,6 +21,7 @@ __all__ = [
     "auto_engine",
     "estimate_sample",
     "estimate_work",
+    "gate_fp8",
     "keep_logits",
     "lazy_parameters",
     "recomputable_blocks",
