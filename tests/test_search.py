@@ -212,7 +212,9 @@ def _trained(world: World, memory: int | None) -> tuple[list[float], str, int]:
     compared = engine.booster.compare()
     assert compared["step"].predicted == engine.plan.predicted.seconds.step
     shown = engine.grid, scored.seconds, engine.plan.predicted.seconds
-    assert compared["step"].predicted == pytest.approx(scored.seconds.step, rel=0.05), shown
+    # Stages are of unlike sizes: the plan's are simulated, the search's a formula.
+    near = 0.05 if engine.grid.axes.pipeline == 1 else 0.2
+    assert compared["step"].predicted == pytest.approx(scored.seconds.step, rel=near), shown
     phases = compared["passes"], compared["update"]
     for value in ("predicted", "measured"):
         assert sum(getattr(row, value) for row in phases) == pytest.approx(
