@@ -6,9 +6,9 @@ product is zeros. So forward, backward and recomputation of whatever plugin take
 would, and the cores are free for messages. Everything else is computed as it is, attention too.
 
 [Note: two figures of this device are fitted] The device that the search is told of has the rate
-that is slept. What launching an operator takes, and bytes/s of the memory, are those of passes of one
-process on the whole model, of one sample and of half, on every rank at once: a straight line through
-both. Nothing is fitted to a step of several ranks.
+that is slept. What launching an operator takes, and bytes/s of the memory, are those of passes of
+one process on the whole model, of one sample and of half, on every rank at once: a straight line
+through both. Nothing is fitted to a step of several ranks.
 """
 
 from __future__ import annotations

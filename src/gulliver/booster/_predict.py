@@ -381,9 +381,7 @@ def model_messages(
         yield Message("sends", size, line, micro, True, behind_s=math.inf)
 
 
-def shared_messages(
-    plan: Plan, line: list[tuple[int, Link]], times: int = 1
-) -> Iterator[Message]:
+def shared_messages(plan: Plan, line: list[tuple[int, Link]], times: int = 1) -> Iterator[Message]:
     """Messages of the replicas: gradients, and parameters where they are sharded.
 
     Args:

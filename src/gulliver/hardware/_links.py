@@ -101,9 +101,7 @@ def probe_collectives(
     """
     compute = _computing(link_device()) if busy else None
     device, item = link_device(), 4 * ranks
-    made = {
-        (name, -(-count // item) * item): None for name in operations for count in sizes
-    }
+    made = {(name, -(-count // item) * item): None for name in operations for count in sizes}
     runs = {(name, count): operations[name](count) for name, count in made}
     turns_of = _warmed_up(runs, turns, progress)
     times: dict[tuple[str, int], list[float]] = {key: [] for key in turns_of}

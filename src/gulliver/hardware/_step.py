@@ -206,9 +206,13 @@ def pipeline_seconds(
     folded = max(1 - backward, 1 - micro_batches / (3 * len(stages)))
     part = {"zero_bubble": 1 - backward, "zbv": folded, "dualpipev": folded}.get(schedule, 1.0)
     hops = _hops(schedule, len(stages), chunks, micro_batches) * link_s
-    # One micro-batch passes all ranks; gradients of weights come after, where they are apart.
+    # One micro-batch passes all ranks, and few follow it one by one; gradients of weights come
+    # after, where they are apart.
     split = backward / 2 * (part < 1)
-    alone = sum(stages) * (1 - split) + slowest * split + 2 * (len(stages) - 1) * link_s
+    after = slowest * (1 - split) / (chunks if part == 1 else 1)
+    alone = sum(stages) * (1 - split) + slowest * split
+    alone += (min(micro_batches, len(stages)) - 1) * after
+    alone += hops if chunks > 1 else 2 * (len(stages) - 1) * link_s
     return max(alone, micro_batches * slowest + others * part / chunks + hops)
 
 
