@@ -32,6 +32,7 @@ from gulliver.hardware import Axis, Cluster, Link, described
 from gulliver.plan import Mesh, Plan
 from gulliver.solve import (
     Block,
+    EdgeSeconds,
     JointPlan,
     OffloadLink,
     Pick,
@@ -107,8 +108,11 @@ def fixed(block: Block, picks: tuple[Pick, ...], entry: int | None) -> Block:
             if edge is None or row is None:
                 edges.append(None)
                 continue
-            cells = (edge.forward_s, edge.backward_s, edge.saved)
-            edges.append(type(edge)(*(c and ((c[row][pick.strategy],),) for c in cells)))
+            forward, backward = (
+                ((rows[row][pick.strategy],),) for rows in (edge.forward_s, edge.backward_s)
+            )
+            saved = edge.saved and ((edge.saved[row][pick.strategy],),)
+            edges.append(EdgeSeconds(forward, backward, saved))
         only = (operator.strategies[pick.strategy],)
         operators.append(replace(operator, strategies=only, conversions=tuple(edges)))
     return Block(tuple(operators))

@@ -33,12 +33,12 @@ class Origin(NamedTuple):
     Attributes:
         call: number of the call.
         kind: "given" by the call, "changed" from another layout for it, "inner" of it.
-        index: number among those.
+        place: number among those.
     """
 
     call: int
     kind: str
-    index: int
+    place: int
 
 
 class Runner(Protocol):

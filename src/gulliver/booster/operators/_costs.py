@@ -7,7 +7,7 @@ and bytes (`gulliver.hardware`), every memory counts as long as somebody refers 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -115,7 +115,7 @@ class Costs:
             self._known[key] = found, tuple(short[v] for v in found.takes_saved)
         found, saved = self._known[key]
         takes = frozenset(order[n] for n in saved)
-        return Measured(*(getattr(found, n) for n in _PLAIN), takes)
+        return replace(found, takes_saved=takes)
 
     def _follow(
         self,
@@ -165,9 +165,6 @@ class Costs:
     def _part(self, value: Value, layout: Layout) -> Tensor:
         shape = local_shape(value.shape, layout, self.sizes)
         return torch.empty(shape, dtype=value.dtype, requires_grad=value.trains)
-
-
-_PLAIN = ("forward_s", "backward_s", "inner", "forward_peak", "backward_peak")
 
 
 def _form(call: Call, short: Mapping[int, int]) -> Any:

@@ -48,15 +48,16 @@ class HostStore:
         return fetch
 
     def _page_locked(self, flat: Tensor) -> Callable[[], Tensor]:
-        assert self._stream is not None, "copies have a stream"
+        stream = self._stream
+        assert stream is not None, "copies have a stream"
         away = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
             away.copy_(flat, non_blocking=True)
-        flat.record_stream(self._stream)
+        flat.record_stream(stream)
 
         def fetch() -> Tensor:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.current_stream(self._device).wait_stream(stream)
             return away.to(self._device, non_blocking=True)
 
         return fetch
