@@ -53,6 +53,7 @@ from gulliver.booster.hybrid import (
     rewrite_groups,
     wire_sequences,
 )
+from gulliver.booster.operators import check_operators, share_operators
 from gulliver.comm import World, current_world
 from gulliver.errors import GulliverError
 from gulliver.parallel import (
@@ -93,6 +94,8 @@ def apply_plan(
         GulliverError: something that cannot be run so, on all ranks, with nothing done.
     """
     agreed(lambda: check_units(plan, model))
+    if plan.operators is not None:
+        return share_operators(plan, model, optimizer, world)
     if plan.ddp is not None:
         use_fp8(plan, model, None)
         return share_ddp(plan, model, optimizer, world)
@@ -148,6 +151,9 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
     Raises:
         GulliverError: the plan cannot be run; it names what is wrong.
     """
+    if plan.operators is not None:
+        check_operators(plan, model, optimizer)
+        return
     if plan.mesh.names_model:
         check_new(plan, model)
     if optimizer is not None:

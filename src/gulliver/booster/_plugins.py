@@ -477,4 +477,6 @@ class PlanPlugin(Plugin):
     def data_place(self) -> tuple[int, int]:
         """This rank's number among those that read different samples, and how many there are."""
         mesh, rank = self.plan.mesh, current_world().rank
+        if self.plan.operators is not None:  # all ranks read one batch, and share what it takes
+            return 0, 1
         return rank // (mesh.of("sequence") * mesh.of("tensor")) % mesh.of("data"), mesh.of("data")

@@ -58,6 +58,8 @@ def resolve(
     """
     model = unwrapped(model)
     plan = replace(plan, model=_model(plan, model, optimizer))
+    if plan.operators is not None:
+        return plan
     reasons: dict[str, str] = {}
     tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
     if tensor is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -140,7 +141,7 @@ class Running:
             found["parameters"] += sum(p.nbytes for p in self.model.parameters() if p not in inside)
             return found
         state = sum(
-            value.nbytes
+            _own(value).nbytes
             for entry in optimizer.state.values()
             for value in entry.values()
             if isinstance(value, Tensor) and value.ndim
@@ -148,3 +149,8 @@ class Running:
         parameters = optimizer.parameter_bytes(self.model)
         gradients = optimizer.most_gradients
         return {"parameters": parameters, "gradients": gradients, "optimizer_state": state}
+
+
+def _own(tensor: Any) -> Tensor:
+    """What this rank has of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

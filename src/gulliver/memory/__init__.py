@@ -7,7 +7,7 @@ limit of memory: `_traffic.py` moves them to and from what `_stores.py` and `_ho
 """
 
 from gulliver.memory._activations import ActivationOffload, offload_activations
-from gulliver.memory._around import recompute_modules
+from gulliver.memory._around import recompute_modules, wrap_call
 from gulliver.memory._budget import (
     BudgetController,
     BudgetRule,
@@ -151,4 +151,5 @@ __all__ = [
     "whole_shape",
     "with_unseen",
     "without_traces",
+    "wrap_call",
 ]

@@ -31,6 +31,10 @@ def check_plan(plan: Plan, ranks: int) -> None:
     Raises:
         GulliverError: the values that contradict each other, with their lines where they have some.
     """
+    if plan.operators is not None:
+        for text in (*_mesh(plan, ranks), *_operators(plan)):
+            raise GulliverError(text)
+        return
     checks = _mesh(plan, ranks), _shards(plan), _unused(plan), _sequence(plan), _pipeline(plan)
     for contradictions in (*checks, _tiers(plan), _step_in_backward(plan), _fp8(plan)):
         for text in contradictions:
@@ -59,6 +63,28 @@ def _mesh(plan: Plan, ranks: int) -> Iterator[str]:
         yield f"{order} must name each of the {mesh.size} ranks of mesh.axes once"
     if mesh.rank_order and not mesh.torus:
         yield f"{order} is of a torus, and mesh.torus is empty: name its axes"
+
+
+def _operators(plan: Plan) -> Iterator[str]:
+    """What is said beside operators that are shared one by one."""
+    told = _section(plan, "operators")
+    for name in ("zero", "ddp"):
+        if getattr(plan, name) is not None:
+            yield (
+                f"{told} and {_section(plan, name)}: operators are shared over all ranks; right "
+                f"would be {name}: null"
+            )
+    default = Plan()
+    for name in ("tensor", "sequence", "pipeline", "recompute", "precision", "max_norm", "weights"):
+        if getattr(plan, name) != getattr(default, name):
+            line = plan.lines.get(name)
+            place = f" (line {line})" if line else ""
+            yield (
+                f"{told} and {name}: given{place}: operators say themselves how they are cut and "
+                f"what is computed again, and clipping is the loop's; leave {name} out"
+            )
+    if plan.mesh.torus:
+        yield f"{told} and {plan.told('mesh.torus')}: axes of operators are those of mesh.axes"
 
 
 def _shards(plan: Plan) -> Iterator[str]:

@@ -24,6 +24,7 @@ from gulliver.plan._tree import (
     MemoryPlan,
     Mesh,
     Model,
+    OperatorPlan,
     PipelineLayout,
     Precision,
     Predicted,
@@ -51,6 +52,7 @@ class Plan:
         tensor: how modules lie over the tensor axis.
         sequence: how sequences lie over ranks.
         pipeline: how blocks are dealt to stages.
+        operators: how each operator is shared over all ranks; None where modules are cut, or whole.
         recompute: paths of the blocks that backward computes again instead of keeping.
         max_norm: global norm that gradients are clipped to in every step; 0 does not clip.
         dropout: how masks are drawn: ``exact`` by position, as in one process, ``alike`` as torch
@@ -73,6 +75,7 @@ class Plan:
     tensor: TensorLayout = field(default_factory=TensorLayout)
     sequence: SequenceLayout = field(default_factory=SequenceLayout)
     pipeline: PipelineLayout = field(default_factory=PipelineLayout)
+    operators: OperatorPlan | None = None
     recompute: tuple[str, ...] = ()
     max_norm: float = choice(0.0, least=0)
     dropout: str = choice("auto", "auto", "exact", "alike")
@@ -208,6 +211,14 @@ class Plan:
             lines.append(
                 f"  pipeline {line.schedule} of {line.micro_batches} micro-batches; "
                 f"stages: {stages}"
+            )
+        if self.operators is not None:
+            every = [choice for row in self.operators.blocks for choice in row.operators]
+            fates = Counter(choice.saved for choice in every)
+            told = ", ".join(f"{fate} {count}" for fate, count in sorted(fates.items()))
+            lines.append(
+                f"  operators of {len(self.operators.blocks)} kinds of blocks: {told}; at most "
+                f"{size_text(self.operators.peak)} of {size_text(self.operators.budget)}"
             )
         if self.recompute:
             lines.append(f"  backward recomputes {len(self.recompute)} blocks")

@@ -196,6 +196,51 @@ class TensorLayout:
 
 
 @dataclass(frozen=True)
+class OperatorChoice:
+    """How an operator runs.
+
+    Attributes:
+        operator: path in its block, and name of its first function; says which one is meant.
+        along: way in which it is shared along each axis of the mesh, such as ``columns``.
+        saved: fate of what it saves for backward.
+    """
+
+    operator: str
+    along: dict[str, str]
+    saved: str = choice("keep", "keep", "recompute", "offload")
+
+
+@dataclass(frozen=True)
+class OperatorBlock:
+    """Blocks whose operators run alike.
+
+    Attributes:
+        blocks: names of the blocks.
+        operators: their operators, in the order of forward.
+    """
+
+    blocks: tuple[str, ...]
+    operators: tuple[OperatorChoice, ...]
+
+
+@dataclass(frozen=True)
+class OperatorPlan:
+    """Operators that all ranks of the mesh share, each in its own way.
+
+    Attributes:
+        batch: dtype and sizes of each argument of the model, of all ranks together.
+        budget: bytes of a rank that it was made for.
+        blocks: the operators of all blocks.
+        peak: most bytes of a rank, as predicted; a result.
+    """
+
+    batch: dict[str, str]
+    budget: int = choice(0, least=0, size=True)
+    blocks: tuple[OperatorBlock, ...] = ()
+    peak: int = 0
+
+
+@dataclass(frozen=True)
 class SequenceLayout:
     """How sequences lie over ranks.
 

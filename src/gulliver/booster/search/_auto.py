@@ -21,6 +21,7 @@ from gulliver.booster._measure import samples_of
 from gulliver.booster._plugins import LowLevelZeroPlugin, Plugin
 from gulliver.booster._predict import predict
 from gulliver.booster._resolve import resolve
+from gulliver.booster.operators import find_operators
 from gulliver.booster.search._grids import Grid
 from gulliver.booster.search._score import Scored, Scorer
 from gulliver.booster.search._search import Found, search_grids
@@ -40,8 +41,8 @@ class Engine:
         booster: booster that runs the plan: its `backward`, `compare` and checkpoints.
         model: model to call in the loop.
         optimizer: optimizer to step in the loop.
-        found: all that the search found.
-        grid: the grid that runs.
+        found: all that the search over grids found; None where operators were searched.
+        grid: the grid that runs; None of operators.
         accumulate: number of backwards in a step; 1 where a pipeline cuts the batch.
         samples: number of samples of a step that each replica reads, `Plugin.data_place` of them.
         left_out: better grids that could not be run, and why.
@@ -50,8 +51,8 @@ class Engine:
     booster: Booster
     model: nn.Module
     optimizer: Any
-    found: Found
-    grid: Grid
+    found: Found | None
+    grid: Grid | None
     accumulate: int
     samples: int
     left_out: tuple[tuple[Grid, str], ...]
@@ -108,6 +109,7 @@ def auto_engine(
     memory: int | str | None = None,
     precision: str | None = None,
     verbose: bool = True,
+    operators: bool = False,
 ) -> Engine:
     """Searches how a model lies best over the ranks, and boosts it so; every rank calls it.
 
@@ -120,6 +122,9 @@ def auto_engine(
         memory: bytes that a rank may hold; None for what its device has.
         precision: ``fp32``, ``bf16`` or ``fp16``; None for bf16 on GPUs and fp32 elsewhere.
         verbose: print what was chosen, beside what, and why.
+        operators: whether each operator is shared, kept and computed again in its own way
+            (`find_operators`), instead of a grid; every rank then reads all samples of a step, and
+            the example is a batch of them.
 
     Raises:
         GulliverError: nothing fits the memory, with the least that would do; a cluster of another
@@ -132,6 +137,8 @@ def auto_engine(
             f"the cluster {cluster.name!r} has {cluster.size} ranks, and there are {world.size}: "
             f"pass cluster.resized({world.size}), or none"
         )
+    if operators:
+        return _of_operators(model, optimizer, cluster, batch, samples, memory, precision, verbose)
     precision = precision or ("bf16" if world.device.type == "cuda" else "fp32")
     found = search_grids(model, optimizer, batch, cluster, samples, memory, precision)
     if not found.best:
@@ -156,6 +163,32 @@ def auto_engine(
         )
     reasons = "; ".join(f"{grid}: {why}" for grid, why in left_out[:3])
     raise GulliverError(f"none of the {len(left_out)} best grids can be run: {reasons}")
+
+
+def _of_operators(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    cluster: Cluster,
+    batch: Any,
+    samples: int,
+    memory: int | str | None,
+    precision: str | None,
+    verbose: bool,
+) -> Engine:
+    """The best plan of operators along one axis, or along two where the cluster has several."""
+    if samples_of(batch) != samples or precision not in (None, "fp32"):
+        raise GulliverError(
+            f"operators=True needs a batch of all {samples} samples, not {samples_of(batch)}, and "
+            "runs in the dtypes of the model: give no precision"
+        )
+    inner = cluster.axes[-1].size if len(cluster.axes) > 1 else 1
+    meshes = [{"data": cluster.size}]
+    meshes += [{"data": cluster.size // inner, "tensor": inner}] if inner > 1 else []
+    plans = (find_operators(model, batch, cluster, axes, memory, optimizer) for axes in meshes)
+    plan = broadcast_object(min(plans, key=lambda found: found.predicted.seconds.step))
+    booster = Booster(plan=plan, verbose=verbose)
+    boosted, stepper, *_ = booster.boost(model, optimizer)
+    return Engine(booster, boosted, stepper, None, None, 1, samples, ())
 
 
 def _parts(batch: Any, count: int) -> list[Any]:

@@ -1,0 +1,266 @@
+"""What calls save for backward: kept, computed again, or moved away, call by call.
+
+What autograd saves in a call is known by where it comes from: a tensor that the call took (from the
+call that gave it, or from a change of layout), or memory that the call made. If that is to be
+computed again, autograd gets a handle; the first handle that backward asks for lets all of its run
+be computed again, communication included, and each value goes when nobody asks for it any more.
+
+[Note: what a run is made of] The calls of operators that are computed again, from the first on for
+as long as one of their values is still to be used (`gulliver.solve._joint`). They are called again
+past the model's code: with the tensors that come from outside of the run, which are kept, and those
+that the run has made. No random numbers are drawn in them: such calls are refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from gulliver.errors import GulliverError
+
+
+class Origin(NamedTuple):
+    """Where memory comes from.
+
+    Attributes:
+        call: number of the call.
+        kind: "given" by the call, "changed" from another layout for it, "inner" of it.
+        place: number among those.
+    """
+
+    call: int
+    kind: str
+    place: int
+
+
+class Runner(Protocol):
+    """What runs a call again."""
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """A tensor without its graph."""
+        ...
+
+    def replayed(self, planned: Any, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """Parts of what a call takes, and a function that runs it."""
+        ...
+
+    def spread_given(self, planned: Any, out: Any) -> list[DTensor]:
+        """What it gave, as DTensors."""
+        ...
+
+
+@dataclass
+class _Run:
+    """A run of calls in one forward.
+
+    Attributes:
+        tape: calls with what they take: a tensor from outside, or the origin in the run.
+        wanted: number of handles of each origin.
+        found: memories that were computed again, by origin.
+        done: whether it was computed again.
+    """
+
+    tape: list[tuple[Any, list[Tensor | Origin]]] = field(default_factory=list)
+    wanted: Counter[Origin] = field(default_factory=Counter)
+    found: dict[Origin, Tensor] = field(default_factory=dict)
+    done: bool = False
+
+
+class _Handle(NamedTuple):
+    run: _Run
+    origin: Origin
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Away(NamedTuple):
+    fetch: Callable[[], Tensor]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Again:
+    """Keeps what the calls of one forward save.
+
+    Args:
+        runs: number of the run of each call that is computed again.
+        stays: values that are kept although the call that gave them is computed again.
+        away: calls whose memories are moved away.
+        store: takes a memory, and returns a function that brings it back.
+    """
+
+    def __init__(
+        self,
+        runs: Mapping[int, int],
+        stays: frozenset[int],
+        away: frozenset[int],
+        store: Callable[[Tensor], Callable[[], Tensor]],
+    ) -> None:
+        self._numbers, self._stays, self._away = runs, stays, away
+        self._store, self._runs = store, dict[int, _Run]()
+        self._moved: dict[Origin, Callable[[], Tensor]] = {}
+        self.runner: Runner | None = None
+
+    def begin(self, planned: Any, taken: Sequence[Tensor], parts: Sequence[Tensor]) -> Made:
+        """Begins a call; see `Made`."""
+        number = planned.number
+        origins = [
+            self._origin(number, n, *pair) for n, pair in enumerate(zip(taken, parts, strict=True))
+        ]
+        if number in self._numbers:
+            run = self.run_of(number)
+            sources = [self._source(run, number, tensor) for tensor in taken]
+            run.tape.append((planned, sources))
+        return Made(self, planned, parts, origins)
+
+    def run_of(self, call: int) -> _Run:
+        """The run of a call."""
+        return self._runs.setdefault(self._numbers[call], _Run())
+
+    def packed(self, origin: Origin | None, tensor: Tensor) -> Any:
+        """What autograd keeps in the place of a tensor."""
+        tensor = tensor.detach()
+        form = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        if origin is None:
+            return tensor
+        if origin.call in self._numbers:
+            run = self.run_of(origin.call)
+            run.wanted[origin] += 1
+            return _Handle(run, origin, *form)
+        if origin.call in self._away:
+            if origin not in self._moved:
+                self._moved[origin] = self._store(tensor)
+            return _Away(self._moved[origin], *form)
+        return tensor
+
+    def unpacked(self, saved: Any) -> Tensor:
+        """The tensor again."""
+        if isinstance(saved, _Away):
+            return saved.fetch().as_strided(saved.size, saved.stride, saved.offset)
+        if not isinstance(saved, _Handle):
+            return saved
+        run = saved.run
+        if not run.done:
+            self._replay(run)
+        if saved.origin not in run.found:
+            raise GulliverError(
+                "backward runs twice through what is computed again: call it once, or keep it"
+            )
+        tensor = run.found[saved.origin]
+        run.wanted[saved.origin] -= 1
+        if not run.wanted[saved.origin]:
+            del run.found[saved.origin]
+        return tensor.as_strided(saved.size, saved.stride, saved.offset)
+
+    def _origin(self, call: int, number: int, taken: Tensor, part: Tensor) -> Origin | None:
+        """Where a part comes from; None for what is there anyway."""
+        source = vars(taken).get("_gulliver_origin")
+        same = isinstance(taken, DTensor) and _storage(_own(taken)) == _storage(part)
+        if same or taken is part:
+            return source
+        return Origin(call, "changed", number)
+
+    def _source(self, run: _Run, number: int, tensor: Tensor) -> Tensor | Origin:
+        given = vars(tensor).get("_gulliver_given")
+        if given is not None and self._numbers.get(given.call) == self._numbers[number]:
+            return given
+        assert self.runner is not None, "a forward runs"
+        return self.runner.kept(tensor)
+
+    def name(
+        self, planned: Any, given: Sequence[DTensor], aliases: Mapping[int, Origin | None]
+    ) -> None:
+        """Notes where what a call gives comes from."""
+        for index, (tensor, value) in enumerate(zip(given, planned.call.gives, strict=True)):
+            own = Origin(planned.number, "given", index)
+            vars(tensor)["_gulliver_given"] = own
+            origin = aliases.get(_storage(_own(tensor)), own)
+            vars(tensor)["_gulliver_origin"] = None if value in self._stays else origin
+
+    def _replay(self, run: _Run) -> None:
+        assert self.runner is not None, "a forward has run"
+        run.done = True
+        env: dict[Origin, DTensor] = {}
+        for planned, sources in run.tape:
+            taken = [env[s] if isinstance(s, Origin) else s for s in sources]
+            parts, call = self.runner.replayed(planned, taken)
+            inner = list[Tensor]()
+            known = {_storage(p) for p in parts}
+
+            def pack(tensor: Tensor, inner: list[Tensor] = inner, known: Any = known) -> Tensor:
+                if _storage(tensor) not in known:
+                    inner.append(tensor.detach())
+                return tensor.detach()
+
+            with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t):
+                out = call()
+            given = self.runner.spread_given(planned, out)
+            for index, tensor in enumerate(given):
+                env[Origin(planned.number, "given", index)] = tensor
+                run.found[Origin(planned.number, "given", index)] = _own(tensor)
+            for kind, tensors in (("changed", parts), ("inner", inner)):
+                for index, tensor in enumerate(tensors):
+                    run.found[Origin(planned.number, kind, index)] = tensor.detach()
+            run.found = {o: t for o, t in run.found.items() if run.wanted[o]}
+            del out, parts, call, inner, known, pack
+        run.tape.clear()
+
+
+class Made:
+    """A call that runs.
+
+    Args:
+        again: what keeps what it saves.
+        planned: call.
+        parts: its parts of what it takes.
+        origins: where they come from.
+    """
+
+    def __init__(
+        self,
+        again: Again,
+        planned: Any,
+        parts: Sequence[Tensor],
+        origins: Sequence[Origin | None],
+    ) -> None:
+        self._again, self._planned = again, planned
+        self._origins = {_storage(p): o for p, o in zip(parts, origins, strict=True)}
+        self._inner = 0
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Takes what is saved inside."""
+        with saved_tensors_hooks(self._pack, self._again.unpacked):
+            yield
+
+    def gave(self, given: Sequence[DTensor]) -> None:
+        """Ends the call."""
+        self._again.name(self._planned, given, self._origins)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        key = _storage(tensor)
+        if key in self._origins:
+            origin = self._origins[key]
+        else:
+            origin = Origin(self._planned.number, "inner", self._inner)
+            self._inner += 1
+        return self._again.packed(origin, tensor)
+
+
+def _own(tensor: Any) -> Tensor:
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,94 @@
+"""Layouts of a value along one axis of a mesh, and what follows of them for all axes.
+
+A layout says how the value lies and how its gradient does, in two letters:
+
+    R   whole, and so is its gradient
+    T   whole; its gradient is in terms that add up
+    P   in terms that add up; its gradient is whole
+    Sd  cut along dim d, and so is its gradient
+
+`T` is what a product of matrices reads whose output is cut: each rank has a term of the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+WHOLE, SUMMED, TERMS = "R", "T", "P"
+Layout = tuple[str, ...]
+"""Layout along each axis."""
+
+
+def cut(dim: int) -> str:
+    """The layout that cuts a dim."""
+    return f"S{dim}"
+
+
+def cut_dim(layout: str) -> int | None:
+    """The dim that a layout cuts; None for none."""
+    return int(layout[1:]) if layout[0] == "S" else None
+
+
+def placements(layout: Layout) -> tuple[Placement, ...]:
+    """How a value lies, as DTensor has it."""
+    return tuple(_placement(one, TERMS) for one in layout)
+
+
+def gradient_placements(layout: Layout) -> tuple[Placement, ...]:
+    """How the gradient of a value lies."""
+    return tuple(_placement(one, SUMMED) for one in layout)
+
+
+def _placement(layout: str, terms: str) -> Placement:
+    dim = cut_dim(layout)
+    if dim is not None:
+        return Shard(dim)
+    return Partial() if layout == terms else Replicate()
+
+
+def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Shape of what a rank has of a value."""
+    found = list(shape)
+    for one, size in zip(layout, sizes, strict=True):
+        dim = cut_dim(one)
+        if dim is not None:
+            found[dim] //= size
+    return tuple(found)
+
+
+def divides(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
+    """Whether all ranks have parts of one size."""
+    parts: dict[int, int] = {}
+    for one, size in zip(layout, sizes, strict=True):
+        dim = cut_dim(one)
+        if dim is not None:
+            parts[dim] = parts.get(dim, 1) * size
+    return all(shape[dim] % count == 0 for dim, count in parts.items())
+
+
+def first_index(
+    dim: int, length: int, layout: Layout, sizes: Sequence[int], here: Sequence[int]
+) -> int:
+    """Index of the first element along a dim that a rank has.
+
+    Args:
+        dim: dim.
+        length: size of the whole dim.
+        layout: layout along each axis.
+        sizes: sizes of the axes.
+        here: coordinate of the rank.
+    """
+    first = 0
+    for one, size, at in zip(layout, sizes, here, strict=True):
+        if cut_dim(one) == dim:
+            length //= size
+            first += at * length
+    return first
+
+
+def elements(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> int:
+    """Elements that a rank has of a value."""
+    return math.prod(local_shape(shape, layout, sizes))

@@ -1,0 +1,287 @@
+"""The joint search's problem for a forward: strategies, conversions and bytes of every operator.
+
+[Note: bytes on the safe side] The search must not promise what the run does not keep. What is there
+for a while although no backward reads it (outputs on their way to the next operator, variables of a
+module that still runs, gradients that wait for an operator further down, the copies of a change
+of layout) is charged to every operator that runs meanwhile, each in the largest layout that it may
+have. So a run stays below what is said of it, by a few such tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from gulliver.booster.operators._costs import Costs, Measured, nbytes
+from gulliver.booster.operators._graph import Graph, Shared
+from gulliver.booster.operators._layouts import (
+    Layout,
+    gradient_placements,
+    local_shape,
+    placements,
+)
+from gulliver.booster.operators._rules import FORK
+from gulliver.booster.operators._trace import Value
+from gulliver.errors import GulliverError
+from gulliver.hardware import Cluster
+from gulliver.layout import plan_conversion
+from gulliver.solve import (
+    ENTRY,
+    Block,
+    EdgeSeconds,
+    Operator,
+    Strategy,
+)
+
+
+@dataclass
+class Problem:
+    """The network of the joint search for a forward.
+
+    Attributes:
+        graph: operators.
+        cluster: machines.
+        moments: number of tensors of optimizer state for each parameter.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    moments: int = 2
+    _converted: dict[object, tuple[float, int]] = field(default_factory=dict)
+
+    @cached_property
+    def ways(self) -> list[list[Shared]]:
+        """Ways of each operator."""
+        return [self.graph.ways(n) for n in range(len(self.graph.nodes))]
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """Blocks of the search.
+
+        Raises:
+            GulliverError: a value with a gradient goes past a block.
+        """
+        self._check()
+        costs = Costs(self.cluster.device, self.graph.sizes)
+        return [self._block(costs, numbers) for numbers in self.graph.blocks]
+
+    def _check(self) -> None:
+        block_of = {n: b for b, numbers in enumerate(self.graph.blocks) for n in numbers}
+        for value, users in self.graph.users.items():
+            if not self.graph.trace.values[value].flows:
+                continue
+            maker = self.graph.maker(value)
+            for user in users:
+                last = self.graph.blocks[block_of[maker]][-1]
+                near = block_of[user] - block_of[maker]
+                if near > 1 or (near == 1 and maker != last):
+                    raise GulliverError(
+                        f"{self.graph.nodes[user].name} reads what "
+                        f"{self.graph.nodes[maker].name} gave, past a block: name no such blocks"
+                    )
+
+    def _block(self, costs: Costs, numbers: range) -> Block:
+        return Block(tuple(self._operator(costs, n, numbers) for n in numbers))
+
+    def _operator(self, costs: Costs, node: int, block: range) -> Operator:
+        measured = [self._measured(costs, node, way) for way in self.ways[node]]
+        sources = list[int]()
+        conversions = list[EdgeSeconds | None]()
+        for value in self.graph.takes(node):
+            if not self.graph.trace.values[value].flows:
+                continue
+            maker = self.graph.maker(value)
+            sources.append(maker - block[0] if maker in block else ENTRY)
+            conversions.append(self._edge(value, maker, node, measured))
+        own = [v for v in self.graph.gives(node) if v in self.graph.saved]
+        readers = [u for v in own for u in self.graph.users.get(v, [])]
+        inside = [u - block[0] for u in readers if u in block and u > node]
+        strategies = (
+            self._strategy(node, way, found, node == block[-1])
+            for way, found in zip(self.ways[node], measured, strict=True)
+        )
+        return Operator(
+            self.graph.nodes[node].name.rpartition(".")[2],
+            tuple(strategies),
+            tuple(sources),
+            tuple(conversions),
+            max(inside, default=None),
+            self._is_recomputable(node),
+        )
+
+    def _is_recomputable(self, node: int) -> bool:
+        """Whether all that an operator reads is there in backward; see [Note: what joins]."""
+        values = self.graph.trace.values
+        reads = (v for v in self.graph.takes(node) if values[v].flows)
+        return self.graph.trains(node) and all(v in self.graph.saved for v in reads)
+
+    def _measured(self, costs: Costs, node: int, way: Shared) -> Measured:
+        calls = [self.graph.trace.calls[n] for n in self.graph.nodes[node].calls]
+        return costs.of(calls, self.graph.trace.values, way.layouts, self.graph.gives(node))
+
+    def _strategy(self, node: int, way: Shared, found: Measured, last: bool) -> Strategy:
+        values, saved = self.graph.trace.values, self.graph.saved
+        forward_s = backward_s = 0.0
+        state = inner = room = back_room = 0
+        for value in self.graph.takes(node):
+            layout, one = way.layouts[value], values[value]
+            if one.flows:
+                continue
+            stored = stored_layout(layout) if one.parameter else ("R",) * len(layout)
+            seconds, peak, copies = self._change(one, stored, layout, False)
+            forward_s += seconds
+            room += peak
+            if copies and value in found.takes_saved:
+                inner += self._bytes(value, layout)
+            if one.parameter and one.trains:
+                seconds, peak, _ = self._change(one, stored, layout, True)
+                backward_s += seconds
+                back_room += peak
+            if one.parameter and self.graph.users[value][0] != node:
+                # Another operator says how it is kept: it may have to be gathered for this one.
+                inner += self._bytes(value, layout)
+                room += 2 * self._bytes(value, ("R",) * len(layout))
+            if one.parameter and self.graph.users[value][0] == node:
+                state += self._bytes(value, stored) * ((2 + self.moments) if one.trains else 1)
+            elif not one.parameter and self.graph.users[value][0] == node:
+                state += self._bytes(value, stored)
+        for value in self.graph.trace.outputs:
+            if self.graph.maker(value) == node:
+                whole = ("R",) * len(self.graph.sizes)
+                seconds, peak, _ = self._change(values[value], way.layouts[value], whole, False)
+                forward_s += seconds
+                room += peak + self._bytes(value, whole)
+                if values[value].trains:
+                    seconds, peak, _ = self._change(values[value], way.layouts[value], whole, True)
+                    backward_s += seconds
+                    back_room += peak + self._bytes(value, whole)
+        given = self._own(node)
+        if not self.graph.trains(node):  # constants stay while the model runs
+            state += sum(self._bytes(v, way.layouts[v]) for v in given)
+            given, inner = [], 0
+        output = 0
+        if last:
+            output = sum(self._bytes(v, way.layouts[v]) for v in given if v in saved)
+            given = []
+        kept = (
+            found.inner + inner + sum(self._bytes(v, way.layouts[v]) for v in given if v in saved)
+        )
+        passing, pending = self._around(node)
+        room += max(self._rooms(node, way, False))
+        back_room += max(self._rooms(node, way, True))
+        return Strategy(
+            " ".join(way.words),
+            *(found.forward_s, found.backward_s, forward_s, backward_s, state, kept, output),
+            max(0, found.forward_peak - kept - output) + room + passing,
+            found.backward_peak + back_room + pending,
+            kept,
+        )
+
+    def _own(self, node: int) -> list[int]:
+        """Values that an operator gives, one for each memory of its own."""
+        calls, found = self.graph.trace.calls, dict[int, int]()
+        for value in self.graph.gives(node):
+            root = value
+            while (call := calls[self.graph.trace.values[root].maker]).view:
+                root = call.takes[0]
+                if self.graph.trace.values[root].maker < 0:
+                    break
+            if self.graph.maker(root) == node:
+                found.setdefault(root, value)
+        return list(found.values())
+
+    def _edge(self, value: int, maker: int, node: int, measured: Sequence[Measured]) -> EdgeSeconds:
+        """Costs of a value's change of layout, by the ways of who gives and who takes it."""
+        one = self.graph.trace.values[value]
+        rows: list[list[tuple[float, float, int]]] = []
+        for before in self.ways[maker]:
+            row = []
+            for way, found in zip(self.ways[node], measured, strict=True):
+                change = before.layouts[value], way.layouts[value]
+                seconds, _, copies = self._change(one, *change, False)
+                back, _, _ = self._change(one, *change, True)
+                kept = value in found.takes_saved or self._is_fork(node)
+                size = self._bytes(value, change[1]) if copies and kept else 0
+                row.append((seconds, back, size))
+            rows.append(row)
+        parts = (tuple(tuple(cell[n] for cell in row) for row in rows) for n in range(3))
+        return EdgeSeconds(*parts)  # type: ignore[arg-type]
+
+    def _is_fork(self, node: int) -> bool:
+        return self.graph.trace.calls[self.graph.nodes[node].calls[0]].name == FORK
+
+    def _rooms(self, node: int, way: Shared, backward: bool) -> list[int]:
+        """Most bytes of the changes of layout of what is taken, one after the other."""
+        found = [0]
+        for value in self.graph.takes(node):
+            one = self.graph.trace.values[value]
+            if one.flows:
+                for before in self.ways[self.graph.maker(value)]:
+                    change = before.layouts[value], way.layouts[value]
+                    found.append(self._change(one, *change, backward)[1])
+        return found
+
+    def _change(
+        self, value: Value, before: Layout, after: Layout, backward: bool
+    ) -> tuple[float, int, bool]:
+        """Seconds and bytes of a change of layout, or of its gradient's, and whether it copies."""
+        ends = placements(before), placements(after)
+        if backward:
+            ends = gradient_placements(after), gradient_placements(before)
+        if ends[0] == ends[1]:
+            return 0.0, 0, False
+        key = value.shape, value.dtype, ends
+        if key not in self._converted:
+            plan = plan_conversion(
+                value.shape, value.dtype.itemsize, self.graph.sizes, *ends, self.cluster
+            )
+            # Messages are padded, or put together, beside what is read and written.
+            self._converted[key] = plan.total, 2 * plan.peak_bytes
+        return *self._converted[key], True
+
+    def _bytes(self, value: int, layout: Layout) -> int:
+        one = self.graph.trace.values[value]
+        return nbytes(local_shape(one.shape, layout, self.graph.sizes), one.dtype)
+
+    def _most(self, value: int) -> int:
+        """Bytes of a value in the largest layout that it may have."""
+        node = self.graph.maker(value)
+        return max(self._bytes(value, way.layouts[value]) for way in self.ways[node])
+
+    @cached_property
+    def _lives(self) -> list[tuple[int, int, int, int, bool, bool]]:
+        """Maker, last taker, last to refer to it, most bytes, saved, trained: of each value."""
+        found = []
+        trace = self.graph.trace
+        for number, value in enumerate(trace.values):
+            if value.maker < 0:
+                continue
+            if trace.calls[value.maker].view and not value.trains:
+                continue
+            maker = self.graph.maker(number)
+            last = max(self.graph.users.get(number, [maker]), default=maker)
+            dies = min(trace.dies.get(number, len(trace.calls)), len(trace.calls)) - 1
+            frame = max(last, self.graph.node_of[max(0, dies)])
+            if self.graph.users.get(number):
+                most = self._most(number)
+                found.append((maker, last, frame, most, number in self.graph.saved, value.trains))
+        return found
+
+    def _around(self, node: int) -> tuple[int, int]:
+        """Bytes that are there besides while an operator runs, forward and backward."""
+        block = next(b for b in self.graph.blocks if node in b)
+        passing = pending = 0
+        for maker, last, frame, most, saved, trained in self._lives:
+            if maker < block[0] and maker not in (block[0] - 1,):
+                continue
+            if maker < node <= frame and (not saved or node > last):
+                passing += most
+            if trained and maker < node < last:
+                pending += most
+        return passing, pending
+
+
+def stored_layout(layout: Layout) -> Layout:
+    """How a parameter is kept that an operator reads in a layout."""
+    return tuple(one if one[0] == "S" else "R" for one in layout)

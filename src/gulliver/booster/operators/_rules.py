@@ -1,0 +1,343 @@
+"""How a call of a function of torch may be shared along one axis of a mesh.
+
+`ways(call)` lists them: for each a word, the layout of every tensor that the call takes, and of
+every tensor that it gives. In each way every rank calls the same function with its part; what each
+gives is its part of the whole result, or its term. A function without a rule has one way: whole on
+every rank, which is right for any that draws no random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from gulliver.booster.operators._layouts import SUMMED, TERMS, WHOLE, cut, cut_dim
+from gulliver.booster.operators._trace import Call, Ref
+
+
+class Way(NamedTuple):
+    """A way to share a call along one axis.
+
+    Attributes:
+        word: name of the way, as it stands in a plan.
+        takes: layout of each tensor that the call takes.
+        gives: layout of each tensor that it gives.
+    """
+
+    word: str
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
+def ways(call: Call) -> Iterator[Way]:
+    """Yields the ways to share a call, that of all ranks doing the same first."""
+    yield Way("whole", (WHOLE,) * len(call.takes), (WHOLE,) * len(call.gives))
+    rule = _RULES.get(call.name)
+    if rule is not None:
+        yield from rule(call)
+
+
+def _element_wise(call: Call) -> Iterator[Way]:
+    (shape,) = call.shapes_given
+    for dim, size in enumerate(shape):
+        if size > 1:
+            takes = tuple(_along(given, shape, dim) for given in call.shapes_taken)
+            yield Way(f"dim {dim}", takes, (cut(dim),))
+
+
+def _along(shape: Sequence[int], output: Sequence[int], dim: int) -> str:
+    """Layout of what is broadcast to an output that is cut along a dim."""
+    own = dim - len(output) + len(shape)
+    return cut(own) if own >= 0 and shape[own] == output[dim] else SUMMED
+
+
+def _leading(count: Callable[[Call], int]) -> Callable[[Call], Iterator[Way]]:
+    """A rule: dims of the first tensor are cut but for so many last ones; others are whole."""
+
+    def rule(call: Call) -> Iterator[Way]:
+        shape = call.shapes_taken[0]
+        for dim in range(len(shape) - count(call)):
+            rest = (SUMMED,) * (len(call.takes) - 1)
+            yield Way(f"dim {dim}", (cut(dim), *rest), (cut(dim),))
+
+    return rule
+
+
+def _softmax(call: Call) -> Iterator[Way]:
+    (shape,) = call.shapes_given
+    own = call.argument(1, "dim", None)
+    if isinstance(own, int):
+        for dim in range(len(shape)):
+            if dim != own % len(shape):
+                yield Way(f"dim {dim}", (cut(dim),), (cut(dim),))
+
+
+def _reduced(call: Call) -> Iterator[Way]:
+    shape, dims = call.shapes_taken[0], call.argument(1, "dim", None)
+    if dims is None or len(call.gives) != 1:
+        return
+    gone = {d % len(shape) for d in ([dims] if isinstance(dims, int) else dims)}
+    keeps = len(call.shapes_given[0]) == len(shape)
+    for dim in range(len(shape)):
+        if dim not in gone:
+            given = dim if keeps else dim - sum(1 for d in gone if d < dim)
+            yield Way(f"dim {dim}", (cut(dim),), (cut(given),))
+
+
+def _linear(call: Call) -> Iterator[Way]:
+    last = len(call.shapes_taken[0]) - 1
+    bias = len(call.takes) > 2
+    rest = (SUMMED,) * (2 if bias else 1)
+    if last:
+        yield Way("dim 0", (cut(0), *rest), (cut(0),))
+    yield Way("columns", (SUMMED, cut(0), *([cut(0)] if bias else [])), (cut(last),))
+    yield Way("rows", (cut(last), cut(1), *([TERMS] if bias else [])), (TERMS,))
+
+
+def _addmm(call: Call) -> Iterator[Way]:
+    if call.constants_besides():
+        return
+    bias = len(call.shapes_taken[0])
+    yield Way("dim 0", (SUMMED, cut(0), SUMMED), (cut(0),))
+    yield Way("columns", (cut(bias - 1), SUMMED, cut(1)), (cut(1),))
+    yield Way("rows", (TERMS, cut(1), cut(0)), (TERMS,))
+
+
+def _matmul(call: Call) -> Iterator[Way]:
+    one, other = call.shapes_taken
+    if len(one) < 2 or len(other) < 2:
+        return
+    (shape,) = call.shapes_given
+    last = len(shape) - 1
+    for dim in range(last - 1):
+        yield Way(f"dim {dim}", (_along(one, shape, dim), _along(other, shape, dim)), (cut(dim),))
+    inner = len(one) - 1
+    yield Way(f"dim {last - 1}", (cut(inner - 1), SUMMED), (cut(last - 1),))
+    yield Way("columns", (SUMMED, cut(len(other) - 1)), (cut(last),))
+    yield Way("rows", (cut(inner), cut(len(other) - 2)), (TERMS,))
+
+
+def _attention(call: Call) -> Iterator[Way]:
+    query, key, value = (call.argument(n, k, None) for n, k in enumerate(("query", "key", "value")))
+    mask = call.argument(3, "attn_mask", None)
+    shape = call.shapes_taken[query.index]
+    for dim in range(len(shape) - 2):
+        takes = [WHOLE] * len(call.takes)
+        for one in (query, key, value):
+            takes[one.index] = cut(dim)
+        if isinstance(mask, Ref):
+            takes[mask.index] = _along(call.shapes_taken[mask.index], shape, dim)
+        yield Way(
+            "heads" if dim == len(shape) - 3 and dim else f"dim {dim}", tuple(takes), (cut(dim),)
+        )
+
+
+def _embedding(call: Call) -> Iterator[Way]:
+    shape = call.shapes_taken[0]
+    for dim in range(len(shape)):
+        yield Way(f"dim {dim}", (cut(dim), SUMMED), (cut(dim),))
+    yield Way("columns", (WHOLE, cut(1)), (cut(len(shape)),))
+
+
+def _cross_entropy(call: Call) -> Iterator[Way]:
+    logits, target = call.shapes_taken[:2]
+    plain = len(call.takes) == 2 and len(logits) == 2 and len(target) == 1
+    mean = call.argument(6, "reduction", "mean") == "mean"
+    if plain and mean and not call.argument(7, "label_smoothing", 0.0):
+        yield Way("dim 0", (cut(0), WHOLE), (TERMS,))
+
+
+def _viewed(call: Call) -> Iterator[Way]:
+    """A view in which whole dims, or the outermost of several, stay together."""
+    given, found = call.shapes_taken[0], call.shapes_given[0]
+    for dim, other in _kept_dims(given, found):
+        yield Way(f"dim {dim}", (cut(dim),), (cut(other),))
+    yield Way("terms", (TERMS,), (TERMS,))
+
+
+def _kept_dims(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Dims whose outermost cut is a cut of a dim of the other shape."""
+    a = b = 0
+    while a < len(one) and b < len(other):
+        first, second, sizes = a, b, [one[a], other[b]]
+        a, b = a + 1, b + 1
+        while sizes[0] != sizes[1]:
+            if sizes[0] < sizes[1]:
+                sizes[0] *= one[a]
+                a += 1
+            else:
+                sizes[1] *= other[b]
+                b += 1
+        # What has one element is no part of a cut.
+        while first < a - 1 and one[first] == 1:
+            first += 1
+        while second < b - 1 and other[second] == 1:
+            second += 1
+        if one[first] > 1 and other[second] > 1:
+            yield first, second
+
+
+def _permuted(order: Callable[[Call], Sequence[int]]) -> Callable[[Call], Iterator[Way]]:
+    def rule(call: Call) -> Iterator[Way]:
+        for given, dim in enumerate(order(call)):
+            yield Way(f"dim {dim}", (cut(dim),), (cut(given),))
+        yield Way("terms", (TERMS,), (TERMS,))
+
+    return rule
+
+
+def _transposed(call: Call) -> list[int]:
+    count = len(call.shapes_taken[0])
+    order = list(range(count))
+    one, other = (
+        (0, 1) if call.name == "t" else (call.argument(1, "dim0", 0), call.argument(2, "dim1", 1))
+    )
+    if count > 1:
+        order[one], order[other] = order[other], order[one]
+    return order
+
+
+def _order(call: Call) -> list[int]:
+    dims = call.argument(1, "dims", ())
+    given = [dims, *call.args[2:]] if isinstance(dims, int) else list(dims)
+    return [d % len(given) for d in given]
+
+
+def _apart(call: Call) -> Iterator[Way]:
+    """Several tensors along a dim, which is not cut itself."""
+    shape = call.shapes_taken[0]
+    own = call.argument(2, "dim", 0) % len(shape)
+    many = len(call.gives)
+    for dim in range(len(shape)):
+        if dim != own:
+            yield Way(f"dim {dim}", (cut(dim),), (cut(dim),) * many)
+    yield Way("terms", (TERMS,), (TERMS,) * many)
+
+
+def _unbound(call: Call) -> Iterator[Way]:
+    shape, many = call.shapes_taken[0], len(call.gives)
+    own = call.argument(1, "dim", 0) % len(shape)
+    for dim in range(len(shape)):
+        if dim != own:
+            yield Way(f"dim {dim}", (cut(dim),), (cut(dim - (dim > own)),) * many)
+    yield Way("terms", (TERMS,), (TERMS,) * many)
+
+
+def _joined(call: Call) -> Iterator[Way]:
+    shape = call.shapes_taken[0]
+    own = call.argument(1, "dim", 0) % len(shape)
+    for dim in range(len(shape)):
+        if dim != own:
+            yield Way(f"dim {dim}", (cut(dim),) * len(call.takes), (cut(dim),))
+
+
+def _indexed(call: Call) -> Iterator[Way]:
+    index = call.args[1]
+    parts = list(index) if isinstance(index, tuple) else [index]
+    count = len(call.shapes_taken[0])
+    if any(not (p is None or p is ... or isinstance(p, int | slice)) for p in parts):
+        return
+    used = sum(1 for p in parts if isinstance(p, int | slice))
+    if ... not in parts:
+        parts.append(...)
+    at = parts.index(...)
+    parts[at : at + 1] = [slice(None)] * (count - used)
+    dim = given = 0
+    for part in parts:
+        if isinstance(part, slice) and part == slice(None):
+            yield Way(f"dim {dim}", (cut(dim),), (cut(given),))
+        dim += part is not None
+        given += not isinstance(part, int)
+    yield Way("terms", (TERMS,), (TERMS,))
+
+
+def _expanded(call: Call) -> Iterator[Way]:
+    given, found = call.shapes_taken[0], call.shapes_given[0]
+    more = len(found) - len(given)
+    for dim, size in enumerate(given):
+        if size == found[dim + more] and size > 1:
+            yield Way(f"dim {dim}", (cut(dim),), (cut(dim + more),))
+
+
+def _passed(call: Call) -> Iterator[Way]:
+    """A change of layout that a plan has put in: see `with_forks`."""
+    for dim in range(len(call.shapes_taken[0])):
+        yield Way(f"dim {dim}", (cut(dim),), (cut(dim),))
+    yield Way("summed", (SUMMED,), (SUMMED,))
+
+
+ELEMENT_WISE = frozenset(
+    (
+        *("abs", "add", "bfloat16", "clamp", "clone", "contiguous", "cos", "detach", "div"),
+        *("double", "dropout", "elu", "eq", "erf", "exp", "float", "ge", "gelu", "gt", "half"),
+        *("leaky_relu", "le", "log", "logical_not", "lt", "masked_fill", "maximum", "minimum"),
+        *("mish", "mul", "ne", "neg", "pow", "reciprocal", "relu", "relu6", "rsqrt", "rsub"),
+        *("sigmoid", "silu", "sin", "softplus", "sqrt", "square", "sub", "tanh", "to"),
+        *("true_divide", "truediv", "type", "type_as", "where"),
+    )
+)
+SHAPED = frozenset(("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"))
+"""Functions whose arguments name sizes of the whole: a rank calls them with its own."""
+STRETCHED = frozenset(("expand", "expand_as"))
+FORK = "fork"
+HARD = frozenset(
+    (
+        *("linear", "addmm", "matmul", "bmm", "mm", "scaled_dot_product_attention"),
+        *("embedding", "cross_entropy", FORK),
+    )
+)
+"""Functions that are an operator of their own."""
+_RULES: dict[str, Callable[[Call], Iterator[Way]]] = {
+    **dict.fromkeys(ELEMENT_WISE, _element_wise),
+    **dict.fromkeys(SHAPED, _viewed),
+    **dict.fromkeys(STRETCHED, _expanded),
+    **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
+    **dict.fromkeys(("softmax", "log_softmax"), _softmax),
+    **dict.fromkeys(("mean", "sum", "var", "amax", "amin"), _reduced),
+    **dict.fromkeys(("chunk", "split", "tensor_split"), _apart),
+    **dict.fromkeys(("transpose", "t", "swapaxes"), _permuted(_transposed)),
+    "permute": _permuted(_order),
+    "unbind": _unbound,
+    "cat": _joined,
+    "getitem": _indexed,
+    "linear": _linear,
+    "addmm": _addmm,
+    "layer_norm": _leading(lambda call: len(call.argument(1, "normalized_shape", ()))),
+    "rms_norm": _leading(lambda call: len(call.argument(1, "normalized_shape", ()))),
+    "scaled_dot_product_attention": _attention,
+    "embedding": _embedding,
+    "cross_entropy": _cross_entropy,
+    FORK: _passed,
+}
+
+
+def run_local(
+    call: Call,
+    tensors: Sequence[Any],
+    layouts: Sequence[tuple[str, ...]],
+    shapes: Sequence[Sequence[int]],
+    first: int = 0,
+) -> Any:
+    """What a rank computes of a call.
+
+    Args:
+        call: the call.
+        tensors: its parts of the tensors that the call takes.
+        layouts: layouts of those.
+        shapes: shapes of its parts of what the call gives.
+        first: index of its first row of the first tensor.
+    """
+    if call.name in SHAPED:
+        return tensors[0].reshape(shapes[0])
+    if call.name in STRETCHED:
+        return tensors[0].expand(shapes[0])
+    cut_rows = call.name == "cross_entropy" and any(cut_dim(one) == 0 for one in layouts[0])
+    if cut_rows:
+        logits, target = tensors
+        ignored = call.argument(4, "ignore_index", -100)
+        count = (target != ignored).sum()
+        rows = target[first : first + logits.shape[0]]
+        sum_ = call.func(logits, rows, ignore_index=ignored, reduction="sum")
+        return sum_ / count
+    args, kwargs = call.filled(tensors)
+    return call.func(*args, **kwargs)

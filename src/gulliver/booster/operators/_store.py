@@ -1,0 +1,63 @@
+"""Where memories lie that calls have saved and that are not needed before backward: the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class HostStore:
+    """Copies memories to the host while the next calls run, and back when they are asked for.
+
+    On a GPU copies go through page-locked memory on a stream of their own. A rank that computes on
+    the host copies to memory of numpy's in a thread: what is counted there is what torch allocates.
+
+    Args:
+        device: device of the rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1) if device.type == "cpu" else None
+        self.moved = 0
+
+    def put(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Takes the memory behind a tensor; returns what brings it back."""
+        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        flat.set_(tensor.untyped_storage())
+        self.moved += flat.nbytes
+        return self._on_host(flat) if self._thread is not None else self._page_locked(flat)
+
+    def _on_host(self, flat: Tensor) -> Callable[[], Tensor]:
+        assert self._thread is not None, "copies run in a thread"
+        whole = flat.view(torch.uint8)
+        writing = self._thread.submit(lambda: np.array(whole.numpy(), copy=True))
+        form = flat.shape, flat.dtype
+        del flat
+
+        def fetch() -> Tensor:
+            found = torch.empty(form[0], dtype=form[1])
+            found.view(torch.uint8).copy_(torch.from_numpy(writing.result()))
+            return found
+
+        return fetch
+
+    def _page_locked(self, flat: Tensor) -> Callable[[], Tensor]:
+        stream = self._stream
+        assert stream is not None, "copies have a stream"
+        away = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            away.copy_(flat, non_blocking=True)
+        flat.record_stream(stream)
+
+        def fetch() -> Tensor:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+            return away.to(self._device, non_blocking=True)
+
+        return fetch
