@@ -276,7 +276,8 @@ def test_the_command_prints_layers_gain_and_memory(capsys: Any, tmp_path: Path) 
     assert run([*words, "--json", "--scaling", "rowwise", "--tokens", "16384"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plain_s"] / found["fp8_s"] > 1.2
-    blocks = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    # Not keys and values: 4096 x 1024 is too small for row-wise scales.
+    blocks = 32 * (2 * 4096 * 4096 + 3 * 4096 * 14336)
     taken = sum(
         s["inputs"] * s["outputs"] * s["layers"] for s in found["layers"] if not s["why_not"]
     )
