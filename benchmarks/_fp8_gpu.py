@@ -13,6 +13,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -105,7 +106,7 @@ def made(model: nn.Module, arm: str) -> nn.Module:
         convert_to_float8_training(model, config=config)
     elif arm != "bf16":
         convert_to_fp8(model, arm)
-    compiled: nn.Module = torch.compile(model, dynamic=False)
+    compiled: Any = torch.compile(model, dynamic=False)
     return compiled
 
 

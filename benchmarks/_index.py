@@ -43,6 +43,7 @@ AREAS = {
     "stdit": "Text to video: ranks that share a clip",
     "autoencoder": "Autoencoders streamed, shared and in pieces",
     "caches": "Caches of sampling: speed-up against error",
+    "fp8": "FP8 training beside float32, and on a GPU beside bf16 and torchao",
     "long_video": "16 seconds at 720p under a limit of memory",
 }
 """First word of a claim to heading, in the order of the page; other claims follow."""

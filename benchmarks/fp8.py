@@ -42,7 +42,7 @@ class Options:
 
     parts: tuple[Literal["numerics", "convergence", "gpu"], ...] = ("numerics", "convergence")
     """Parts, in this order."""
-    steps: int = 300
+    steps: int = 120
     """Steps of each training."""
     seeds: int = 3
     """Seeds of each training."""

@@ -97,7 +97,7 @@ def apply_plan(
     if plan.operators is not None:
         return share_operators(plan, model, optimizer, world)
     if plan.ddp is not None:
-        use_fp8(plan, model, None)
+        use_fp8(plan, model)
         return share_ddp(plan, model, optimizer, world)
     # While the model is whole, and on all ranks, so that none goes on where another cannot.
     tensor, stages = plan_tensors(plan, model), plan_stages(plan, model)
@@ -125,7 +125,7 @@ def apply_plan(
     stage = cut_stages(model, stages, mesh)
     cut_tensors(plan, model, tensor, mesh)
     wire_sequences(plan, model, mesh, verbose)
-    use_fp8(plan, model, mesh)
+    use_fp8(plan, model, *(() if mesh is None else (mesh.tensor, mesh.sequence.all)))
     recompute(plan, model, stage, whole.recomputable)
     if mesh is not None:
         hooks.restore()

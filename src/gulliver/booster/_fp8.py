@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gulliver.comm import RankGroup, all_reduce, broadcast_object
+from gulliver.comm import ALONE, RankGroup, all_reduce, broadcast_object
 from gulliver.errors import GulliverError, nearest
 from gulliver.families import family_of
 from gulliver.hardware import Cluster, Device, current_cluster, fp8_break_even, fp8_seconds
@@ -29,7 +29,6 @@ from gulliver.parallel.tensor import ColumnLinear, RowLinear, TensorPlan
 from gulliver.plan import Fp8Plan, Plan
 from gulliver.precision.fp8 import (
     COPIES,
-    NOT_SHARED,
     SCALINGS,
     Layer,
     Recipe,
@@ -42,9 +41,6 @@ from gulliver.precision.fp8 import (
     select_layers,
     state_of,
 )
-
-if TYPE_CHECKING:
-    from gulliver.booster.hybrid import HybridMesh
 
 TOKENS = 8192
 """Rows of a layer, where a plan does not know how many a batch has."""
@@ -149,13 +145,16 @@ def check_units(plan: Plan, model: nn.Module) -> None:
         check_hardware(model, _recipe(plan.precision.fp8))
 
 
-def use_fp8(plan: Plan, model: nn.Module, mesh: HybridMesh | None) -> None:
+def use_fp8(
+    plan: Plan, model: nn.Module, tensor: RankGroup = ALONE, sequence: RankGroup = ALONE
+) -> None:
     """Lets the plan's layers compute in FP8, as far as this rank has them.
 
     Args:
         plan: plan with its layers.
         model: model as it is cut; boosted before with another optimizer it has them already.
-        mesh: groups of the ranks; None where each has a whole model.
+        tensor: ranks that share its tensors.
+        sequence: ranks that share its sequences.
     """
     fp8 = plan.precision.fp8
     if fp8 is None:
@@ -165,7 +164,7 @@ def use_fp8(plan: Plan, model: nn.Module, mesh: HybridMesh | None) -> None:
     modules = {path: module for path, module in linear_layers(model) if path in wanted}
     if not modules or any(state_of(module) is not None for module in modules.values()):
         return
-    shared = {path: _shared(module, mesh) for path, module in modules.items()}
+    shared = {path: _shared(module, tensor, sequence) for path, module in modules.items()}
     # Copies of every weight on every rank are what sharded parameters are to avoid.
     convert_to_fp8(model, _recipe(fp8), layers=modules, keep_weights=plan.stage != 3, shared=shared)
 
@@ -208,12 +207,9 @@ def _parts(
     return parts, others
 
 
-def _shared(module: nn.Module, mesh: HybridMesh | None) -> Shared:
-    if mesh is None:
-        return NOT_SHARED
-    tensor, tokens = mesh.tensor, mesh.sequence.all
+def _shared(module: nn.Module, tensor: RankGroup, sequence: RankGroup) -> Shared:
     return Shared(
-        tokens=_agree(tokens),
+        tokens=_agree(sequence),
         inputs=_agree(tensor) if isinstance(module, RowLinear) else None,
         outputs=_agree(tensor) if isinstance(module, ColumnLinear) else None,
     )
