@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from gulliver.errors import GulliverError
-from gulliver.precision.int8._formats import GROUP, from_int8
+from gulliver.precision.int8._formats import from_int8
 from gulliver.precision.int8._products import MODES, Stored, product
 
 
@@ -55,7 +55,7 @@ class QuantizedLayer(nn.Module):
         self.register_buffer("weight", values)
         self.register_buffer("weight_scale", scales)
         self.register_parameter("bias", bias)
-        self._stored: Stored | None = None
+        self._stored: tuple[Any, Stored] | None = None
 
     @property
     def outputs(self) -> int:
@@ -70,13 +70,15 @@ class QuantizedLayer(nn.Module):
     @property
     def stored(self) -> Stored:
         """The weight as kernels take it."""
-        found = self._stored
-        if found is None or found.values is not self.weight:
-            sums = None if self.mode == "int4" else _row_sums(self.weight)
-            values, scales = self.weight, self.weight_scale
-            found = Stored(self.mode, values, scales, sums, self.inputs, self.threshold)
-            self._stored = found
-        return found
+        # Sums are made anew when others have been written into the weight.
+        weight: Any = self._buffers["weight"]
+        state = id(weight), -1 if weight.is_inference() else weight._version
+        if self._stored is None or self._stored[0] != state:
+            sums = None if self.mode == "int4" else _row_sums(weight)
+            scales, inputs = self.weight_scale, self.inputs
+            found = Stored(self.mode, weight, scales, sums, inputs, self.threshold)
+            self._stored = state, found
+        return self._stored[1]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         scales = self.weight_scale
@@ -108,6 +110,23 @@ class QuantizedLayer(nn.Module):
                 f"{list(scales.shape)}: they are of another model or another mode"
             )
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the layer's output.
+
+        Raises:
+            GulliverError: in the backward pass, which there is none of.
+        """
+        if not torch.is_grad_enabled():
+            return self.run(x)
+        if x.requires_grad:
+            return _Forward.apply(x, self)
+        with torch.no_grad():
+            return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        """Returns the output, which has no gradient."""
+        raise NotImplementedError
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stored": None}
 
@@ -129,14 +148,8 @@ class QuantizedLinear(QuantizedLayer):
         """Number of outputs."""
         return self.outputs
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the product with the weight, plus the bias.
-
-        Raises:
-            GulliverError: in the backward pass, which there is none of.
-        """
-        if x.requires_grad and torch.is_grad_enabled():
-            return _Forward.apply(x, self)
+    def run(self, x: Tensor) -> Tensor:
+        """Returns the product with the weight, plus the bias."""
         return self.multiply(x, self.bias)
 
     def multiply(self, x: Tensor, bias: Tensor | None, largest: Tensor | None = None) -> Tensor:
@@ -145,9 +158,8 @@ class QuantizedLinear(QuantizedLayer):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if x.shape[-1] != self.inputs:
             raise GulliverError(f"{self.path} has {self.inputs} inputs, not {x.shape[-1]}")
-        with torch.no_grad():
-            y = product(self.stored, x.reshape(-1, self.inputs), bias, largest)
-        return y.view(*x.shape[:-1], len(self.weight))
+        y = product(self.stored, x.reshape(-1, self.inputs), bias, largest)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class QuantizedConvolution(QuantizedLayer):
@@ -170,13 +182,7 @@ class QuantizedConvolution(QuantizedLayer):
         self._convolve = (F.conv1d, F.conv2d, F.conv3d)[values.dim() - 3]
         self._around = like._reversed_padding_repeated_twice
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the convolution."""
-        if x.requires_grad and torch.is_grad_enabled():
-            return _Forward.apply(x, self)
-        return self.multiply(x, self.bias)
-
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def run(self, x: Tensor) -> Tensor:
         """Returns the convolution with the weight that the int8 values stand for."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -185,7 +191,7 @@ class QuantizedConvolution(QuantizedLayer):
         padding = self.padding
         if self.padding_mode != "zeros":
             x, padding = F.pad(x, self._around, mode=self.padding_mode), 0
-        bias = None if bias is None else bias.detach().to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
         return self._convolve(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
 
@@ -223,10 +229,10 @@ class QuantizedEmbedding(QuantizedLayer):
         """Width of a row."""
         return self.inputs
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Looks up ``[...]`` as ``[..., width]``."""
-        vectors = F.embedding(ids, self.weight).float()
-        scales = F.embedding(ids, self.weight_scale[:, None])
+    def run(self, x: Tensor) -> Tensor:
+        """Looks up ids ``[...]`` as ``[..., width]``."""
+        vectors = F.embedding(x, self.weight).float()
+        scales = F.embedding(x, self.weight_scale[:, None])
         return vectors.mul_(scales).to(cast(Tensor, self.like).dtype)
 
 
@@ -236,7 +242,7 @@ class _Forward(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
         ctx.layer = layer.path, layer.mode
-        return layer.multiply(x.detach(), layer.bias)
+        return layer.run(x.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -253,10 +259,3 @@ def _row_sums(values: Tensor) -> Tensor:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def packed_bytes(mode: str, outputs: int, inputs: int) -> int:
-    """Returns the bytes of a quantised matrix with its scales and sums of rows."""
-    if mode == "int4":
-        return outputs * inputs // 2 + outputs * (inputs // GROUP) * 4
-    return outputs * inputs + 8 * outputs

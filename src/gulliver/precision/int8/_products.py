@@ -21,7 +21,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,9 @@ MOST_ROWS = 512
 """Rows above which no measurement is made: that of so many holds."""
 
 
+Kernel = Callable[["Stored", Tensor, Tensor | None, Tensor | None], Tensor]
+
+
 @dataclass
 class Stored:
     """A quantised weight, and what its product needs.
@@ -53,6 +56,7 @@ class Stored:
         sums: sums of the rows of values, int32; None for int4.
         inputs: number of inputs.
         threshold: magnitude from which on an activation is not quantised.
+        known: kernels by rows, dtype and threads: a call at one row has no time to ask again.
     """
 
     mode: str
@@ -61,11 +65,17 @@ class Stored:
     sums: Tensor | None
     inputs: int
     threshold: float
+    known: dict[tuple[Any, ...], Kernel] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.outputs = self.values.shape[0]
 
 
-Kernel = Callable[[Stored, Tensor, Tensor | None, Tensor | None], Tensor]
 _chosen: dict[tuple[Any, ...], str] = {}
 _log = logging.getLogger("gulliver")
+
+
+# Of a tensor `len` takes microseconds, and shape[0] does not.
 
 
 def product(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None = None) -> Tensor:
@@ -79,16 +89,19 @@ def product(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None = 
             its inputs.
     """
     if not x.numel():
-        y = x.new_zeros(len(x), len(w.values))
+        y = x.new_zeros(x.shape[0], w.outputs)
         return y if bias is None else y + bias
-    name = chosen_kernel(w, len(x), x.dtype, x.device)
-    return KERNELS[name](w, x, bias, largest)
+    asked = x.shape[0], x.dtype, torch.get_num_threads()
+    kernel = w.known.get(asked)
+    if kernel is None:
+        kernel = w.known[asked] = KERNELS[chosen_kernel(w, x.shape[0], x.dtype, x.device)]
+    return kernel(w, x, bias, largest)
 
 
 def chosen_kernel(w: Stored, rows: int, dtype: torch.dtype, device: torch.device) -> str:
     """Returns the name of the fastest kernel for so many rows, measured where it is not known."""
     rows = min(MOST_ROWS, 1 << (rows - 1).bit_length())
-    shape = (w.mode, len(w.values), w.inputs, rows, dtype, device, torch.get_num_threads())
+    shape = (w.mode, w.outputs, w.inputs, rows, dtype, device, torch.get_num_threads())
     if shape not in _chosen:
         names = _candidates(w, rows, dtype, device)
         _chosen[shape] = names[0] if len(names) == 1 else _measured(w, shape, names)
@@ -120,7 +133,7 @@ def _candidates(w: Stored, rows: int, dtype: torch.dtype, device: torch.device) 
 
 def _takes_int_mm(w: Stored, device: torch.device) -> bool:
     return device.type == "cpu" or (
-        device.type == "cuda" and w.inputs % 8 == 0 and len(w.values) % 8 == 0
+        device.type == "cuda" and w.inputs % 8 == 0 and w.outputs % 8 == 0
     )
 
 
@@ -162,16 +175,16 @@ def _native(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -
     assert table is not None
     given = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
     given = given.contiguous()
-    out = given.new_empty(len(given), len(w.values))
+    out = given.new_empty(given.shape[0], w.outputs)
     added = bias if bias is not None and bias.dtype == torch.float32 else None
     table[1].run(
         ("int8_dynamic", "int8", "int4").index(w.mode),
         given.data_ptr(),
         out.data_ptr(),
         given.dtype == torch.bfloat16,
-        len(given),
+        given.shape[0],
         w.inputs,
-        len(w.values),
+        w.outputs,
         w.values.data_ptr(),
         w.scales.data_ptr(),
         0 if w.sums is None else w.sums.data_ptr(),
@@ -198,9 +211,9 @@ def _int_mm(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -
     inverse = torch.where(largest > TINY, 127.0 / largest, 0.0)
     rounded = (kept * inverse[:, None]).round_().to(torch.int8)
     # CUDA's takes more than 16 rows only.
-    short = max(0, 17 - len(x)) if x.is_cuda else 0
+    short = max(0, 17 - x.shape[0]) if x.is_cuda else 0
     rounded = F.pad(rounded, (0, 0, 0, short)) if short else rounded
-    sums = torch._int_mm(rounded, w.values.t())[: len(x)].float()
+    sums = torch._int_mm(rounded, w.values.t())[: x.shape[0]].float()
     y = sums.mul_((largest / 127.0)[:, None] * w.scales)
     if kept is not values:
         outliers = values.where(~inside, 0.0)
@@ -218,9 +231,9 @@ def _int8pack(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None)
 
 
 def _dequantised(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -> Tensor:
-    y = torch.empty(len(x), len(w.values), dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape[0], w.outputs, dtype=x.dtype, device=x.device)
     step = max(1, PIECE // w.inputs)
-    for start in range(0, len(w.values), step):
+    for start in range(0, w.outputs, step):
         rows = slice(start, start + step)
         if w.mode == "int4":
             y[:, rows] = F.linear(x, from_int4(w.values[rows], w.scales[rows], x.dtype))

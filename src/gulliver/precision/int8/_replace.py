@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -22,7 +22,14 @@ from torch.nn.utils import parametrize
 from gulliver._compat import share_forward_hooks
 from gulliver.errors import GulliverError, nearest
 from gulliver.options import size_text
-from gulliver.precision.int8._formats import GROUP, largest_of, to_int4, to_int8
+from gulliver.precision.int8._formats import (
+    GROUP,
+    from_int4,
+    from_int8,
+    largest_of,
+    to_int4,
+    to_int8,
+)
 from gulliver.precision.int8._modules import (
     QuantizedConvolution,
     QuantizedEmbedding,
@@ -32,6 +39,7 @@ from gulliver.precision.int8._modules import (
 from gulliver.precision.int8._products import MODES, chosen_kernels
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+Model = TypeVar("Model", bound=nn.Module)
 NOTE = "_quantisation"
 """Attribute of a model that has its report."""
 
@@ -48,6 +56,7 @@ class Layer:
         before: bytes of its weight.
         after: bytes of its weight, scales and sums of rows.
         why: why it was kept, or not in the mode that was asked for.
+        error: relative error of its weight in the Frobenius norm, where it was measured.
     """
 
     path: str
@@ -57,6 +66,7 @@ class Layer:
     before: int
     after: int
     why: str = ""
+    error: float | None = None
 
 
 @dataclass
@@ -114,15 +124,22 @@ class Ways:
     Attributes:
         mode: one of `MODES`.
         threshold: magnitude of activations that are not quantised.
+        load: fills a layer on meta before it is quantised, given its path.
+        errors: whether the error of each weight is measured.
         path: path of the layer at hand.
-        largest: joins the largest magnitudes of rows of a weight's shards; identity for whole ones.
+        key: what tells its weight from others; tied ones have the same.
         made: quantised values and scales by weight, so that tied ones stay one.
+        error: relative error of the weight that was quantised last, in the Frobenius norm.
     """
 
     mode: str
     threshold: float
+    load: Callable[[str, nn.Module], None] | None = None
+    errors: bool = False
     path: str = ""
+    key: int = 0
     made: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    error: float | None = None
 
     def quantised(
         self, weight: Tensor, mode: str, joined: Callable[[Tensor], Tensor] | None = None
@@ -134,13 +151,15 @@ class Ways:
             mode: one of `MODES`.
             joined: makes the largest magnitudes of the whole's rows of those of a shard's.
         """
-        key = (weight.device, weight.data_ptr(), mode == "int4", tuple(weight.stride()))
-        known = None if weight.is_meta else self.made.get(key)
+        key = self.key, mode == "int4"
+        known = self.made.get(key)
         if known is None:
             largest = largest_of(weight, self.path)
             largest = largest if joined is None else joined(largest)
             known = to_int4(weight) if mode == "int4" else to_int8(weight, largest)
             self.made[key] = known
+            back = (from_int4 if mode == "int4" else from_int8) if self.errors else None
+            self.error = None if back is None else _relative(weight, back(*known, weight.dtype))
         return known
 
 
@@ -155,14 +174,16 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def replace_module(
-    model: nn.Module,
+    model: Model,
     mode: str = "int8_dynamic",
     exclude: Iterable[str] = (),
     outlier_threshold: float | None = 6.0,
     embeddings: bool = False,
     convolutions: bool = True,
     only: Iterable[str] | None = None,
-) -> nn.Module:
+    load: Callable[[str, nn.Module], None] | None = None,
+    errors: bool = False,
+) -> Model:
     """Quantises a model's weights for inference, in place.
 
     The weights must be loaded before. Tied weights stay tied where both layers are quantised. Of
@@ -179,6 +200,9 @@ def replace_module(
         embeddings: whether embeddings are quantised, too.
         convolutions: whether convolutions are.
         only: patterns of the paths that are quantised; None for all.
+        load: fills a layer whose parameters are on meta, given its path and itself, before it is
+            quantised; its weight is let go afterwards.
+        errors: whether the report says the error of each weight.
 
     Returns:
         The model.
@@ -189,7 +213,7 @@ def replace_module(
     """
     _check(model, mode, outlier_threshold)
     threshold = math.inf if outlier_threshold is None else float(outlier_threshold)
-    replacing = _Replacing(model, Ways(mode, threshold), embeddings, convolutions)
+    replacing = _Replacing(model, Ways(mode, threshold, load, errors), embeddings, convolutions)
     replacing.match(list(exclude), None if only is None else list(only))
     replacing.run()
     return model
@@ -248,8 +272,7 @@ class _Replacing:
             why, mode = self._why_kept(path, module)
             made = None
             if not why:
-                self.ways.path = path
-                made, why = self._made(module, mode)
+                made, why = self._loaded(path, module, mode, weight)
             new[id(module)] = made
             self._note(path, module, weight, made, why)
         # Only now: a weight that is refused leaves the model as it was.
@@ -285,6 +308,18 @@ class _Replacing:
             return "", mode
         return f"no quantised {type(module).__name__} is known", mode
 
+    def _loaded(
+        self, path: str, module: Any, mode: str, weight: Tensor
+    ) -> tuple[nn.Module | None, str]:
+        """Makes the quantised layer, of one that is filled only for as long."""
+        self.ways.path, self.ways.key, self.ways.error = path, id(weight), None
+        if self.ways.load is not None:
+            self.ways.load(path, module)
+        made, why = self._made(module, mode)
+        if self.ways.load is not None:
+            module._parameters["weight"] = weight
+        return made, why
+
     def _made(self, module: Any, mode: str) -> tuple[nn.Module | None, str]:
         why = ""
         if isinstance(module, nn.Embedding):
@@ -296,8 +331,11 @@ class _Replacing:
             return QuantizedConvolution(module, self.ways.path, values, scales), note
         if mode == "int4" and matrix_of(module).shape[1] % GROUP:
             mode, why = "int8", f"int8: {GROUP} does not divide its inputs"
-        ways = Ways(mode, self.ways.threshold, self.ways.path, self.ways.made)
-        return REPLACED.get(type(module), quantized_linear)(module, ways), why
+        self.ways.mode, asked = mode, self.ways.mode
+        try:
+            return REPLACED.get(type(module), quantized_linear)(module, self.ways), why
+        finally:
+            self.ways.mode = asked
 
     def _embedding(self, module: Any) -> tuple[nn.Module | None, str]:
         if module.max_norm is not None or type(module).forward is not nn.Embedding.forward:
@@ -312,8 +350,8 @@ class _Replacing:
         inside = [m for m in made.modules() if isinstance(m, QuantizedLayer)] if made else []
         after = sum(layer_bytes(m) for m in inside) if made else weight.nbytes
         mode = inside[0].mode if inside else ""
-        shape, kind = tuple(weight.shape), type(module).__name__
-        self.report.layers.append(Layer(path, kind, shape, mode, weight.nbytes, after, why))
+        said = path, type(module).__name__, tuple(weight.shape), mode, weight.nbytes, after
+        self.report.layers.append(Layer(*said, why, self.ways.error if made else None))
 
 
 def quantized_linear(module: Any, ways: Ways) -> nn.Module:
@@ -329,6 +367,10 @@ def matrix_of(module: Any) -> Tensor:
     """Returns a linear layer's weight as ``[outputs, inputs]``, detached."""
     weight = module.weight.detach()
     return weight.t() if is_conv1d(module) or getattr(module, "transposed", False) else weight
+
+
+def _relative(weight: Tensor, back: Tensor) -> float:
+    return float((back - weight).norm() / weight.norm().clamp(min=1e-30))
 
 
 def _matrix_in(module: nn.Module) -> Tensor | None:
