@@ -69,7 +69,7 @@ _PACKAGES = {
     "plan": ("Plan",),
     "precision": ("replace_module",),
     **dict.fromkeys(
-        ("families", "io", "layout", "memory", "models", "parallel", "solve", "video"),
+        ("families", "io", "layout", "memory", "models", "parallel", "quantize", "solve", "video"),
         (),
     ),
 }
